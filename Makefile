@@ -15,32 +15,32 @@ INSTALLED_FROM := pyproject.toml $(wildcard setup.py src/holdfast/execution/nati
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-install: $(STAMPS)/dev ## make the environment at .venv, with what development needs
+install: $(STAMPS)/dev ## create the environment .venv with the development tools
 	@echo "the environment at $(VENV) is ready"
 
-serve: $(STAMPS)/runtime ## from nothing to a server on 127.0.0.1:8000 (make serve ARGS="--port 9000")
+serve: $(STAMPS)/runtime ## install what is needed and serve on 127.0.0.1:8000 (make serve ARGS="--port 9000")
 	@exec $(VENV)/bin/holdfast serve $(ARGS)
 
-test: $(STAMPS)/dev test-tools ## lint and the suite, about 10 minutes on 2 cores (ARGS go to pytest)
+test: $(STAMPS)/dev test-tools ## linters and the test suite, about 10 minutes on 2 cores (ARGS go to pytest)
 	@scripts/check.sh quick $(ARGS)
 
-test-all: $(STAMPS)/dev test-tools ## the same with the long runs: an hour or more
+test-all: $(STAMPS)/dev test-tools ## the same with the long tests: an hour or more
 	@scripts/check.sh all $(ARGS)
 
-test-clients: $(STAMPS)/dev ## the clients people use, each in an environment of its own (docs/clients.md); in test-all too
+test-clients: $(STAMPS)/dev ## real clients, each in its own environment (docs/clients.md); part of test-all
 	@$(VENV)/bin/python -m pytest tests/clients $(ARGS)
 
 test-tools: # nginx and curl, for the tests that need a real proxy and a real client
 	@scripts/install-test-tools.sh
 
-lint: $(STAMPS)/dev ## ruff, mypy --strict and the order of imports
+lint: $(STAMPS)/dev ## ruff, mypy --strict and the import order
 	@scripts/lint.sh
 
-format: $(STAMPS)/dev ## let ruff rewrite what it can
+format: $(STAMPS)/dev ## format and fix the code with ruff
 	$(VENV)/bin/ruff format $(SOURCES)
 	$(VENV)/bin/ruff check --fix $(SOURCES)
 
-bench: $(STAMPS)/dev ## Holdfast beside its peers on this machine's CPU (docs/benchmarks.md)
+bench: $(STAMPS)/dev ## compare Holdfast with other engines on this machine's CPU (docs/benchmarks.md)
 	@$(VENV)/bin/python benchmarks/cpu_peers.py $(ARGS)
 
 clean: ## remove caches and build leftovers (rm -rf .venv removes the environment)

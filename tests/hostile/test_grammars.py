@@ -50,20 +50,20 @@ def params_of(random: Random) -> StructuredOutputsParams | None:
 class Followed:
     """An answer beside a hostile one, which must go on whatever happens: (ab)+."""
 
-    def __init__(self, forms: StructuredOutputManager) -> None:
-        self._forms, self._turn = forms, 0
-        self._forms.begin(request("canary", StructuredOutputsParams(regex="(ab)+"), costly=False))
-        wait_for(forms, "canary")
+    def __init__(self, manager: StructuredOutputManager) -> None:
+        self._manager, self._turn = manager, 0
+        self._manager.begin(request("canary", StructuredOutputsParams(regex="(ab)+"), costly=False))
+        wait_for(manager, "canary")
 
     def go_on(self, name: str) -> None:
         token = b"ab"[self._turn % 2]
         self._turn += 1
-        assert self._forms.advance_grammar("canary", token) is Verdict.GOES_ON, name
+        assert self._manager.advance_grammar("canary", token) is Verdict.GOES_ON, name
         deadline_s = time.monotonic() + PATIENCE_S
-        while not self._forms._forms["canary"].filled:
-            self._forms._workers.poll(0.05)
+        while not self._manager._states["canary"].filled:
+            self._manager._workers.poll(0.05)
             assert time.monotonic() < deadline_s, name
-        bits = numpy.unpackbits(self._forms._forms["canary"].words.view(numpy.uint8), bitorder="little")
+        bits = numpy.unpackbits(self._manager._states["canary"].words.view(numpy.uint8), bitorder="little")
         assert bits[b"ab"[self._turn % 2]], name
 
 
@@ -72,47 +72,47 @@ def request(name: str, params: StructuredOutputsParams, *, costly: bool) -> Requ
     return Request(request_id=name, prompt_token_ids=[1], params=sampling, eos_token_ids=(END,), costly_grammar=costly)
 
 
-def wait_for(forms: StructuredOutputManager, name: str) -> HoldfastError | None:
+def wait_for(manager: StructuredOutputManager, name: str) -> HoldfastError | None:
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
-        for found, problem in forms.pop_compiled(0.05):
+        for found, problem in manager.pop_compiled(0.05):
             if found.request_id == name:
                 return problem
         assert time.monotonic() < deadline_s, name
 
 
 def follow(
-    forms: StructuredOutputManager,
+    manager: StructuredOutputManager,
     params: StructuredOutputsParams,
     costly: bool,
     random: Random,
     canary: Followed,
     name: str,
 ):
-    forms.begin(request("hostile", params, costly=costly))
-    problem = wait_for(forms, "hostile")
+    manager.begin(request("hostile", params, costly=costly))
+    problem = wait_for(manager, "hostile")
     if problem is not None:
         assert isinstance(problem, GrammarError), name
         return
-    form, deadline_s = forms._forms["hostile"], time.monotonic() + PATIENCE_S
+    state, deadline_s = manager._states["hostile"], time.monotonic() + PATIENCE_S
     for step in range(STEPS):
-        while not form.filled:
-            forms._workers.poll(0.05)
+        while not state.filled:
+            manager._workers.poll(0.05)
             assert time.monotonic() < deadline_s, name
-        allowed = numpy.flatnonzero(numpy.unpackbits(form.words.view(numpy.uint8), bitorder="little"))
-        verdict = forms.advance_grammar("hostile", int(random.choice(list(allowed))))
+        allowed = numpy.flatnonzero(numpy.unpackbits(state.words.view(numpy.uint8), bitorder="little"))
+        verdict = manager.advance_grammar("hostile", int(random.choice(list(allowed))))
         if step % 4 == 0:
             canary.go_on(name)
         if verdict is not Verdict.GOES_ON:
             assert not isinstance(verdict, Failure) or verdict.code in ("HF361", "HF362", "HF363"), (name, verdict)
             break
-    forms.forget("hostile")
+    manager.forget("hostile")
 
 
 def attack(service: GrammarService, drawn: Iterator[tuple[str, Random]]) -> dict[str, int]:
     checker = GrammarChecker(service)
-    forms = StructuredOutputManager(lambda: service.address, rows=8, vocab_size=SIZE, eos_ids=[END])
-    canary, endings = Followed(forms), dict.fromkeys(("malformed", "refused", "followed"), 0)
+    manager = StructuredOutputManager(lambda: service.address, rows=8, vocab_size=SIZE, eos_ids=[END])
+    canary, endings = Followed(manager), dict.fromkeys(("malformed", "refused", "followed"), 0)
     pid = service.pid
     assert pid is not None
     before = psutil.Process(pid).memory_info().rss
@@ -128,9 +128,9 @@ def attack(service: GrammarService, drawn: Iterator[tuple[str, Random]]) -> dict
             continue
         assert cost.held_bytes <= 2 * SLOW.memory_bytes, name
         endings["followed"] += 1
-        follow(forms, params, not is_cheap(cost), random, canary, name)
+        follow(manager, params, not is_cheap(cost), random, canary, name)
     canary.go_on("the end")
-    forms.close()
+    manager.close()
     assert service.pid == pid, "the service died"
     assert psutil.Process(pid).memory_info().rss <= before * 1.05
     deadline_s = time.monotonic() + PATIENCE_S

@@ -274,7 +274,7 @@ class SimulatedEngine:
     def _check_scores(self, request: Request) -> None:
         """Every token of the prompt but the first is told of, once and in order, before the first token of the answer;
         of a request that failed, some of them."""
-        told, due = list[TokenLogprobs](), request.prompt_token_ids[1 + request.prompt_logprobs_told :]
+        told, due = list[TokenLogprobs](), request.prompt_token_ids[1 + request.prompt_logprobs_sent :]
         for output in self.outputs[request.request_id]:
             told += output.prompt_logprobs or []
             if output.token_ids and request.params.prompt_logprobs is not None:
@@ -282,7 +282,7 @@ class SimulatedEngine:
         if request.params.prompt_logprobs is None:
             due = []
         places = [entry.rank for entry in told]
-        assert places == list(range(request.prompt_logprobs_told, request.prompt_logprobs_told + len(told)))
+        assert places == list(range(request.prompt_logprobs_sent, request.prompt_logprobs_sent + len(told)))
         assert [entry.token_ids[0] for entry in told] == due[: len(told)]
 
     def answer(self, request_id: str) -> list[int]:

@@ -171,17 +171,17 @@ def _text_of(event: bytes) -> str:
 
 def _refusal(status: int, content: bytes) -> HoldfastError:
     """The server's own words, where it has any."""
-    message, told = f"the server answered {status}", dict[str, str]()
+    message, details = f"the server answered {status}", dict[str, str]()
     with contextlib.suppress(ValueError, RecursionError, AttributeError, LookupError, TypeError):
         error = json.loads(content)["error"]
         message = str(error["message"])
-        told = {"code": error.get("code")} | (error.get("holdfast") or {})  # Ours, where it is one of ours.
-        told = {name: str(told[name]) for name in ("code", "needed", "found", "fix") if told.get(name)}
-        message = message.removesuffix(f"; {told.get('fix')}")  # It has a line of its own here.
+        details = {"code": error.get("code")} | (error.get("holdfast") or {})  # Ours, where it is one of ours.
+        details = {name: str(details[name]) for name in ("code", "needed", "found", "fix") if details.get(name)}
+        message = message.removesuffix(f"; {details.get('fix')}")  # It has a line of its own here.
     if status in (401, 403):
-        told["fix"] = "pass --api-key, or set HOLDFAST_API_KEY"
+        details["fix"] = "pass --api-key, or set HOLDFAST_API_KEY"
     kind = RequestError if status < INTERNAL else EngineError
-    return kind(message, **told)
+    return kind(message, **details)
 
 
 @contextlib.contextmanager
@@ -255,7 +255,7 @@ async def _start_local(
     from holdfast.engine.requests.sampling_defaults import default_sampling
     from holdfast.engine.startup.progress import LoadProgress
 
-    engine = ProcessEngine(config, model, tokenizer, plan=plan, on_progress=LoadProgress())
+    engine = ProcessEngine(config, model, tokenizer, plan=plan, on_progress=LoadProgress(restarts=False))
     try:
         await engine.start()
         return LocalBackend(engine, default_sampling(config, model.files.generation_config))

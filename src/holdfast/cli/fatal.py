@@ -1,17 +1,21 @@
-"""A server that ends for an error says at once what the doctor would say of its log: the cause and the whole command.
+"""A server that ends for an error adds to it what the doctor would say of its log: the cause and the whole command.
 
 Knows the error and the words of the command line; the judging is in the room `doctor`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 
+import msgspec
+
 import holdfast
 from holdfast.errors import HoldfastError, printable
+from holdfast.observability.codes import codes
 
 _SECRETS = ("--api-key",)
 _HIDDEN = '"${API_KEY:?}"'
@@ -31,19 +35,36 @@ def command_line(words: Sequence[str]) -> str:
     return printable(" ".join(shown))
 
 
-def say_why(error: BaseException, words: Sequence[str]) -> None:
-    """On standard error, below the error itself. Whatever goes wrong here must not hide the error."""
-    try:
-        lines = _answer(error, words)
-    except Exception:
-        return
-    print("\n".join(["", *lines]), file=sys.stderr, flush=True)
+def say_fatal(error: BaseException, words: Sequence[str]) -> None:
+    """The error that ends a server on standard error, in one block: message, needed, found, cause, fix, the whole
+    command. Of an error that is not ours only what the doctor says of it: its traceback is in the log."""
+    lines = f"holdfast: {error}".splitlines() if isinstance(error, HoldfastError) else []
+    with contextlib.suppress(Exception):  # Whatever goes wrong here must not hide the error.
+        lines = _with_diagnosis(lines, error, words)
+    if lines:
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _answer(error: BaseException, words: Sequence[str]) -> list[str]:
+def _with_diagnosis(lines: list[str], error: BaseException, words: Sequence[str]) -> list[str]:
     from holdfast.doctor import diagnose_lines
     from holdfast.doctor.report.text import lines_of_findings
+    from holdfast.doctor.rules.load import rulebook
 
-    said = f"holdfast: {error}" if isinstance(error, HoldfastError) else "".join(traceback.format_exception(error))
-    log = [f"holdfast {holdfast.__version__}", f"$ {command_line(words)}", *said.splitlines()]
-    return [printable(line) for line in lines_of_findings(diagnose_lines(log, "this server"))]
+    said = lines or "".join(traceback.format_exception(error)).splitlines()
+    log = [f"holdfast {holdfast.__version__}", f"$ {command_line(words)}", *said]
+    diagnosis = diagnose_lines(log, "this server")
+    code, written = getattr(error, "code", None), getattr(error, "fix", None)
+    for finding in diagnosis.findings:
+        if finding.code != code:
+            continue
+        if finding.cause != codes()[code].cause:  # Else the code says it.
+            above_fix = len(lines) - (written is not None)
+            lines.insert(above_fix, f"  cause:  {rulebook().causes[finding.cause].means} ({finding.cause})")
+        if finding.fix is not None and written is None:
+            lines.append(f"  fix:    {finding.fix.why}")
+        if finding.fix is not None and finding.fix.command not in (None, written):
+            lines.append(f"  run:    {finding.fix.command}")
+    others = [finding for finding in diagnosis.findings if finding.code != code]
+    if others:
+        lines += ["", *lines_of_findings(msgspec.structs.replace(diagnosis, findings=others))]
+    return [printable(line) for line in lines]

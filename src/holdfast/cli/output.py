@@ -45,8 +45,8 @@ def say_error(error: HoldfastError, *, as_json: bool = False) -> None:
     if not as_json:
         print(f"holdfast: {error}", file=sys.stderr)
         return
-    told = {name: getattr(error, name) for name in ("code", "message", "field", "needed", "found", "fix")}
-    say_json({"error": told})
+    fields = {name: getattr(error, name) for name in ("code", "message", "field", "needed", "found", "fix")}
+    say_json({"error": fields})
 
 
 def flush() -> None:

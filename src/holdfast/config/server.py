@@ -23,6 +23,7 @@ from holdfast.config.setting import (
 from holdfast.config.structured_output import form_settings
 from holdfast.errors import ConfigurationError
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _ALWAYS_ON = (
     "enable_prompt_tokens_details",
     "enable_server_load_tracking",
@@ -181,9 +182,15 @@ class ServerConfig:
     disable_access_log: bool = setting(
         False, "do not log a JSON line for each request", flag, flags=("--disable-uvicorn-access-log",)
     )
-    log_level: str = setting(
-        "info", "debug, info, warning or error", choice("debug", "info", "warning", "error"), metavar="LEVEL"
+    log_level: str = setting("info", "debug, info, warning or error", choice(*LOG_LEVELS), metavar="LEVEL")
+    verbose: bool = setting(
+        False, "log every decision and the whole memory ledger; same as --log-level debug", flag, flags=("-v",)
     )
+
+    @property
+    def level(self) -> str:
+        """Of the log."""
+        return "debug" if self.verbose else self.log_level
 
     def __post_init__(self) -> None:
         for name in _ALWAYS_ON:

@@ -1,5 +1,5 @@
-"""vLLM's structured_outputs_config: what all answers of a form have in common. Says which of its parts are honoured,
-and why the others are not; what a form is, is `records`' and `text`'s."""
+"""vLLM's structured_outputs_config: what all structured outputs have in common. Says which of its parts are honoured,
+and why the others are not; what a grammar is, is `records`' and `text`'s."""
 
 from __future__ import annotations
 

@@ -5,15 +5,24 @@ Nothing here or below `server` imports torch: the tensors live in another proces
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import TYPE_CHECKING, Protocol
 
+from holdfast.errors import UnsupportedOptionError
 from holdfast.records import AdapterRef, AnswerDelta, EngineInfo, EngineStats, Failure, SamplingParams
 
 if TYPE_CHECKING:
     from holdfast.engine.requests.structured_output import StructuredOutput
     from holdfast.observability.ledger import Ledger
     from holdfast.text.tokenizer.tokenizer import Tokenizer
+
+
+def check_wake_tags(tags: Collection[str]) -> None:
+    """vLLM restores parts of an engine by tag; here an engine is restored as a whole."""
+    if sorted(tags) != ["kv_cache", "weights"]:
+        raise UnsupportedOptionError(
+            "tags are not supported: weights and KV cache are restored together", fix="leave tags out", field="tags"
+        )
 
 
 class Engine(Protocol):

@@ -18,6 +18,7 @@ from holdfast.config import EngineConfig
 from holdfast.config.python_words import in_python
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import make_structured_outputs
+from holdfast.engine.interface import check_wake_tags
 from holdfast.engine.llm_unsupported import AbsentMethods
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
@@ -25,7 +26,7 @@ from holdfast.engine.requests.embedding import PARAMS, embedding_output, embeddi
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.structured_output import StructuredOutput
-from holdfast.engine.startup.build import build_core, find_model, open_tokenizer, plan_lines, plan_model
+from holdfast.engine.startup.build import build_core, find_model, open_tokenizer, plan_line, plan_model, warn_if_short
 from holdfast.engine.startup.preload_torch import preload_torch
 from holdfast.engine.startup.progress import RequestProgress
 from holdfast.engine.startup.select_device import settle_device
@@ -76,7 +77,8 @@ class LLM(AbsentMethods):
         config = settle_device(config)
         found = find_model(config)
         plan = plan_model(config, found)
-        print("\n".join(plan_lines(found, plan)), file=sys.stderr, flush=True)
+        print(plan_line(found, plan), file=sys.stderr, flush=True)
+        warn_if_short(plan)
         preload_torch()  # After the plan, which counts what is free.
         self._tokenizer = open_tokenizer(config, found)
         defaults = default_sampling(config, found.files.generation_config)
@@ -114,12 +116,12 @@ class LLM(AbsentMethods):
         chosen = _one_each(self._defaults if sampling_params is None else sampling_params, len(listed))
         self._check_priority(priority, len(listed))
         adapters = self._adapters.one_each(lora_request, len(listed))
-        asked = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(listed)
+        adapters_of_runs = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(listed)
         runs = [
             self._prepare(prompt, params, 0 if priority is None else priority[place], adapter=adapters[place])
             for place, (prompt, params) in enumerate(zip(listed, chosen, strict=True))
         ]
-        for run, request in zip(runs, asked, strict=True):
+        for run, request in zip(runs, adapters_of_runs, strict=True):
             run.output.lora_request = request
         return self._run(runs, use_tqdm)
 
@@ -202,10 +204,8 @@ class LLM(AbsentMethods):
     @in_python()
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """With what memory is free now: limits that were not set may be others than before."""
-        if tags is not None and {*tags} != {"weights", "kv_cache"}:
-            raise UnsupportedOptionError(
-                "tags are not supported: weights and KV cache are restored together", fix="leave tags out", field="tags"
-            )
+        if tags is not None:
+            check_wake_tags(tags)
         with self._turn:
             if not self._sleeping:
                 return

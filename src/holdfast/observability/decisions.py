@@ -18,6 +18,8 @@ class Decision:
     value: object
     reason: str
     source: str
+    lowered: bool = False
+    """For want of memory, below what the model allows, what is usual or what was planned: a warning at start."""
 
     def line(self) -> str:
         reason = "" if self.reason == DEFAULT_REASON else f": {self.reason}"

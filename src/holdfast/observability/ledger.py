@@ -175,6 +175,30 @@ def _line(name: str, planned: int, found: int | None, with_measured: bool, budge
     return f"{text}  {'#' * round(BAR_WIDTH * min(1.0, planned / max(1, budget_bytes)))}".rstrip()
 
 
+def summary_lines(ledger: Ledger) -> list[str]:
+    """For people, on a few lines a tier: weights, KV pool, all other terms, and what they leave of what was free."""
+    lines: list[str] = []
+    for tier in ledger.tiers:
+        parts = {"weights": [0, 0], "kv_pool": [0, 0], "rest": [0, 0]}
+        for term in ledger.terms:
+            if term.tier == tier.tier:
+                part = parts.get(term.term, parts["rest"])
+                part[0] += term.planned_bytes
+                part[1] += term.measured_bytes or 0
+        parts["sum"] = [tier.planned_bytes, tier.measured_bytes]
+        parts["free"] = [tier.free_bytes - used for used in parts["sum"]]
+        notes = {
+            "kv_pool": "  taken as it is used" if parts["kv_pool"][1] < parts["kv_pool"][0] else "",
+            "sum": f"  of a budget of {format_bytes(tier.budget_bytes)}",
+            "free": f"  of {format_bytes(tier.free_bytes)} before loading ({tier.limited_by})",
+        }
+        lines.append(f"{tier.tier + ' in use':<14} {'planned':>11} {'measured':>11}")
+        for name, (planned, measured) in parts.items():
+            row = f"  {name:<12} {format_bytes(planned):>11} {format_bytes(measured):>11}"
+            lines.append(row + notes.get(name, ""))
+    return lines
+
+
 def ledger_lines(ledger: Ledger) -> list[str]:
     """For people: each tier with its terms, then who holds it."""
     lines: list[str] = []

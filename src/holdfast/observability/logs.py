@@ -6,18 +6,19 @@ Owns formats and where they go. It never decides what is worth saying about a re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
+from holdfast.observability.decisions import SAMPLING
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import EngineInfo, EngineStats
-from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast.stats")
 
@@ -25,9 +26,30 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
+class LineHandler(logging.Handler):
+    """Writes whole lines, by default to standard error as it is at that moment: a progress bar of rich puts itself in
+    its place, and draws lines above the bar. `write_line` may be replaced by whoever has the cursor."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__()
+        self._stream = stream
+        self.write_line: Callable[[str], None] = self.write_plain
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.write_line(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def write_plain(self, line: str) -> None:
+        stream = self._stream or sys.stderr
+        stream.write(line + "\n")
+        stream.flush()
+
+
 def set_up_logging(level: str = "info", stream: TextIO | None = None) -> None:
     """Plain lines of the `holdfast` loggers to stderr. Calling it again replaces the handler."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = LineHandler(stream)
     handler.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
     root = logging.getLogger("holdfast")
     root.handlers[:] = [handler]
@@ -35,32 +57,71 @@ def set_up_logging(level: str = "info", stream: TextIO | None = None) -> None:
     root.propagate = False
 
 
-def json_lines(target: Path | TextIO) -> Callable[[dict[str, Any]], None]:
-    """A function that writes one JSON line a call, flushed; to a file it appends."""
+@contextlib.contextmanager
+def log_lines_to(write_line: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, lines of the log are handed to somebody who knows where the cursor is. Called by any thread,
+    one at a time."""
+    handlers = [one for one in logging.getLogger("holdfast").handlers if isinstance(one, LineHandler)]
+    for handler in handlers:
+        handler.write_line = write_line
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.write_line = handler.write_plain
+
+
+def write_log_line(line: str) -> None:
+    """One that another process has formatted."""
+    for handler in logging.getLogger("holdfast").handlers:
+        if isinstance(handler, LineHandler):
+            with handler.lock or contextlib.nullcontext():
+                handler.write_line(line)
+            return
+    print(line, file=sys.stderr, flush=True)
+
+
+def json_lines(target: Path | TextIO | None = None) -> Callable[[dict[str, Any]], None]:
+    """A function that writes one JSON line a call, flushed; to a file it appends. None: standard error, as it is at
+    that moment."""
     stream = target.open("a", encoding="utf-8") if isinstance(target, Path) else target
 
     def write(line: dict[str, Any]) -> None:
-        stream.write(msgspec.json.encode(line).decode() + "\n")
-        stream.flush()
+        now = stream or sys.stderr
+        now.write(msgspec.json.encode(line).decode() + "\n")
+        now.flush()
 
     return write
 
 
-def ready_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
-    """What people look for when a server has started."""
+def ready_lines(info: EngineInfo, served_names: Sequence[str] = ()) -> list[str]:
+    """What people, and tools that read vLLM's log, look for when a server has started."""
     concurrency = info.max_concurrency or info.kv_tokens / info.max_model_len
+    named = f", served as {', '.join(served_names)}" if served_names and tuple(served_names) != (info.model,) else ""
     return [
-        f"Model {info.model}: {info.parameters / 1e6:,.0f}M parameters, weights {format_bytes(info.weights_bytes)}, "
-        f"dtype {info.dtype}, device {info.device}",
-        f"# KV blocks: {info.blocks:,} of {info.block_size} tokens, {format_bytes(info.kv_pool_bytes)}, "
-        f"dtype {info.kv_dtype}, prefix caching {'on' if info.prefix_caching else 'off'}",
+        f"Model {info.model}: {_count(info.parameters)} parameters, dtype {info.dtype}, device {info.device}{named}",
+        f"Context: {info.max_model_len:,} tokens. Batch: {info.max_num_seqs} sequences, "
+        f"{info.max_num_batched_tokens:,} tokens per step",
+        f"# KV blocks: {info.blocks:,} of {info.block_size} tokens, dtype {info.kv_dtype}, "
+        f"prefix caching {'on' if info.prefix_caching else 'off'}",
         f"KV cache size: {info.kv_tokens:,} tokens",
         f"Maximum concurrency for {info.max_model_len:,} tokens per request: {concurrency:.2f}x",
-        f"Batch: at most {info.max_num_seqs} sequences, {info.max_num_batched_tokens:,} tokens per step",
+        *[f"Decision: {line}" for line in info.decisions if line.startswith(SAMPLING)],
+    ]
+
+
+def detail_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
+    """What explains a start-up: for whoever asks for it."""
+    others = [line for line in info.decisions if not line.startswith(SAMPLING)]
+    return [
         f"Parallel size: {parallel_size}",
         f"Attention backend: {info.attention_backend}",
-        *[f"Decision: {line}" for line in info.decisions],
+        *[f"Decision: {line}" for line in others],
     ]
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:,.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:,.0f}M"
 
 
 class ThroughputLog:

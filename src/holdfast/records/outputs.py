@@ -93,7 +93,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stop_token_id: int | None = None
     """The stop id that ended it, when it was not the model's own end."""
     complete: bool = False
-    """The answer has the form it must have, and its last token is part of the text."""
+    """The grammar of the answer is complete, and its last token is part of the text."""
     cached_tokens: int = 0
     """Of the prompt, how many were found in the prefix cache at first admission."""
     timing: RequestTiming | None = None
@@ -181,6 +181,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """On a CPU: how long the heaviest work between two heartbeats took when it was rehearsed; None: not measured."""
     decisions: list[str] = []
     """Each automatic choice with its reason, one line each."""
+    lowered: list[str] = []
+    """Those of them that lowered something for want of memory."""
     memory: MemoryReport | None = None
 
     @property

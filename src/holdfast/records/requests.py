@@ -31,7 +31,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The grammar of its answer takes long to compile or to follow: it is kept apart from others'."""
     embed: bool = False
     """Wants its prompt as a vector, and no answer."""
-    prompt_logprobs_told: int = 0
+    prompt_logprobs_sent: int = 0
     """Entries that have gone out already, from an engine that died."""
     adapter: AdapterRef | None = None
     """The LoRA adapter it is computed with."""

@@ -142,7 +142,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenMasks(Protocol):
-    """Beside a plan: which tokens the rows may sample whose answers must have a form. Filled while the step runs."""
+    """Beside a plan: which tokens the rows may sample whose answers follow a grammar. Filled while the step runs."""
 
     @property
     def slots(self) -> Sequence[int]:
@@ -155,7 +155,7 @@ class TokenMasks(Protocol):
 
 
 class Verdict(enum.Enum):
-    """What a token means for an answer that must have a form."""
+    """What a token means for an answer that must follow a grammar."""
 
     GOES_ON = "goes on"
     COMPLETE = "complete"

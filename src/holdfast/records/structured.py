@@ -17,7 +17,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 MAX_SCHEMA_BYTES = 128 << 10
 LARGE_BYTES = 16 << 10
-"""Of a form as JSON: one that is larger may take seconds to compile, and no smaller one waits for it."""
+"""Of a grammar as JSON: one that is larger may take seconds to compile, and no smaller one waits for it."""
 MAX_DEPTH = 64
 """Of a schema's lists and objects in each other."""
 MAX_REGEX_CHARS = 16 << 10
@@ -58,7 +58,7 @@ class StructuredOutputsParams(
     disable_additional_properties: bool = False
     """A schema's objects have the properties it names and no others, unless it says so itself."""
     disable_fallback: bool = False
-    """There is one way to hold an answer to its form here, and none to fall back to."""
+    """There is one backend here, and none to fall back to."""
     backend: str | None = None
     """Of older vLLM; "auto" and "guidance" say what is done anyway."""
     asked_as: str | None = None
@@ -125,7 +125,7 @@ class StructuredOutputsParams(
 
 
 class Vocabulary(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine must know of tokens to hold answers to a form."""
+    """What an engine must know of tokens for structured output."""
 
     tokens: list[bytes]
     """By id; empty where there is none."""

@@ -124,5 +124,5 @@ class LoraScheduler:
         ]
         if not idle:
             return None
-        asked = {sequence.request.adapter for sequence in waiting}
-        return self._place.pop(next((adapter for adapter in idle if adapter not in asked), idle[0]))
+        requested = {sequence.request.adapter for sequence in waiting}
+        return self._place.pop(next((adapter for adapter in idle if adapter not in requested), idle[0]))

@@ -11,8 +11,8 @@ from holdfast.records import EngineOutput, Failure, FinishReason, Request, Reque
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.sequence import Sequence
 
-Judge = Callable[[str, int], Verdict | Failure]
-"""What a token means for the form of the answer of this request; it has the token from then on."""
+AdvanceGrammar = Callable[[str, int], Verdict | Failure]
+"""Gives a token to the grammar of this request's answer, and says what it means for it."""
 
 
 def validate(request: Request, limits: SchedulerLimits, kv: KVCache) -> RequestError | None:

@@ -33,7 +33,7 @@ from holdfast.records.steps import AdapterArrival, StepFailure, StepPlan, StepRe
 from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.lora import LoraScheduler
-from holdfast.scheduler.outputs import Judge, make_output, refused, validate
+from holdfast.scheduler.outputs import AdvanceGrammar, make_output, refused, validate
 from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
 from holdfast.scheduler.stats import figures
@@ -114,14 +114,14 @@ class Scheduler:
 
     # --- planning ---
 
-    def schedule(self, now_s: float, held: Container[str] = ()) -> StepPlan | None:
+    def schedule(self, now_s: float, awaiting_mask: Container[str] = ()) -> StepPlan | None:
         """The next step, or None when there is nothing to compute before a result is applied or a request comes. It has
         no rows where everybody waits for adapters.
-        `held`: ids of requests that cannot be sampled from yet; those that run are left out of the step."""
+        `awaiting_mask`: ids of requests that cannot be sampled from yet; those that run are left out of the step."""
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "apply the oldest step before planning another"
         draft = Draft(self.limits.max_num_batched_tokens)
         self._make_room_for_urgent(draft)
-        less_urgent = self._plan_running(draft, held)
+        less_urgent = self._plan_running(draft, awaiting_mask)
         self._commit(draft)
         if draft.rows or not self._in_flight:
             draft.fetches = self._adapters.fetch_for(self._waiting)
@@ -132,7 +132,7 @@ class Scheduler:
             self._plan_row(draft, sequence, sequence.pending, may_preempt=False)
         self._commit(draft)
         if not draft.rows and (self._in_flight or not self._adapters.arriving):
-            awaited = self._in_flight or any(one.request.request_id in held for one in self._running)
+            awaited = self._in_flight or any(one.request.request_id in awaiting_mask for one in self._running)
             assert awaited or not self._sequences, "requests wait, nothing is in flight, and no step was found"
             self._step_tokens = 0
             return None
@@ -141,11 +141,13 @@ class Scheduler:
         self._in_flight.append(StepInFlight(self._steps_total, list(draft.rows.values())))
         return draft.plan(self._steps_total)
 
-    def _plan_running(self, draft: Draft, held: Container[str]) -> list[Sequence]:
+    def _plan_running(self, draft: Draft, awaiting_mask: Container[str]) -> list[Sequence]:
         """Rows for whoever decodes, then prefill chunks. Returns prefills that shall wait for an admission."""
         prefills, less_urgent = list[Sequence](), list[Sequence]()
         for sequence in tuple(self._running):
-            if sequence.status is Status.RUNNING and not (sequence.constrained and sequence.request.request_id in held):
+            if sequence.status is Status.RUNNING and not (
+                sequence.constrained and sequence.request.request_id in awaiting_mask
+            ):
                 pending = sequence.pending
                 if pending == 1:
                     self._plan_row(draft, sequence, 1)
@@ -268,7 +270,7 @@ class Scheduler:
             sequence.cached_tokens = min(prefix.tokens, sequence.prompt_length)
         kv.adopt(book, prefix, len(sequence.cacheable))
         sequence.status = Status.RUNNING
-        sequence.scored = sequence.told  # Nothing of it is in flight; what was void is scored again.
+        sequence.scored = sequence.prompt_logprobs_sent  # Nothing of it is in flight; what was void is scored again.
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.adapter_place = self._adapters.enter(sequence.request.adapter)
         sequence.computed = prefix.tokens
@@ -309,9 +311,11 @@ class Scheduler:
 
     # --- results ---
 
-    def apply(self, result: StepResult, now_s: float, judge: Judge | None = None) -> list[EngineOutput]:
+    def apply(
+        self, result: StepResult, now_s: float, advance_grammar: AdvanceGrammar | None = None
+    ) -> list[EngineOutput]:
         """Takes the result of the oldest step in flight: tokens become known, sequences end, pages are given back.
-        `judge`: asked for every token of an answer that must have a form."""
+        `advance_grammar`: called for every token of an answer that must follow a grammar."""
         step = self._in_flight.popleft() if self._in_flight else None
         if step is None or step.step_id != result.step_id:
             raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
@@ -329,19 +333,21 @@ class Scheduler:
                 if row.samples and not samples:
                     self._compute_again(sequence)
             counts = sequence.status is not Status.FINISHED and sequence not in step.void
-            told = next(scores) if row.scored else None
-            if told is not None and counts:
-                sequence.told += len(told)
+            prompt_logprobs = next(scores) if row.scored else None
+            if prompt_logprobs is not None and counts:
+                sequence.prompt_logprobs_sent += len(prompt_logprobs)
                 if not samples:
-                    outputs.append(make_output(sequence, [], None, None, None, None, prompt_logprobs=told))
+                    outputs.append(make_output(sequence, [], None, None, None, None, prompt_logprobs=prompt_logprobs))
             if row.samples:
                 sequence.sampling_in_flight -= 1
                 if counts and samples:
                     logprobs = result.logprobs[sampled] if result.logprobs else None
                     embedding = result.embeddings[sampled] if sequence.request.embed else None
                     token = result.token_ids[sampled]
-                    verdict = judge(sequence.request.request_id, token) if judge and sequence.constrained else None
-                    outputs.append(self._take(sequence, token, logprobs, told, now_s, embedding, verdict))
+                    verdict = None
+                    if advance_grammar is not None and sequence.constrained:
+                        verdict = advance_grammar(sequence.request.request_id, token)
+                    outputs.append(self._take(sequence, token, logprobs, prompt_logprobs, now_s, embedding, verdict))
                 sampled += 1
         return outputs
 
@@ -405,7 +411,7 @@ class Scheduler:
             reason = FinishReason.STOP
         if sequence.status is Status.RUNNING:
             self.kv.note_known(sequence.book, sequence.tokens)
-        told = None if logprobs is None else [logprobs]
+        token_logprobs = None if logprobs is None else [logprobs]
         if reason is not None:
             self._leave(sequence)
         # The first times go out at once: a stop string ends an answer in the front, and so may a death of this process.
@@ -413,7 +419,14 @@ class Scheduler:
         if embedding is not None:  # The token is nobody's.
             return make_output(sequence, [], None, FinishReason.STOP, None, now_s, embedding=embedding)
         return make_output(
-            sequence, [token], told, reason, stop_id, times_s, prompt_logprobs=prompt_logprobs, complete=complete
+            sequence,
+            [token],
+            token_logprobs,
+            reason,
+            stop_id,
+            times_s,
+            prompt_logprobs=prompt_logprobs,
+            complete=complete,
         )
 
     def _leave(self, sequence: Sequence) -> None:

@@ -53,7 +53,7 @@ class Sequence:
     """Rows of plans not applied yet; goes on counting through a preemption."""
     sampling_in_flight: int = 0
     """Of these rows, those that sample."""
-    told: int = field(init=False)
+    prompt_logprobs_sent: int = field(init=False)
     """Positions of the prompt whose log-probabilities have gone out, of those that shall: always the first."""
     scored: int = field(init=False)
     """With those that rows in flight will tell."""
@@ -67,7 +67,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_token_ids, *self.request.output_token_ids]
         self.prompt_length = len(self.request.prompt_token_ids)
-        self.told = self.scored = self.request.prompt_logprobs_told
+        self.prompt_logprobs_sent = self.scored = self.request.prompt_logprobs_sent
         self.to_score = 0 if self.request.params.prompt_logprobs is None else self.prompt_length - 1
         self.ends = frozenset(self.request.eos_token_ids) | frozenset(self.request.params.stop_ids)
 
@@ -84,14 +84,16 @@ class Sequence:
 
     @property
     def constrained(self) -> bool:
-        """Its answer must have a form: somebody judges each of its tokens."""
+        """Its answer must follow a grammar, which is advanced with each of its tokens."""
         return self.request.params.structured_outputs is not None
 
     @property
     def cacheable(self) -> list[int]:
         """The tokens among which a cached prefix may be looked for: positions that are still to be scored must be
         computed."""
-        return self.tokens if self.told >= self.to_score else self.tokens[: self.told + 1]
+        return (
+            self.tokens if self.prompt_logprobs_sent >= self.to_score else self.tokens[: self.prompt_logprobs_sent + 1]
+        )
 
     def start(self) -> SequenceStart:
         """What a runner is told when it takes its slot."""

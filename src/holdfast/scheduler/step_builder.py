@@ -74,10 +74,10 @@ class StepInFlight:
         rows = [planned.row for planned in self.rows]
         sampling = sum(row.samples for row in rows)
         scored = [0 if row.slot in failed else row.scored for row in rows if row.scored]
-        told = [len(entry) for entry in result.prompt_logprobs]
-        if len(result.token_ids) != sampling or len(result.logprobs) not in (0, sampling) or told != scored:
+        counts = [len(entry) for entry in result.prompt_logprobs]
+        if len(result.token_ids) != sampling or len(result.logprobs) not in (0, sampling) or counts != scored:
             raise EngineError(
                 f"the result of step {self.step_id} does not belong to its plan",
                 needed=f"{sampling} tokens and {sum(scored)} scores of prompts",
-                found=f"{len(result.token_ids)} tokens, {len(result.logprobs)} logprobs and {sum(told)} scores",
+                found=f"{len(result.token_ids)} tokens, {len(result.logprobs)} logprobs and {sum(counts)} scores",
             )

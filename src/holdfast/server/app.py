@@ -44,6 +44,7 @@ from holdfast.server.http.request_metrics import Counting
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import read_chat, read_completion
 from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.request.tokenize_pool import TokenizePool
 from holdfast.server.response.handler import Generation
 from holdfast.server.response.json_handler import Exchange
 from holdfast.server.response.serialize import chat_shape, completion_shape
@@ -69,11 +70,11 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     )
     engine.on_step(metrics.observe_step)
     room = LogprobBudget(most_waiting=settings.max_queued_requests)
-    workers = TemplateWorkers()
-    chat = Generation(partial(read_chat, workers=workers), chat_shape, engine, settings, metrics, room)
-    completion = Generation(read_completion, completion_shape, engine, settings, metrics, room)
-    embeddings = Embeddings(engine, settings, metrics, room)
-    tokenizing = Tokenizing(engine, settings, workers)
+    workers, pool = TemplateWorkers(), TokenizePool()
+    chat = Generation(partial(read_chat, workers=workers, pool=pool), chat_shape, engine, settings, metrics, room)
+    completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
+    embeddings = Embeddings(engine, settings, metrics, room, pool)
+    tokenizing = Tokenizing(engine, settings, workers, pool)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
@@ -91,7 +92,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/metrics/", plain.metrics, methods=["GET"]),
-        Route("/memory", memory_endpoint(engine, settings.retry_after_s), methods=["GET"]),
+        Route("/memory", memory_endpoint(engine), methods=["GET"]),
         *Sleeping(engine, settings).routes,
     ]
 
@@ -101,8 +102,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
 
     async def refuse(request: Request, error: Exception) -> Response:
         failure = _as_failure(error)
-        request.scope["holdfast.record"].error_code = describe(failure)[1]["code"]
-        response = failure_response(failure, settings.retry_after_s)
+        status, body = describe(failure)
+        request.scope["holdfast.record"].fail(body)
+        response = failure_response(failure, status, body, settings.retry_after_s)
         response.headers.update(getattr(error, "headers", None) or {})  # Which methods a path has.
         return response
 
@@ -121,7 +123,14 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.state.metrics = metrics
     app.state.tally = tally
     app.state.template_workers = workers
+    app.state.tokenize_pool = pool
     return app
+
+
+def close_app(app: Starlette) -> None:
+    """Ends the processes and threads that requests were prepared in; the engine is for its owner to stop."""
+    app.state.template_workers.close()
+    app.state.tokenize_pool.close()
 
 
 def _documentation(settings: ServerSettings, *, lora: bool) -> list[Route]:
@@ -209,13 +218,12 @@ class _Plain:
         name = request.path_params["name"]
         card = self._cards().get(name)
         if card is None:
-            failure = HttpFailure(
+            raise HttpFailure(
                 NOT_FOUND,
                 f"the model {name[:200]!r} does not exist",
                 kind="invalid_request_error",
                 code="model_not_found",
             )
-            return failure_response(failure, self._settings.retry_after_s)
         return json_response(card)
 
     def _cards(self) -> dict[str, dict[str, Any]]:

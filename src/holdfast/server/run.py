@@ -26,6 +26,7 @@ from starlette.applications import Starlette
 from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
+from holdfast.server.app import close_app
 from holdfast.server.http import connection
 from holdfast.server.http.accept import Accepting, allow_connections
 from holdfast.server.http.middleware import Tally
@@ -135,7 +136,7 @@ async def serve(
     """Serves an application of `create_app` until a signal or a failed start and returns the exit code; cancelling it
     ends it at once.
 
-    `on_fatal` is called with the error that ends the server, once that was said. `listener` is a socket from `bind`;
+    `on_fatal` says the error that ends the server; without one its message is printed. `listener` is from `bind`;
     without one it is bound here. Raises ConfigurationError when it cannot be. Off the main thread signals cannot be
     handled: pass handle_signals=False there.
     """
@@ -152,12 +153,12 @@ async def serve(
     )
     server = _Server(config, allow_connections(max_connections), tls)
     patience = SlowClientMonitor(lambda: cast("set[SlowClient]", server.server_state.connections), write_timeout_s)
-    life = _Life(engine, server, drain_timeout_s, patience, on_fatal or (lambda error: None))
+    life = _Life(engine, server, drain_timeout_s, patience, on_fatal or _say)
     with life.hearing_signals() if handle_signals else contextlib.nullcontext():
         try:
             return await life.run(listener, on_ready, throughput)
         finally:
-            app.state.template_workers.close()
+            close_app(app)
             log.info("stopped: %s", life.story(app.state.tally))
 
 
@@ -239,9 +240,10 @@ class _Life:
         error = starting.exception()
         if error is not None:
             first.cancel()
-            code = _report(error)
+            if not isinstance(error, HoldfastError):
+                log.error("the engine could not start", exc_info=error)
             self._on_fatal(error)
-            return code
+            return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILED
         if on_ready is not None:
             on_ready()
         failing = asyncio.create_task(self._engine_failed())
@@ -259,7 +261,7 @@ class _Life:
         while (failure := self._engine.failure) is None:
             await asyncio.sleep(FAILURE_POLL_S)
         await asyncio.sleep(LAST_ANSWERS_S)
-        log.error("the engine failed permanently, shutting down: %s [%s]", failure.message, failure.code)
+        log.error("the engine failed permanently, shutting down")
         self._on_fatal(EngineError(failure.message, code=failure.code, found=failure.found, fix=failure.fix))
 
     async def _drain(self, number: signal.Signals) -> int:
@@ -296,13 +298,10 @@ async def _first_of(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _report(error: BaseException) -> int:
-    """The reason on stderr without a traceback where we know it; the exit code says whose turn it is."""
+def _say(error: BaseException) -> None:
+    """Of an error that is not ours the traceback is in the log."""
     if isinstance(error, HoldfastError):
-        print(f"holdfast: {error}", file=sys.stderr)
-        return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILED
-    log.error("the engine could not start", exc_info=error)
-    return EXIT_FAILED
+        print(f"holdfast: {error}", file=sys.stderr, flush=True)
 
 
 def run(app: Starlette, engine: Engine, **options: Any) -> int:

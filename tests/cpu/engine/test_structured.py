@@ -46,8 +46,8 @@ class Short(BaseModel):
     age: int = Field(ge=0, le=120)
 
 
-def held(**form: Any) -> StructuredOutputsParams:
-    return StructuredOutputsParams(**form)
+def held(**state: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**state)
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +73,14 @@ def ask(llm: LLM, params: list[SamplingParams], prompt: str = "Tell me of somebo
 
 def test_smollm2_at_temperature_one_always_has_the_form() -> None:
     with LLM("smollm2", max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes="96MiB") as llm:
-        forms = [
+        manager = [
             held(json=Short, disable_any_whitespace=True), held(choice=COLOURS), held(regex=r"\d{4}-\d{2}-\d{2}"),
             held(grammar='root ::= "(" root ")" | [a-z]{1,4}'),
         ]  # fmt: skip
         params = [
-            SamplingParams(max_tokens=80, seed=seed, temperature=1.0, structured_outputs=form)
+            SamplingParams(max_tokens=80, seed=seed, temperature=1.0, structured_outputs=state)
             for seed in range(6)
-            for form in forms
+            for state in manager
         ]
         answers = ask(llm, params, "Extract user info from: Alice is 30 years old.")
         for asked, answer in zip(params, answers, strict=True):
@@ -92,12 +92,12 @@ def test_smollm2_at_temperature_one_always_has_the_form() -> None:
             assert_form(asked.structured_outputs, answer.text)
 
 
-def assert_form(form: StructuredOutputsParams, text: str) -> None:
-    if form.kind == "json":
+def assert_form(state: StructuredOutputsParams, text: str) -> None:
+    if state.kind == "json":
         Short.model_validate_json(text, strict=True)
-    elif form.kind == "choice":
+    elif state.kind == "choice":
         assert text in COLOURS
-    elif form.kind == "regex":
+    elif state.kind == "regex":
         assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", text)
     else:
         opened = len(text) - len(text.lstrip("("))
@@ -155,8 +155,8 @@ FREE = [
 
 def test_free_answers_are_the_same_beside_held_ones(tiny: LLM) -> None:
     alone = [ask(tiny, [params])[0] for params in FREE]
-    forms = [held(json=Short), held(regex="[0-9]{20}"), held(choice=COLOURS)]
-    beside = [SamplingParams(max_tokens=40, seed=3, structured_outputs=form) for form in forms]
+    manager = [held(json=Short), held(regex="[0-9]{20}"), held(choice=COLOURS)]
+    beside = [SamplingParams(max_tokens=40, seed=3, structured_outputs=state) for state in manager]
     mixed = ask(tiny, [params for pair in zip(FREE, beside, strict=True) for params in pair])
     for expected, found in zip(alone, mixed[::2], strict=True):
         assert (found.token_ids, found.text, found.finish_reason) == (
@@ -172,17 +172,17 @@ def test_free_answers_are_the_same_beside_held_ones(tiny: LLM) -> None:
 
 
 def test_every_other_option_works_within_the_form(tiny: LLM) -> None:
-    form = held(regex="[ab]{12}")
+    state = held(regex="[ab]{12}")
     vocabulary = tiny.get_tokenizer().get_vocab()
     params = [
-        SamplingParams(max_tokens=20, temperature=0.0, structured_outputs=form),
-        SamplingParams(max_tokens=20, seed=1, top_k=3, structured_outputs=form),
-        SamplingParams(max_tokens=20, seed=2, top_p=0.3, min_p=0.1, structured_outputs=form),
-        SamplingParams(max_tokens=20, seed=3, frequency_penalty=2.0, repetition_penalty=2.0, structured_outputs=form),
-        SamplingParams(max_tokens=20, seed=4, logit_bias={vocabulary["a"]: 100.0}, structured_outputs=form),
-        SamplingParams(max_tokens=20, seed=5, allowed_token_ids=[vocabulary["b"], 2], structured_outputs=form),
-        SamplingParams(max_tokens=20, seed=6, bad_words=["bb"], structured_outputs=form),
-        SamplingParams(max_tokens=20, seed=7, stop=["aa", "bb"], structured_outputs=form),
+        SamplingParams(max_tokens=20, temperature=0.0, structured_outputs=state),
+        SamplingParams(max_tokens=20, seed=1, top_k=3, structured_outputs=state),
+        SamplingParams(max_tokens=20, seed=2, top_p=0.3, min_p=0.1, structured_outputs=state),
+        SamplingParams(max_tokens=20, seed=3, frequency_penalty=2.0, repetition_penalty=2.0, structured_outputs=state),
+        SamplingParams(max_tokens=20, seed=4, logit_bias={vocabulary["a"]: 100.0}, structured_outputs=state),
+        SamplingParams(max_tokens=20, seed=5, allowed_token_ids=[vocabulary["b"], 2], structured_outputs=state),
+        SamplingParams(max_tokens=20, seed=6, bad_words=["bb"], structured_outputs=state),
+        SamplingParams(max_tokens=20, seed=7, stop=["aa", "bb"], structured_outputs=state),
     ]
     answers = ask(tiny, params)
     for answer in answers[:7]:
@@ -194,8 +194,8 @@ def test_every_other_option_works_within_the_form(tiny: LLM) -> None:
 
 def test_log_probabilities_are_of_the_raw_logits(tiny: LLM) -> None:
     free = SamplingParams(max_tokens=1, temperature=0.0, logprobs=3)
-    form = free.replace(structured_outputs=held(choice=COLOURS))
-    plain, bound = ask(tiny, [free, form])
+    state = free.replace(structured_outputs=held(choice=COLOURS))
+    plain, bound = ask(tiny, [free, state])
     best = [token for token, entry in plain.logprobs[0].items() if entry.rank <= 3]
     told = bound.logprobs[0]
     assert {token: told[token] for token in best} == {token: plain.logprobs[0][token] for token in best}
@@ -247,9 +247,9 @@ def test_bad_luck_ends_one_answer_and_no_other(tiny: LLM, params: dict[str, Any]
 
 def test_what_cannot_be_held_is_refused_before_anything_is_computed(tiny: LLM) -> None:
     steps = tiny.get_stats().steps_total
-    for form in (held(regex="("), held(json={"type": "frob"}), held(grammar="start: <|nosuch|>")):
+    for state in (held(regex="("), held(json={"type": "frob"}), held(grammar="start: <|nosuch|>")):
         with pytest.raises(GrammarError):
-            ask(tiny, [FREE[0], SamplingParams(structured_outputs=form)])
+            ask(tiny, [FREE[0], SamplingParams(structured_outputs=state)])
     assert tiny.get_stats().steps_total == steps
 
 
@@ -297,12 +297,12 @@ def run(core: EngineCore, request: Request) -> list[EngineOutput]:
     return outputs
 
 
-def test_memory_of_forms_goes_with_their_requests(tiny: LLM) -> None:
+def test_memory_worker_ofs_goes_with_their_requests(tiny: LLM) -> None:
     ask(tiny, [SamplingParams(max_tokens=5, structured_outputs=held(regex="[0-9]+"))] * 3)
-    forms = tiny._engine().structured_output
-    assert isinstance(forms, StructuredOutputManager)
-    assert not forms._forms
-    assert not forms.compiling
+    manager = tiny._engine().structured_output
+    assert isinstance(manager, StructuredOutputManager)
+    assert not manager._states
+    assert not manager.compiling
 
 
 def workers(llm: LLM) -> list[psutil.Process]:
@@ -322,7 +322,7 @@ def opened(llm: LLM, core: EngineCore, *requests: Request) -> list[psutil.Proces
         core.add(one)
     assert isinstance(core.structured_output, StructuredOutputManager)
     deadline_s = time.monotonic() + 60
-    while not all(form.filled for form in core.structured_output._compiling.values()):
+    while not all(state.filled for state in core.structured_output._compiling.values()):
         core.structured_output._workers.poll(0.1)
         assert time.monotonic() < deadline_s
     found = workers(llm)
@@ -333,8 +333,8 @@ def opened(llm: LLM, core: EngineCore, *requests: Request) -> list[psutil.Proces
 def test_nobody_waits_for_a_mask_that_does_not_come(tiny: LLM) -> None:
     """A free answer is written to its end while the processes that fill the masks of two others stand still; then these
     go on, with the tokens they would have had anyway."""
-    forms = [held(regex="[a-z]{12}"), held(json=Short)]
-    params = [SamplingParams(max_tokens=30, seed=4, structured_outputs=form) for form in forms]
+    manager = [held(regex="[a-z]{12}"), held(json=Short)]
+    params = [SamplingParams(max_tokens=30, seed=4, structured_outputs=state) for state in manager]
     expected = [ask(tiny, [one])[0].token_ids for one in params]
     core = tiny._engine()
     stopped = opened(tiny, core, *(request(tiny, name, one) for name, one in zip(("1st", "2nd"), params, strict=True)))
@@ -356,8 +356,8 @@ def test_nobody_waits_for_a_mask_that_does_not_come(tiny: LLM) -> None:
 
 @pytest.mark.parametrize("what", ["worker", "service"])
 def test_answers_go_on_when_what_fills_their_masks_is_killed(tiny: LLM, what: str) -> None:
-    form = held(regex="([0-9][a-z]){12}")
-    params = [SamplingParams(max_tokens=40, seed=seed, structured_outputs=form) for seed in (1, 2)]
+    state = held(regex="([0-9][a-z]){12}")
+    params = [SamplingParams(max_tokens=40, seed=seed, structured_outputs=state) for seed in (1, 2)]
     expected = [ask(tiny, [one])[0].token_ids for one in params]
     core, tokens = tiny._engine(), dict[str, list[int]](one=[], two=[])
     pids = [process.pid for process in opened(tiny, core, *map(request, [tiny] * 2, tokens, params))]

@@ -77,7 +77,7 @@ def test_a_prompt_that_is_cached_is_computed_again_only_as_far_as_it_is_told(
     told = {}
     for name, asked, already in (("first", None, 0), ("told", 2, 0), ("half", 2, 21), ("plain", None, 0)):
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=asked)
-        request = Request(request_id=name, prompt_token_ids=prompt, params=params, prompt_logprobs_told=already)
+        request = Request(request_id=name, prompt_token_ids=prompt, params=params, prompt_logprobs_sent=already)
         scheduler.add(request, 0.0)
         plan = scheduler.schedule(0.0)
         assert plan is not None

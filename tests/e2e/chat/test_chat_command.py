@@ -9,6 +9,7 @@ import os
 import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -21,11 +22,13 @@ from typing import Any
 import psutil
 import pytest
 from deadlines import PATIENCE_S
+from terminal_screen import shown
 
 from holdfast.cli.background_loop import BackgroundLoop
 from holdfast.cli.chat_backends import LocalBackend, api_of
 from holdfast.cli.commands.chat import ChatHistory, ChatScreen
 from holdfast.engine.fake import FakeEngine
+from holdfast.engine.process.fault_injection import DIE_ON_TOKEN
 from holdfast.errors import ConfigurationError, RequestError
 
 
@@ -202,8 +205,9 @@ def test_engine_settings_do_not_go_with_a_url(server: Server) -> None:
 class Terminal:
     """The command in a pseudo-terminal of its own, so that a typed Ctrl-C becomes a signal as it does for people."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], **environment: str) -> None:
         self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
         self.process = subprocess.Popen(
             arguments,
             stdin=theirs,
@@ -211,7 +215,7 @@ class Terminal:
             stderr=theirs,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            env={**os.environ, "NO_COLOR": "1", "TERM": "dumb"},
+            env={**os.environ, "NO_COLOR": "1", "TERM": "dumb", **environment},
         )
         os.close(theirs)
         self._seen = ""
@@ -362,6 +366,66 @@ def test_an_engine_that_dies_at_the_prompt_is_noticed_there(tiny_arguments: list
         assert terminal.process.wait(PATIENCE_S) == 0
     finally:
         terminal.close()
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_lines_of_the_log_stand_above_the_prompt(tiny_arguments: list[str], term: str) -> None:
+    """Those of the front, and those that the engine process writes itself."""
+    model = tiny_arguments[: tiny_arguments.index("--served-model-name")]
+    command = [sys.executable, "-m", "holdfast", "chat", *model, "--max-tokens", "4", "--temperature", "0"]
+    terminal = Terminal(command, TERM=term, **{DIE_ON_TOKEN: "31999"})
+    try:
+        written = terminal.wait_for("Ctrl-D exits.") + terminal.wait_for("> ")
+        assert [line for line in shown(written) if line.startswith("WARNING engine: ")]
+        terminal.type("hello")
+        written = "> " + terminal.wait_for("hello")
+        (engine,) = psutil.Process(terminal.process.pid).children()
+        engine.kill()
+        written += terminal.wait_for("[HF410]") + terminal.wait_for("> hello")
+        written += terminal.wait_for("WARNING engine: ") + terminal.wait_for("> hello")
+        *above, last = shown(written)
+        assert last == "> hello"
+        (died,) = [line for line in above if "[HF410]" in line]
+        assert " ERROR holdfast: " in died
+        assert [line for line in above if line.startswith("WARNING engine: ")]
+        assert not [line for line in above if "hello" in line and line != "> hello"]
+        assert above.count("> hello") == (2 if term == "dumb" else 0)
+        terminal.type("\r")
+        terminal.wait_for("\r\n> ")
+    finally:
+        terminal.close()
+
+
+def test_lines_of_the_log_stand_above_a_bar() -> None:
+    program = """
+import logging, threading
+from holdfast.checkpoints.sources.download_progress import byte_progress
+from holdfast.observability.logs import json_lines, set_up_logging, write_log_line
+set_up_logging()
+with byte_progress("model.gguf", 1 << 20, progress=True) as update:
+    access = json_lines()
+    for done in range(1, 6):
+        update(done << 16)
+        logging.getLogger("holdfast").warning("line %d", done)
+        thread = threading.Thread(target=write_log_line, args=[f"WARNING engine: line {done}"])
+        thread.start()
+        thread.join()
+        access({"status": 200 + done})
+    update(1 << 20)
+print("done")
+"""
+    terminal = Terminal([sys.executable, "-c", program], TERM="xterm")
+    try:
+        lines = shown(terminal.wait_for("done\r\n"))
+    finally:
+        terminal.close()
+    for done in range(1, 6):
+        assert [line[-len(f"WARNING holdfast: line {done}") :] for line in lines].count(
+            f"WARNING holdfast: line {done}"
+        ) == 1, lines
+        assert f"WARNING engine: line {done}" in lines
+        assert f'{{"status":{200 + done}}}' in lines
+    assert len([line for line in lines if "model.gguf" in line]) == 1
 
 
 def test_ctrl_c_while_the_model_loads_leaves_nothing_behind(tiny_arguments: list[str]) -> None:

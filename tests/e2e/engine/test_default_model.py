@@ -22,6 +22,13 @@ def server(module_server):
     return module_server(*flags).wait_ready()
 
 
+def test_the_start_fits_on_a_screen(server) -> None:
+    start, ready, _ = server.log.partition("(try: curl")
+    assert ready
+    lines = [line for line in start.splitlines() if not line.startswith("{")]
+    assert sum(-(-len(line) // 100) for line in lines) <= 24, start
+
+
 def test_the_first_answer(server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     (model,) = client.models.list()

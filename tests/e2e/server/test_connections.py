@@ -511,4 +511,5 @@ def test_an_answer_that_is_not_read_holds_a_bounded_part_of_memory(launch):
     assert b"read more slowly" in told
     assert b'"code":"HF340"' in told
     assert b"data: [DONE]" in told
-    assert server.wait_for_lines(1)[0]["error_code"] == "overloaded"
+    (line,) = server.wait_for_lines(1)
+    assert (line["error_code"], line["holdfast_code"]) == ("overloaded", "HF340")

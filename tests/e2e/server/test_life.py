@@ -20,7 +20,9 @@ from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine, say
 from holdfast.errors import ConfigurationError
+from holdfast.server.app import close_app, create_app
 from holdfast.server.run import PORT_TAKEN, bind
+from holdfast.server.settings import ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hello there"}]}
 LONG = {**CHAT, "ignore_eos": True, "max_tokens": 1000}
@@ -278,3 +280,15 @@ def test_a_script_that_says_one_thing(launch):
     with launch(FakeEngine(say("tja"))).client() as http:
         answer = http.post("/v1/chat/completions", json=CHAT).json()
     assert answer["choices"][0]["message"]["content"] == "tja"
+
+
+async def test_threads_that_encode_end_with_their_server():
+    engine = FakeEngine()
+    app = create_app(engine, ServerSettings(served_model_names=("fake",)))
+    other = create_app(engine, ServerSettings(served_model_names=("fake",)))
+    assert await app.state.tokenize_pool.run(lambda: 1) == 1
+    close_app(app)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        await app.state.tokenize_pool.run(lambda: 1)
+    assert await other.state.tokenize_pool.run(lambda: 2) == 2, "another application has its own"
+    close_app(other)

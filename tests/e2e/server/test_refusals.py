@@ -295,7 +295,7 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(launch):
         several = post(http, {"prompt": ["abc", "def"]}, PATHS[1])
         assert error_of(several, 503)["code"] == "engine_dead"
     lines = server.wait_for_lines(3)
-    assert (lines[0]["status"], lines[0]["error_code"]) == (200, "engine_dead")
+    assert (lines[0]["status"], lines[0]["error_code"], lines[0]["holdfast_code"]) == (200, "engine_dead", "HF410")
 
 
 def test_a_bug_is_500_without_its_traceback(launch):
@@ -362,3 +362,15 @@ def test_whatever_is_sent_is_never_a_500(http, path, extra, wild):
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert set(response.json()) == {"error"}
+
+
+def test_an_access_line_has_both_codes_of_a_refusal(launch):
+    server = launch()
+    with server.client() as http:
+        post(http, {"messages": [{"role": "user", "content": "x" * 100_000}]})
+        http.get("/v1/models/nobody")
+        http.get("/v1/models")
+    long, unknown, fine = server.wait_for_lines(3)
+    assert (long["error_code"], long["holdfast_code"]) == ("context_length_exceeded", "HF310")
+    assert (unknown["status"], unknown["error_code"], unknown["holdfast_code"]) == (404, "model_not_found", None)
+    assert (fine["error_code"], fine["holdfast_code"]) == (None, None)

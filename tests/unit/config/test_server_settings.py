@@ -41,6 +41,18 @@ def test_vllms_key_keeps_the_door_shut(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_variables_of_vllm_that_are_not_read_are_named() -> None:
     assert serve.unread_variables({"VLLM_USE_V1": "1", "VLLM_API_KEY": "k", "PATH": ""}) == ["VLLM_USE_V1"]
+    assert serve.unread_variables({"VLLM_LOGGING_LEVEL": "DEBUG"}) == []
+    assert serve.unread_variables({"VLLM_LOGGING_LEVEL": "CRITICAL"}) == ["VLLM_LOGGING_LEVEL"]
+
+
+def test_the_level_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read()[1].level == "info"
+    assert read("-v")[1].level == read("--verbose")[1].level == "debug"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    assert read()[1].level == "warning"
+    assert read("--log-level", "error")[1].level == "error"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "CRITICAL")
+    assert read()[1].level == "info"
 
 
 @pytest.mark.parametrize(

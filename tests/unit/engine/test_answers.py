@@ -16,16 +16,16 @@ def answer(prompt: list[int], count: int | None = 1) -> OutputBuilder:
 
 def test_a_prompt_is_told_of_in_parts_and_goes_on_where_an_engine_died() -> None:
     growing = answer([4, 5, 6, 7])
-    assert growing.resumed().prompt_logprobs_told == 0
+    assert growing.resumed().prompt_logprobs_sent == 0
     first = growing.take(EngineOutput(request_id="r", prompt_logprobs=told(5, 6)))
     assert first.prompt_logprobs is not None
     assert first.prompt_logprobs[0] is None
     assert [list(entry or {}) for entry in first.prompt_logprobs] == [[], [5, 9], [6, 9]]
-    assert growing.resumed().prompt_logprobs_told == 2
+    assert growing.resumed().prompt_logprobs_sent == 2
     second = growing.take(EngineOutput(request_id="r", token_ids=[8], prompt_logprobs=told(7)))
     assert second.prompt_logprobs is not None
     assert [list(entry or {}) for entry in second.prompt_logprobs] == [[7, 9]]
-    assert growing.resumed().prompt_logprobs_told == 3
+    assert growing.resumed().prompt_logprobs_sent == 3
     assert growing.take(EngineOutput(request_id="r", token_ids=[8])).prompt_logprobs is None
 
 
@@ -34,5 +34,5 @@ def test_a_prompt_of_one_token_has_nothing_to_tell() -> None:
     only = growing.take(EngineOutput(request_id="r", token_ids=[8])).prompt_logprobs or ()
     assert list(only) == [None]
     assert growing.take(EngineOutput(request_id="r", token_ids=[8])).prompt_logprobs is None
-    assert growing.resumed().prompt_logprobs_told == 0
+    assert growing.resumed().prompt_logprobs_sent == 0
     assert answer([4, 5], None).take(EngineOutput(request_id="r", token_ids=[8])).prompt_logprobs is None

@@ -13,7 +13,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.process import client, protocol, restarts
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.process.heartbeat import LEAST_LIMIT_S, LOADING_FACTOR, TICK_S, HeartbeatMonitor
-from holdfast.engine.process.quarantine import DEATHS_IN_ALL
+from holdfast.engine.process.quarantine import CRASHES_IN_ALL
 from holdfast.engine.requests import stream
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import (
@@ -301,7 +301,7 @@ async def test_an_engine_that_dies_for_nothing_is_given_up(engine, harbour, idle
 
 async def test_deaths_with_output_between_them_end_nobody(engine, harbour) -> None:
     stream = await ask(engine, "a")
-    for count in range(1, DEATHS_IN_ALL):
+    for count in range(1, CRASHES_IN_ALL):
         await until(lambda count=count: len(harbour.children) == count and harbour.last.handed_over)
         harbour.last.tell(token("a", count))
         harbour.last.die()

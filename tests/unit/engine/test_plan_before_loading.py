@@ -91,7 +91,7 @@ def test_a_containers_limit_is_the_budget(
     plan = build.plan_model(config, model)
     assert plan.device.limited_by == "control group"
     assert sum(plan.terms.values()) <= plan.budget_bytes == int(0.9 * 900 * MIB)
-    assert "control group" in "\n".join(build.plan_lines(model, plan))
+    assert "control group" in build.plan_line(model, plan)
 
 
 def test_who_holds_memory_is_said_when_it_is_short(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_who_holds_memory_is_said_when_it_is_short(config: EngineConfig, monkeyp
 
 
 def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = Memory(total_bytes=16 << 30, available_bytes=8 << 30, limited_by="machine")
     monkeypatch.setattr(build, "memory", lambda: free)
@@ -125,7 +125,12 @@ def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
     assert enough.limits.max_model_len == 2048
     shorter = build.plan_model(dataclasses.replace(small, max_model_len=None), model)
     assert shorter.engine.short
-    assert "postgres" not in "\n".join(build.plan_lines(model, shorter))
+    build.warn_if_short(shorter)
+    assert not caplog.records
+    build.warn_if_short(
+        dataclasses.replace(shorter, decisions=tuple(one for one in shorter.decisions if one.field != "kv_pool"))
+    )
+    assert "memory is short; others hold: postgres" in caplog.text
 
 
 def test_a_family_that_does_not_run_is_said_before_how_to_fetch_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +152,9 @@ def test_the_plan_travels_to_the_engine_process_whole(config: EngineConfig) -> N
 def test_the_table_names_every_term_and_the_limits(config: EngineConfig) -> None:
     model = build.find_model(config)
     plan = build.plan_model(config, model, front_bytes=7 * MIB)
-    said = "\n".join(build.plan_lines(model, plan))
-    for name in (*plan.terms, "sum", "budget", "context 2,048 tokens", "64 sequences", "512 tokens per step"):
+    assert "budget" in build.plan_line(model, plan)
+    said = "\n".join(build.plan_details(plan))
+    for name in (*plan.terms, "sum", "context 2,048 tokens", "64 sequences", "512 tokens per step"):
         assert name in said
     assert "measured" not in said
 
@@ -174,3 +180,15 @@ def test_a_plan_with_files_and_a_known_gpu_reaches_the_engine_whole(config: Engi
         assert isinstance(heard, protocol.Init)
         assert heard.plan == plan
         assert heard.plan.terms == plan.terms
+
+
+def test_a_pool_that_cannot_be_is_not_offered(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is left beside the rest, a smaller pool does not help either."""
+    free = Memory(total_bytes=16 << 30, available_bytes=8 << 30, limited_by="machine")
+    monkeypatch.setattr(build, "memory", lambda: free)
+    model = build.find_model(config)
+    large = dataclasses.replace(config, ram=393 * MIB, kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=8192)
+    with pytest.raises(DoesNotFitError, match="a KV pool of") as caught:
+        build.plan_model(large, model)
+    assert "--kv-cache-memory-bytes" not in str(caught.value.fix)
+    assert str(caught.value.fix).startswith("--ram ")

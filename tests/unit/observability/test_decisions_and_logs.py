@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from holdfast.observability.decisions import Decision
-from holdfast.observability.logs import ThroughputLog, json_lines, ready_lines, set_up_logging
+from holdfast.observability.logs import ThroughputLog, detail_lines, json_lines, ready_lines, set_up_logging
 from holdfast.observability.metrics.buckets import token_buckets
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason, RequestTiming
@@ -88,18 +88,23 @@ def test_ready_lines_have_what_people_look_for():
         weights_bytes=1 << 29,
         kv_pool_bytes=1 << 30,
         attention_backend="paged (torch)",
-        decisions=["attention = paged (default): the only one on a CPU"],
+        decisions=["attention = paged (default): the only one on a CPU", "sampling defaults = top_p 0.9 (model)"],
     )
-    text = "\n".join(ready_lines(info))
+    text = "\n".join(ready_lines(info, ["gpt-4o"]))
     for part in (
-        "1,024",
-        "16,384 tokens",
-        "8,192 tokens per request: 2.00x",
-        "Parallel size: 1",
-        "paged (torch)",
-        "only one",
+        "# KV blocks: 1,024 of 16 tokens",
+        "KV cache size: 16,384 tokens",
+        "Maximum concurrency for 8,192 tokens per request: 2.00x",
+        "135M parameters, dtype float32, device cpu, served as gpt-4o",
+        "64 sequences, 2,048 tokens per step",
+        "top_p 0.9",
     ):
         assert part in text
+    assert "served as" not in ready_lines(info, ["smollm2"])[0]
+    details = "\n".join(detail_lines(info))
+    for part in ("Parallel size: 1", "paged (torch)", "only one"):
+        assert part in details
+        assert part not in text
 
 
 def test_times_come_from_the_engine():

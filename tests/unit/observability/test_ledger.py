@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from holdfast.observability.ledger import Ledger, ProcessMemory, ledger_lines, make_ledger, term_lines
+from holdfast.observability.ledger import Ledger, ProcessMemory, ledger_lines, make_ledger, summary_lines, term_lines
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import EngineInfo, EngineStats, MemoryReport, MemoryTerm
 
@@ -118,6 +118,17 @@ def test_the_table_shows_what_is_not_accounted_for() -> None:
     (total,) = [line for line in lines if line.split()[0] == "sum"]
     assert "390.00 MiB" in total
     assert "engine (pid 7): 300.00 MiB now, 390.00 MiB at its peak" in lines[-2]
+
+
+def test_the_summary_adds_up_to_the_ledger() -> None:
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in summary_lines(ledger())[1:]}
+    assert rows == {
+        "weights": "100.00 MiB 100.00 MiB",
+        "kv_pool": "200.00 MiB 20.00 MiB taken as it is used",
+        "rest": "190.00 MiB 270.00 MiB",
+        "sum": "490.00 MiB 390.00 MiB of a budget of 800.00 MiB",
+        "free": "410.00 MiB 510.00 MiB of 900.00 MiB before loading (control group)",
+    }
 
 
 def test_less_than_was_measured_is_explained() -> None:

@@ -117,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 cache_salt=salt,
                 arrival_s=arrival_s,
                 output_token_ids=resumed if again else [],
-                prompt_logprobs_told=max(0, length - 1 if resumed else min(told, length - 1)) if again else 0,
+                prompt_logprobs_sent=max(0, length - 1 if resumed else min(told, length - 1)) if again else 0,
             )
         )
 

@@ -357,7 +357,7 @@ def test_a_marker_is_never_read_torn() -> None:
     try:
         for _ in range(200_000):
             doing = reader.read()
-            assert doing is None or (doing.form == 7 and doing.began_s >= began_s - 1 and doing.cpu_s > 0)
+            assert doing is None or (doing.number == 7 and doing.began_s >= began_s - 1 and doing.cpu_s > 0)
     finally:
         stop.set()
         thread.join(PATIENCE_S)

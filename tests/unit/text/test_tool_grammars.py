@@ -25,7 +25,9 @@ TOOLS = [
     Tool(name="route", given={}, parameters=REFERENCES),
     Tool(name="now", given={}, parameters={"type": "object", "properties": {}}),
 ]
-FORMS: dict[str, ToolCallFormat] = {name: DIALECTS[name].form for name in ("hermes", "llama3_json", "mistral", "json")}
+FORMS: dict[str, ToolCallFormat] = {
+    name: DIALECTS[name].call_format for name in ("hermes", "llama3_json", "mistral", "json")
+}
 GOOD = [
     ("weather", '{"city": "Oslo"}'),
     ("weather", '{"city": "Zürich", "days": 3}'),

@@ -76,7 +76,7 @@ def test_a_named_family_is_described_in_its_own_form() -> None:
     speech = speech_of(PLAIN, "mistral")
     chat, _ = shown(HISTORY[:1], [ADD], speech)
     assert '[TOOL_CALLS][{"name": "...", "arguments": {...}}]' in chat[0]["content"]
-    assert speech_of(PLAIN + "[ARGS]", "mistral").form.call[0] == "[TOOL_CALLS]"
+    assert speech_of(PLAIN + "[ARGS]", "mistral").call_format.call[0] == "[TOOL_CALLS]"
 
 
 def test_a_chat_without_tools_is_left_alone() -> None:

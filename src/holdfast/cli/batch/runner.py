@@ -128,10 +128,10 @@ class BatchRunner:
     async def _reply(self, line: InputLine) -> tuple[str | None, _Reply]:
         custom_id: str | None = None
         try:
-            asked = read_line(line, self._urls)
-            custom_id = asked.custom_id
+            request = read_line(line, self._urls)
+            custom_id = request.custom_id
             self._compare(custom_id)
-            return custom_id, await self._ask_until_room(asked.url, bytes(asked.body))
+            return custom_id, await self._ask_until_room(request.url, bytes(request.body))
         except _Refused as refused:
             return custom_id or _custom_id_of(line), _Reply(refused.status, uuid.uuid4().hex, refused.body)
 
@@ -196,16 +196,16 @@ def read_line(line: InputLine, urls: tuple[str, ...]) -> _Line:
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         )
     try:
-        asked = msgspec.json.decode(line.text, type=_Line)
+        request = msgspec.json.decode(line.text, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _Refused(f"line {line.number} is not a batch request: {error}", "invalid_line") from None
-    if asked.method != "POST":
-        raise _Refused(f"method: {shorten(asked.method)!r} is not valid; a batch takes POST only", "invalid_method")
-    if asked.url not in urls:
-        raise _Refused(f"url: {shorten(asked.url)!r} is not one of {', '.join(urls)}", "invalid_url")
-    if _streams(asked.body):
+    if request.method != "POST":
+        raise _Refused(f"method: {shorten(request.method)!r} is not valid; a batch takes POST only", "invalid_method")
+    if request.url not in urls:
+        raise _Refused(f"url: {shorten(request.url)!r} is not one of {', '.join(urls)}", "invalid_url")
+    if _streams(request.body):
         raise _Refused("body.stream: a batch cannot stream; leave it out", "unsupported_parameter")
-    return asked
+    return request
 
 
 def _streams(body: msgspec.Raw) -> bool:
@@ -226,9 +226,9 @@ def _custom_id_of(line: InputLine) -> str | None:
 def _problem_of(body: bytes) -> tuple[bytes, dict[str, str]]:
     """The body of a refusal, and its code and message once more, where OpenAI's batches have them."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        told = msgspec.json.decode(body)
-        problem = {"code": str(told["error"]["code"]), "message": str(told["error"]["message"])}
-        return msgspec.json.encode(told), problem
+        answer = msgspec.json.decode(body)
+        problem = {"code": str(answer["error"]["code"]), "message": str(answer["error"]["message"])}
+        return msgspec.json.encode(answer), problem
     return b"null", {"code": "internal", "message": "the server failed on this request"}
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from holdfast.cli.background_loop import BackgroundLoop
@@ -48,6 +49,8 @@ Ctrl-C         stop the answer; what was generated so far stays in the conversat
 _HIDDEN_CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 """On a terminal a model's text must not move the cursor, change colours or write the clipboard."""
 
+PROMPT = "> "
+
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 
 
@@ -76,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from holdfast.observability.logs import log_lines_to
+
     given = vars(arguments).copy()
     options = {name: value for name in _SAMPLING if (value := given.pop(name)) is not None}
     url, api_key, system = given.pop("url"), given.pop("api_key"), given.pop("system")
@@ -83,7 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     with BackgroundLoop() as loop:
         backend = loop.run(_opening(url, api_key, given))
         try:
-            return ChatHistory(backend, options, system, screen, loop).hold()
+            with log_lines_to(screen.write_log):
+                return ChatHistory(backend, options, system, screen, loop).hold()
         except BrokenPipeError:
             # Whoever read our output has left; Python must not fail again when it closes stdout.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -116,28 +122,58 @@ class ChatScreen:
         self._hides_controls = sys.stdout.isatty()
         colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._dim, self._normal = ("\033[2m", "\033[0m") if colours else ("", "")
+        self._newline = "\n" if os.environ.get("TERM") == "dumb" else ""
+        """Where lines cannot be cleared."""
+        self._prompting, self._within_line = False, False
+        self._typed: Callable[[], str] = str
         if self._edits:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401 - importing it gives input() line editing and history
+                import readline  # importing it gives input() line editing and history
+
+                self._typed = readline.get_line_buffer
 
     def read(self) -> str | None:
         """One line without its end; None at the end of input. KeyboardInterrupt passes through."""
-        if self._edits:
-            try:
-                line = input("> ")
-            except EOFError:
-                return None
-        else:
-            if self.interactive:
-                sys.stderr.write("> ")
-                sys.stderr.flush()
-            line = sys.stdin.readline()
-            if not line:
-                return None
+        self._prompting = self.interactive
+        try:
+            line = self._read_line()
+        finally:
+            self._prompting = False
+        if line is None:
+            return None
         # Bytes that are not UTF-8 reach us as lone surrogates, which nothing further on can carry.
         return line.rstrip("\r\n").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
+    def _read_line(self) -> str | None:
+        if self._edits:
+            try:
+                return input(PROMPT)
+            except EOFError:
+                return None
+        if self.interactive:
+            sys.stderr.write(PROMPT)
+            sys.stderr.flush()
+        return sys.stdin.readline() or None
+
+    def write_log(self, line: str) -> None:
+        """A line of the log, by any thread: above the prompt and what is typed there, or below a line of an answer that
+        has not ended. The cursor is behind what is typed then."""
+        if not sys.stderr.isatty():
+            text = f"{line}\n"
+        elif self._prompting:
+            typed = PROMPT + self._typed()
+            rows_up = (len(typed) - 1) // max(1, shutil.get_terminal_size().columns)
+            clear = (f"\033[{rows_up}A" if rows_up else "") + "\r\033[J"
+            text = f"{self._newline or clear}{line}\n{typed}"
+        else:
+            text = f"\n{line}\n" if self._within_line else f"{line}\n"
+            self._within_line = False
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
     def show(self, text: str) -> None:
+        if text:
+            self._within_line = not text.endswith("\n")
         sys.stdout.write(text.translate(_HIDDEN_CONTROLS) if self._hides_controls else text)
         sys.stdout.flush()
 

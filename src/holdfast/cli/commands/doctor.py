@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         diagnosis, machine = _diagnosis(arguments)
-        _say(diagnosis, machine, as_json=arguments.json, asked=arguments)
+        _say(diagnosis, machine, as_json=arguments.json, options=arguments)
     except HoldfastError as error:
         say_error(error, as_json=arguments.json)
         return 2
@@ -171,7 +171,7 @@ def _bundle(arguments: argparse.Namespace, diagnosis: Diagnosis, machine: Machin
     )
 
 
-def _say(diagnosis: Diagnosis, machine: MachineFacts | None, *, as_json: bool, asked: argparse.Namespace) -> None:
+def _say(diagnosis: Diagnosis, machine: MachineFacts | None, *, as_json: bool, options: argparse.Namespace) -> None:
     from holdfast.doctor.report.text import lines, without_keys
 
     diagnosis = without_keys(diagnosis)
@@ -185,8 +185,8 @@ def _say(diagnosis: Diagnosis, machine: MachineFacts | None, *, as_json: bool, a
         return
     if machine is not None:
         say([*lines_of(machine), ""])
-    if diagnosis.healthy and not asked.sources:
-        command = "the command fits, according to the plan" if asked.command is not None else None
+    if diagnosis.healthy and not options.sources:
+        command = "the command fits, according to the plan" if options.command is not None else None
         here = None
         if machine is not None:
             alone = "this machine has no NVIDIA GPU, so models run on its CPU (holdfast plan MODEL shows what fits)"
@@ -197,8 +197,8 @@ def _say(diagnosis: Diagnosis, machine: MachineFacts | None, *, as_json: bool, a
     from holdfast.rescue.masking import EXPLAINED, STANDS_FOR
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
-    of_command = asked.command is not None and not asked.sources
-    told = list(lines(diagnosis, width=max(60, width), of_command=of_command))
-    say(told)
-    if any(STANDS_FOR.search(line) for line in told):
+    of_command = options.command is not None and not options.sources
+    shown = list(lines(diagnosis, width=max(60, width), of_command=of_command))
+    say(shown)
+    if any(STANDS_FOR.search(line) for line in shown):
         say([f"  ({EXPLAINED})"])

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from holdfast.doctor.rules.codes import codes as found_by_doctor
     from holdfast.observability.codes import codes
 
-    found = [code for asked in arguments.codes for code in _explained(asked)]
+    found = [code for wanted in arguments.codes for code in _explained(wanted)]
     found = found or [*codes().values(), *found_by_doctor().values()]
     if arguments.json:
         say_json([asdict(code) for code in found])
@@ -57,19 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _explained(asked: str) -> Iterator[Code]:
+def _explained(wanted: str) -> Iterator[Code]:
     """A cause as it is found in a log, and where its code is Holdfast's own, what that means."""
     from holdfast.doctor.rules.codes import cause_named
     from holdfast.doctor.rules.codes import codes as found_by_doctor
     from holdfast.observability.codes import codes, explain
 
-    cause = cause_named(asked)
+    cause = cause_named(wanted)
     if cause is not None:
         yield cause
         own = codes().get(cause.code)
         yield from () if own is None else (own,)
     else:
-        yield found_by_doctor().get(_bare(asked)) or explain(asked)
+        yield found_by_doctor().get(_bare(wanted)) or explain(wanted)
 
 
 def _bare(code: str) -> str:

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 HELP = """Show whether one or more running servers are ready and what memory they use, planned and measured."""
 
-USAGE = "holdfast ps [URL ...] [--json]"
+USAGE = "holdfast ps [URL ...] [-v] [--json]"
 
 EXAMPLES = """examples:
   holdfast ps                                       the server on http://127.0.0.1:8000
   holdfast ps 8000 localhost:9000                   two servers, the first by its local port
+  holdfast ps -v                                    every memory term and every decision, with its reason
   holdfast ps --json | jq '.[0].memory.terms'       for programs
 
 exit codes: 0 all are ready, 1 one is not, 2 an address is not valid
@@ -31,6 +32,7 @@ OK = 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("urls", nargs="*", metavar="URL", help=f"addresses of servers; default: {DEFAULT_URL}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also show every memory term and every decision")
     parser.add_argument(
         "--json", action="store_true", help="print JSON: one list of objects, each with the server's /memory"
     )
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say_json(found)
     else:
-        say(line for answer in found for line in lines(answer))
+        say(line for answer in found for line in lines(answer, verbose=arguments.verbose))
         if not arguments.urls and found[0]["status"] == "unreachable":
             say(["  a server elsewhere: holdfast ps localhost:8123"])
     return READY if all(answer["status"] == "ready" for answer in found) else NOT_READY
@@ -84,12 +86,12 @@ def _object(response: httpx.Response) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def lines(answer: dict[str, Any]) -> list[str]:
+def lines(answer: dict[str, Any], *, verbose: bool = False) -> list[str]:
     """For people. A ledger of another version is named, not read."""
     import msgspec
 
     from holdfast.observability.decisions import SAMPLING
-    from holdfast.observability.ledger import VERSION, Ledger, ledger_lines
+    from holdfast.observability.ledger import VERSION, Ledger, ledger_lines, summary_lines
 
     reason = f": {answer['reason']}" if answer["reason"] else ""
     said, memory = f"{answer['url']}  {answer['status']}{reason}", answer["memory"]
@@ -101,5 +103,6 @@ def lines(answer: dict[str, Any]) -> list[str]:
         return [said, f"  its memory report cannot be read: {error}"]
     if ledger.version != VERSION:
         return [said, f"  its memory report has version {ledger.version}, this program reads {VERSION}: try --json"]
-    defaults = [line for line in ledger.decisions if line.startswith(SAMPLING)]
-    return [f"{said}  {ledger.model}", *(f"  {line}" for line in (*ledger_lines(ledger), *defaults))]
+    shown = ledger_lines(ledger) if verbose else summary_lines(ledger)
+    decisions = [line for line in ledger.decisions if verbose or line.startswith(SAMPLING)]
+    return [f"{said}  {ledger.model}", *(f"  {line}" for line in (*shown, *decisions))]

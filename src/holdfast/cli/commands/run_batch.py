@@ -50,8 +50,8 @@ honoured, 130 or 143 stopped by a signal
 
 SERVER_NAMES = frozenset(
     {
-        "served_model_name", "max_body_size", "trust_request_chat_template", "log_level", "enable_auto_tool_choice",
-        "tool_call_parser", "reasoning_parser", "lora_modules", "structured_outputs_config",
+        "served_model_name", "max_body_size", "trust_request_chat_template", "log_level", "verbose",
+        "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "lora_modules", "structured_outputs_config",
     }
 )  # fmt: skip
 """Settings of a server that shape answers; the others are of its network."""
@@ -135,14 +135,14 @@ def _run(
     early: EarlyProcess,
 ) -> int:
     from holdfast.engine.process.client import ProcessEngine
-    from holdfast.engine.startup.build import find_model, open_tokenizer, plan_lines, plan_model
+    from holdfast.engine.startup.build import find_model, log_plan, open_tokenizer, plan_model
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
     from holdfast.footprint.cpu import FRONT_BYTES
     from holdfast.observability.logs import set_up_logging
     from holdfast.server.app import create_app
 
-    set_up_logging(server_config.log_level)
+    set_up_logging(server_config.level)
     engine_config = settle_device(engine_config)
     model = find_model(engine_config)
     digests = lines.digests(model.files.name)
@@ -155,7 +155,7 @@ def _run(
         print(f"holdfast: {said}", file=sys.stderr)
         return 0
     plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
-    print("\n".join(plan_lines(model, plan)), file=sys.stderr, flush=True)
+    log_plan(model, plan)
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
     app = create_app(engine, server_settings(engine_config, server_config, model))
@@ -181,6 +181,8 @@ class _Run:
         self._signal: signal.Signals | None = None
 
     async def live(self, lines: Iterator[InputLine], concurrency: int | None) -> int:
+        from holdfast.server.app import close_app
+
         loop, working = asyncio.get_running_loop(), asyncio.create_task(self._work(lines, concurrency))
 
         def stop(number: signal.Signals) -> None:
@@ -197,6 +199,7 @@ class _Run:
         finally:
             await self._output.finish()
             await self._engine.stop()
+            close_app(self._app)
             print(f"holdfast: {self._progress.story()}", file=sys.stderr, flush=True)
         if self._signal is not None:
             print("holdfast: stopped; the same command resumes from here", file=sys.stderr, flush=True)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.fatal import command_line, say_why
-from holdfast.cli.output import say_error
+from holdfast.cli.fatal import command_line, say_fatal
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
+from holdfast.config.server import LOG_LEVELS
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.config.setting import Refusal, flag_name, refusals
 from holdfast.config.sources import FLAG, Gathered, add_flags, add_refused, gather, split
@@ -22,11 +21,14 @@ from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.observability.nonblocking_output import unblock_output
 
 if TYPE_CHECKING:
+    from holdfast.engine.interface import Engine
     from holdfast.engine.requests.adapters import Adapters
     from holdfast.engine.startup.build import FoundModel
     from holdfast.server.settings import ServerSettings
 
 log = logging.getLogger("holdfast")
+
+VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
 
 HELP = """Serve a model over the OpenAI API, on the memory this machine really has.
 
@@ -63,9 +65,8 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
     gathered = gather([EngineConfig, ServerConfig], given, file=file)
     if gathered.values.get("model") is None:
         _check_swallowed(given)
-    if "api_key" not in gathered.values and os.environ.get("VLLM_API_KEY"):
-        # Who moves here from vLLM must not find the door open; as there, flags and the file come first.
-        gathered = Gathered({**gathered.values, "api_key": os.environ["VLLM_API_KEY"]}, gathered.origins)
+    # Anyone who comes from vLLM must not find the door open; as there, flags and the file come first.
+    gathered = Gathered({**vllm_settings(os.environ), **gathered.values}, gathered.origins)
     return split(gathered, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
 
 
@@ -101,9 +102,18 @@ def _check_swallowed(given: Mapping[str, Any]) -> None:
         )
 
 
+def vllm_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """From the variables of vLLM that are read: its key, and its log level where we have the same."""
+    found = {"api_key": environment.get("VLLM_API_KEY", ""), "log_level": environment.get(VLLM_LEVEL, "").lower()}
+    if found["log_level"] not in LOG_LEVELS:
+        del found["log_level"]
+    return {name: value for name, value in found.items() if value}
+
+
 def unread_variables(environment: Mapping[str, str]) -> list[str]:
     """vLLM's own, which somebody may rely on."""
-    return sorted(name for name in environment if name.startswith("VLLM_") and name != "VLLM_API_KEY")
+    read = {"VLLM_API_KEY", VLLM_LEVEL if "log_level" in vllm_settings(environment) else ""}
+    return sorted(name for name in environment if name.startswith("VLLM_") and name not in read)
 
 
 def server_settings(engine_config: EngineConfig, server_config: ServerConfig, model: FoundModel) -> ServerSettings:
@@ -136,7 +146,7 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         reasoning_parser=server_config.reasoning_parser,
         structured_outputs=server_config.structured_outputs_config or {},
         adapters=_adapters(engine_config, server_config, model),
-        access_log=None if server_config.disable_access_log else json_lines(sys.stderr),
+        access_log=None if server_config.disable_access_log else json_lines(),
         version=holdfast.__version__,
     )
 
@@ -173,8 +183,7 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
     try:
         return _run(engine_config, server_config, early, words)
     except HoldfastError as error:
-        say_error(error)
-        say_why(error, words)
+        say_fatal(error, words)
         return 2 if isinstance(error, ConfigurationError) else 1
     finally:
         early.end()  # Whatever stopped us.
@@ -183,18 +192,17 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
 def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyProcess, words: tuple[str, ...]) -> int:
     import holdfast
     from holdfast.engine.process.client import ProcessEngine
-    from holdfast.engine.startup.build import find_model, open_tokenizer, plan_lines, plan_model
+    from holdfast.engine.startup.build import find_model, log_plan, open_tokenizer, plan_model
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
     from holdfast.footprint.cpu import FRONT_BYTES
-    from holdfast.observability.ledger import ledger_lines
-    from holdfast.observability.logs import ThroughputLog, ready_lines, set_up_logging
+    from holdfast.observability.logs import ThroughputLog, set_up_logging
     from holdfast.server.app import create_app
     from holdfast.server.http.tls import tls_of
     from holdfast.server.run import bind
     from holdfast.server.run import run as run_server
 
-    set_up_logging(server_config.log_level)
+    set_up_logging(server_config.level)
     log.info("holdfast %s", holdfast.__version__)
     log.info("command: %s", command_line(words))
     for name in unread_variables(os.environ):
@@ -205,20 +213,13 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
     model = find_model(engine_config)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
     plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
-    print("\n".join(plan_lines(model, plan)), file=sys.stderr, flush=True)
+    log_plan(model, plan)
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
     host, port = listener.getsockname()[:2]
-    app = create_app(engine, server_settings(engine_config, server_config, model))
-
-    def say_ready() -> None:
-        scheme = "http" if tls is None else "https"
-        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        ledger = engine.memory()
-        if ledger is not None:
-            print("\n".join(ledger_lines(ledger)), file=sys.stderr, flush=True)
-        for line in (*ready_lines(engine.info), f"Ready: {url}/v1 (try: curl {url}/v1/models)"):
-            log.info("%s", line)
+    settings = server_settings(engine_config, server_config, model)
+    app = create_app(engine, settings)
+    url = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     return run_server(
         app,
@@ -228,7 +229,24 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
         write_timeout_s=server_config.write_timeout,
         max_connections=server_config.max_connections,
         tls=tls,
-        on_ready=say_ready,
-        on_fatal=lambda error: say_why(error, words),
+        on_ready=lambda: _log_ready(engine, settings, url),
+        on_fatal=lambda error: say_fatal(error, words),
         throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
     )
+
+
+def _log_ready(engine: Engine, settings: ServerSettings, url: str) -> None:
+    """On one screen what is served, where, and with which memory; the rest with verbose logging."""
+    from holdfast.observability.ledger import ledger_lines, summary_lines
+    from holdfast.observability.logs import detail_lines, ready_lines
+
+    info, ledger = engine.info, engine.memory()
+    for line in (*(() if ledger is None else ledger_lines(ledger)), *detail_lines(info)):
+        log.debug("%s", line)
+    for line in (*ready_lines(info, settings.served_model_names), *(() if ledger is None else summary_lines(ledger))):
+        log.info("%s", line)
+    for line in info.lowered:
+        log.warning("lowered to fit in memory: %s", line)
+    log.info("Decisions and all memory: holdfast ps -v %s", url)
+    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_key or settings.api_key_file else ""
+    log.info("Ready: %s/v1 (try: curl%s %s/v1/models)", url, key, url)

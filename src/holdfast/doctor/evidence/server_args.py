@@ -38,7 +38,9 @@ _COMMAND = re.compile(
     "|".join(how["in-log"] for how in engines().values())
     + r"|(?:docker|podman) run .*(?:vllm|sglang|text-generation|llama|ollama|holdfast)"
 )
-_NO_COMMAND = re.compile(r"^\s*(?:File|-+>|\d+ )|\^\^\^|site-packages|dist-packages|\busage:|\[options\]|\[model_tag\]")
+_NO_COMMAND = re.compile(
+    r"^\s*(?:File|-+>|\d+ |run: )|\^\^\^|site-packages|dist-packages|\busage:|\[options\]|\[model_tag\]"
+)
 _LLAMA = (
     ("model", re.compile(r"loading model '([^']+)'")),
     ("ctx-size", re.compile(r"(?:llama_context|llama_new_context_with_model): n_ctx +?= (\d+)")),

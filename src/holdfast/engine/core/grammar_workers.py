@@ -41,7 +41,7 @@ MOVED_S = 0.05
 SILENT_S = 30.0
 """That a worker may say nothing while it owes an answer, whatever its processor's clock says: it hangs, and is
 replaced. A new one may have to wait for its service to start."""
-ENOUGH_FORMS = 4
+ENOUGH_STATES = 4
 """For a worker of a lane that may have more."""
 IDLE_KEPT_BYTES = 16 * MIB
 """Of an idle worker of the proven lane."""
@@ -72,11 +72,11 @@ LIMITS = {
 
 
 class _Worker:
-    """One process. `forms`: those it follows, in the order in which they came."""
+    """One process. `states`: those it follows, in the order in which they came."""
 
     def __init__(self, lane: Lane, connection: WorkerConnection) -> None:
         self.lane, self.connection = lane, connection
-        self.forms: dict[int, GrammarState] = {}
+        self.states: dict[int, GrammarState] = {}
         self._asked_s: float | None = None
         """Since when it owes an answer, or when it last said something while it did; None: it owes none."""
         self.grown_bytes = 0
@@ -108,7 +108,7 @@ class _Worker:
     @property
     def _owes_answer(self) -> bool:
         """A mask, or that a grammar is compiled."""
-        return any(not form.filled for form in self.forms.values())
+        return any(not state.filled for state in self.states.values())
 
     def heard(self) -> None:
         """It said something."""
@@ -141,16 +141,16 @@ class GrammarWorkers:
         proven, new = lane_workers(cores)
         self._most = {Lane.PROVEN: proven, Lane.NEW: new, Lane.SLOW: 1}
         self._most_slow = max(1, rows // 4)
-        self._of_form: dict[int, _Worker] = {}
+        self._worker_of: dict[int, _Worker] = {}
         self._good_masks: OrderedDict[bytes, int] = OrderedDict()
         """By grammar: masks that it has filled quickly; -1 where one was not."""
         self._deaths_in_a_row = 0
 
     # --- answers come and go ---
 
-    def open(self, form: GrammarState) -> None:
-        """Compiles its grammar; the form is filled when that is done, or has failed."""
-        self._open_in(form, self._lane_of(form.request))
+    def open(self, state: GrammarState) -> None:
+        """Compiles its grammar; the mask is filled when that is done, or has failed."""
+        self._open_in(state, self._lane_of(state.request))
 
     def _lane_of(self, request: Request) -> Lane:
         params = request.params.structured_outputs
@@ -161,24 +161,24 @@ class GrammarWorkers:
             return Lane.SLOW
         return Lane.PROVEN if good >= PROVEN_MASKS else Lane.NEW
 
-    def _open_in(self, form: GrammarState, lane: Lane) -> None:
-        params = form.request.params.structured_outputs
+    def _open_in(self, state: GrammarState, lane: Lane) -> None:
+        params = state.request.params.structured_outputs
         assert params is not None
         try:
             worker = self._place_in(lane)
         except (OSError, EngineError) as error:
             problem = EngineError(f"structured output is not available: {error}", fix="try again later")
-            form.fail(Failure.of(problem))
+            state.fail(Failure.of(problem))
             return
-        worker.forms[form.number] = form
-        self._of_form[form.number] = worker
-        worker.say(wire.Open(form.number, params, form.output))
+        worker.states[state.number] = state
+        self._worker_of[state.number] = worker
+        worker.say(wire.Open(state.number, params, state.output))
 
     def _place_in(self, lane: Lane) -> _Worker:
         """The worker that has least to do; another one where each has enough and there may be more."""
         workers = [worker for worker in self._workers if worker.lane is lane]
-        least = min(workers, key=lambda worker: len(worker.forms), default=None)
-        if least is None or (len(least.forms) >= ENOUGH_FORMS and len(workers) < self._most[lane]):
+        least = min(workers, key=lambda worker: len(worker.states), default=None)
+        if least is None or (len(least.states) >= ENOUGH_STATES and len(workers) < self._most[lane]):
             return self._start(lane)
         return least
 
@@ -190,14 +190,14 @@ class GrammarWorkers:
         self._workers.append(worker)
         return worker
 
-    def close(self, form: GrammarState) -> None:
-        worker = self._of_form.pop(form.number, None)
+    def close(self, state: GrammarState) -> None:
+        worker = self._worker_of.pop(state.number, None)
         if worker is None:
             return
-        del worker.forms[form.number]
-        worker.say(wire.Close([form.number]))
-        self._remember(form)
-        if not worker.forms and not self._is_kept(worker):
+        del worker.states[state.number]
+        worker.say(wire.Close([state.number]))
+        self._remember(state)
+        if not worker.states and not self._is_kept(worker):
             self._dismiss(worker)  # The surest way to give back whatever its grammars took.
 
     def _is_kept(self, worker: _Worker) -> bool:
@@ -205,13 +205,13 @@ class GrammarWorkers:
         alike = [one for one in self._workers if one.lane is worker.lane]
         return worker.lane is Lane.PROVEN and len(alike) == 1 and worker.grown_bytes <= IDLE_KEPT_BYTES
 
-    def _remember(self, form: GrammarState, *, costly: bool = False) -> None:
-        params = form.request.params.structured_outputs
+    def _remember(self, state: GrammarState, *, costly: bool = False) -> None:
+        params = state.request.params.structured_outputs
         assert params is not None
         key = msgspec.json.encode(params)
         good = self._good_masks.pop(key, 0)
-        costly = costly or good < 0 or form.slowest_s > MOVED_S
-        quick = form.masks if form.spent_s <= PROVEN_S * form.masks else 0
+        costly = costly or good < 0 or state.slowest_s > MOVED_S
+        quick = state.masks if state.spent_s <= PROVEN_S * state.masks else 0
         self._good_masks[key] = -1 if costly else good + quick
         while len(self._good_masks) > GRAMMARS_REMEMBERED:
             self._good_masks.popitem(last=False)
@@ -223,37 +223,37 @@ class GrammarWorkers:
     def clear(self) -> None:
         for worker in list(self._workers):
             self._dismiss(worker)
-        self._of_form.clear()
+        self._worker_of.clear()
 
     # --- tokens and masks ---
 
     @property
     def slow(self) -> int:
         """Answers whose grammars are costly."""
-        return sum(len(worker.forms) for worker in self._workers if worker.lane is Lane.SLOW)
+        return sum(len(worker.states) for worker in self._workers if worker.lane is Lane.SLOW)
 
     def has_room_for(self, request: Request) -> bool:
         """Costly grammars are followed by one process, and hold rows meanwhile: others keep most of them."""
         return self._lane_of(request) is not Lane.SLOW or self.slow < self._most_slow
 
-    def is_slow(self, form: GrammarState) -> bool:
-        worker = self._of_form.get(form.number)
-        return form.slow or (worker is not None and worker.lane is Lane.SLOW)
+    def is_slow(self, state: GrammarState) -> bool:
+        worker = self._worker_of.get(state.number)
+        return state.slow or (worker is not None and worker.lane is Lane.SLOW)
 
-    def cpu_s(self, forms: Sequence[GrammarState]) -> float:
+    def cpu_s(self, states: Sequence[GrammarState]) -> float:
         """Of processor time, that the workers of these have used in all."""
-        workers = {worker for form in forms if (worker := self._of_form.get(form.number)) is not None}
+        workers = {worker for state in states if (worker := self._worker_of.get(state.number)) is not None}
         return sum(worker.connection.cpu_s() for worker in workers)
 
-    def advance(self, forms: Sequence[tuple[GrammarState, bool]]) -> None:
+    def advance(self, states: Sequence[tuple[GrammarState, bool]]) -> None:
         """Each has a new last token; and whether a mask of what may follow is wanted."""
         by_worker: dict[_Worker, list[tuple[int, int, bool]]] = {}
-        for form, wanted in forms:
-            worker = self._of_form.get(form.number)
+        for state, wanted in states:
+            worker = self._worker_of.get(state.number)
             if worker is None:
-                form.progress = Progress.GOES_ON  # Its request has gone, and nobody knows it any more.
+                state.progress = Progress.GOES_ON  # Its request has gone, and nobody knows it any more.
             else:
-                by_worker.setdefault(worker, []).append((form.number, form.output[-1], wanted))
+                by_worker.setdefault(worker, []).append((state.number, state.output[-1], wanted))
         for worker, tokens in by_worker.items():
             worker.say(wire.Advance(tokens))
 
@@ -295,10 +295,10 @@ class GrammarWorkers:
             for number, failure in message.failed.items():
                 self._fail(worker, number, failure)
             for number in message.others:
-                if (form := worker.forms.get(number)) is not None:
-                    form.progress = Progress.GOES_ON
+                if (state := worker.states.get(number)) is not None:
+                    state.progress = Progress.GOES_ON
             for number in message.complete:
-                self._complete(worker.forms.get(number))
+                self._complete(worker.states.get(number))
         elif isinstance(message, wire.Filled):
             self._filled(worker, message)
         elif isinstance(message, wire.Opened):
@@ -306,61 +306,61 @@ class GrammarWorkers:
 
     def _opened(self, worker: _Worker, message: wire.Opened) -> None:
         worker.grown_bytes += message.held_bytes
-        form = worker.forms.get(message.form)
+        state = worker.states.get(message.number)
         if message.failure is not None:
-            self._fail(worker, message.form, message.failure)
-        elif form is not None:
-            form.held_bytes += message.held_bytes
-            if message.length == len(form.output):
-                form.progress = Progress.GOES_ON
+            self._fail(worker, message.number, message.failure)
+        elif state is not None:
+            state.held_bytes += message.held_bytes
+            if message.length == len(state.output):
+                state.progress = Progress.GOES_ON
                 if message.complete:
-                    self._complete(form)
+                    self._complete(state)
 
-    def _complete(self, form: GrammarState | None) -> None:
+    def _complete(self, state: GrammarState | None) -> None:
         """No mask will come: its answer ends with its newest token, or where it is too late for that, with the next."""
-        if form is not None:
-            form.progress = Progress.COMPLETE
-            form.only(self._eos_ids)
+        if state is not None:
+            state.progress = Progress.COMPLETE
+            state.only(self._eos_ids)
 
     def _fail(self, worker: _Worker, number: int, failure: Failure) -> None:
-        form = worker.forms.pop(number, None)
-        if form is not None:
-            del self._of_form[number]
-            form.fail(failure)
+        state = worker.states.pop(number, None)
+        if state is not None:
+            del self._worker_of[number]
+            state.fail(failure)
 
     def _filled(self, worker: _Worker, message: wire.Filled) -> None:
         worker.grown_bytes += message.grown_bytes
-        form = worker.forms.get(message.form)
+        state = worker.states.get(message.number)
         if message.failure is not None:
-            self._fail(worker, message.form, message.failure)
+            self._fail(worker, message.number, message.failure)
             return
-        if form is None or message.length != len(form.output):
+        if state is None or message.length != len(state.output):
             return
-        form.held_bytes += message.grown_bytes
-        form.take(message.mask, message.cpu_s)
-        if message.cpu_s > MOVED_S and worker.lane is not Lane.SLOW and form.failure is None:
-            self._move(worker, form)
+        state.held_bytes += message.grown_bytes
+        state.take(message.mask, message.cpu_s)
+        if message.cpu_s > MOVED_S and worker.lane is not Lane.SLOW and state.failure is None:
+            self._move(worker, state)
 
-    def _move(self, worker: _Worker, form: GrammarState) -> None:
+    def _move(self, worker: _Worker, state: GrammarState) -> None:
         """To the slow lane, with the mask that it has. What it is asked for next waits until it is there."""
-        self._remember(form, costly=True)
-        del worker.forms[form.number], self._of_form[form.number]
-        worker.say(wire.Close([form.number]))
+        self._remember(state, costly=True)
+        del worker.states[state.number], self._worker_of[state.number]
+        worker.say(wire.Close([state.number]))
         if self.slow < self._most_slow:
-            self._open_in(form, Lane.SLOW)
+            self._open_in(state, Lane.SLOW)
         else:
-            form.fail(Failure.of(_too_many_slow()))
+            state.fail(Failure.of(_too_many_slow()))
 
     # --- deaths ---
 
     def _bury(self, worker: _Worker, *, overdue: bool = False) -> None:
         """It has died, or takes too long."""
         assert worker.connection.marker is not None
-        cause = worker.forms.get(worker.connection.marker.last())
+        cause = worker.states.get(worker.connection.marker.last())
         self._dismiss(worker)
-        forms = list(worker.forms.values())
-        for form in forms:
-            del self._of_form[form.number]
+        states = list(worker.states.values())
+        for state in states:
+            del self._worker_of[state.number]
         if cause is None:
             self._deaths_in_a_row += 1
         else:
@@ -368,20 +368,20 @@ class GrammarWorkers:
         log.warning(
             "a structured output worker (%s lane, %d requests) %s; its other requests continue in a new one",
             worker.lane.name.lower(),
-            len(forms),
+            len(states),
             f"was killed: a grammar took more than {LIMITS[worker.lane].mask_s:g} s" if overdue else "died",
         )
-        for form in forms:
-            if form is cause and worker.lane is Lane.SLOW:
-                form.fail(Failure.of(_too_much(worker, overdue)))
-            elif form is cause and self.slow >= self._most_slow:
-                form.fail(Failure.of(_too_many_slow()))
+        for state in states:
+            if state is cause and worker.lane is Lane.SLOW:
+                state.fail(Failure.of(_too_much(worker, overdue)))
+            elif state is cause and self.slow >= self._most_slow:
+                state.fail(Failure.of(_too_many_slow()))
             elif self._deaths_in_a_row >= DEATHS_IN_A_ROW:
-                form.fail(
+                state.fail(
                     Failure.of(EngineError("structured output is not available: its processes keep dying", fix="retry"))
                 )
             else:
-                self._open_in(form, Lane.SLOW if form is cause else worker.lane)
+                self._open_in(state, Lane.SLOW if state is cause else worker.lane)
 
 
 def _too_many_slow() -> GrammarError:

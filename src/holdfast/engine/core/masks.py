@@ -1,11 +1,11 @@
-"""Masks of answers that follow a grammar: one form as its answer grows, and what of a step is there in time.
+"""Masks of answers that follow a grammar: one state as its answer grows, and which masks of a step are there in time.
 
     advanced (or compiled) ─► being filled by a worker process ─► filled ─► sampled from ─► advanced ...
                               │ a step needs it: waited for, PATIENCE_S in all and REGAINED_S more with each token;
                               │ who wait together share what they cost, and nothing is paid while the device is busy
                               └ late: left out of steps until it is filled
 
-Who comes and goes is `forms`'s; the processes are `grammar_workers`'; what a grammar means is `text.structured`'s.
+Requests are `structured_outputs`' to begin and end; processes are `grammar_workers`'; grammars are `text.structured`'s.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GrammarState:
     early_verdict: Verdict | Failure | None = None
     """Of its newest token, where the grammar has it before it was applied."""
     patience_s: float = PATIENCE_S
-    """What is left of it; nothing: the form is slow."""
+    """What is left of it; nothing: the grammar is slow."""
     spent_s: float = 0.0
     slowest_s: float = 0.0
     masks: int = 0
@@ -159,33 +159,33 @@ class Poll(Protocol):
         """Takes in what workers have said, waiting so long for the first word."""
 
 
-def wait_for_masks(forms: Sequence[GrammarState], poll: Poll, busy: Callable[[], bool]) -> None:
+def wait_for_masks(states: Sequence[GrammarState], poll: Poll, busy: Callable[[], bool]) -> None:
     """Until each is filled, or has used up its patience, or the step's is over. `busy`: the device still computes what
     they are needed for, and nobody is held up."""
     left_s = STEP_PATIENCE_S
     poll(0.0)
-    while left_s > 0 and (waiting := [form for form in forms if not form.filled and not form.slow]):
+    while left_s > 0 and (waiting := [state for state in states if not state.filled and not state.slow]):
         if busy():
             poll(BUSY_POLL_S)
             continue
         began_s = time.monotonic()
-        poll(min(left_s, len(waiting) * min(form.patience_s for form in waiting)))
+        poll(min(left_s, len(waiting) * min(state.patience_s for state in waiting)))
         waited_s = time.monotonic() - began_s
         left_s -= waited_s
-        for form in waiting:
-            form.patience_s -= waited_s / len(waiting)
+        for state in waiting:
+            state.patience_s -= waited_s / len(waiting)
 
 
 class StepMasks:
     """Of the rows of one step whose answers follow a grammar, by slot. `advance`: gives the grammars the tokens of the
     step before, where that is still in flight, and says whether it could."""
 
-    def __init__(self, held: dict[int, GrammarState], poll: Poll, advance: Callable[[], bool] | None = None) -> None:
-        self.slots = list(held)
-        self._held, self._poll, self._advance = held, poll, advance
+    def __init__(self, states: dict[int, GrammarState], poll: Poll, advance: Callable[[], bool] | None = None) -> None:
+        self.slots = list(states)
+        self._states, self._poll, self._advance = states, poll, advance
 
     def rows(self, busy: Callable[[], bool] = lambda: False) -> dict[int, Words]:
         if self._advance is not None and not self._advance():
             return {}
-        wait_for_masks(list(self._held.values()), self._poll, busy)
-        return {slot: form.words for slot, form in self._held.items() if form.filled}
+        wait_for_masks(list(self._states.values()), self._poll, busy)
+        return {slot: state.words for slot, state in self._states.items() if state.filled}

@@ -1,5 +1,4 @@
-"""Structured output: grammars compiled for those who come, a form for each answer that runs, and how it goes on with
-each token.
+"""Structured output: grammars compiled for new requests, a state for each answer that runs, advanced with each token.
 
 Grammars are compiled, and masks filled, by worker processes while the model runs (`grammar_workers`). No more are held
 at once than there are bytes for; whoever comes beyond waits in line. What a grammar means is `text.structured`'s; who
@@ -55,7 +54,7 @@ def make_structured_outputs(
 class _Sampled(NamedTuple):
     """Of one plan."""
 
-    held: dict[int, GrammarState]
+    by_slot: dict[int, GrammarState]
     """By slot: rows whose answers follow a grammar."""
     slots: list[int]
     """Of all rows that sample, in their order."""
@@ -81,7 +80,7 @@ class StructuredOutputManager:
         self._came_total = 0
         self._numbers = itertools.count(1)
         self._compiling: dict[str, GrammarState] = {}
-        self._forms: dict[str, GrammarState] = {}
+        self._states: dict[str, GrammarState] = {}
         self._slots: dict[int, str] = {}
         self._newest = _Sampled({}, [])
         self._doubtful = False
@@ -103,8 +102,8 @@ class StructuredOutputManager:
 
     def _compile_next(self) -> None:
         """As many of the first in line as there is room for; one at least."""
-        for form in self._forms.values():
-            self._bytes[form.request.request_id] = max(form.held_bytes, FORM_BYTES)
+        for state in self._states.values():
+            self._bytes[state.request.request_id] = max(state.held_bytes, FORM_BYTES)
         most_bytes, parked = held_bytes(self._rows), list[tuple[int, float, int, Request]]()
         while self._line and len(self._bytes) < self._rows + FORMS_AHEAD:
             request = self._line[0][-1]
@@ -116,11 +115,11 @@ class StructuredOutputManager:
                 break
             heapq.heappop(self._line)
             self._bytes[request.request_id] = needed
-            form = GrammarState(
+            state = GrammarState(
                 next(self._numbers), request, mask_words(self._vocab_size), self._allowed(request), self._eos_ids
             )
-            self._compiling[request.request_id] = form
-            self._workers.open(form)
+            self._compiling[request.request_id] = state
+            self._workers.open(state)
         for entry in parked:
             heapq.heappush(self._line, entry)
 
@@ -129,19 +128,19 @@ class StructuredOutputManager:
         end_s = time.monotonic() + wait_s
         while self._compiling:
             self._workers.poll(max(end_s - time.monotonic(), 0.0))
-            ready = [form for form in self._compiling.values() if form.filled]
+            ready = [state for state in self._compiling.values() if state.filled]
             if ready or time.monotonic() >= end_s:
-                return [(form.request, self._enter(form)) for form in ready]
+                return [(state.request, self._enter(state)) for state in ready]
         return []
 
-    def _enter(self, form: GrammarState) -> HoldfastError | None:
-        name = form.request.request_id
+    def _enter(self, state: GrammarState) -> HoldfastError | None:
+        name = state.request.request_id
         del self._compiling[name]
-        if form.failure is not None:
+        if state.failure is not None:
             self.forget(name)
-            return form.failure.error()
-        self._forms[name] = form
-        self._bytes[name] = max(form.held_bytes, FORM_BYTES)
+            return state.failure.error()
+        self._states[name] = state
+        self._bytes[name] = max(state.held_bytes, FORM_BYTES)
         return None
 
     def _allowed(self, request: Request) -> Words | None:
@@ -153,9 +152,9 @@ class StructuredOutputManager:
         return numpy.packbits(bits, bitorder="little").view(numpy.int32)
 
     def forget(self, request_id: str) -> None:
-        form = self._compiling.pop(request_id, None) or self._forms.pop(request_id, None)
-        if form is not None:
-            self._workers.close(form)
+        state = self._compiling.pop(request_id, None) or self._states.pop(request_id, None)
+        if state is not None:
+            self._workers.close(state)
         if self._bytes.pop(request_id, None) is None and self._line:
             self._line = [entry for entry in self._line if entry[-1].request_id != request_id]
             heapq.heapify(self._line)
@@ -164,7 +163,7 @@ class StructuredOutputManager:
     def clear(self) -> None:
         self._line.clear()
         self._compiling.clear()
-        self._forms.clear()
+        self._states.clear()
         self._slots.clear()
         self._newest = _Sampled({}, [])
         self._bytes.clear()
@@ -178,18 +177,18 @@ class StructuredOutputManager:
     def awaiting_mask(self, *, ahead: bool) -> frozenset[str]:
         """Requests that no step should wait for: their masks were late before, and are not filled; or cannot be yet,
         because a step is planned `ahead` of what they are to go on from."""
-        if self._forms:
+        if self._states:
             self._workers.poll(0.0)
-        sampling = set(self._newest.held.values()) if ahead else set[GrammarState]()
+        sampling = set(self._newest.by_slot.values()) if ahead else set[GrammarState]()
         return frozenset(
-            name for name, form in self._forms.items() if form.slow and (not form.filled or form in sampling)
+            name for name, state in self._states.items() if state.slow and (not state.filled or state in sampling)
         )
 
     def wait_for_masks(self, timeout_s: float) -> None:
         """Of those that are held, for the first."""
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0 and not any(
-            form.filled for form in self._forms.values() if form.slow
+            state.filled for state in self._states.values() if state.slow
         ):
             self._workers.poll(left_s)
 
@@ -201,23 +200,23 @@ class StructuredOutputManager:
             if start.params.structured_outputs is not None:
                 self._slots[start.slot] = start.request_id
         # An answer that was aborted since may still have its slot here.
-        held = {
-            row.slot: self._forms[self._slots[row.slot]]
+        by_slot = {
+            row.slot: self._states[self._slots[row.slot]]
             for row in plan.rows
-            if row.samples and self._slots.get(row.slot) in self._forms
+            if row.samples and self._slots.get(row.slot) in self._states
         }
-        newest = _Sampled(held, [row.slot for row in plan.rows if row.samples])
+        newest = _Sampled(by_slot, [row.slot for row in plan.rows if row.samples])
         last, self._newest = self._newest, newest
-        if not held:
+        if not by_slot:
             return None
         advance = None if before is None else partial(self._advance_before, last, newest, before)
-        return StepMasks(held, self._workers.poll, advance)
+        return StepMasks(by_slot, self._workers.poll, advance)
 
     def _advance_before(self, last: _Sampled, newest: _Sampled, before: Callable[[], StepResult]) -> bool:
         """Judges what the last step has sampled for those that go on in the newest, so that their masks can be filled.
         After a failure it does not: which of these tokens still count is for the scheduler to say. May be asked again:
         a step may be done in parts."""
-        going_on = set(last.held.values()) & set(newest.held.values())
+        going_on = set(last.by_slot.values()) & set(newest.by_slot.values())
         result = before() if going_on else None
         if result is None or result.failures:
             return result is None
@@ -229,38 +228,38 @@ class StructuredOutputManager:
         step is in flight. After a failure it does not, nor for the step that was in flight then: which of their tokens
         still count is for the scheduler to say."""
         doubtful, self._doubtful = self._doubtful, bool(result.failures)
-        if newest and self._newest.held and not (doubtful or result.failures):
-            self._advance_all(self._newest, result, set(self._newest.held.values()))
+        if newest and self._newest.by_slot and not (doubtful or result.failures):
+            self._advance_all(self._newest, result, set(self._newest.by_slot.values()))
 
     def _advance_all(self, sampled: _Sampled, result: StepResult, wanted: set[GrammarState]) -> None:
         late, tokens = frozenset(result.late), list[tuple[GrammarState, int]]()
         for slot, token in zip(sampled.slots, result.token_ids, strict=True):
-            form = sampled.held.get(slot)
-            if form is not None and form in wanted and form.early_verdict is None and slot not in late:
-                tokens.append((form, token))
-        for (form, _), verdict in zip(tokens, self._advance_and_wait(tokens), strict=True):
-            form.early_verdict = verdict
+            state = sampled.by_slot.get(slot)
+            if state is not None and state in wanted and state.early_verdict is None and slot not in late:
+                tokens.append((state, token))
+        for (state, _), verdict in zip(tokens, self._advance_and_wait(tokens), strict=True):
+            state.early_verdict = verdict
 
     def advance_grammar(self, request_id: str, token: int) -> Verdict | Failure:
         """What a sampled token means for its answer, which has it from now on. Begins the mask of what may follow."""
-        form = self._forms[request_id]
-        verdict, form.early_verdict = form.early_verdict, None
-        return self._advance_and_wait([(form, token)])[0] if verdict is None else verdict
+        state = self._states[request_id]
+        verdict, state.early_verdict = state.early_verdict, None
+        return self._advance_and_wait([(state, token)])[0] if verdict is None else verdict
 
     def _advance_and_wait(self, tokens: Sequence[tuple[GrammarState, int]]) -> list[Verdict | Failure]:
         going_on = list[tuple[GrammarState, bool]]()
-        for form, token in tokens:
-            if form.failure is None:
-                form.advance(token)
-                going_on.append((form, len(form.output) < form.request.max_tokens))
+        for state, token in tokens:
+            if state.failure is None:
+                state.advance(token)
+                going_on.append((state, len(state.output) < state.request.max_tokens))
         self._workers.advance(going_on)
-        self._wait_for_verdicts([form for form, _ in going_on])
-        return [self._verdict(form, token) for form, token in tokens]
+        self._wait_for_verdicts([state for state, _ in going_on])
+        return [self._verdict(state, token) for state, token in tokens]
 
-    def _wait_for_verdicts(self, forms: Sequence[GrammarState]) -> None:
+    def _wait_for_verdicts(self, states: Sequence[GrammarState]) -> None:
         began_s, first_cpu_s = time.monotonic(), None
-        while waiting := [form for form in forms if form.progress is Progress.UNKNOWN and form.failure is None]:
-            quick = [form for form in waiting if not self._workers.is_slow(form)]
+        while waiting := [state for state in states if state.progress is Progress.UNKNOWN and state.failure is None]:
+            quick = [state for state in waiting if not self._workers.is_slow(state)]
             waited_s = time.monotonic() - began_s
             if waited_s < SLOW_VERDICT_S:
                 self._workers.poll(SLOW_VERDICT_S - waited_s)
@@ -268,14 +267,14 @@ class StructuredOutputManager:
             cpu_s = self._workers.cpu_s(quick)
             first_cpu_s = cpu_s if first_cpu_s is None else first_cpu_s
             if not quick or waited_s > VERDICT_S or cpu_s - first_cpu_s > VERDICT_CPU_S:
-                for form in quick:
-                    form.patience_s = 0.0
+                for state in quick:
+                    state.patience_s = 0.0
                 return
             self._workers.poll(SLOW_VERDICT_S)
 
-    def _verdict(self, form: GrammarState, token: int) -> Verdict | Failure:
-        if form.failure is not None:
-            return form.failure
-        if form.progress is not Progress.COMPLETE:
+    def _verdict(self, state: GrammarState, token: int) -> Verdict | Failure:
+        if state.failure is not None:
+            return state.failure
+        if state.progress is not Progress.COMPLETE:
             return Verdict.GOES_ON
         return Verdict.ENDED if token in self._eos_ids else Verdict.COMPLETE

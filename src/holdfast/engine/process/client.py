@@ -2,7 +2,7 @@
 
 An open request is held here, not there: prompt, parameters, seed, and every token that has gone out. So when the
 engine process dies, however it dies, another one is started and each open request goes on after its last token; its
-client sees a pause. Who is handed over again and who is ended as the cause is `passengers`' to say.
+client sees a pause. Who is handed over again and who is ended as the cause is `quarantine`'s to say.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ProcessEngine:
         self.structured = StructuredOutput.of(tokenizer, model.spec)
         self._supervisor: asyncio.Task[None] | None = None
         self._open: dict[str, tuple[OutputBuilder, Stream]] = {}
-        self._passengers = CrashQuarantine()
+        self._quarantine = CrashQuarantine()
         self._streams = 0
         self._waiting = Waiting()
         self._ready = False
@@ -186,7 +186,7 @@ class ProcessEngine:
         for index, request in enumerate(requests):
             self._open[request.request_id] = (OutputBuilder(request, index, self._tokenizer), stream)
         self._streams += 1
-        self._passengers.enter(names)
+        self._quarantine.enter(names)
         self._hand_over()
         return stream
 
@@ -292,7 +292,7 @@ class ProcessEngine:
 
     def _hand_over(self) -> None:
         """While it restarts, or does not answer, requests simply wait here."""
-        if self._ready and self.unresponsive is None and (names := self._passengers.board()):
+        if self._ready and self.unresponsive is None and (names := self._quarantine.dispatch()):
             self._handed_over = True
             requests = [self._open[name][0].resumed() for name in names]
             try:
@@ -356,13 +356,13 @@ class ProcessEngine:
             self._give_up(EngineError(f"supervising the engine process failed: {type(error).__name__}: {error}"))
 
     async def _bury(self, child: Child) -> None:
-        """The process has died: all go ashore, and whoever is the cause is ended."""
+        """The process has died: all requests wait again, and the one that is the cause is ended."""
         self._ready = False
         self._restarts += 1
         self._hangs += child.watch.hung
         await child.stop()
         self._backoff.died(with_requests=self._handed_over)
-        for name in self._passengers.disembark():
+        for name in self._quarantine.on_crash():
             error = blamed(child, name)
             self._end(name, error)
             log.error("request %s failed: %s", name, error.message)
@@ -388,9 +388,9 @@ class ProcessEngine:
         self._failure = protocol.pack_failure(error)
         self._end_all(error)
 
-    def _take(self, news: protocol.StepOutputs) -> None:
-        self._stats = continued(self._stats_before, news.stats)
-        to_abort = [output.request_id for output in news.outputs if self._deliver(output)]
+    def _take(self, step: protocol.StepOutputs) -> None:
+        self._stats = continued(self._stats_before, step.stats)
+        to_abort = [output.request_id for output in step.outputs if self._deliver(output)]
         for listener in self._listeners:
             try:
                 listener(self._stats)
@@ -401,12 +401,12 @@ class ProcessEngine:
         self._hand_over()  # Somebody who is no suspect any more may have kept others waiting.
 
     def _deliver(self, output: EngineOutput) -> bool:
-        """Passes one request's news on. True when it has ended here, and the engine does not know."""
+        """Passes one request's output on. True when it has ended here, and the engine does not know."""
         name = output.request_id
         if name not in self._open:
             return False  # Aborted on this side while the step ran.
         answer, stream = self._open[name]
-        self._passengers.clear(name)
+        self._quarantine.clear(name)
         if output.failure is not None:
             self._end(name, output.failure.error(name))
             return False
@@ -444,6 +444,6 @@ class ProcessEngine:
             self._send(protocol.Abort(names))
 
     def _forget(self, names: list[str]) -> None:
-        self._passengers.leave(names)
+        self._quarantine.leave(names)
         for name in names:
             del self._open[name]

@@ -163,19 +163,23 @@ class Adapters:
         self._by_name[known.name] = Loaded(ref, adapter.base, None, int(time.time()))
         return ref
 
-    def one_each(self, asked: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[AdapterRef | None]:
+    def one_each(
+        self, requested: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+    ) -> list[AdapterRef | None]:
         """For so many prompts: one for all, or one or none for each."""
-        if asked is None or isinstance(asked, LoRARequest):
-            return [None if asked is None else self.resolve(asked)] * count
-        if not isinstance(asked, list | tuple) or not all(one is None or isinstance(one, LoRARequest) for one in asked):
+        if requested is None or isinstance(requested, LoRARequest):
+            return [None if requested is None else self.resolve(requested)] * count
+        if not isinstance(requested, list | tuple) or not all(
+            one is None or isinstance(one, LoRARequest) for one in requested
+        ):
             raise RequestError("lora_request contains something other than LoRARequest", field="lora_request")
-        if len(asked) != count:
+        if len(requested) != count:
             raise RequestError(
-                f"got {count} prompts and {len(asked)} lora_requests",
+                f"got {count} prompts and {len(requested)} lora_requests",
                 needed="one for all prompts, or one for each",
                 field="lora_request",
             )
-        return [None if one is None else self.resolve(one) for one in asked]
+        return [None if one is None else self.resolve(one) for one in requested]
 
     def _check_room(self, name: str) -> None:
         if name not in self._by_name and len(self._by_name) >= MOST_ADAPTERS:

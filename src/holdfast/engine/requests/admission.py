@@ -16,7 +16,7 @@ from holdfast.models import ModelSpec
 from holdfast.records import AdapterRef, Request, SamplingParams
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.structured.checker import is_cheap
-from holdfast.text.structured.client import check_has_bytes
+from holdfast.text.structured.client import check_model
 from holdfast.text.structured.wire import GrammarCost
 from holdfast.text.tokenizer.bad_words import spell_bad_words
 from holdfast.text.tokenizer.tokenizer import Tokenizer
@@ -92,9 +92,7 @@ class Admission:
         field = "structured_outputs"
         if self.tokenizer is None:
             raise RequestError(f"{field} needs a tokenizer", fix="leave skip_tokenizer_init out", field=field)
-        if not self.spec.eos_token_ids:
-            raise RequestError(f"{field} needs a model with an EOS token", found="no EOS token", field=field)
-        check_has_bytes(self.tokenizer)
+        check_model(self.tokenizer, self.spec.eos_token_ids)
         cost = None if self.grammar_cost is None else self.grammar_cost(wanted)
         return cost is None or not is_cheap(cost)
 

@@ -42,7 +42,7 @@ class OutputBuilder:
     def resumed(self) -> Request:
         """The same request, with the tokens that have already gone out."""
         told = max(0, self._prompt_entries - 1)
-        return msgspec.structs.replace(self.request, output_token_ids=list(self.token_ids), prompt_logprobs_told=told)
+        return msgspec.structs.replace(self.request, output_token_ids=list(self.token_ids), prompt_logprobs_sent=told)
 
     def take(self, output: EngineOutput) -> AnswerDelta:
         """Mutates the answer. When the delta is finished but the engine's output was not, the caller aborts the

@@ -13,12 +13,12 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING
 
-from holdfast.errors import HoldfastError, RequestError
+from holdfast.errors import HoldfastError
 from holdfast.hardware import resident_tree
 from holdfast.observability.ledger import ProcessMemory
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.structured.checker import GrammarChecker
-from holdfast.text.structured.client import GrammarService, check_has_bytes, vocabulary_of
+from holdfast.text.structured.client import GrammarService, check_model, vocabulary_of
 from holdfast.text.structured.text_matcher import TextMatcher
 
 if TYPE_CHECKING:
@@ -50,10 +50,7 @@ class StructuredOutput:
 
     def check_available(self) -> None:
         """Raises RequestError for models that cannot follow a grammar."""
-        check_has_bytes(self._tokenizer)
-        if not self._eos_ids:
-            field = "structured_outputs"
-            raise RequestError(f"{field} needs a model with an EOS token", found="no EOS token", field=field)
+        check_model(self._tokenizer, self._eos_ids)
 
     async def check(self, params: StructuredOutputsParams) -> None:
         """Raises RequestError for a grammar that is invalid, unsupported or too large, OverloadedError where too many

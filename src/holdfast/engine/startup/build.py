@@ -40,6 +40,7 @@ from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_plan, settle_pool
 from holdfast.planner.sizing.kv_cost import layout_cost
@@ -171,22 +172,38 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
     return make_gpu_plan(model.spec, _stored(config, model), config, gpus, name=model.files.name)
 
 
-def plan_lines(model: FoundModel, plan: Plan) -> list[str]:
-    """What people see before anything is loaded: the budget, where it goes, and the limits."""
-    budget = next(decision for decision in plan.decisions if decision.field == "budget")
+def log_plan(model: FoundModel, plan: Plan) -> None:
+    """What people see before anything is loaded; its terms with verbose logging only."""
+    log.info("%s", plan_line(model, plan))
+    for line in plan_details(plan):
+        log.debug("%s", line)
+    warn_if_short(plan)
+
+
+def plan_line(model: FoundModel, plan: Plan) -> str:
+    budget, planned = _budget(plan), format_bytes(sum(plan.terms.values()))
+    return f"Memory plan for {model.files.name}: {planned} of a budget of {budget.value}: {budget.reason}"
+
+
+def plan_details(plan: Plan) -> list[str]:
+    """Where the budget goes, term by term, and the limits."""
     limits = plan.limits
-    lines = [
-        f"Memory plan for {model.files.name} ({plan.dtype}, KV {plan.kv_dtype}): "
-        f"{format_bytes(sum(plan.terms.values()))} of a {budget.value} budget ({budget.reason})",
+    return [
         *term_lines(_planned(plan), plan.budget_bytes),
         f"  limits: context {limits.max_model_len:,} tokens, {limits.max_num_seqs} sequences, "
         f"{limits.max_num_batched_tokens:,} tokens per step; "
         f"maximum concurrency at full context: {_concurrency(plan):.1f}x",
     ]
+
+
+def warn_if_short(plan: Plan) -> None:
     pool_is_set = any(decision.field == "kv_pool" and decision.source == "set" for decision in plan.decisions)
-    if plan.engine.short and budget.source == "measured" and not pool_is_set and (holders := memory_holders()):
-        lines.append(f"  memory is short; others hold: {', '.join(holders)}")
-    return lines
+    if plan.engine.short and _budget(plan).source == "measured" and not pool_is_set and (holders := memory_holders()):
+        log.warning("memory is short; others hold: %s", ", ".join(holders))
+
+
+def _budget(plan: Plan) -> Decision:
+    return next(decision for decision in plan.decisions if decision.field == "budget")
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
@@ -380,6 +397,7 @@ def _info(
     report: MemoryReport,
     rehearsed_s: float | None = None,
 ) -> EngineInfo:
+    last = {decision.field: decision for decision in plan.decisions}  # What was measured overrides what was planned.
     return EngineInfo(
         model=model.files.name,
         device="cpu" if plan.engine.gpu is None else f"cuda ({plan.engine.gpu.name})",
@@ -400,6 +418,7 @@ def _info(
         max_loras=config.lora_places,
         kv_groups=len(plan.engine.layout.groups),
         decisions=[decision.line() for decision in plan.decisions],
+        lowered=[decision.line() for decision in last.values() if decision.lowered],
         rehearsed_s=rehearsed_s,
         memory=report,
     )

@@ -6,7 +6,9 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import IO
 
 from holdfast.errors import EngineDiedError, NoResourcesError
 from holdfast.socket_folder import SocketFolder
@@ -43,6 +45,17 @@ def shortage(error: BaseException | None) -> str | None:
     return None
 
 
+LAST_LINES_S = 1.0
+"""For what a process had written when it ended to be passed on."""
+
+
+def _pass_on(lines: IO[bytes]) -> None:
+    from holdfast.observability.logs import write_log_line
+
+    for line in lines:
+        write_log_line(line.decode("utf-8", "backslashreplace").rstrip("\n"))
+
+
 class EarlyProcess:
     """Whoever takes it over ends it. Until then `end` does; and when the front dies, so does the process."""
 
@@ -55,9 +68,15 @@ class EarlyProcess:
                 path = self._folder.path / "0.sock"
             self.address = f"ipc://{path}"
             # -u: its last words before a crash must reach the log. Its standard input stays open as long as we live.
+            # On a terminal its lines go through us: whoever draws a prompt or a bar there knows where the cursor is.
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "holdfast.engine.process.entry", self.address], stdin=subprocess.PIPE
+                [sys.executable, "-u", "-m", "holdfast.engine.process.entry", self.address],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE if sys.stderr is not None and sys.stderr.isatty() else None,
             )
+            self._log = threading.Thread(target=_pass_on, args=(self.process.stderr,), name="engine-log", daemon=True)
+            if self.process.stderr is not None:
+                self._log.start()
         except OSError as error:
             if self._folder is not None:
                 self._folder.remove()
@@ -74,6 +93,8 @@ class EarlyProcess:
 
     def forget(self) -> None:
         """Removes what stands in the file system; the process has ended."""
+        if self.process.stderr is not None:
+            self._log.join(LAST_LINES_S)
         if self.process.stdin is not None:
             self.process.stdin.close()
         if self._folder is not None:

@@ -62,16 +62,20 @@ class RequestProgress:
 class LoadProgress:
     """Hears an engine's start-up stages; shows a bar over the tensors of a load that takes longer than a moment."""
 
-    def __init__(self) -> None:
-        self._begun_s = time.monotonic()
+    def __init__(self, *, restarts: bool = True) -> None:
+        """`restarts`: a bar for an engine that is started again too; not where a prompt has the terminal by then."""
+        self._begun_s: float | None = time.monotonic()
         self._shown = sys.stderr.isatty()
+        self._restarts = restarts
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        self._begun_s = time.monotonic() if self._begun_s is None else self._begun_s
         if stage == "ready":
             self._close()
-            self._begun_s = time.monotonic()  # An engine that is started again is timed anew.
+            self._begun_s = None  # An engine that is started again is timed anew.
+            self._shown = self._shown and self._restarts
         elif stage == "load" and total and self._shown and time.monotonic() - self._begun_s > APPEARS_AFTER_S:
             self._show(done, total)
         elif stage != "load":

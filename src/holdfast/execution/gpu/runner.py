@@ -1,7 +1,7 @@
 """Executes step plans on one GPU, one step ahead of the host: a plan is launched before the last one's tokens are read.
 
     submit: check, ids and tables to the device, launch, copy of the sampled ids begins      (host never waits, but
-            for the masks of answers that must have a form, while the decoder runs)
+            for the masks of answers that must follow a grammar, while the decoder runs)
     result: waits for that copy
 
 Steps of single tokens are graphs; others are launched kernel by kernel. Decides nothing: that was the scheduler.

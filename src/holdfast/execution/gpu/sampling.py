@@ -32,7 +32,7 @@ class Work(IntEnum):
     """Greedy rows too: their kernels have little to do."""
     ADJUST = 1
     FORWARD = 2
-    """The decoder alone: answers that must have a form are among the rows, and their masks are filled meanwhile."""
+    """The decoder alone: answers that follow a grammar are among the rows, and their masks are filled meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

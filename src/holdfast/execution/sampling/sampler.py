@@ -1,6 +1,6 @@
 """Chooses the next token of every sampling row, all rows at once. Knows logits and parameters, not the model.
 
-The order of work is vLLM's: log-probabilities of the raw logits; then what the answer's form and the request allow,
+The order of work is vLLM's: log-probabilities of the raw logits; then what the answer's grammar and the request allow,
 bans, biases, penalties; then greedy, or temperature, min_p, top_k, top_p and one draw. A row's draw takes one number
 that depends on (seed, position in the output) alone, and walks the kept tokens in the order of their ids: neighbours
 cannot change it.

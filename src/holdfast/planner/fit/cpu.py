@@ -51,7 +51,7 @@ class Pool:
 
     def decision(self, page_bytes: int) -> Decision:
         value = f"{format_bytes(self.blocks * page_bytes)} ({counted(self.blocks - 1, 'block')} and the null page)"
-        return Decision("kv_pool", value, self.reason, self.source)
+        return Decision("kv_pool", value, self.reason, self.source, lowered=self.cut)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

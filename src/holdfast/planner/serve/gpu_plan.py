@@ -213,7 +213,8 @@ def _within_pool(plan: Fit) -> Fit:
             + f"--kv-cache-memory-bytes {-(-enough // MIB)}MiB, or leave it out",
             field="max_model_len",
         )
-    decision = Decision("max_model_len", f"{held:,}", "the longest sequence that the KV pool, as set, holds", "planner")
+    reason = "the longest sequence that the KV pool, as set, holds"
+    decision = Decision("max_model_len", f"{held:,}", reason, "planner", lowered=True)
     return replace(
         plan,
         limits=replace(limits, max_model_len=held),

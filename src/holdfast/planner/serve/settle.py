@@ -46,10 +46,11 @@ def settle_pool(plan: Fit, available_bytes: int, measured: Mapping[str, int] | N
     else:
         why = f"{format_bytes(available_bytes)} are free after loading"
     reason = f"{why}; the plan was {counted(engine.blocks, 'block')}"
-    decisions = [Decision("kv_pool", f"{format_bytes(blocks * page)} ({counted(blocks, 'block')})", reason, "measured")]
+    settled = f"{format_bytes(blocks * page)} ({counted(blocks, 'block')})"
+    decisions = [Decision("kv_pool", settled, reason, "measured", lowered=blocks < engine.blocks)]
     if length < limits.max_model_len:
         said = "the longest sequence that the KV pool holds"
-        decisions.append(Decision("max_model_len", f"{length:,}", said, "measured"))
+        decisions.append(Decision("max_model_len", f"{length:,}", said, "measured", lowered=True))
     (rank,) = plan.ranks
     if blocks > engine.blocks:
         books = (blocks - engine.blocks) * book

@@ -116,7 +116,7 @@ def decisions(
             reason, source = f"not even {size:,} would fit with {room}", "planner"
             if fits:
                 reason = f"{most:,} do not fit with {room}; {size:,} {'does' if size == 1 else 'do'}"
-        yield Decision(name, str(size) if name == "max_num_seqs" else f"{size:,}", reason, source)
+        yield Decision(name, str(size) if name == "max_num_seqs" else f"{size:,}", reason, source, lowered=size < most)
 
 
 def prompt_tokens_beside(active_parameters: int, cores: int, step_tokens: int) -> int:
@@ -141,4 +141,4 @@ def length_decision(served: int, allowed: int, longest: int, *, fits: bool = Tru
     elif served < allowed:
         more = f", and {longest:,} with lower limits: --max-model-len" if longest > served else ""
         reason = f"the model allows {allowed:,}; memory holds {served:,}{more}"
-    return Decision("max_model_len", f"{served:,}", reason, "planner")
+    return Decision("max_model_len", f"{served:,}", reason, "planner", lowered=served < allowed)

@@ -1,1 +1,1 @@
-"""The endpoints beside generation."""
+"""Endpoints other than generation."""

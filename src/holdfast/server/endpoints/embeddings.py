@@ -25,7 +25,7 @@ from holdfast.records import AnswerDelta
 from holdfast.server.http.middleware import Record
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import decode_object, no_priority, served_model, split_prompts, tokenizer_of
-from holdfast.server.request.tokenize_pool import encode_within, off_loop
+from holdfast.server.request.tokenize_pool import TokenizePool, encode_within
 from holdfast.server.response.json_handler import Pieces
 from holdfast.server.schema.auxiliary import EmbeddingBody
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
@@ -46,11 +46,19 @@ class _Embedded:
 
 
 class Embeddings:
-    def __init__(self, engine: Engine, settings: ServerSettings, metrics: ServingMetrics, room: LogprobBudget) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        metrics: ServingMetrics,
+        room: LogprobBudget,
+        pool: TokenizePool,
+    ) -> None:
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
         self._room = room
+        self._pool = pool
 
     async def answer(self, raw: bytes, record: Record) -> Pieces:
         given = decode_object(raw)
@@ -66,10 +74,10 @@ class Embeddings:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._room.hold(self._entries(len(prompts))))
             found = await self._embed_all(prompts, body, record.answer_id)
-            held = stack.pop_all()
+            resources = stack.pop_all()
         record.cached_tokens = sum(one.cached_tokens for one in found)
         usage = Usage(record.prompt_tokens, 0, record.prompt_tokens, PromptTokensDetails(record.cached_tokens))
-        return Pieces(_pieces(found, usage, record.answer_id, record.model, body.encoding_format), held)
+        return Pieces(_pieces(found, usage, record.answer_id, record.model, body.encoding_format), resources)
 
     def _entries(self, count: int) -> int:
         """Room is counted in log-probabilities, which is what the plan has set aside for."""
@@ -98,7 +106,7 @@ class Embeddings:
                     encode_within(context, tokenizer, text, field="input", add_special_tokens=special) for text in given
                 ]
 
-            prompts = await off_loop(encode, size_bytes)
+            prompts = await self._pool.run(encode, size_bytes)
         if not all(prompts):
             raise RequestError("input: a string has no tokens", field="input")
         return prompts

@@ -8,21 +8,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.engine.interface import Engine
-from holdfast.server.http.errors import UNAVAILABLE, HttpFailure, failure_response, json_response
+from holdfast.server.http.errors import UNAVAILABLE, HttpFailure, json_response
 
 
-def memory_endpoint(engine: Engine, retry_after_s: int) -> Callable[[Request], Awaitable[Response]]:
+def memory_endpoint(engine: Engine) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         ledger = engine.memory()
-        if ledger is not None:
-            return json_response(ledger)
-        failure = HttpFailure(
-            UNAVAILABLE,
-            "no memory report yet: the engine is not ready",
-            kind="server_error",
-            code="loading",
-            retry=True,
-        )
-        return failure_response(failure, retry_after_s)
+        if ledger is None:
+            raise HttpFailure(
+                UNAVAILABLE,
+                "no memory report yet: the engine is not ready",
+                kind="server_error",
+                code="loading",
+                retry=True,
+            )
+        return json_response(ledger)
 
     return answer

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from holdfast.engine.interface import Engine
+from holdfast.engine.interface import Engine, check_wake_tags
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.server.http.errors import FORBIDDEN, HttpFailure, json_response
 from holdfast.server.settings import ServerSettings
@@ -43,10 +43,8 @@ class Sleeping:
 
     async def wake_up(self, request: Request) -> Response:
         self._check(request, ("tags",))
-        if sorted(request.query_params.getlist("tags")) not in ([], ["kv_cache", "weights"]):
-            raise UnsupportedOptionError(
-                "tags are not supported: weights and KV cache are restored together", fix="leave tags out", field="tags"
-            )
+        if tags := request.query_params.getlist("tags"):
+            check_wake_tags(tags)
         await self._engine.wake_up()
         return json_response({"status": "awake", "tags": None})
 

@@ -10,7 +10,7 @@ from holdfast.server.http.middleware import Record
 from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
 from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import encode_within, off_loop
+from holdfast.server.request.tokenize_pool import TokenizePool, encode_within
 from holdfast.server.schema.auxiliary import DetokenizeBody, DetokenizeResponse, TokenizeBody, TokenizeResponse
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields
 from holdfast.server.schema.requests import ChatBody
@@ -34,10 +34,11 @@ _CHAT_FIELDS = frozenset(
 
 
 class Tokenizing:
-    def __init__(self, engine: Engine, settings: ServerSettings, workers: TemplateWorkers) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, workers: TemplateWorkers, pool: TokenizePool) -> None:
         self._engine = engine
         self._settings = settings
         self._workers = workers
+        self._pool = pool
 
     async def tokenize(self, raw: bytes, record: Record) -> TokenizeResponse:
         body = decode_object(raw)
@@ -63,7 +64,7 @@ class Tokenizing:
                 context, tokenizer, body.prompt, field="prompt", add_special_tokens=body.add_special_tokens
             )
 
-        return await off_loop(encode, size_bytes)
+        return await self._pool.run(encode, size_bytes)
 
     async def _ids_of_chat(self, given: dict[str, Any], size_bytes: int) -> list[int]:
         fields = check_fields(given, _CHAT_FIELDS)
@@ -71,7 +72,7 @@ class Tokenizing:
         served_model(body.model, self._settings)
         tokenizer = tokenizer_of(self._engine, "messages")
         ids, _ = await chat_prompt(
-            body, fields.get("tools"), tokenizer, self._engine, self._settings, size_bytes, self._workers
+            body, fields.get("tools"), tokenizer, self._engine, self._settings, size_bytes, self._workers, self._pool
         )
         return ids
 
@@ -87,4 +88,4 @@ class Tokenizing:
                 found=str(unknown),
                 field="tokens",
             )
-        return DetokenizeResponse(prompt=await off_loop(lambda: tokenizer.decode(body.tokens), len(raw)))
+        return DetokenizeResponse(prompt=await self._pool.run(lambda: tokenizer.decode(body.tokens), len(raw)))

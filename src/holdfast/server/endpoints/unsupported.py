@@ -55,13 +55,14 @@ _WITHOUT_LORA = ("LoRA is not enabled on this server", "start the server with --
 def absent_routes(*, lora: bool) -> list[Route]:
     """`lora`: whether the server has those for adapters itself."""
     paths = PATHS if lora else PATHS | dict.fromkeys(LORA, _WITHOUT_LORA)
-    return [Route(path, _refusal(path, *told), methods=["GET", "POST", "DELETE"]) for path, told in paths.items()]
+    return [Route(path, _refusal(path, *why), methods=["GET", "POST", "DELETE"]) for path, why in paths.items()]
 
 
 def _refusal(path: str, reason: str, fix: str):  # type: ignore[no-untyped-def]  # An endpoint is whatever Route takes.
     async def refuse(request: Request) -> Response:
         body = describe(UnsupportedOptionError(f"{path} is not supported here: {reason}", fix=fix))[1]
-        body["code"] = request.scope["holdfast.record"].error_code = "not_found"
+        body["code"] = "not_found"
+        request.scope["holdfast.record"].fail(body)
         return json_response({"error": body}, NOT_FOUND)
 
     return refuse

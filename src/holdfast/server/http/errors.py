@@ -95,8 +95,8 @@ def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, An
     return {"message": shorten(message, MAX_SAID_CHARS), "type": kind, "param": param, "code": code}
 
 
-def failure_response(error: Exception, retry_after_s: int) -> Response:
-    status, body = describe(error)
+def failure_response(error: Exception, status: int, body: dict[str, Any], retry_after_s: int) -> Response:
+    """`status` and `body` as `describe` has them."""
     headers = {}
     if status in (TOO_MANY, UNAVAILABLE) and not (isinstance(error, HttpFailure) and not error.retry):
         headers["Retry-After"] = str(retry_after_s)

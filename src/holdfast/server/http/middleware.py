@@ -77,6 +77,13 @@ class Record:
     ttft_s: float | None = None
     error_code: str | None = None
     """Why it was refused, or what ended a stream whose status was already sent."""
+    holdfast_code: str | None = None
+    """The same as a code of ours (HF310), where the error has one."""
+
+    def fail(self, body: dict[str, Any]) -> None:
+        """`body`: OpenAI's error object, as the client is sent it."""
+        self.error_code = body["code"]
+        self.holdfast_code = body.get("holdfast", {}).get("code")
 
 
 @dataclass(slots=True)
@@ -149,8 +156,9 @@ class AccessMiddleware:
             if record.started:
                 # uvicorn closes the connection, which is all that can still be said.
                 raise
-            record.error_code = describe(error)[1]["code"]
-            await failure_response(error, self._settings.retry_after_s)(scope, receive, note)
+            status, body = describe(error)
+            record.fail(body)
+            await failure_response(error, status, body, self._settings.retry_after_s)(scope, receive, note)
         finally:
             self._tally.count(record)
             if self._log is not None and scope["path"] not in PROBES:
@@ -250,6 +258,7 @@ def _line(scope: Scope, record: Record) -> dict[str, Any]:
         "cached_tokens": record.cached_tokens,
         "finish_reason": record.finish_reason,
         "error_code": record.error_code,
+        "holdfast_code": record.holdfast_code,
         "ttft_s": None if record.ttft_s is None else round(record.ttft_s, 6),
         "duration_s": round(time.monotonic() - record.started_s, 6),
     }

@@ -1,4 +1,4 @@
-"""HTTPS: from settings to a TLS context, refused at start where files will not do. Knows no requests."""
+"""HTTPS: from settings to a TLS context, refused at start where files cannot be used. Knows no requests."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from holdfast.errors import RequestError
 from holdfast.server.request.messages import read_messages
 from holdfast.server.request.output_parser import OutputParserConfig, prepared, reading_of, talks_of_tools
 from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import OFF_LOOP_BYTES, encode_within, off_loop
+from holdfast.server.request.tokenize_pool import OFF_LOOP_BYTES, TokenizePool, encode_within
 from holdfast.server.request.tools import ToolUse, read_tool_use
 from holdfast.server.schema.fields import unsupported
 from holdfast.server.schema.requests import ChatBody
 from holdfast.server.settings import ServerSettings
 from holdfast.text.templates.budget import SlowRenderingError, impatient
 from holdfast.text.templates.jobs import RenderJob
-from holdfast.text.templates.template import check_length
+from holdfast.text.templates.template import check_end, check_length
 from holdfast.text.tools.prompt import ToolFormat, speech_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ async def chat_prompt(
     settings: ServerSettings,
     size_bytes: int,
     workers: TemplateWorkers,
+    pool: TokenizePool,
 ) -> tuple[list[int], OutputParserConfig | None]:
     """The prompt that messages make, and how answers to it are to be read. `tools`: as they came, for the template."""
     if body.chat_template is not None and not settings.trust_request_chat_template:
@@ -64,14 +65,14 @@ async def chat_prompt(
     use = read_tool_use(body, tools, auto=settings.enable_auto_tool_choice)
     chat = _Chat(tokenizer, body, read_messages(body.messages), use, engine.info.max_model_len, settings)
     if chat.is_foreign:
-        return await chat.render_elsewhere(workers)
+        return await chat.render_elsewhere(workers, pool)
     if size_bytes <= OFF_LOOP_BYTES:
         try:
             with impatient(LOOP_CPU_S):
                 return chat.render()
         except SlowRenderingError:
             pass  # Once more, where others do not wait for it.
-    return await off_loop(chat.render)
+    return await pool.run(chat.render)
 
 
 def final_answer(body: ChatBody) -> str:
@@ -97,10 +98,7 @@ class _Chat:
         taken = sorted(_TEMPLATE_OWN & extra.keys())
         if taken:
             raise RequestError(f"chat_template_kwargs must not contain {taken[0]}", field="chat_template_kwargs")
-        if body.continue_final_message and body.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt cannot both be true", field="continue_final_message"
-            )
+        check_end(add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message)
         self._tokenizer = tokenizer
         self._body = body
         self._messages = messages
@@ -121,9 +119,9 @@ class _Chat:
     def render(self) -> tuple[list[int], OutputParserConfig | None]:
         """Here, with the model's own template."""
         reading = self._reading(lambda: speech_of(self._template, self._settings.tool_call_parser))
-        told, tools = prepared(reading, self._messages)
+        rendered_messages, tools = prepared(reading, self._messages)
         text = self._tokenizer.apply_chat_template(
-            told,
+            rendered_messages,
             tools=tools,
             chat_template=self._body.chat_template,
             tokenize=False,
@@ -133,7 +131,9 @@ class _Chat:
         )
         return self._finished(str(text), reading)
 
-    async def render_elsewhere(self, workers: TemplateWorkers) -> tuple[list[int], OutputParserConfig | None]:
+    async def render_elsewhere(
+        self, workers: TemplateWorkers, pool: TokenizePool
+    ) -> tuple[list[int], OutputParserConfig | None]:
         """In a process that can be killed: whatever the template does, it is not done here."""
         check_length(self._template)
         job = RenderJob(
@@ -153,7 +153,7 @@ class _Chat:
             reading = self._reading(lambda: facts.speech(self._template) if facts is not None else None)
             return self._finished(text, reading)
 
-        return await off_loop(finished, len(rendered.text))
+        return await pool.run(finished, len(rendered.text))
 
     def _reading(self, speech: Callable[[], ToolFormat | None]) -> OutputParserConfig | None:
         return reading_of(

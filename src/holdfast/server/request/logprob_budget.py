@@ -18,14 +18,14 @@ OF_A_TOKEN = 2
 """Entries that a kept token counts for beside its log-probabilities."""
 
 
-def told_entries(prompt_lengths: list[int], likeliest: int, copies: int) -> int:
+def prompt_logprob_entries(prompt_lengths: list[int], likeliest: int, copies: int) -> int:
     """Log-probabilities that are held for a request. Answers to the same prompt share them."""
     return sum(prompt_lengths) * (likeliest + 1) * copies
 
 
 def check_told(prompt_lengths: list[int], likeliest: int, copies: int, field: str) -> int:
-    """told_entries, unless they are more than the plan has memory for."""
-    entries = told_entries(prompt_lengths, likeliest, copies)
+    """prompt_logprob_entries, unless they are more than the plan has memory for."""
+    entries = prompt_logprob_entries(prompt_lengths, likeliest, copies)
     if entries <= TOLD_ENTRIES:
         return entries
     tokens, shapes = sum(prompt_lengths), " in two formats" if copies == 2 else ""

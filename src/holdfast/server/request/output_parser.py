@@ -81,20 +81,20 @@ class OutputParserConfig:
     def adjusted(
         self, params: SamplingParams, tokenizer: Tokenizer, structured: StructuredOutput | None
     ) -> tuple[SamplingParams, OutputParserConfig | None]:
-        """Marks must be seen to be read; and what must be a call is held to one. A form that is asked for is that of
+        """Marks must be seen to be read; what must be a call is constrained to one. A grammar that was requested is for
         the answer behind the thoughts; where it cannot be put there it is all of the answer, and nothing is read."""
-        asked = params.structured_outputs
-        if asked is not None and self.use is None and not isinstance(_schema(asked), dict):
+        wanted = params.structured_outputs
+        if wanted is not None and self.use is None and not isinstance(_schema(wanted), dict):
             return params, None
-        if asked is not None:
-            for pattern in patterns(_schema(asked)):
-                check_repeats(pattern, asked.asked_as or asked.kind)  # Within a grammar it is no longer seen.
+        if wanted is not None:
+            for pattern in patterns(_schema(wanted)):
+                check_repeats(pattern, wanted.asked_as or wanted.kind)  # Within a grammar it is no longer seen.
         changes: dict[str, Any] = {}
         if params.skip_special_tokens and any(_special_id(mark, tokenizer) is not None for mark in self._marks):
             changes["skip_special_tokens"] = False
         grammar = self._grammar(params.structured_outputs, tokenizer)
         if grammar is not None:
-            named = "tools" if asked is None else asked.asked_as
+            named = "tools" if wanted is None else wanted.asked_as
             changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar, asked_as=named)
         if structured is None or self.use is None or self.use.forced:
             return params.replace(**changes) if changes else params, self
@@ -120,20 +120,20 @@ class OutputParserConfig:
 
     @property
     def _marks(self) -> tuple[str, ...]:
-        marks = self.speech.form.marks if self.speech is not None and self.use is not None else ()
+        marks = self.speech.call_format.marks if self.speech is not None and self.use is not None else ()
         if self.thinking is None or self.state == "over":
             return marks
         return (*marks, self.thinking.opening, self.thinking.closing)
 
-    def _grammar(self, asked: StructuredOutputsParams | None, tokenizer: Tokenizer) -> str | None:
-        """Of an answer that must call, or may where arguments or content are held to a form. None: there is none."""
+    def _grammar(self, wanted: StructuredOutputsParams | None, tokenizer: Tokenizer) -> str | None:
+        """Of an answer that must call, or may where arguments or content follow a grammar. None: there is none."""
         if self.use is None or self.speech is None:
-            return self._thoughtful(asked, tokenizer)
-        freedom = None if self.use.forced and asked is None else self._freedom(asked)
+            return self._thoughtful(wanted, tokenizer)
+        freedom = None if self.use.forced and wanted is None else self._freedom(wanted)
         if freedom is None and not self.use.forced:
             return None
         return calls_grammar(
-            self.speech.form,
+            self.speech.call_format,
             self.use.callable,
             lambda mark: _special_id(mark, tokenizer),
             parallel=self.use.parallel,
@@ -142,24 +142,24 @@ class OutputParserConfig:
             freedom=freedom,
         )
 
-    def _thoughtful(self, asked: StructuredOutputsParams | None, tokenizer: Tokenizer) -> str | None:
-        if asked is None or self.thinking is None or self.state == "over":
+    def _thoughtful(self, wanted: StructuredOutputsParams | None, tokenizer: Tokenizer) -> str | None:
+        if wanted is None or self.thinking is None or self.state == "over":
             return None
-        schema = _schema(asked)
+        schema = _schema(wanted)
         assert isinstance(schema, dict)
-        schema = closed(schema) if asked.disable_additional_properties else schema
-        flexible = {"whitespace_pattern": asked.whitespace_pattern or WHITESPACE}
-        spacing = {"whitespace_flexible": False} if asked.disable_any_whitespace else flexible
+        schema = closed(schema) if wanted.disable_additional_properties else schema
+        flexible = {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
+        spacing = {"whitespace_flexible": False} if wanted.disable_any_whitespace else flexible
         return thoughtful_json(schema, self.thinking, self.state, lambda mark: _special_id(mark, tokenizer), spacing)
 
-    def _freedom(self, asked: StructuredOutputsParams | None) -> Freedom | None:
+    def _freedom(self, wanted: StructuredOutputsParams | None) -> Freedom | None:
         """What an answer that calls nothing may be; None: anything, and arguments too."""
         assert self.use is not None
         assert self.speech is not None
-        if asked is None:
+        if wanted is None:
             return Freedom(words=True) if any(tool.strict for tool in self.use.tools) else None
-        schema = _schema(asked)
-        if self.use.forced or not isinstance(schema, dict) or not self.speech.form.opens_with_mark:
+        schema = _schema(wanted)
+        if self.use.forced or not isinstance(schema, dict) or not self.speech.call_format.opens_with_mark:
             raise RequestError(
                 "response_format cannot be combined with these tools",
                 needed='tool_choice "auto", a JSON schema, and a model whose tool calls begin with a marker',
@@ -201,8 +201,8 @@ def _arguments_of(tool: Tool) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=closed(tool.parameters))
 
 
-def _schema(asked: StructuredOutputsParams) -> Any:
-    return {"type": "object"} if asked.json_object else asked.json
+def _schema(wanted: StructuredOutputsParams) -> Any:
+    return {"type": "object"} if wanted.json_object else wanted.json
 
 
 def _special_id(mark: str, tokenizer: Tokenizer) -> int | None:

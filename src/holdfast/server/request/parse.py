@@ -25,7 +25,7 @@ from holdfast.server.request.logprob_budget import check_told
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import check_ids, encode_within, off_loop
+from holdfast.server.request.tokenize_pool import TokenizePool, check_ids, encode_within
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, TokenId
 from holdfast.server.settings import ServerSettings
@@ -68,7 +68,7 @@ class GenerationRequest:
     """max_tokens: 0: the prompt is all that is wanted."""
     first_tokens: list[str] | None
     """The text of the first token of each prompt, where logprobs are echoed: it has none, and is shown all the same."""
-    told_entries: int
+    prompt_logprob_entries: int
     """Log-probabilities of its prompts that are held for it."""
     params: SamplingParams
     default_max_tokens: bool
@@ -123,6 +123,7 @@ async def read_chat(
     settings: ServerSettings,
     *,
     workers: TemplateWorkers,
+    pool: TokenizePool,
     request_id: str | None = None,
 ) -> GenerationRequest:
     """`request_id`: as the client named its request outside of the body."""
@@ -139,10 +140,10 @@ async def read_chat(
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
-    prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers)
+    prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool)
     try:
         if reading is not None:
-            params, reading = await off_loop(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))
+            params, reading = await pool.run(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))
         await _check_structured(params, engine)
         for arguments in reading.strict_arguments if reading is not None else ():
             assert engine.structured is not None
@@ -170,7 +171,7 @@ async def read_chat(
 
 
 async def read_completion(
-    raw: bytes, engine: Engine, settings: ServerSettings, *, request_id: str | None = None
+    raw: bytes, engine: Engine, settings: ServerSettings, *, pool: TokenizePool, request_id: str | None = None
 ) -> GenerationRequest:
     body: CompletionBody = convert(check_fields(decode_object(raw), _COMPLETION_FIELDS), CompletionBody)
     model = served_model(body.model, settings)
@@ -200,7 +201,7 @@ async def read_completion(
             add_special_tokens=body.add_special_tokens is not False,
         )
         given = texts
-        prompts = await off_loop(lambda: [encode(text) for text in given], len(raw))
+        prompts = await pool.run(lambda: [encode(text) for text in given], len(raw))
     elif body.echo:
         texts = [tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
     if not all(prompts):
@@ -322,7 +323,7 @@ def _check_prompt_logprobs(body: Common) -> None:
         raise unsupported("prompt_logprobs", "it cannot be streamed; leave stream out")
 
 
-def _told(body: Common, prompts: list[list[int]], params: SamplingParams, *, echoed: bool) -> int:
+def _prompt_logprob_entries(body: Common, prompts: list[list[int]], params: SamplingParams, *, echoed: bool) -> int:
     if params.prompt_logprobs is None:
         return 0
     # An echo shows them in OpenAI's shape; what is not a stream, in vLLM's.
@@ -386,7 +387,7 @@ def _ask(
         echoes=echoes,
         echoes_alone=alone,
         first_tokens=first_tokens,
-        told_entries=_told(body, prompts, params, echoed=first_tokens is not None),
+        prompt_logprob_entries=_prompt_logprob_entries(body, prompts, params, echoed=first_tokens is not None),
         params=params,
         default_max_tokens=body.max_tokens is None,
         bytes_of=bytes_of,

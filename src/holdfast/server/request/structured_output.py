@@ -29,44 +29,44 @@ BACKENDS = ("auto", "guidance", "llguidance")
 
 def form_of(body: Common, switches: Mapping[str, bool] | None = None) -> StructuredOutputsParams | None:
     """None: the answer is free. `switches`: of the server, where the request does not say otherwise."""
-    form = _asked(body)
-    if form is None or form.kind not in ("json", "json_object", "structural_tag"):
-        return form
+    wanted = _requested(body)
+    if wanted is None or wanted.kind not in ("json", "json_object", "structural_tag"):
+        return wanted
     said = {*(body.structured_outputs or {})}
     changes = {name: on for name, on in (switches or {}).items() if on and name not in said}
-    if form.whitespace_pattern is not None:
+    if wanted.whitespace_pattern is not None:
         changes.pop("disable_any_whitespace", None)
-    return msgspec.structs.replace(form, **changes) if changes else form
+    return msgspec.structs.replace(wanted, **changes) if changes else wanted
 
 
-def _asked(body: Common) -> StructuredOutputsParams | None:
-    asked = [name for name in ("response_format", "structured_outputs", *GUIDED) if getattr(body, name) is not None]
+def _requested(body: Common) -> StructuredOutputsParams | None:
+    names = [name for name in ("response_format", "structured_outputs", *GUIDED) if getattr(body, name) is not None]
     if body.response_format is not None and body.response_format.get("type") == "text":
-        asked.remove("response_format")
+        names.remove("response_format")
     if body.guided_decoding_backend not in (None, *BACKENDS):
         raise unsupported("guided_decoding_backend", "there is only one structured output backend; leave it out")
-    if len(asked) > 1:
+    if len(names) > 1:
         raise RequestError(
-            f"{' and '.join(asked)} are given; only one can be used",
+            f"{' and '.join(names)} are given; only one can be used",
             needed="one of them",
-            field=asked[1],
+            field=names[1],
         )
-    if not asked:
+    if not names:
         if body.guided_whitespace_pattern is not None:
             raise RequestError("guided_whitespace_pattern needs guided_json", field="guided_whitespace_pattern")
         return None
-    if asked[0] == "response_format":
+    if names[0] == "response_format":
         assert body.response_format is not None
         return _made("response_format", **_of_response_format(body.response_format))
-    if asked[0] == "structured_outputs":
+    if names[0] == "structured_outputs":
         assert body.structured_outputs is not None
         if "asked_as" in body.structured_outputs:
             raise RequestError("structured_outputs: unknown field 'asked_as'", field="structured_outputs.asked_as")
         return _made("structured_outputs", **body.structured_outputs)
-    given = {GUIDED[asked[0]]: getattr(body, asked[0])}
+    given = {GUIDED[names[0]]: getattr(body, names[0])}
     if body.guided_whitespace_pattern is not None:
         given["whitespace_pattern"] = body.guided_whitespace_pattern
-    return _made(asked[0], **given)
+    return _made(names[0], **given)
 
 
 def _made(field: str, **given: Any) -> StructuredOutputsParams:

@@ -22,14 +22,25 @@ OFF_LOOP_BYTES = 4096
 HEAD_CHARS_PER_TOKEN = 16
 """Several times what a token of any language stands for: a text with more is judged by its beginning first."""
 
-# A tokenizer needs some hundred times a text's own memory, so few work at once and the others wait.
-_POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+THREADS = 2
+"""A tokenizer needs some hundred times a text's own memory, so few work at once and the others wait."""
 
 
-async def off_loop(work: Callable[[], T], size_bytes: int | None = None) -> T:
-    if size_bytes is not None and size_bytes <= OFF_LOOP_BYTES:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(_POOL, work)
+class TokenizePool:
+    """Threads beside the event loop, started when they are first needed. Belongs to one application."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="tokenize")
+
+    async def run(self, work: Callable[[], T], size_bytes: int | None = None) -> T:
+        """`size_bytes`: of a body; a small one is done at once, on the loop."""
+        if size_bytes is not None and size_bytes <= OFF_LOOP_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """Waits for nothing: what still runs has nobody left to answer."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def encode_within(context: int, tokenizer: Tokenizer, text: str, *, field: str, add_special_tokens: bool) -> list[int]:

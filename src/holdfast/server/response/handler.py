@@ -78,7 +78,7 @@ class Generation:
             context, wanted = self._engine.info.max_model_len, ask.params.max_tokens or 0
             longest = sum(min(wanted, max(context - len(prompt), 0)) for prompt in ask.prompts)
             check_kept(ask.params.n * longest, ask.logprobs)
-        async with self._room.hold(ask.told_entries):
+        async with self._room.hold(ask.prompt_logprob_entries):
             with self._room.keep() as kept:
                 await self._converse(ask, record, send, kept)
 
@@ -149,7 +149,7 @@ class _Events:
         except Exception as error:
             # The status is sent: what is left is an event that says so, and the [DONE] that readers wait for.
             body = describe(error)[1]
-            record.error_code = body["code"]
+            record.fail(body)
             await self._write(error_event(body) + DONE, last=True)
             return
         tail = self._shape.usage_event(self._conversation.usage()) if self._ask.include_usage else b""

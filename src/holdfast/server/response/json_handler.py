@@ -28,7 +28,7 @@ class Pieces:
     """JSON that is encoded while it is sent."""
 
     content: Iterable[bytes]
-    held: AsyncExitStack
+    resources: AsyncExitStack
     """What is let go of when all of it is sent, or nobody is left to send it to."""
 
 
@@ -59,7 +59,7 @@ class Exchange:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": content})
             return
-        async with answer.held:
+        async with answer.resources:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for piece in coalesce(answer.content):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -48,7 +48,7 @@ class ResponseChoice:
     """One choice as it grows."""
 
     index: int
-    told: PromptLogprobs
+    of_prompt: PromptLogprobs
     """Of the prompt; shared by all answers to it."""
     text: str = ""
     begun: bool = False
@@ -248,12 +248,12 @@ class CompletionShape(_Stream):
         if not echo:
             return
         yield self._head + b'{"index":%d,%b"text":%b,"logprobs":' % (answer.index, _NO_PROMPT_IDS, encode(echo))
-        told = answer.told.echoed
-        if told is None:
+        of_prompt = answer.of_prompt.echoed
+        if of_prompt is None:
             yield b"null"
         else:
-            yield from told.behind()
-            answer.shown_chars = told.chars
+            yield from of_prompt.behind()
+            answer.shown_chars = of_prompt.chars
         yield b',"finish_reason":null,"stop_reason":null}' + self.close(usage)
 
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
@@ -290,7 +290,7 @@ class CompletionShape(_Stream):
             echo = echoes[answer.index // self._ask.params.n]
             pieces.append(b'%b{"index":%d,%b"text":' % (_comma(place), answer.index, self._ids(answer)))
             pieces += [echo, encode(answer.text)[1:], b',"logprobs":']
-            pieces += [b"null"] if self._ask.logprobs is None else answer.columns.behind(answer.told.echoed)
+            pieces += [b"null"] if self._ask.logprobs is None else answer.columns.behind(answer.of_prompt.echoed)
             pieces.append(_ended(answer) + b',"prompt_logprobs":')
             pieces += [*_listed(self._ask, answer), b',"routed_experts":null}']
         return [*pieces, b'],"usage":%b%b' % (encode(usage), _NOTHING)]
@@ -331,9 +331,9 @@ def _ended(answer: ResponseChoice) -> bytes:
 
 def _listed(ask: GenerationRequest, answer: ResponseChoice) -> Iterable[bytes]:
     """vLLM's prompt_logprobs."""
-    if ask.params.prompt_logprobs is None or answer.told.listed is None:
+    if ask.params.prompt_logprobs is None or answer.of_prompt.listed is None:
         return [b"null"]
-    return answer.told.listed.behind()
+    return answer.of_prompt.listed.behind()
 
 
 def _ending(delta: AnswerDelta) -> bytes:

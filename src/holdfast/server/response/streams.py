@@ -40,9 +40,9 @@ class Conversation:
         self._cached = [0] * prompts
         self._ending = FinishReason.ABORT
         firsts = ask.first_tokens if ask.first_tokens is not None else [None] * prompts
-        told = [PromptLogprobs(listed=not ask.stream, echoed_first=first) for first in firsts]
+        of_prompt = [PromptLogprobs(listed=not ask.stream, echoed_first=first) for first in firsts]
         self.answers = [
-            ResponseChoice(index, told=told[index // ask.params.n]) for index in range(prompts * ask.params.n)
+            ResponseChoice(index, of_prompt=of_prompt[index // ask.params.n]) for index in range(prompts * ask.params.n)
         ]
         self.prompt_tokens = sum(len(prompt) for prompt in ask.prompts)
         self.completion_tokens = 0
@@ -131,7 +131,7 @@ class Conversation:
         meter, first = self._meters[position], position * self._ask.params.n
         async for delta in self._streams[position]:
             if delta.prompt_logprobs is not None:
-                await self.answers[first].told.take(delta.prompt_logprobs)
+                await self.answers[first].of_prompt.take(delta.prompt_logprobs)
                 if not delta.token_ids and delta.finish_reason is None:
                     continue
             meter.delta(delta)

@@ -44,6 +44,14 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary([spell(token) for token in range(tokenizer.ids_end)], special)
 
 
+def check_model(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+    """Raises RequestError for models whose outputs cannot follow a grammar."""
+    if not eos_ids:
+        field = "structured_outputs"
+        raise RequestError(f"{field} needs a model with an EOS token", found="no EOS token", field=field)
+    check_has_bytes(tokenizer)
+
+
 def check_has_bytes(tokenizer: Tokenizer) -> None:
     if tokenizer.pieces is None:
         raise RequestError(

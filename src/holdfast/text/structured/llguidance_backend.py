@@ -125,7 +125,7 @@ class Grammars:
         return Checked(made, probed.slowest_s)
 
     def accepts(self, text: str, params: StructuredOutputsParams) -> bool:
-        """Whether the whole of a text has the form."""
+        """Whether the grammar matches the whole of a text."""
         matcher = self.matcher(params)
         return matcher.consume_all(self._tokens.library.greedy_tokenize(text)) and matcher.library.is_accepting()
 

@@ -54,18 +54,18 @@ class Accepts(msgspec.Struct, frozen=True, tag=True):
 class Open(msgspec.Struct, frozen=True, tag=True):
     """An answer that follows a grammar, and what it has so far."""
 
-    form: int
+    number: int
     params: StructuredOutputsParams
     token_ids: list[int]
 
 
 class Advance(msgspec.Struct, frozen=True, tag=True):
     tokens: list[tuple[int, int, bool]]
-    """Form, its next token, and whether a mask of what may follow is wanted."""
+    """Number of an answer, its next token, and whether a mask of what may follow is wanted."""
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    forms: list[int]
+    numbers: list[int]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -89,7 +89,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    form: int
+    number: int
     length: int
     """Tokens of the answer that it knows: what it says of fewer than there are by now is out of date."""
     held_bytes: int = 0
@@ -99,13 +99,13 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
 class Advanced(msgspec.Struct, frozen=True, tag=True):
     complete: list[int]
-    """Forms after whose token nothing may follow."""
+    """Answers after whose token nothing may follow."""
     failed: dict[int, Failure]
     others: list[int]
 
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
-    form: int
+    number: int
     length: int
     mask: bytes
     cpu_s: float
@@ -158,7 +158,7 @@ class Inbox:
 
 
 class Doing(NamedTuple):
-    form: int
+    number: int
     opening: bool
     """It is being compiled."""
     began_s: float
@@ -171,7 +171,7 @@ class Marker:
     """What a worker is doing, seen from outside. The worker writes, the other side reads, and neither waits: the count
     is odd while the rest is being written, and another one when it was written meanwhile."""
 
-    _COUNT, _FORM, _OPENING = range(3)
+    _COUNT, _NUMBER, _OPENING = range(3)
     _BEGAN, _CPU = 3, 4
     _IDLE = -1
 
@@ -187,29 +187,29 @@ class Marker:
         if descriptor is None:
             self.done()
 
-    def begin(self, form: int, *, opening: bool) -> None:
+    def begin(self, number: int, *, opening: bool) -> None:
         self._whole[self._COUNT] += 1
         self._real[self._BEGAN], self._real[self._CPU] = time.monotonic(), time.thread_time()
-        self._whole[self._OPENING], self._whole[self._FORM] = opening, form
+        self._whole[self._OPENING], self._whole[self._NUMBER] = opening, number
         self._whole[self._COUNT] += 1
 
     def done(self) -> None:
         self._whole[self._COUNT] += 1
-        self._whole[self._FORM] = self._IDLE
+        self._whole[self._NUMBER] = self._IDLE
         self._whole[self._COUNT] += 1
 
     def read(self) -> Doing | None:
         """None where it does nothing, or is just about to do something else."""
         count = self._whole[self._COUNT]
-        form, opening = self._whole[self._FORM], bool(self._whole[self._OPENING])
-        found = Doing(form, opening, self._real[self._BEGAN], self._real[self._CPU])
-        if count % 2 or count != self._whole[self._COUNT] or form == self._IDLE:
+        number, opening = self._whole[self._NUMBER], bool(self._whole[self._OPENING])
+        found = Doing(number, opening, self._real[self._BEGAN], self._real[self._CPU])
+        if count % 2 or count != self._whole[self._COUNT] or number == self._IDLE:
             return None
         return found
 
     def last(self) -> int:
-        """Of a worker that has died: the form it was working on, or -1."""
-        return self._whole[self._FORM]
+        """Of a worker that has died: the number of the answer it was working on, or -1."""
+        return self._whole[self._NUMBER]
 
     def close(self) -> None:
         self._whole.release()

@@ -53,7 +53,7 @@ class Worker:
     def __init__(self, connection: socket.socket, grammars: Grammars) -> None:
         self._connection, self._grammars = connection, grammars
         self._inbox = wire.Inbox()
-        self._forms: dict[int, _Following] = {}
+        self._followed: dict[int, _Following] = {}
         self._to_fill: list[int] = []
         self._limits = wire.WorkerLimits(0, 1, 0)
         self._marker: wire.Marker | None = None
@@ -110,18 +110,18 @@ class Worker:
         elif isinstance(message, wire.Open):
             self._open(message)
         elif isinstance(message, wire.Close):
-            for form in message.forms:
-                self._forms.pop(form, None)
-            self._to_fill = [form for form in self._to_fill if form in self._forms]
-            if not self._forms:
+            for number in message.numbers:
+                self._followed.pop(number, None)
+            self._to_fill = [number for number in self._to_fill if number in self._followed]
+            if not self._followed:
                 self._grammars.forget()
         elif isinstance(message, wire.Check):
             self._check(message.params)
         elif isinstance(message, wire.Accepts):
             self._accepts(message)
 
-    def _guarded(self, form: int, work: Callable[[], None], *, opening: bool = False) -> Failure | None:
-        """Does it under the processor's limit and with the marker set; whatever goes wrong is this form's end alone."""
+    def _guarded(self, number: int, work: Callable[[], None], *, opening: bool = False) -> Failure | None:
+        """Does it under the processor's limit and with the marker set; whatever goes wrong ends this answer alone."""
         # Of this thread, the only one: with a limit set, the clock of the process may stand still for long.
         used_s = time.thread_time()
         if used_s >= self._renew_s:
@@ -131,7 +131,7 @@ class Worker:
             most_s = most_s if hard == resource.RLIM_INFINITY else min(most_s, hard)
             resource.setrlimit(resource.RLIMIT_CPU, (most_s, hard))
         if self._marker is not None:
-            self._marker.begin(form, opening=opening)
+            self._marker.begin(number, opening=opening)
         try:
             work()
         except HoldfastError as error:
@@ -174,40 +174,40 @@ class Worker:
             matcher = self._grammars.matcher(asked.params)
             if not matcher.consume_all(asked.token_ids):
                 raise matcher.error or EngineError("the output so far does not match the grammar")
-            self._forms[asked.form] = _Following(matcher, len(asked.token_ids))
+            self._followed[asked.number] = _Following(matcher, len(asked.token_ids))
 
-        failure = self._guarded(asked.form, follow, opening=True)
+        failure = self._guarded(asked.number, follow, opening=True)
         if failure is not None:
-            self._say(wire.Opened(asked.form, len(asked.token_ids), failure=failure))
+            self._say(wire.Opened(asked.number, len(asked.token_ids), failure=failure))
             return
         held = max(_own_bytes() - before, 0)
-        complete = self._forms[asked.form].matcher.complete
+        complete = self._followed[asked.number].matcher.complete
         if not complete:
-            self._to_fill.append(asked.form)
-        self._say(wire.Opened(asked.form, len(asked.token_ids), held, complete))
+            self._to_fill.append(asked.number)
+        self._say(wire.Opened(asked.number, len(asked.token_ids), held, complete))
         self._spare_memory()
 
     def _advance(self, asked: wire.Advance) -> None:
         advanced = wire.Advanced([], {}, [])
-        for form, token, wanted in asked.tokens:
-            following = self._forms.get(form)
+        for number, token, wanted in asked.tokens:
+            following = self._followed.get(number)
             if following is None:
                 continue  # It was closed, or has failed and said so.
             following.length += 1
-            failure = self._consume(form, following.matcher, token)
+            failure = self._consume(number, following.matcher, token)
             if failure is not None:
-                advanced.failed[form] = failure
-                del self._forms[form]
-                self._to_fill = [one for one in self._to_fill if one != form]
+                advanced.failed[number] = failure
+                del self._followed[number]
+                self._to_fill = [one for one in self._to_fill if one != number]
             elif following.matcher.complete:
-                advanced.complete.append(form)
+                advanced.complete.append(number)
             else:
-                advanced.others.append(form)
-                if wanted and form not in self._to_fill:
-                    self._to_fill.append(form)
+                advanced.others.append(number)
+                if wanted and number not in self._to_fill:
+                    self._to_fill.append(number)
         self._say(advanced)
 
-    def _consume(self, form: int, matcher: Matcher, token: int) -> Failure | None:
+    def _consume(self, number: int, matcher: Matcher, token: int) -> Failure | None:
         def consume() -> None:
             if matcher.consume(token):
                 return
@@ -216,15 +216,15 @@ class Worker:
                 error = EngineError("a token was sampled that the grammar does not allow")
             raise error
 
-        return self._guarded(form, consume)
+        return self._guarded(number, consume)
 
     def _quickest(self) -> int:
-        form = min(self._to_fill, key=lambda one: self._forms[one].cost_s)
-        self._to_fill.remove(form)
-        return form
+        number = min(self._to_fill, key=lambda one: self._followed[one].cost_s)
+        self._to_fill.remove(number)
+        return number
 
-    def _fill(self, form: int) -> None:
-        following, mask = self._forms[form], b""
+    def _fill(self, number: int) -> None:
+        following, mask = self._followed[number], b""
         if following.cost_s > TOGETHER_S:
             self._flush()  # Nobody waits for it with a mask that is there.
         began_s, before = time.thread_time(), _own_bytes() if following.cost_s > LOOKED_AT_S else 0
@@ -235,7 +235,7 @@ class Worker:
             if (error := following.matcher.error) is not None:
                 raise error
 
-        failure = self._guarded(form, fill)
+        failure = self._guarded(number, fill)
         spent_s = time.thread_time() - began_s
         following.cost_s = max(spent_s, following.cost_s / 2)
         grown = max(_own_bytes() - before, 0) if before else 0
@@ -243,11 +243,11 @@ class Worker:
         if failure is None and following.grown_bytes > self._limits.memory_bytes // 2:
             failure = Failure.of(too_much_memory(self._limits.memory_bytes // 2))
         if failure is not None:
-            del self._forms[form]
+            del self._followed[number]
         now_s = time.monotonic()
         if not self._unsaid:
             self._unsaid_s = now_s
-        self._unsaid.append(wire.Filled(form, following.length, mask, spent_s, grown, failure))
+        self._unsaid.append(wire.Filled(number, following.length, mask, spent_s, grown, failure))
         if not self._to_fill or now_s - self._unsaid_s > TOGETHER_S:
             self._flush()
         if grown:

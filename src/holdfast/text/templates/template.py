@@ -100,12 +100,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """`messages` are left as they are. Raises RequestError with the template's own words when it refuses."""
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt cannot both be true",
-                fix="set add_generation_prompt to false to continue the last message",
-                field="continue_final_message",
-            )
+        check_end(add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message)
         chat = [_alias_reasoning(message) for message in join_text_parts(messages, keep_parts=self._takes_parts)]
         if len(chat) > 1 and chat[0]["role"] == chat[1]["role"] == "system" and not self.takes_systems:
             chat = _one_system(chat)
@@ -177,6 +172,16 @@ def load_template(given: str) -> str:
                 field="chat_template",
             ) from problem
     return given
+
+
+def check_end(*, add_generation_prompt: bool | None, continue_final_message: bool | None) -> None:
+    """A prompt ends with the last message, or with the opening of another."""
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            fix="set add_generation_prompt to false to continue the last message",
+            field="continue_final_message",
+        )
 
 
 def check_length(source: str) -> None:

@@ -1,1 +1,1 @@
-"""Tools: how a model is told of them, how its calls are read, and how they are held to a form."""
+"""Tools: how the prompt describes them, how calls are parsed, and the grammar that constrains them."""

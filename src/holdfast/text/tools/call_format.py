@@ -1,11 +1,11 @@
-"""How a family writes calls, as a form that a grammar is made of. Reading them back is each family's own."""
+"""How a family writes calls, in parts that a grammar is made of. Reading them back is each family's own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 NAME, ARGUMENTS = "\0name", "\0arguments"
-"""Stand in a form for a tool's name as a JSON string, and for its arguments."""
+"""Stand in a format for a tool's name as a JSON string, and for its arguments."""
 BARE_NAME = "\0bare name"
 
 

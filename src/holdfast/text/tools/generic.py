@@ -1,6 +1,6 @@
 """Calls as plain JSON: an object with a name and arguments, a list of such objects, or either in a ``` fence.
 
-The form that models without one of their own are asked for. Nothing marks a call but that it is the whole answer and
+The format that models without one of their own are asked for. Nothing marks a call but that it is the whole answer and
 names a tool that was given: any other JSON is content.
 """
 
@@ -11,7 +11,7 @@ from holdfast.text.tools.parser import CallReader, NotACall, Region, Step
 
 FENCE = "```"
 
-FORM = ToolCallFormat(
+FORMAT = ToolCallFormat(
     call=('{"name": ', NAME, ', "arguments": ', ARGUMENTS, "}"),
     between=(", ",),
     before=("[",),
@@ -21,7 +21,7 @@ FORM = ToolCallFormat(
 
 
 class GenericReader(CallReader):
-    """The other families' readers read this form too, where no mark of theirs opens a call: small models forget it."""
+    """Other families' readers read this format too, where no mark of theirs opens a call: small models forget it."""
 
     first_characters = "{[`"
 

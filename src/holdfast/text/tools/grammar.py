@@ -1,4 +1,4 @@
-"""The grammar that holds an answer to calls of given tools, in the form the model's family writes them, as Lark in
+"""The grammar that holds an answer to calls of given tools, in the format of the model's family, as Lark in
 llguidance's dialect. Knows no engine; what a schema may contain is for whoever compiles the grammar to say.
 """
 
@@ -36,11 +36,11 @@ class Freedom:
     words: bool = False
     """Any text; also before and between calls that have a mark. Arguments are then free too, but for strict tools."""
     schema: Mapping[str, Any] | None = None
-    """JSON of this schema. Only for forms with a mark: without one a call is not told from other JSON."""
+    """JSON of this schema. Only for formats with a mark: without one a call is not told from other JSON."""
 
 
 def calls_grammar(
-    form: ToolCallFormat,
+    call_format: ToolCallFormat,
     tools: Sequence[Tool],
     token_of: TokenOf,
     *,
@@ -52,7 +52,7 @@ def calls_grammar(
     """One call, or where `parallel` up to MOST_PARALLEL_CALLS; behind thoughts where the model has some. Without
     `freedom` the answer must call."""
     freedom = freedom or Freedom()
-    made = _Grammar(form, token_of, MOST_PARALLEL_CALLS if parallel else 1)
+    made = _Grammar(call_format, token_of, MOST_PARALLEL_CALLS if parallel else 1)
     thoughts = made.thoughts(thinking, state)
     if freedom.words and made.opening is not None:
         start = made.between_words()
@@ -87,16 +87,16 @@ def thoughtful_json(
 class _Grammar:
     """The rules of one grammar as they are put together."""
 
-    def __init__(self, form: ToolCallFormat, token_of: TokenOf, most: int) -> None:
+    def __init__(self, call_format: ToolCallFormat, token_of: TokenOf, most: int) -> None:
         self.rules: list[str] = []
-        self.call, self._before = form.call, form.before
-        self._form, self._token_of, self._most = form, token_of, most
-        self.opening = (*form.before, *form.call)[0] if form.opens_with_mark else None
+        self.call, self._before = call_format.call, call_format.before
+        self._format, self._token_of, self._most = call_format, token_of, most
+        self.opening = (*call_format.before, *call_format.call)[0] if call_format.opens_with_mark else None
 
     def calls(self) -> str:
-        several = f"call ({self.parts(self._form.between)} call){{0,{self._most - 1}}}" if self._most > 1 else "call"
-        enclosed = _joined(self.parts(self._before), several, self.parts(self._form.after))
-        return f"call | {enclosed}" if self._form.bare_alone else enclosed
+        several = f"call ({self.parts(self._format.between)} call){{0,{self._most - 1}}}" if self._most > 1 else "call"
+        enclosed = _joined(self.parts(self._before), several, self.parts(self._format.after))
+        return f"call | {enclosed}" if self._format.bare_alone else enclosed
 
     def between_words(self) -> str:
         """Calls that a mark opens, with any text around them."""
@@ -110,7 +110,7 @@ class _Grammar:
                 self._before = self._before[1:]
             else:
                 self.call = self.call[1:]
-        one, most = (self.calls(), 1) if self._form.before else ("call", self._most)
+        one, most = (self.calls(), 1) if self._format.before else ("call", self._most)
         if opening is None:
             earlier = f"(opening {one}){{0,{most - 1}}} " if most > 1 else ""
             return f"{earlier}(TEXT | opening {one})"
@@ -129,7 +129,7 @@ class _Grammar:
 
     def parts(self, parts: Sequence[str], name: str = "", arguments: str = "") -> str:
         spelled = {NAME: quoted(json.dumps(name)), BARE_NAME: quoted(name), ARGUMENTS: arguments}
-        marks = self._form.marks
+        marks = self._format.marks
         return _joined(*(spelled.get(part) or (self.mark(part) if part in marks else quoted(part)) for part in parts))
 
     def mark(self, text: str) -> str:
@@ -152,7 +152,7 @@ def _json(schema: Mapping[str, Any], spacing: Mapping[str, Any] = _SPACING) -> s
 
 def closed(schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     """The schema with objects that have the properties it names and no others, unless it says so itself; without what
-    only describes, which is long and holds nothing to a form."""
+    only describes, which is long and constrains nothing."""
     if depth > MAX_SCHEMA_DEPTH:
         raise RequestError(
             f"a tool's parameters are nested more than {MAX_SCHEMA_DEPTH} deep",

@@ -8,7 +8,7 @@ from holdfast.text.tools.parser import NotACall, Region
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-FORM = ToolCallFormat(
+FORMAT = ToolCallFormat(
     marks=(OPEN, CLOSE),
     call=(OPEN, '\n{"name": ', NAME, ', "arguments": ', ARGUMENTS, "}\n", CLOSE),
     between=("\n",),

@@ -8,7 +8,7 @@ from holdfast.text.tools.parser import Region
 
 PYTHON_TAG = "<|python_tag|>"
 
-FORM = ToolCallFormat(
+FORMAT = ToolCallFormat(
     marks=(PYTHON_TAG,),
     call=('{"name": ', NAME, ', "parameters": ', ARGUMENTS, "}"),
     between=("; ",),

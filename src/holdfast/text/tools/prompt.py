@@ -37,7 +37,7 @@ class ToolFormat:
     """How tools are spoken of with one template."""
 
     dialect: Dialect
-    form: ToolCallFormat
+    call_format: ToolCallFormat
     by_template: bool
     """Whether the template shows tools and calls itself."""
     takes_system: bool
@@ -45,8 +45,8 @@ class ToolFormat:
 
 @lru_cache(maxsize=32)
 def speech_of(template: str, parser: str | None = None) -> ToolFormat:
-    """`parser`: a name in DIALECTS. Without one a template that shows tools in a form that is not known here is not
-    given any: its calls could not be read, so the model is asked for the generic form."""
+    """`parser`: a name in DIALECTS. Without one a template that shows tools in a format that is not known here is not
+    given any: its calls could not be read, so the model is asked for the generic format."""
     compiled = compile_template(template)
     found = dialect_of(template) if parser is None else DIALECTS[parser]
     dialect = found if found is not None and (parser is not None or compiled.knows_tools) else GENERIC
@@ -60,7 +60,7 @@ def shown(
     """Messages and tools for the template. What is given is left as it is."""
     if speech.by_template:
         return [dict(message) for message in messages], list(tools) if tools else None
-    return _with_tools(_history(messages, speech.form), tools, speech), None
+    return _with_tools(_history(messages, speech.call_format), tools, speech), None
 
 
 def shown_in(
@@ -102,8 +102,8 @@ def _with_tools(told: list[Message], tools: Sequence[Mapping[str, Any]] | None, 
     blank = ('"..."', "{...}")
     preamble = PREAMBLE.format(
         tools="\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools),
-        one=written(speech.form, [blank]),
-        several=written(speech.form, [blank, blank]),
+        one=written(speech.call_format, [blank]),
+        several=written(speech.call_format, [blank, blank]),
     )
     if told and told[0].get("role") == "system":
         return [_with_text(told[0], preamble, behind=True), *told[1:]]
@@ -112,20 +112,20 @@ def _with_tools(told: list[Message], tools: Sequence[Mapping[str, Any]] | None, 
     return [_with_text(told[0], preamble, behind=False), *told[1:]]
 
 
-def written(form: ToolCallFormat, calls: Sequence[tuple[str, str]]) -> str:
+def written(call_format: ToolCallFormat, calls: Sequence[tuple[str, str]]) -> str:
     """Calls as the family writes them: each a name as a JSON string, and arguments."""
 
     def one(name: str, arguments: str) -> str:
         spelled = {NAME: name, BARE_NAME: name.strip('"'), ARGUMENTS: arguments}
-        return "".join(spelled.get(part, part) for part in form.call)
+        return "".join(spelled.get(part, part) for part in call_format.call)
 
-    written = "".join(form.between).join(one(*call) for call in calls)
-    if form.bare_alone and len(calls) == 1:
+    written = "".join(call_format.between).join(one(*call) for call in calls)
+    if call_format.bare_alone and len(calls) == 1:
         return written
-    return "".join(form.before) + written + "".join(form.after)
+    return "".join(call_format.before) + written + "".join(call_format.after)
 
 
-def _history(messages: Sequence[Mapping[str, Any]], form: ToolCallFormat) -> list[Message]:
+def _history(messages: Sequence[Mapping[str, Any]], call_format: ToolCallFormat) -> list[Message]:
     """Calls become text of the assistant, answers of tools that of the user; those that follow each other one message,
     because many templates want the two to take turns."""
     told: list[Message] = []
@@ -144,7 +144,7 @@ def _history(messages: Sequence[Mapping[str, Any]], form: ToolCallFormat) -> lis
         elif role == "assistant" and message.get("tool_calls"):
             names.update({str(call.get("id")): str(call["function"]["name"]) for call in message["tool_calls"]})
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
-            told.append(_with_text(kept, written(form, _spelled(message["tool_calls"])), behind=True))
+            told.append(_with_text(kept, written(call_format, _spelled(message["tool_calls"])), behind=True))
         else:
             told.append(dict(message))
         answering = role == "tool"

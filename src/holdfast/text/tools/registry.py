@@ -26,20 +26,20 @@ def _nine_characters() -> str:
 class Dialect:
     name: str
     reader: type[CallReader]
-    form: ToolCallFormat
+    call_format: ToolCallFormat
     make_id: Callable[[], str] = _long_id
 
     def form_in(self, template: str | None) -> ToolCallFormat:
         """How calls are written by a model with this template."""
-        if self.form is mistral.LISTED and template is not None and mistral.ARGS in template:
+        if self.call_format is mistral.LISTED and template is not None and mistral.ARGS in template:
             return mistral.NAMED
-        return self.form
+        return self.call_format
 
 
-HERMES = Dialect(name="hermes", reader=hermes.HermesReader, form=hermes.FORM)
-LLAMA3 = Dialect(name="llama3_json", reader=llama3.Llama3Reader, form=llama3.FORM)
-MISTRAL = Dialect(name="mistral", reader=mistral.MistralReader, form=mistral.LISTED, make_id=_nine_characters)
-GENERIC = Dialect(name="json", reader=generic.GenericReader, form=generic.FORM)
+HERMES = Dialect(name="hermes", reader=hermes.HermesReader, call_format=hermes.FORMAT)
+LLAMA3 = Dialect(name="llama3_json", reader=llama3.Llama3Reader, call_format=llama3.FORMAT)
+MISTRAL = Dialect(name="mistral", reader=mistral.MistralReader, call_format=mistral.LISTED, make_id=_nine_characters)
+GENERIC = Dialect(name="json", reader=generic.GenericReader, call_format=generic.FORMAT)
 
 DIALECTS: Mapping[str, Dialect] = MappingProxyType(
     {

@@ -21,7 +21,7 @@ _SCHEMAS = (
 
 MOST_ARRANGED_CHARS = 2560
 """Of all lists that are written out for one schema, in characters: each takes some 43 bytes when it is compiled, and
-what a form may take is counted by how it was sent."""
+what a schema may take is counted by how it was sent."""
 LEAST_TEXT_CHARS = 4
 """That a text of a list is written with, however short: its quotes, a comma and a blank."""
 _COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})

@@ -1,4 +1,4 @@
-"""Structural tags as a Lark grammar: free text in which a trigger begins a part that must have a form, and the newer
+"""Structural tags as a Lark grammar: free text in which a trigger begins a part that follows a grammar, and the newer
 formats, which are made of each other. Reads vLLM's two ways to write them; knows no tokens but special ones."""
 
 from __future__ import annotations

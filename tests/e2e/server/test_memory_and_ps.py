@@ -34,6 +34,10 @@ def test_ps_shows_a_ready_server_with_its_table(launch, capsys: pytest.CaptureFi
     assert main(["ps", f"127.0.0.1:{server.port}"]) == 0
     said = capsys.readouterr().out
     assert f"{server.url}  ready  fake" in said
+    assert "kv_pool" in said
+    assert "unaccounted" not in said
+    assert main(["ps", "-v", f"127.0.0.1:{server.port}"]) == 0
+    said = capsys.readouterr().out
     assert "unaccounted" in said
     assert "front (pid" in said
 
