@@ -433,7 +433,7 @@ def test_a_pool_counts_by_its_whole_pages(spec: ModelSpec) -> None:
     page, low, high = 2 * MIB, 1, 4096
 
     def made(nbytes: int) -> Plan:
-        return plan(spec, 40, ram="17GiB", max_model_len=64, kv_cache_memory_bytes=nbytes)
+        return plan(spec, 40, ram="17000MiB", max_model_len=64, kv_cache_memory_bytes=nbytes)
 
     while low < high:
         middle = (low + high + 1) // 2
