@@ -457,6 +457,25 @@ def test_dense_products_are_planned_with_their_copy_where_torch_makes_one(spec: 
     assert "scratch" not in plan(spec, 60, FAST, **half).terms
 
 
+def test_a_pool_counts_by_its_whole_pages(spec: ModelSpec) -> None:
+    """A size between two numbers of pages is allocated as the lower one, and fits where that does."""
+    page, low, high = 2 * MIB, 1, 4096
+
+    def made(nbytes: int) -> Plan:
+        return plan(spec, 40, ram="17000MiB", max_model_len=64, kv_cache_memory_bytes=nbytes)
+
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            low = made(middle * page).engine.blocks
+        except DoesNotFitError:
+            high = middle - 1
+    assert 1 < low < 4096
+    assert made(low * page + page - 1).engine.blocks == low
+    with pytest.raises(DoesNotFitError, match="does not fit"):
+        made((low + 1) * page)
+
+
 def test_a_pool_too_small_for_a_block_says_so(spec: ModelSpec) -> None:
     with pytest.raises(DoesNotFitError, match="holds no block"):
         plan(spec, 40, kv_cache_memory_bytes=2 << 20)
