@@ -53,6 +53,7 @@ def test_flags_of_vllm_have_a_history_that_agrees() -> None:
     assert known.takes("swap-space") is False
     assert known.takes("attention-backend", "0.12.0") is False
     assert known.takes("bogus") is None
+    assert known.feature("kv-pool-in-bytes") == known.flag("kv-cache-memory-bytes").since
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -315,7 +315,9 @@ def test_vram_alone_tells_no_total(ask: Ask) -> None:
         check(command)
     for engine in ("vllm", "sglang"):
         assert any("--vram does not give" in note for note in by_engine[engine].notes)
-    older = commands(found, sequences=4, vllm=Vllm((0, 8), "v1"))["vllm"]
+    first = commands(found, sequences=4, vllm=parse_vllm("==0.10.2"))["vllm"]
+    assert value(first, "--kv-cache-memory-bytes") is not None
+    older = commands(found, sequences=4, vllm=parse_vllm("==0.10.1"))["vllm"]
     assert value(older, "--kv-cache-memory-bytes") is None
     assert any("--gpu-memory-utilization to 22.00 GiB over" in note for note in older.notes)
 
