@@ -176,7 +176,7 @@ def _corrected(command: ServerCommand, fix: Fix) -> Fix:
     changes: dict[str, str | None] = {}
     for name, (flag, meant) in wrong.items():
         changes |= {name: None, f"--{meant}": " ".join(flag.values)}
-    return Fix(changes=changes, why=f"{', '.join(wrong)} is misspelt: --{next(iter(wrong.values()))[1]} is what it has")
+    return Fix(changes=changes, why=f"{', '.join(wrong)} is misspelt: the flag is --{next(iter(wrong.values()))[1]}")
 
 
 def _near(command: ServerCommand, name: str) -> tuple[Flag, str] | None:

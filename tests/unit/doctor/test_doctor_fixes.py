@@ -210,4 +210,4 @@ def test_a_misspelt_flag_is_put_right_and_its_secret_is_not_told() -> None:
     [finding] = diagnose_lines(lines, "log").findings
     assert finding.fix is not None
     assert finding.fix.command == 'vllm serve q --max-model-len 4096 --api-key "${API_KEY:?}"'
-    assert finding.fix.why == "--max-model-len, --api-key is what it has"
+    assert finding.fix.why == "the flag is spelled --max-model-len, --api-key"

@@ -132,7 +132,7 @@ def test_a_share_that_is_lowered_is_lowered_for_every_fix_and_said_beside_it() -
     assert _judged(fix.command, "l4").healthy  # Both at once, as they are offered.
     assert fix.why.endswith("in the same command, for the other findings: --gpu-memory-utilization 0.95")
     assert "budget 21.05 GiB (0.95 of 22.16 GiB)" in found.seen[0]
-    assert "in place of 0.99" in found.seen[1]
+    assert "instead of 0.99" in found.seen[1]
     kept = _judged(f"vllm serve {LLAMA} --max-model-len 8192 --gpu-memory-utilization 0.95", vram="20GiB")
     assert " of " not in kept.seen[0].split("budget ")[1].split(",")[0]  # Set in bytes, it is no share.
 
@@ -141,7 +141,7 @@ def test_a_share_that_is_lowered_is_lowered_for_every_fix_and_said_beside_it() -
 def test_a_command_for_a_gpu_is_judged_for_a_cpu_with_doubt_and_that_is_said_first() -> None:
     text = f"vllm serve {LLAMA} --max-model-len 131072"
     found = judge_command(text, machine=CommandMachine(ram="20GiB"))
-    assert found.seen[0].startswith("this machine shows no GPU, so the command is judged for its CPU; --gpu NAME")
+    assert found.seen[0].startswith("this machine has no GPU, so the command is checked for its CPU; --gpu NAME")
     assert [one.confidence for one in found.findings] == ["medium"]
     command = parse_command(text)
     assert command is not None
@@ -152,7 +152,7 @@ def test_a_command_for_a_gpu_is_judged_for_a_cpu_with_doubt_and_that_is_said_fir
     assert here.seen[0].startswith("planned for this machine")
     for said, version in ((f"VLLM_CPU_OMP_THREADS_BIND=all {text}", None), (text, "0.11.0+cpu")):
         meant = judge_command(said, machine=CommandMachine(ram="20GiB"), version=version)
-        assert not any("shows no GPU" in one for one in (*meant.seen, *meant.missing))
+        assert not any("has no GPU" in one for one in (*meant.seen, *meant.missing))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_holdfast_refuses_is_said_with_its_reason() -> None:
 
 
 def test_what_starts_no_server_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no command in it that starts a server"):
+    with pytest.raises(ConfigurationError, match="not a command that starts a server"):
         judge_command("ls -la")
 
 

@@ -6,17 +6,19 @@ import argparse
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from holdfast.cli.commands import plan
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.models import catalogue
 from holdfast.planner.advice.offload import RAM_SHARE, place
-from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.advice.remedy import Remedy, too_long
+from holdfast.planner.advice.remedies import BEYOND_THE_MODEL, LAST, TABLE, ways_out
+from holdfast.planner.advice.remedy import Kind, Remedy, too_long
+from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.api import question_of
 from holdfast.planner.fit.search import Fit, Question, fit
 from holdfast.planner.inputs.question import Device
@@ -412,3 +414,25 @@ def test_what_cannot_hold_the_weights_is_not_planned(ask: Ask, monkeypatch: pyte
         monkeypatch.setattr(f"holdfast.planner.advice.{module}.fit", counting)
     assert ways_out(fit(ask("glm-5", "rtx4090", count=8)))
     assert len(planned) < 40
+
+
+def test_the_search_plans_no_more_than_is_taken_and_keeps_what_fits_in_order() -> None:
+    tried: list[int] = []
+
+    def plan(size: int) -> str | None:
+        tried.append(size)
+        if size == 2:
+            raise DoesNotFitError("too large")
+        return None if size == 1 else f"plan {size}"
+
+    found = that_fit(range(1, 9), plan)
+    assert next(found) == (3, "plan 3")
+    assert tried == [1, 2, 3]
+    assert first_that_fits([1, 2], plan) is None
+    assert [size for size, _ in that_fit([4, 1, 3], plan)] == [4, 3]
+
+
+def test_every_kind_of_remedy_has_a_row() -> None:
+    rows = [row.kind for row in (*TABLE, *LAST, *BEYOND_THE_MODEL)]
+    assert tuple(dict.fromkeys(rows)) == ORDER
+    assert set(rows) == set(get_args(Kind))

@@ -61,9 +61,9 @@ _WARNED: dict[str, tuple[str, RootCause]] = {
 _IDLE = "HFW27"
 _OF_SIZING = ("it would refuse: ", "pool holds no sequence", "KV cache does not hold a ")
 """In the planner's reasons: those that are about the size of the KV pool."""
-_NO_GPU = "a GPU: this machine shows none, so name the one it is for: --gpu rtx4090"
+_NO_GPU = "a GPU: this machine has none; name the one that the command is for: --gpu rtx4090"
 _ON_THIS_CPU = (
-    "this machine shows no GPU, so the command is judged for its CPU; --gpu NAME or --vram SIZE judges it for another"
+    "this machine has no GPU, so the command is checked for its CPU; --gpu NAME or --vram SIZE checks it for another"
 )
 _LESS_SURE: dict[str, Confidence] = {"high": "medium", "medium": "low"}
 """Of a command for a GPU that is judged for a CPU: it is likely meant for another machine."""
@@ -85,12 +85,12 @@ def judge_command(text: str, *, machine: CommandMachine | None = None, version: 
             "a quote in the command is not closed",
             needed="as many closing quotes as opening ones",
             found=shorten(str(error), 60),
-            fix="close it, and quote the whole once more",
+            fix="close it, and quote the whole command",
             field="command",
         ) from None
     if command is None:
         raise ConfigurationError(
-            "there is no command in it that starts a server",
+            "this is not a command that starts a server",
             needed="vllm serve MODEL ..., python -m vllm.entrypoints.openai.api_server ..., llama-server ...,"
             " python -m sglang.launch_server ... or holdfast serve ...",
             found=shorten(text, 120),
@@ -174,7 +174,7 @@ def _planned_together(command: ServerCommand, machine: CommandMachine, version: 
     (flag, value), *_ = share.fix.changes.items()
     found_lower, missing, seen = _planned(_put_right(command, [share]), machine, version, runs_here)
     if _mendable(found_lower) or not _mendable([one for one in judged[0] if one is not share]):
-        said = f"counted with {flag} {value}, as it is offered below, in place of {command.value(flag)}"
+        said = f"counted with {flag} {value}, as offered below, instead of {command.value(flag)}"
         return [*found_lower, share], missing, [*seen, said]
     # With a lower share nothing that can be set would do: it is said, and not put into the command.
     advice = msgspec.structs.replace(share, fix=Fix(why=f"{share.fix.why}, and a smaller model or a larger GPU"))
@@ -188,7 +188,7 @@ def _mendable(findings: list[Finding]) -> bool:
 def _planned(command: ServerCommand, machine: CommandMachine, version: str | None, runs_here: bool) -> Judged:
     """Findings, what is missing, and what was planned."""
     if not profile(command.engine).planned:
-        return [], [f"a plan: commands of {command.engine} are read, and not planned"], []
+        return [], [f"a plan: commands of {command.engine} are parsed, but not planned"], []
     if command.model is None and command.engine != "holdfast":
         return [], ["the model: the command names none"], []
     try:
@@ -224,7 +224,7 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
         return findings, other, [*first, f"{seen[-1]}; {budget_words(command, told, split)}", *idle]
     except HoldfastError as error:
         if error.code == BEYOND_MODEL and stretched(command):
-            return [], [f"a plan: {error.message}, and how positions are stretched is not planned"], seen
+            return [], [f"a plan: {error.message}, and RoPE scaling is not planned"], seen
         return *refused(command, error, question), seen
 
 
@@ -326,7 +326,7 @@ def _does_not_fit(command: ServerCommand, told: PlanAnswer) -> Finding:
     if weights > rank.budget_bytes:
         cause, what = "weights_do_not_fit", f"the weights alone take {format_bytes(weights)} of {budget}"
     elif rank.room_bytes <= 0:
-        cause, what = "no_memory_for_kv_blocks", f"what is held beside KV fills the {budget}: none is left for KV"
+        cause, what = "no_memory_for_kv_blocks", f"everything but KV fills the {budget}: nothing is left for KV"
     else:
         needed = fit.needed_bytes(rank)
         cause = "kv_cache_too_small_for_max_len"
@@ -337,7 +337,7 @@ def _does_not_fit(command: ServerCommand, told: PlanAnswer) -> Finding:
     unused = next((way for way in told.ways_out if way.kind == "idle_gpus"), None)
     if unused is not None and command.value("tensor-parallel-size") is None:
         idle = len(told.question.machine.devices) - 1
-        cause, what = "tensor_parallel_unused", f"{what}; and {idle} GPU{'s' if idle > 1 else ''} more stand idle"
+        cause, what = "tensor_parallel_unused", f"{what}; and {idle} more GPU{'s are' if idle > 1 else ' is'} idle"
         fixes.sort(key=lambda fix: profile(command.engine).spelling("tensor-parallel-size") not in fix.changes)
     settable = any(fix.changes and "--model" not in fix.changes for fix in fixes)
     root: RootCause = "configuration_overshoot" if settable else "does_not_fit"
@@ -375,7 +375,7 @@ def _would_refuse(
             if theirs is not None and theirs.max_model_len:
                 changes: dict[str, str | None] = {"--max-model-len": str(theirs.max_model_len)}
                 fixes.append(
-                    changed(command, changes, "the longest that this version holds; planned: it fits", SHORTER)
+                    changed(command, changes, "the longest context that this version holds; planned: it fits", SHORTER)
                 )
             yield found(
                 "kv_cache_too_small_for_max_len",

@@ -37,7 +37,7 @@ def stored_otherwise(command: ServerCommand, question: Question) -> Finding | No
     stored = "is not quantized" if quantization is None else f"is stored as {quantization.method}"
     written = f"--quantization {command.value('quantization')}"
     fixes = [
-        changed(command, {"--quantization": None}, "the engine reads from the model how it is stored"),
+        changed(command, {"--quantization": None}, "the engine reads from the model config how it is stored"),
         Fix(why=f"a copy of the model that was quantized so, under its own name (most end in -{asked.upper()})",
             price="a little accuracy"),
     ]  # fmt: skip
@@ -45,8 +45,8 @@ def stored_otherwise(command: ServerCommand, question: Question) -> Finding | No
         "bad_flag",
         "not_memory",
         "high",
-        what=f"the command says {written}, and the model {stored}",
-        why="the flag names how the files are stored, and does not make it so: the engine refuses to start",
+        what=f"the command has {written}, but the model {stored}",
+        why="the flag states how the files are stored and converts nothing: the engine refuses to start",
         evidence=[Evidence(line=written, source="command")],
         fixes=fixes,
     )
@@ -58,7 +58,7 @@ def would_not_run(command: ServerCommand, reason: str) -> Finding:
     fixes: list[Fix] = []
     if since is not None:
         package = "sglang" if command.engine == "sglang" else "vllm"
-        fixes.append(Fix(command=f"pip install --upgrade '{package}>={since[1]}'", why="a release that has it"))
+        fixes.append(Fix(command=f"pip install --upgrade '{package}>={since[1]}'", why="a release that supports it"))
     if reason.startswith(_ENGINES) or "is built for compute capability" in reason:
         cause = "kernel_image_missing"
     elif "needs compute capability" in reason:
@@ -86,7 +86,7 @@ def would_not_run(command: ServerCommand, reason: str) -> Finding:
         "not_memory",
         "medium",
         what=f"{command.engine} would not run it: {reason}",
-        why="the release lacks it, not the GPU" if cause == "arch_unsupported" else reason,
+        why="the release does not support it; the GPU does" if cause == "arch_unsupported" else reason,
         evidence=[Evidence(line=reason, source="plan")],
         fixes=fixes,
     )

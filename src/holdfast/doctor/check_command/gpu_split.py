@@ -17,7 +17,7 @@ from holdfast.errors import HoldfastError
 from holdfast.units import MIB, parse_bytes
 
 if TYPE_CHECKING:
-    from holdfast.planner.fit.search import Fit, Question, Rank
+    from holdfast.planner.fit.search import Fit, Question
 
 SHARE, POOL = "--mem-fraction-static", "--kv-cache-memory-bytes"
 _CONTEXT = ("context", "driver")
@@ -98,6 +98,7 @@ class Split:
 
 def split_of(command: ServerCommand, question: Question, draft_bytes: int | None) -> Split | None:
     """None: it is divided by a share of the whole, as a plan divides it. `draft_bytes` of all ranks together."""
+    from holdfast.planner.engines.commands import HELD_BEFORE_KV
     from holdfast.planner.fit.search import fit
 
     if question.machine.kind != "gpu":
@@ -108,11 +109,24 @@ def split_of(command: ServerCommand, question: Question, draft_bytes: int | None
         return None
     found = fit(divided(question, None))
     rank = min(found.ranks, key=lambda one: one.room_bytes)
-    base = _counted(found, rank, (draft_bytes or 0) // len(found.ranks), POOL if share is None else SHARE)
+    context = sum(term.nbytes for term in rank.terms if term.name in _CONTEXT)
+    weights = sum(term.nbytes for term in rank.terms if term.name in HELD_BEFORE_KV)
+    counted = sum(term.nbytes for term in rank.terms) + rank.null_bytes - weights - context
+    split = Split(
+        flag=POOL if share is None else SHARE,
+        free_bytes=max(1, rank.budget_bytes - context),
+        weights_bytes=weights,
+        draft_bytes=(draft_bytes or 0) // len(found.ranks),
+        beside_bytes=counted,
+        counted_bytes=counted,
+        context_bytes=context,
+        needed_bytes=found.needed_bytes(rank),
+        pool_bytes=pool or 0,
+    )
     if share is None:
-        return replace(base, pool_bytes=pool or 0)
-    beside = max(base.beside_bytes, int(_left_mib(command, question) * MIB * _LEAST_LEFT))
-    return replace(base, beside_bytes=beside, own_share=_own_share(command, question)).with_share(share)
+        return split
+    beside = max(counted, int(_left_mib(command, question) * MIB * _LEAST_LEFT))
+    return replace(split, beside_bytes=beside, own_share=_own_share(command, question)).with_share(share)
 
 
 def divided(question: Question, split: Split | None) -> Question:
@@ -145,26 +159,6 @@ def sglang_limits(command: ServerCommand, question: Question) -> Question:
     set_so: dict[str, Any] = {"max_num_seqs": sequences, "max_num_batched_tokens": step}
     set_so["graphs"] = not command.has("disable-cuda-graph")
     return replace(question, settings=replace(settings, **set_so))
-
-
-def _counted(found: Fit, rank: Rank, draft: int, flag: str) -> Split:
-    from holdfast.planner.engines.commands import HELD_BEFORE_KV
-
-    context = sum(term.nbytes for term in rank.terms if term.name in _CONTEXT)
-    weights = sum(term.nbytes for term in rank.terms if term.name in HELD_BEFORE_KV)
-    every = sum(term.nbytes for term in rank.terms) + rank.null_bytes
-    beside = every - weights - context
-    return Split(
-        flag=flag,
-        free_bytes=max(1, rank.budget_bytes - context),
-        weights_bytes=weights,
-        draft_bytes=draft,
-        beside_bytes=beside,
-        counted_bytes=beside,
-        context_bytes=context,
-        needed_bytes=found.needed_bytes(rank),
-        pool_bytes=0,
-    )
 
 
 def _pool(command: ServerCommand) -> int | None:

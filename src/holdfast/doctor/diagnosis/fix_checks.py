@@ -93,7 +93,7 @@ def _number_type(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     overflows = any(name in (facts.model or "").lower() for name in _NOT_IN_HALF)
     if changes.get("--dtype") in ("half", "float16") and overflows:
         changes["--dtype"] = "float32"
-        say("float16 overflows with this model and is refused for it: float32 runs on this card")
+        say("float16 overflows with this model, so the engine refuses it: float32 runs on this GPU")
     return changes
 
 
@@ -114,7 +114,7 @@ def _ranks(facts: Facts, changes: Changes, say: Say) -> Changes | None:
         return None
     chosen = max(able) if fewer else min((one for one in able if one >= size), default=max(able))
     changes[flag] = str(chosen)
-    say(f"this model splits over {', '.join(map(str, sizes[:6]))}")
+    say(f"this model can be split over {', '.join(map(str, sizes[:6]))}")
     return changes
 
 
@@ -131,7 +131,7 @@ def _limits(facts: Facts, changes: Changes, say: Say) -> Changes | None:
         return changes
     if sequences is not None and tokens < sequences:
         changes[seqs] = str(int(tokens))
-        say(f"and at most {int(tokens)} sequences: a step holds a token of each")
+        say(f"and at most {int(tokens)} sequences: a step needs a token for each")
     length = facts.after(changes, "max-model-len", "max_model_len")
     if not facts.before(_V0) or length is None or tokens >= length or length > CHUNKED_ALONE:
         return changes
@@ -140,7 +140,7 @@ def _limits(facts: Facts, changes: Changes, say: Say) -> Changes | None:
         return None
     if command is None or not command.has("enable-chunked-prefill"):
         changes["--enable-chunked-prefill"] = ""
-        say(f"with chunks: without them this version wants a step as long as the context ({int(length):,})")
+        say(f"with chunked prefill: without it this version needs a step as long as the context ({int(length):,})")
     return changes
 
 
@@ -151,7 +151,7 @@ def _prompts(facts: Facts, changes: Changes, say: Say) -> Changes:
         return changes
     older = facts.command is not None and facts.command.has("max-input-length")
     changes["--max-input-length" if older else "--max-input-tokens"] = step
-    say(f"and prompts of at most as many: {int(longest):,} are more than such a step holds")
+    say(f"and prompts of at most as many tokens: a step does not hold {int(longest):,}")
     return changes
 
 
@@ -210,6 +210,6 @@ def _context(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     if asked is None or most < 512:
         return None
     changes["--ctx-size"] = str(most)
-    room = f"{max(0.0, left):.2f} GiB are left beside the weights and a step's buffers"
+    room = f"{max(0.0, left):.2f} GiB are left after the weights and the buffers of a step"
     say(f"{room}, and {int(length):,} tokens take {tried:.2f}")
     return changes

@@ -162,7 +162,7 @@ def _fix(scene: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) ->
         flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
     ]
     if corrected:
-        why, price = f"{', '.join(corrected)} is what it has", None
+        why, price = f"the flag is spelled {', '.join(corrected)}", None
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
         price = "weights and KV take twice the memory"
     return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price)
@@ -186,7 +186,7 @@ def _rest(scene: LogState, facts: Facts) -> str:
     if facts.whole or scene.settings.rebuilt(facts.engine) is None or facts.engine == "ollama":
         return ""
     lost = scene.settings.lost(facts.engine)
-    return f"; and your {', '.join(lost)}, which the log does not tell in full" if lost else "; and your other flags"
+    return f"; and your {', '.join(lost)}, which the log does not show in full" if lost else "; and your other flags"
 
 
 def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | None]:

@@ -202,20 +202,20 @@ class RemedyRow:
 
 
 TABLE = (
-    RemedyRow("utilization", "less is left for others on that GPU", _utilization),
+    RemedyRow("utilization", "less memory is left for other processes on that GPU", _utilization),
     RemedyRow("context", "longer requests are refused", _context),
-    RemedyRow("sequences", "others wait in the queue", _sequences),
+    RemedyRow("sequences", "more requests wait in the queue", _sequences),
     RemedyRow("idle_gpus", None, _idle_gpus),
     RemedyRow("configuration", "several limits are lower", _together),
     RemedyRow("kv_cache_dtype", "KV in fewer bits: a little precision", kv_dtype),
     RemedyRow("quantization", "weights in fewer bits: some quality", whole_variants, VARIANTS_SHOWN),
     RemedyRow("quantization", "weights in fewer bits: some quality", cut_variants, VARIANTS_SHOWN),
     RemedyRow("more_gpus", "more hardware", more_gpus),
-    RemedyRow("tiers", "slower: part of it is read over the link in every step", tiers),
+    RemedyRow("tiers", "slower: part of the weights is read over the link in every step", tiers),
     RemedyRow("bigger_gpu", "other hardware", bigger_gpu),
     RemedyRow("more_ram", "more RAM is used", more_ram),
 )
-LAST = (RemedyRow("smaller_model", "another model's answers", smaller_model),)
+LAST = (RemedyRow("smaller_model", "a different model", smaller_model),)
 BEYOND_THE_MODEL = (
     RemedyRow("shorter_requests", None, _shorter_requests),
     RemedyRow("longer_model", None, longer_model),
