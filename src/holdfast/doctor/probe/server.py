@@ -40,6 +40,7 @@ STREAM_LIMIT_S = 30.0
 STREAM_LIMIT_BYTES = 1 << 20
 KEY_WANTED = (401, 403)
 KEY_VARIABLE = "HOLDFAST_API_KEY"
+_METRICS_FLAGS = {"llama.cpp": " (start it with --metrics)", "sglang": " (start it with --enable-metrics)"}
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "holdfast": "holdfast"}
 
 
@@ -86,7 +87,8 @@ def examine(
         samples, metrics = _samples(client, address, min(seconds, MOST_SECONDS), sleep)
         sleeping = health.status == OK and asleep(health, get(client, f"{address}/is_sleeping"))
         streamed, streaming = None, OK
-        model = _first_model(models)
+        first = _first_model(models)
+        model = str(first.get("id")) if first else None
         if stream and health.status == OK:
             streamed, streaming = (None, 0) if model is None else _streamed(client, address, model)
     engine = next((sample.engine for sample in samples if sample.engine is not None), engine)
@@ -97,12 +99,14 @@ def examine(
         (asked, status) for asked, status in (*answers, ("POST /v1/completions", streaming)) if status in KEY_WANTED
     ]
     if sleeping or health.status not in (OK, *KEY_WANTED):
-        findings = [not_ready(address, health.status, said)]
+        line = f"GET {address}/health: {health.status} {said}".rstrip()
+        findings = [_finding("health", address, [line], {said: 1, "status": health.status})]
     # With its metrics read, a list of models that is kept back takes nothing from the answer.
     elif refused and (not samples or stream or health.status in KEY_WANTED):
         findings = [key_wanted(address, refused, given=bool(key))]
     elif streaming >= 500:
-        findings = [stream_failed(address, streaming), *findings_of(looked)]
+        line = f"POST {address}/v1/completions, one short streamed answer: {streaming}"
+        findings = [_finding("stream_failed", address, [line], {"status": streaming}), *findings_of(looked)]
     else:
         findings = findings_of(looked)
     well = health.status == OK and not looked.no_numbers and streaming == OK
@@ -121,7 +125,7 @@ def examine(
 def _missing(looked: Looked, refused: Sequence[tuple[str, int]], streaming: int, model: str | None) -> Iterator[str]:
     paths = [asked for asked, _ in refused]
     if not looked.samples and "GET /metrics" not in paths:
-        yield f"metrics: {looked.address}/metrics has none{_how_to_tell(looked.engine)}"
+        yield f"metrics: {looked.address}/metrics has none{_METRICS_FLAGS.get(looked.engine or '', '')}"
     if looked.samples and "GET /v1/models" in paths:
         yield f"the server's key in {KEY_VARIABLE}: without it {looked.address}/v1/models cannot be read"
     if streaming == 0 and not refused:
@@ -155,9 +159,7 @@ def _said(reply: Reply) -> str:
 
 def _identity(client: httpx.Client, address: str, models: Reply) -> tuple[str | None, str | None]:
     """Engine and version, by what each tells: vLLM, Holdfast /version, llama.cpp /props, TGI /info, SGLang."""
-    listed = models.json().get("data")
-    first: Any = listed[0] if isinstance(listed, list) and listed else {}
-    owner = _OWNERS.get(str(first.get("owned_by", "")).lower()) if isinstance(first, dict) else None
+    owner = _OWNERS.get(str(_first_model(models).get("owned_by", "")).lower())
     asked = {
         "llama.cpp": (("/props", "build_info"),),
         "tgi": (("/info", "version"),),
@@ -193,12 +195,6 @@ def _samples(
     return samples, status
 
 
-def _how_to_tell(engine: str | None) -> str:
-    return {"llama.cpp": " (start it with --metrics)", "sglang": " (start it with --enable-metrics)"}.get(
-        engine or "", ""
-    )
-
-
 def _unreached(address: str, reply: Reply) -> Diagnosis:
     missing = [] if reply.failure in ("name", "tls", "no_route") else ["the server's log: holdfast doctor LOG"]
     return Diagnosis(
@@ -215,10 +211,10 @@ def _unreached(address: str, reply: Reply) -> Diagnosis:
 # Whether a stream is one
 
 
-def _first_model(models: Reply) -> str | None:
+def _first_model(models: Reply) -> dict[str, Any]:
+    """Empty where none is listed."""
     listed = models.json().get("data")
-    first: Any = listed[0] if isinstance(listed, list) and listed else None
-    return str(first.get("id")) if isinstance(first, dict) else None
+    return listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
 
 
 def _streamed(client: httpx.Client, address: str, model: str) -> tuple[StreamLook | None, int]:
@@ -277,18 +273,6 @@ def key_wanted(address: str, refused: Sequence[tuple[str, int]], *, given: bool)
         for asked, status in refused
     ]
     return _finding("key", address, lines, {"given": given, "status": refused[0][1]})
-
-
-def stream_failed(address: str, status: int) -> Finding:
-    """It says that it serves, and an answer fails."""
-    line = f"POST {address}/v1/completions, one short streamed answer: {status}"
-    return _finding("stream_failed", address, [line], {"status": status})
-
-
-def not_ready(address: str, status: int, said: str) -> Finding:
-    """The server answered, and what it says of itself is not that it serves; `said`: its own word for it."""
-    line = f"GET {address}/health: {status} {said}".rstrip()
-    return _finding("health", address, [line], {said: 1, "status": status})
 
 
 def asleep(health: Reply, told: Reply) -> bool:

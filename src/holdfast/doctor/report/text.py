@@ -38,7 +38,7 @@ def lines(diagnosis: Diagnosis, *, width: int = 100, of_command: bool = False) -
         yield ""
         yield "For higher confidence, provide:"
         for one in diagnosis.missing:
-            yield from _paragraph("", one, width)
+            yield from _paragraph("-", one, width)
 
 
 def without_keys(diagnosis: Diagnosis) -> Diagnosis:
@@ -118,7 +118,7 @@ def changes_of(fix: Fix) -> str:
 
 
 def _paragraph(label: str, text: str, width: int) -> Iterator[str]:
-    start = f"{_INDENT}{label:<9} "
+    start = f"{_INDENT}- " if label == "-" else f"{_INDENT}{label:<9} "
     yield from textwrap.wrap(
         text,
         width,
