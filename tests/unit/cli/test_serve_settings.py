@@ -1,18 +1,22 @@
 """`holdfast serve`: from words on the command line to settings, and refusals that help."""
 
 import argparse
+import asyncio
 import json
 import shlex
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.cli.commands import serve
 from holdfast.cli.main import main
 from holdfast.config import EngineConfig
+from holdfast.engine.fake import FakeEngine
 from holdfast.engine.requests.sampling_defaults import default_sampling, sampling_defaults
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, UnknownArchitectureError
+from holdfast.server.settings import ServerSettings
 
 
 def read(*words: str) -> tuple[object, object]:
@@ -157,3 +161,22 @@ def test_a_wrong_default_is_said_once() -> None:
     assert "\n" not in caught.value.message
     assert str(caught.value).count("[HF") == 1
     assert caught.value.message.startswith("override_generation_config cannot be used: temperature")
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_the_log_of_a_start_has_the_rest_with_verbose_only(
+    level: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+    asyncio.run(engine.start())
+    decisions = ["max_model_len = 64 (planner): memory holds 64", "dtype = float32 (hardware): no bfloat16"]
+    info = msgspec.structs.replace(engine.info, decisions=decisions, lowered=decisions[:1])
+    monkeypatch.setattr(FakeEngine, "info", info)
+    caplog.set_level(level.upper(), logger="holdfast")
+    serve._log_ready(engine, ServerSettings(served_model_names=("fake",), api_key="secret"), "http://127.0.0.1:1")
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert ("WARNING", f"lowered to fit in memory: {decisions[0]}") in said
+    assert said[-1][1].startswith("Ready: http://127.0.0.1:1/v1 (try: curl -H ")
+    assert "secret" not in caplog.text
+    assert [name for name, text in said if text.startswith("Decision: dtype")] == ["DEBUG"] * (level == "debug")
+    assert ("unaccounted" in caplog.text) == (level == "debug")

@@ -192,3 +192,16 @@ def test_a_pool_that_cannot_be_is_not_offered(config: EngineConfig, monkeypatch:
         build.plan_model(large, model)
     assert "--kv-cache-memory-bytes" not in str(caught.value.fix)
     assert str(caught.value.fix).startswith("--ram ")
+
+
+def test_what_was_lowered_for_want_of_memory_is_marked(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = Memory(total_bytes=16 << 30, available_bytes=8 << 30, limited_by="machine")
+    monkeypatch.setattr(build, "memory", lambda: free)
+    model = build.find_model(config)
+
+    def lowered(ram: int) -> set[str]:
+        plan = build.plan_model(dataclasses.replace(config, ram=ram, kv_cache_memory_bytes=None), model)
+        return {decision.field for decision in plan.decisions if decision.lowered}
+
+    assert lowered(6 << 30) == set()
+    assert lowered(420 * MIB) == {"max_num_seqs", "max_num_batched_tokens"}
