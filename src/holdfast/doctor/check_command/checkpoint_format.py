@@ -86,7 +86,7 @@ def would_not_run(command: ServerCommand, reason: str) -> Finding:
         "not_memory",
         "medium",
         what=f"{command.engine} would not run it: {reason}",
-        why="the release does not support it; the GPU does" if cause == "arch_unsupported" else reason,
+        why="this release does not support it; the GPU is not the limit" if cause == "arch_unsupported" else reason,
         evidence=[Evidence(line=reason, source="plan")],
         fixes=fixes,
     )

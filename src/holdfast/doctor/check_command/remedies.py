@@ -37,7 +37,7 @@ def ways(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
 
 
 def _applies(command: ServerCommand, way: Remedy) -> bool:
-    """SGLang's share is of another thing; what vLLM quantizes while loading, others do not."""
+    """SGLang's share is of another thing. What is quantized while loading was planned as vLLM does it."""
     if command.engine == "sglang" and "gpu_memory_utilization" in way.settings:
         return False
     return command.engine == "vllm" or way.settings.get("quantization") not in MADE_BY_VLLM
