@@ -1,7 +1,7 @@
 """What fits."""
 
 from holdfast.footprint.cpu import Limits
-from holdfast.planner.fit.result import Fit as Plan
+from holdfast.planner.fit.result import Plan
 from holdfast.planner.serve.cpu_plan import make_plan
 from holdfast.planner.serve.settle import settle_pool
 

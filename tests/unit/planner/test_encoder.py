@@ -10,14 +10,14 @@ from holdfast.footprint.cpu import Limits
 from holdfast.models import EncoderSpec, catalogue, describe_config
 from holdfast.planner.compat.vllm_release import parse_vllm
 from holdfast.planner.engines.vllm_command import vllm_terms
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.report.answer import answer
 from holdfast.planner.sizing.terms import activations_bytes, encoder_bytes, encoder_images
 
 Ask = Callable[..., Question]
 
 
-def terms(found: Fit, rank: int = 0) -> dict[str, int]:
+def terms(found: Plan, rank: int = 0) -> dict[str, int]:
     return {term.name: term.nbytes for term in found.ranks[rank].terms}
 
 

@@ -19,7 +19,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.hardware import gpus
 from holdfast.models import catalogue, describe_config
 from holdfast.planner.fit.count import cannot_hold_weights
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.sizing.kv_cost import kv_cost
@@ -105,7 +105,7 @@ def with_limits(question: Question) -> Question:
     )
 
 
-def needed_bytes(found: Fit) -> int:
+def needed_bytes(found: Plan) -> int:
     """Of the rank that takes most: terms and KV."""
     return max(sum(term.nbytes for term in rank.terms) + found.needed_bytes(rank) for rank in found.ranks)
 
@@ -138,7 +138,7 @@ def test_fewer_gpus_are_enough_for_the_traffic_with_more_memory() -> None:
     traffic = Traffic(concurrency=31, prompt_tokens=96, output_tokens=477)
     settings = Settings(block_tokens=1, max_loras=3)
 
-    def found(free: int) -> Fit:
+    def found(free: int) -> Plan:
         model = model_of("fp8/llama-3.1-70b")
         return fit(Question(model=model, machine=gpu_machine(free, 2), settings=settings, traffic=traffic))
 
@@ -201,7 +201,7 @@ def test_another_gpu_never_fits_less(
 
 
 def test_a_small_gpu_beside_a_large_one_takes_nothing_away(ask: Ask) -> None:
-    def found(name: str, *names: str, **settings: object) -> Fit:
+    def found(name: str, *names: str, **settings: object) -> Plan:
         alone = ask(name, "h100-80", **settings)
         devices = tuple(device_of(gpu, index) for index, gpu in enumerate(names))
         return fit(replace(alone, machine=Machine(devices=devices)))

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.observability.codes import explain
-from holdfast.planner.fit.search import Fit, Question, describe_devices, fit
+from holdfast.planner.fit.search import Plan, Question, describe_devices, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.report.answer import answer
 from holdfast.planner.report.compare import compare_lines
@@ -22,7 +22,7 @@ def on(ask: Ask, model: str, gpus: str, **settings: object) -> Question:
     return replace(ask(model, "l4", **settings), machine=machine_of(Asked(gpu=gpus)).machine)
 
 
-def said(found: Fit) -> str:
+def said(found: Plan) -> str:
     return next(decision.reason for decision in found.decisions if "cannot hold one model together" in decision.reason)
 
 

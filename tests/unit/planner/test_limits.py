@@ -16,7 +16,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import catalogue, describe_config
 from holdfast.planner import make_plan
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
 from holdfast.planner.report.answer import answer
 from holdfast.planner.sizing.default_limits import CPU_RUNGS, GPU_RUNGS, check_step, choose, ladder
@@ -25,11 +25,11 @@ from holdfast.units import GIB, MIB
 Ask = Callable[..., Question]
 
 
-def reasons(found: Fit) -> dict[str, str]:
+def reasons(found: Plan) -> dict[str, str]:
     return {decision.field: decision.reason for decision in found.decisions}
 
 
-def limits(found: Fit) -> tuple[int, int]:
+def limits(found: Plan) -> tuple[int, int]:
     return found.limits.max_num_seqs, found.limits.max_num_batched_tokens
 
 
@@ -149,7 +149,7 @@ def model_of(name: str) -> PlannedModel:
 def test_neither_the_context_nor_the_limits_shrink_when_memory_grows(
     name: str, kind: str, size: int, more: int, traffic: Traffic | None
 ) -> None:
-    def found(total: int) -> Fit:
+    def found(total: int) -> Plan:
         device = Device(index=0, name="d", kind=kind, total_bytes=total, free_bytes=total)  # type: ignore[arg-type]
         machine = Machine(devices=(device,))
         return fit(Question(model=model_of(name), machine=machine, traffic=traffic))

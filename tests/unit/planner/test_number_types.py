@@ -10,7 +10,7 @@ from named_gpus import device_of
 
 from holdfast.errors import ConfigurationError
 from holdfast.planner.engines.commands import commands
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Device
 from holdfast.planner.models.quantize import quantized_as
@@ -22,7 +22,7 @@ Ask = Callable[..., Question]
 BF16_CPU, PLAIN_CPU = frozenset({"avx512_bf16"}), frozenset({"avx2"})
 
 
-def said(found: Fit) -> str:
+def said(found: Plan) -> str:
     (decision,) = [decision for decision in found.decisions if decision.field == "dtype"]
     assert decision.value == found.dtype
     return decision.reason

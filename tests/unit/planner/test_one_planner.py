@@ -16,9 +16,9 @@ from holdfast.errors import DoesNotFitError
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.hardware import Memory, Processor
 from holdfast.models import ModelSpec, from_config
-from holdfast.planner import Plan, make_plan
+from holdfast.planner import make_plan
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
 from holdfast.planner.report.answer import answer
 from holdfast.units import GIB, MIB, format_bytes
@@ -56,7 +56,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def planned(
     model: PlannedModel, features: frozenset[str], kernels: bool, traffic: Traffic | None = None, **settings: Any
-) -> Fit:
+) -> Plan:
     ram = settings.pop("ram", None)
     device = Device(
         index=0, name="cpu", kind="cpu", total_bytes=ram or FREE_BYTES, free_bytes=ram or FREE_BYTES, budget_bytes=ram
@@ -74,7 +74,7 @@ def served(model: PlannedModel, features: frozenset[str], kernels: bool, **setti
     )
 
 
-def assert_same(found: Fit, plan: Plan) -> None:
+def assert_same(found: Plan, plan: Plan) -> None:
     (rank,) = found.ranks
     assert found.fits
     assert rank.budget_bytes == plan.budget_bytes

@@ -17,7 +17,7 @@ from holdfast.planner.engines.commands import commands
 from holdfast.planner.engines.vllm_command import tightest, vllm_kv_bytes, vllm_terms
 from holdfast.planner.engines.vllm_features import spec_features
 from holdfast.planner.engines.vllm_kv import KeptKV, kept_kv
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.report.answer import answer
 from holdfast.units import GIB
@@ -27,11 +27,11 @@ GEMMA_3_LAYER = 2 * 16 * 128 * 2
 """Bytes of a token in a layer of the 27B, in bfloat16: 52 of 62 layers have a window of 1,024."""
 
 
-def kept(found: Fit, version: str) -> KeptKV:
+def kept(found: Plan, version: str) -> KeptKV:
     return kept_kv(found, tightest(found), parse_vllm(version))
 
 
-def vllm(found: Fit, version: str) -> Command:
+def vllm(found: Plan, version: str) -> Command:
     return commands(found, sequences=4, vllm=parse_vllm(version))["vllm"]
 
 

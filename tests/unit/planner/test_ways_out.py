@@ -20,7 +20,7 @@ from holdfast.planner.advice.remedies import BEYOND_THE_MODEL, LAST, TABLE, ways
 from holdfast.planner.advice.remedy import Kind, Remedy, too_long
 from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.api import question_of
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device
 from holdfast.units import GIB
 
@@ -31,11 +31,11 @@ ORDER = (
 )  # fmt: skip
 
 
-def kinds(found: Fit) -> list[str]:
+def kinds(found: Plan) -> list[str]:
     return list(dict.fromkeys(way.kind for way in ways_out(found)))
 
 
-def only(found: Fit, kind: str) -> list[Remedy]:
+def only(found: Plan, kind: str) -> list[Remedy]:
     return [way for way in ways_out(found) if way.kind == kind]
 
 
@@ -406,7 +406,7 @@ def test_what_cannot_hold_the_weights_is_not_planned(ask: Ask, monkeypatch: pyte
     """The model that took longest of the whole catalogue: it was planned 186 times."""
     planned: list[Question] = []
 
-    def counting(question: Question) -> Fit:
+    def counting(question: Question) -> Plan:
         planned.append(question)
         return fit(question)
 

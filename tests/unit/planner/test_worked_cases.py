@@ -21,7 +21,7 @@ from holdfast.models import ModelSpec, catalogue, describe_config
 from holdfast.planner.compat import vllm_release
 from holdfast.planner.compat.vllm_weights import rounding_bytes
 from holdfast.planner.engines.vllm_command import vllm_kv_bytes, vllm_terms, vllm_utilization
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost
@@ -173,7 +173,7 @@ def weights_in_the_plan(case: dict[str, Any]) -> int:
     return vllm_terms(found, vllm_release.parse_vllm(case.get("version", ""))).weights
 
 
-def planned(case: dict[str, Any]) -> Fit:
+def planned(case: dict[str, Any]) -> Plan:
     """On GPUs of that kind that are large enough for anything: weights do not depend on what is left."""
     ranks, gpu = case.get("tensor_parallel", 1), gpus.find(case.get("gpu", "h100-80"))
     devices = tuple(

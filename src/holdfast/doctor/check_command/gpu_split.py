@@ -17,7 +17,7 @@ from holdfast.errors import HoldfastError
 from holdfast.units import MIB, parse_bytes
 
 if TYPE_CHECKING:
-    from holdfast.planner.fit.search import Fit, Question
+    from holdfast.planner.fit.search import Plan, Question
 
 SHARE, POOL = "--mem-fraction-static", "--kv-cache-memory-bytes"
 _CONTEXT = ("context", "driver")
@@ -141,7 +141,7 @@ def divided(question: Question, split: Split | None) -> Question:
     return replace(question, machine=replace(question.machine, devices=tuple(devices)))
 
 
-def longest_tokens(found: Fit, split: Split) -> int:
+def longest_tokens(found: Plan, split: Split) -> int:
     """Of a context that its pool holds, in whole blocks."""
     most = found.question.model.spec.max_position
     held = min(rank.kv.longest(max(0, split.pool_bytes), most) for rank in found.ranks)

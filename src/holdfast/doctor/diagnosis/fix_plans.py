@@ -19,7 +19,7 @@ from holdfast.errors import HoldfastError
 from holdfast.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from holdfast.planner.fit.search import Fit
+    from holdfast.planner.fit.search import Plan
 
 CAUSES = ("weights_do_not_fit", "no_memory_for_kv_blocks", "kv_cache_too_small_for_max_len", "tensor_parallel_unused")
 UNMEASURED = ("weights_do_not_fit", "no_memory_for_kv_blocks")
@@ -70,7 +70,7 @@ def _checked(case: Case, name: str, fix: Fix) -> Fix:
         return fix
     asked = int(float(fix.changes[parallel] or 1))
 
-    def plan(size: int) -> Fit | None:
+    def plan(size: int) -> Plan | None:
         found, divided = _fit(case, name, size), _divided(case, {parallel: str(size)})
         return found if found is not None and (found.fits if divided is None else divided) else None
 
@@ -126,7 +126,7 @@ def _divided(case: Case, changes: Mapping[str, str | None]) -> bool | None:
     return None if split is None else split.pool_bytes >= split.needed_bytes
 
 
-def _fit(case: Case, name: str, gpus: int, **changed: object) -> Fit | None:
+def _fit(case: Case, name: str, gpus: int, **changed: object) -> Plan | None:
     from holdfast.config.plan import PlanConfig
     from holdfast.planner.api import question_of
     from holdfast.planner.fit.search import fit

@@ -29,7 +29,7 @@ from holdfast.planner.advice.search import that_fit
 from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.engines.command import written_size
 from holdfast.planner.fit.count import least_bytes
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel
 from holdfast.planner.models.quantize import quantized_as
@@ -50,7 +50,7 @@ TIERS_NOTE = (
 )
 
 
-def _models(found: Fit) -> list[tuple[Variant | None, Question]]:
+def _models(found: Plan) -> list[tuple[Variant | None, Question]]:
     """As it is, and quantized. A GGUF only where llama.cpp is planned for, or the GPUs run nothing else: others would
     have to make one."""
     devices = [device.gpu for device in found.question.machine.devices]
@@ -64,7 +64,7 @@ def _alone(device: Device) -> bool:
     return device.unified if device.gpu is None else device.gpu.alone
 
 
-def more_gpus(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+def more_gpus(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """The fewest that hold it as it is, and quantized where that takes fewer."""
     before = len(offered)
     if found.question.machine.kind == "gpu" and not any(_alone(device) for device in found.question.machine.devices):
@@ -106,7 +106,7 @@ def _machine(machine: Machine, named: Mapping[str, object]) -> Machine:
     return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes)
 
 
-def tiers(found: Fit, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
+def tiers(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
     """The variant that moves least, of those that do not fit without tiers."""
     changes = that_fit(_models(found), lambda one: _tiered(*one))
     ways = [(change.tiers.moved_bytes, change) for _, change in changes if change.tiers is not None]
@@ -135,7 +135,7 @@ def _tiered(variant: Variant | None, question: Question) -> Change | None:
     )
 
 
-def bigger_gpu(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+def bigger_gpu(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """The smallest that holds it as it is, and the smallest for the fewest bits where that is smaller; of those that
     are easily had where one of them does. Of a chip with the machine's RAM, the same with more, then others such."""
     if found.question.machine.kind != "gpu":
@@ -176,7 +176,7 @@ def _bigger(question: Question, variant: Variant | None, below_bytes: int | None
             yield Change(question, settings, f"{f'{count} x ' if count > 1 else ''}{gpu.name}{what}", fit=better[1])
 
 
-def _with_gpus(question: Question, gpu: Gpu, count: int) -> tuple[dict[str, object], Fit | None]:
+def _with_gpus(question: Question, gpu: Gpu, count: int) -> tuple[dict[str, object], Plan | None]:
     """A budget in bytes was meant for the smaller GPU: it becomes the usual share of this one."""
     number = f"x{count}" if count > 1 else ""
     named: dict[str, object] = {"gpu": f"{gpu.key}{number}"}
@@ -190,7 +190,7 @@ def _chip(gpu: Gpu) -> str:
     return gpu.key.rstrip("0123456789").removesuffix("-")
 
 
-def more_ram(found: Fit, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
+def more_ram(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
     """Of a budget that was set, the least that does, as serve advises it; else the next size that machines have."""
     device, machine = found.question.machine.devices[0], found.question.machine
     sizes = [size * GIB for size in RAM_SIZES_GIB if size * GIB > device.total_bytes]
@@ -207,7 +207,7 @@ def more_ram(found: Fit, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
     yield changes
 
 
-def smaller_model(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+def smaller_model(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """The next of its own series that fits, else of its kin."""
     models = smaller_models(found.question.model, _free_bytes(found))
     mine = found.question.model.spec.parameters / 1e9
@@ -218,7 +218,7 @@ def smaller_model(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[Ch
     )
 
 
-def longer_model(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+def longer_model(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """For requests that this model cannot read: one that can, of its kin and near its size where that fits."""
     assert found.question.traffic is not None
     models = longer_models(found.question.model, found.question.traffic.length, _free_bytes(found))
@@ -230,11 +230,11 @@ def longer_model(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[Cha
     )
 
 
-def _free_bytes(found: Fit) -> int:
+def _free_bytes(found: Plan) -> int:
     return sum(device.free_bytes for device in found.question.machine.devices)
 
 
-def _instead(found: Fit, models: Iterable[PlannedModel], why: Callable[[PlannedModel], str]) -> Iterator[Change]:
+def _instead(found: Plan, models: Iterable[PlannedModel], why: Callable[[PlannedModel], str]) -> Iterator[Change]:
     """Each quantized as this one was to be."""
     made_as = found.question.model.made_as
     kept = "" if made_as is None else f", in {made_as.upper()} too"

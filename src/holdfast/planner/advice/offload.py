@@ -23,7 +23,7 @@ from holdfast.planner.advice.throughput import (
     step_seconds,
     usual_context,
 )
-from holdfast.planner.fit.search import Fit
+from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.sharded_weights import layer_bytes, rank_bytes, weights_of
 
 COPY_SLOTS = 3
@@ -52,7 +52,7 @@ class Tiers:
     at_batch: Estimate | None
 
 
-def place(fit: Fit) -> Tiers | None:
+def place(fit: Plan) -> Tiers | None:
     """None: not even the parts that must stay fit, or RAM and disk do not hold the rest, or there is no GPU beside
     it."""
     if fit.question.machine.kind != "gpu" or fit.pipeline_parallel > 1 or fit.question.machine.devices[0].unified:
@@ -106,7 +106,7 @@ def place(fit: Fit) -> Tiers | None:
     )
 
 
-def _rate(fit: Fit, moved: int, from_disk: int, batch: int) -> Estimate | None:
+def _rate(fit: Plan, moved: int, from_disk: int, batch: int) -> Estimate | None:
     gpu = fit.ranks[0].device.gpu
     if gpu is None or gpu.host_link.gb_s <= 0:
         return None

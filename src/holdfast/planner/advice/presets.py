@@ -26,7 +26,7 @@ from holdfast.planner.advice.warnings import WITHIN_ERROR, PlanWarning, safe_uti
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
-from holdfast.planner.fit.search import USEFUL_TOKENS, Fit, Question, fit
+from holdfast.planner.fit.search import USEFUL_TOKENS, Plan, Question, fit
 from holdfast.planner.sizing.default_limits import CPU_RUNGS, GPU_RUNGS
 from holdfast.units import counted
 
@@ -38,7 +38,7 @@ ROUND_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    fit: Fit
+    fit: Plan
     max_num_seqs: int
     reason: str
     asked_model_len: int | None = None
@@ -67,7 +67,7 @@ class Configuration:
             yield f"as {vllm.name} sizes it: --max-model-len {told}"
 
 
-def safe_configuration(asked: Fit) -> Configuration | None:
+def safe_configuration(asked: Plan) -> Configuration | None:
     """With the largest step that leaves room for errors; a size that was set stays. None: nothing that serves what was
     requested is safe here."""
     question = _with_share(asked, safe_utilization(asked))
@@ -103,7 +103,7 @@ def _safe(question: Question) -> Configuration | None:
     return None
 
 
-def _with_sequences(question: Question, length: int, sequences: int) -> Fit | None:
+def _with_sequences(question: Question, length: int, sequences: int) -> Plan | None:
     traffic = question.traffic
     if traffic is not None and sequences < traffic.concurrency:
         question = replace(question, traffic=replace(traffic, concurrency=sequences))
@@ -118,12 +118,12 @@ def _safe_reason(question: Question, length: int, sequences: int) -> str:
     return f"{of} {fit} even with every estimate at its worst{waits}"
 
 
-def _with_share(asked: Fit, share: float) -> Question:
+def _with_share(asked: Plan, share: float) -> Question:
     budget = {} if is_absolute(asked.question) else {"utilization": share}
     return with_settings(asked.question, tensor_parallel=asked.tensor_parallel, **budget)
 
 
-def _safe_length(base: Fit) -> int:
+def _safe_length(base: Plan) -> int:
     """As asked; as long as the traffic is; or what leaves room for several."""
     question, most = base.question, base.question.model.spec.max_position
     if question.settings.max_model_len is not None:
@@ -139,13 +139,13 @@ def _safe_length(base: Fit) -> int:
     return length if length == most else length // ROUND_TOKENS * ROUND_TOKENS
 
 
-def _safely_held(base: Fit, length: int) -> int:
+def _safely_held(base: Plan, length: int) -> int:
     if length < 1:
         return 0
     return min(int(rank.kv.concurrency(rank.safe_bytes, length)) for rank in base.ranks)
 
 
-def max_configuration(asked: Fit) -> Configuration | None:
+def max_configuration(asked: Plan) -> Configuration | None:
     question = with_settings(_with_share(asked, max(asked.utilization, MOST_UTILIZATION)), max_model_len=None)
     most = planned(question)
     if most is None:
@@ -162,7 +162,7 @@ def max_configuration(asked: Fit) -> Configuration | None:
     return Configuration(fit=found, max_num_seqs=sequences, reason=_max_reason(found, most.longest_tokens, sequences))
 
 
-def _max_reason(found: Fit, longest: int, sequences: int) -> str:
+def _max_reason(found: Plan, longest: int, sequences: int) -> str:
     """`longest`: what memory holds with the lowest limits."""
     context, step = "the longest context", found.limits.max_num_batched_tokens
     if found.limits.max_model_len < longest:
@@ -170,14 +170,14 @@ def _max_reason(found: Fit, longest: int, sequences: int) -> str:
     return f"{context}, and {counted(sequences, 'sequence')} of {counted(found.usual_tokens, 'token')} at once"
 
 
-def with_margin(warnings: tuple[PlanWarning, ...], found: Fit, safe: Configuration | None) -> tuple[PlanWarning, ...]:
+def with_margin(warnings: tuple[PlanWarning, ...], found: Plan, safe: Configuration | None) -> tuple[PlanWarning, ...]:
     """The same warnings; one that refers to a safe configuration names a setting where there is none."""
     if safe is not None or not found.fits:
         return warnings
     return tuple(replace(one, fix=_margin(found)) if one.code == WITHIN_ERROR else one for one in warnings)
 
 
-def _margin(found: Fit) -> str:
+def _margin(found: Plan) -> str:
     """What to set where a plan fits by less than its estimates may be off: the cheapest that leaves that margin."""
 
     def plan(settings: dict[str, object]) -> Configuration | None:
@@ -190,7 +190,7 @@ def _margin(found: Fit) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in best[0].items()) + " leaves that margin"
 
 
-def _settings_with_margin(found: Fit) -> Iterator[dict[str, object]]:
+def _settings_with_margin(found: Plan) -> Iterator[dict[str, object]]:
     question, limits = found.question, found.limits
     if question.traffic is None and question.machine.kind == "gpu":
         yield {name: min(value, getattr(limits, name)) for name, value in MODEST.items()}

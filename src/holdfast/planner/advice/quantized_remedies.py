@@ -23,7 +23,7 @@ from holdfast.planner.advice.remedy import (
 )
 from holdfast.planner.compat.gpu_kernels import lacks_engine, lacks_method
 from holdfast.planner.fit.count import least_bytes
-from holdfast.planner.fit.search import Fit, Question
+from holdfast.planner.fit.search import Plan, Question
 from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
 from holdfast.planner.models.model_sources import MADE_WHILE_LOADING
 from holdfast.planner.models.variants import (
@@ -42,7 +42,7 @@ MADE_FIRST = "the file has to be converted or found first"
 COARSE = "; two bits noticeably reduce quality: compare its output with a smaller model's"
 
 
-def smaller_kv(found: Fit) -> str | None:
+def smaller_kv(found: Plan) -> str | None:
     """What KV could be stored in instead; None: it is that already, or the GPU has no such units."""
     on_gpu = found.question.machine.kind == "gpu"
     able = on_gpu and all(rank.device.gpu is not None and rank.device.gpu.fp8 for rank in found.ranks)
@@ -50,7 +50,7 @@ def smaller_kv(found: Fit) -> str | None:
     return None if smaller == found.kv_dtype else smaller
 
 
-def kv_dtype(found: Fit, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
+def kv_dtype(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
     smaller = smaller_kv(found)
     if smaller is not None:
         size, now = counted(KV_ELEMENT_BYTES[smaller], "byte"), KV_ELEMENT_BYTES[found.kv_dtype]
@@ -58,7 +58,7 @@ def kv_dtype(found: Fit, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
         yield [Change(found.question, {"kv_cache_dtype": smaller}, text)]
 
 
-def variants(found: Fit) -> list[Variant]:
+def variants(found: Plan) -> list[Variant]:
     """Published ones first, most bits first; only what engines have kernels for on these GPUs."""
     return _variants(Same(found.question))
 
@@ -88,7 +88,7 @@ def _bits(variant: Variant) -> int:
     return 0 if quantization is None else quantization.bits
 
 
-def whole_variants(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+def whole_variants(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """With all that was requested; over other GPUs of those that are there, and with KV in fewer bits, where it takes
     them. A GGUF that has yet to be made only where nothing else fits on a GPU."""
     question, before = found.question, len(offered)
@@ -101,7 +101,7 @@ def whole_variants(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[C
             yield _whole(found, variant, smaller)
 
 
-def _whole(found: Fit, variant: Variant, smaller: str | None = None) -> Iterator[Change]:
+def _whole(found: Plan, variant: Variant, smaller: str | None = None) -> Iterator[Change]:
     for kv in ({}, {"kv_cache_dtype": smaller}) if smaller is not None else ({},):
         question = with_settings(replace(found.question, model=variant.model), **kv)
         yield from (_change(found, variant, question, {**kv, **more}) for more in attempts(question))
@@ -110,7 +110,7 @@ def _whole(found: Fit, variant: Variant, smaller: str | None = None) -> Iterator
                 yield _change(found, variant, split_question, {**kv, **split, **more})
 
 
-def cut_variants(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+def cut_variants(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """A shorter context only where no variant holds the one that was requested; fewer bits than four only where nothing
     before serves all that was requested."""
     question, before = found.question, len(offered)
@@ -130,14 +130,14 @@ def cut_variants(found: Fit, offered: Sequence[Remedy]) -> Iterator[Iterable[Cha
         yield chain.from_iterable(_cut(found, variant) for variant in lower)
 
 
-def _cut(found: Fit, variant: Variant) -> Iterator[Change]:
+def _cut(found: Plan, variant: Variant) -> Iterator[Change]:
     question = replace(found.question, model=variant.model)
     for more in attempts(question):
         yield _change(found, variant, question, {"max_model_len": None, **more}, longest=True)
 
 
 def _change(
-    found: Fit, variant: Variant, question: Question, changes: dict[str, object], *, longest: bool = False
+    found: Plan, variant: Variant, question: Question, changes: dict[str, object], *, longest: bool = False
 ) -> Change:
     made_as = variant.model.made_as
     to_be_made = made_as is not None and made_as not in MADE_WHILE_LOADING["vllm"]

@@ -39,7 +39,7 @@ from holdfast.planner.advice.remedy import (
     too_long,
 )
 from holdfast.planner.advice.search import first_that_fits
-from holdfast.planner.fit.search import Fit, fit
+from holdfast.planner.fit.search import Plan, fit
 from holdfast.units import counted
 
 UTILIZATIONS = (0.85, USUAL_UTILIZATION, 0.92, MOST_UTILIZATION)
@@ -52,7 +52,7 @@ MUCH_LONGER = 1.25
 Groups = Iterable[Iterable[Change]]
 
 
-def _utilization(found: Fit, offered: Sequence[Remedy]) -> Groups:
+def _utilization(found: Plan, offered: Sequence[Remedy]) -> Groups:
     shares = [] if is_absolute(found.question) else [share for share in UTILIZATIONS if share > found.utilization]
     yield [
         Change(
@@ -64,12 +64,12 @@ def _utilization(found: Fit, offered: Sequence[Remedy]) -> Groups:
     ]
 
 
-def _context(found: Fit, offered: Sequence[Remedy]) -> Groups:
+def _context(found: Plan, offered: Sequence[Remedy]) -> Groups:
     text = "a context of {context}, the longest that fits"
     yield [Change(found.question, {"max_model_len": None}, text, longest=True)]
 
 
-def _sequences(found: Fit, offered: Sequence[Remedy]) -> Groups:
+def _sequences(found: Plan, offered: Sequence[Remedy]) -> Groups:
     """No more than the traffic has at once; fewer, so that others wait; without traffic, smaller logits and
     activations."""
     question, limits = found.question, found.limits
@@ -103,7 +103,7 @@ def _sequences(found: Fit, offered: Sequence[Remedy]) -> Groups:
     ]
 
 
-def _idle_gpus(found: Fit, offered: Sequence[Remedy]) -> Groups:
+def _idle_gpus(found: Plan, offered: Sequence[Remedy]) -> Groups:
     """GPUs that are there and not used, or used in another way: a split that was not requested."""
     devices, stages = len(found.question.machine.devices), found.question.settings.pipeline_parallel
     yield (
@@ -118,7 +118,7 @@ def _idle_gpus(found: Fit, offered: Sequence[Remedy]) -> Groups:
     )
 
 
-def _together(found: Fit, offered: Sequence[Remedy]) -> Groups:
+def _together(found: Plan, offered: Sequence[Remedy]) -> Groups:
     """Several changes at once: where nothing alone is enough, or where they give a much longer context."""
     if offered:
         yield from _longer_together(found, offered)
@@ -141,7 +141,7 @@ def _together(found: Fit, offered: Sequence[Remedy]) -> Groups:
     yield changes
 
 
-def _longer_together(found: Fit, offered: Sequence[Remedy]) -> Groups:
+def _longer_together(found: Plan, offered: Sequence[Remedy]) -> Groups:
     """Where the context is left to us."""
     question = found.question
     if question.traffic is not None or question.settings.max_model_len is not None or question.machine.kind != "gpu":
@@ -166,7 +166,7 @@ def _longer_together(found: Fit, offered: Sequence[Remedy]) -> Groups:
         ]
 
 
-def _shorter_requests(found: Fit, offered: Sequence[Remedy]) -> Groups:
+def _shorter_requests(found: Plan, offered: Sequence[Remedy]) -> Groups:
     """Prompts cut to what the outputs leave of the model's context, and fewer at once where memory requires it."""
     traffic, most = found.question.traffic, found.question.model.spec.max_position
     assert traffic is not None
@@ -194,7 +194,7 @@ class RemedyRow:
     kind: Kind
     price: str | None
     """For people; None: it costs nothing."""
-    groups: Callable[[Fit, Sequence[Remedy]], Groups]
+    groups: Callable[[Plan, Sequence[Remedy]], Groups]
     """The candidates, of a plan that does not fit and of the remedies offered before: of each group the first that fits
     is offered. A row that does not apply has none. What is not reached is not planned."""
     most: int | None = None
@@ -223,7 +223,7 @@ BEYOND_THE_MODEL = (
 """Where requests are longer than the model can read."""
 
 
-def ways_out(found: Fit) -> tuple[Remedy, ...]:
+def ways_out(found: Plan) -> tuple[Remedy, ...]:
     """Nothing where it fits."""
     if too_long(found.question):
         return tuple(_search(found, BEYOND_THE_MODEL))
@@ -236,7 +236,7 @@ def ways_out(found: Fit) -> tuple[Remedy, ...]:
     return (*ways, *_search(found, LAST))
 
 
-def _search(found: Fit, rows: Iterable[RemedyRow]) -> list[Remedy]:
+def _search(found: Plan, rows: Iterable[RemedyRow]) -> list[Remedy]:
     offered: list[Remedy] = []
     for row in rows:
         before = len(offered)

@@ -17,7 +17,7 @@ from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
 from holdfast.planner.fit.count import cannot_hold_weights
-from holdfast.planner.fit.search import Fit, Question, fit
+from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Settings
 from holdfast.planner.models.variants import Variant
 from holdfast.units import GIB, MIB, counted, format_bytes
@@ -69,17 +69,17 @@ class Change:
     available: bool = True
     note: str | None = None
     tiers: Tiers | None = None
-    fit: Fit | None = None
+    fit: Plan | None = None
     """Planned already."""
 
-    def plan(self) -> Fit | None:
+    def plan(self) -> Plan | None:
         """None: it does not fit."""
         if self.fit is not None:
             return self.fit
         found = (longest if self.longest else planned)(changed(self.question, self.settings))
         return found if found is not None and found.limits.max_model_len >= self.least_tokens else None
 
-    def remedy(self, kind: Kind, price: str | None, asked: Question, found: Fit) -> Remedy:
+    def remedy(self, kind: Kind, price: str | None, asked: Question, found: Plan) -> Remedy:
         tokens = found.limits.max_model_len
         filled = {"{context}": counted(tokens, "token"), "{weights}": format_bytes(found.weights_bytes)}
         text = self.text
@@ -106,7 +106,7 @@ class Remedy:
     settings: Mapping[str, object]
     """What is set differently, by the names of the settings; as `flags` behind the plan's own command line they give
     `fit`. Of tiers, what they would need."""
-    fit: Fit
+    fit: Plan
     """Planned with the change; of tiers, planned without them."""
     tiers: Tiers | None = None
     meets_request: bool = True
@@ -140,7 +140,7 @@ class Remedy:
         return commands(self.fit, sequences=self.fit.limits.max_num_seqs, vllm=vllm)
 
 
-def meets(asked: Question, found: Fit) -> bool:
+def meets(asked: Question, found: Plan) -> bool:
     """Whether what was planned serves all that was requested."""
     length, traffic, served = asked.settings.max_model_len, asked.traffic, found.question.traffic
     if length is not None and found.limits.max_model_len < length:
@@ -155,7 +155,7 @@ def too_long(question: Question) -> bool:
     return question.traffic is not None and question.traffic.length > question.model.spec.max_position
 
 
-def planned(question: Question) -> Fit | None:
+def planned(question: Question) -> Plan | None:
     """None: it cannot be planned so, or does not fit."""
     if too_long(question) or cannot_hold_weights(question):
         return None
@@ -180,7 +180,7 @@ def changed(question: Question, settings: Mapping[str, object]) -> Question:
     return with_settings(question, **own)
 
 
-def longest(question: Question) -> Fit | None:
+def longest(question: Question) -> Plan | None:
     """The same with the longest context that fits; traffic that is stated cannot be shortened."""
     if question.traffic is not None or cannot_hold_weights(question):
         return None

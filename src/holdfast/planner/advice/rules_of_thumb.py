@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.planner.fit.search import Fit
+from holdfast.planner.fit.search import Plan
 from holdfast.units import counted, format_bytes
 
 OVERHEAD_RULE = 1.3
@@ -37,18 +37,18 @@ class Thumb:
         return abs(self.rule_bytes - self.exact_bytes) <= CLOSE * self.exact_bytes
 
 
-def rules_of_thumb(fit: Fit) -> tuple[Thumb, ...]:
+def rules_of_thumb(fit: Plan) -> tuple[Thumb, ...]:
     return (*_weights(fit), *_kv(fit), *_overhead(fit), *_guide(fit))
 
 
-def bytes_a_parameter(fit: Fit) -> float:
+def bytes_a_parameter(fit: Plan) -> float:
     quantization = fit.question.model.spec.quantization
     if quantization is not None:
         return quantization.bits / 8
     return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}[fit.weights_dtype]
 
 
-def _weights(fit: Fit) -> Iterator[Thumb]:
+def _weights(fit: Plan) -> Iterator[Thumb]:
     each, parameters = bytes_a_parameter(fit), fit.question.model.spec.parameters
     rule, exact = int(parameters * each), fit.weights_bytes
     if not exact or fit.question.model.format == "gguf":
@@ -68,7 +68,7 @@ def _weights(fit: Fit) -> Iterator[Thumb]:
     )
 
 
-def _kv(fit: Fit) -> Iterator[Thumb]:
+def _kv(fit: Plan) -> Iterator[Thumb]:
     spec, tokens = fit.question.model.spec, fit.required_tokens
     rule = tokens * len(spec.layers) * spec.hidden_size * 2 * 2
     exact = sum(rank.kv.sequence_bytes(tokens) for rank in fit.ranks)
@@ -89,7 +89,7 @@ def _kv(fit: Fit) -> Iterator[Thumb]:
     )
 
 
-def _why_not_hidden(fit: Fit) -> str:
+def _why_not_hidden(fit: Plan) -> str:
     spec = fit.question.model.spec
     kinds = {layer.kind for layer in spec.layers}
     if "latent" in kinds:
@@ -104,7 +104,7 @@ def _why_not_hidden(fit: Fit) -> str:
     return ", ".join(reason for reason, holds in reasons.items() if holds) or "only whole blocks are used"
 
 
-def _overhead(fit: Fit) -> Iterator[Thumb]:
+def _overhead(fit: Plan) -> Iterator[Thumb]:
     rule = int(fit.weights_bytes * OVERHEAD_RULE)
     exact = sum(sum(term.nbytes for term in rank.terms) for rank in fit.ranks)
     exact += sum(fit.needed_bytes(rank) for rank in fit.ranks)
@@ -119,7 +119,7 @@ def _overhead(fit: Fit) -> Iterator[Thumb]:
     )
 
 
-def _guide(fit: Fit) -> Iterator[Thumb]:
+def _guide(fit: Plan) -> Iterator[Thumb]:
     """For plain 16-bit models only; it knows no others."""
     spec = fit.question.model.spec
     if bytes_a_parameter(fit) != 2 or fit.question.model.format == "gguf" or fit.question.machine.kind != "gpu":

@@ -17,7 +17,7 @@ from functools import lru_cache
 from holdfast.footprint.identity_key import Same
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec, TensorSpec
-from holdfast.planner.fit.search import Fit
+from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
 
@@ -139,7 +139,7 @@ def _seen(prompt: int, window: int | None) -> float:
     return window - window * window / (2 * prompt)
 
 
-def throughput(fit: Fit) -> Throughput | None:
+def throughput(fit: Plan) -> Throughput | None:
     """None: the rates of these devices are not known, or nothing fits on them."""
     stages = _stages(Same(fit))
     if stages is None or not fit.fits:
@@ -172,26 +172,26 @@ def throughput(fit: Fit) -> Throughput | None:
     )
 
 
-def usual_context(fit: Fit) -> int:
+def usual_context(fit: Plan) -> int:
     """What a sequence holds on average while it decodes."""
     traffic = fit.question.traffic
     return fit.usual_tokens // 2 if traffic is None else traffic.prompt_tokens + traffic.output_tokens // 2
 
 
-def step_seconds(fit: Fit, batch: int, context: int, efficiency: Efficiency) -> float | None:
+def step_seconds(fit: Plan, batch: int, context: int, efficiency: Efficiency) -> float | None:
     """Of one decoding step, whether or not memory holds it; None: the rates are not known."""
     stages = _stages(Same(fit))
     return None if stages is None else _step_s(fit, stages, StepWork(batch, context), efficiency)
 
 
-def no_throughput_reason(fit: Fit) -> str:
+def no_throughput_reason(fit: Plan) -> str:
     if not fit.fits:
         return "it does not fit"
     unknown = next((rank.device.name for rank in fit.ranks if rank.device.gpu is None), fit.ranks[0].device.name)
     return f"bandwidth and compute of {unknown} are not known"
 
 
-def unproven(fit: Fit) -> tuple[str, ...]:
+def unproven(fit: Plan) -> tuple[str, ...]:
     """By what this plan differs from everything that was measured."""
     spec, kinds = fit.question.model.spec, {layer.kind for layer in fit.question.model.spec.layers}
     keys = [rank.device.gpu.key for rank in fit.ranks if rank.device.gpu is not None]
@@ -205,7 +205,7 @@ def unproven(fit: Fit) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def _stages(key: Same[Fit]) -> list[Stage] | None:
+def _stages(key: Same[Plan]) -> list[Stage] | None:
     """Once for all batches and efficiencies that are asked of a plan."""
     fit = key.held
     if any(rank.device.gpu is None or rank.device.gpu.bandwidth_gb_s <= 0 for rank in fit.ranks):
@@ -271,11 +271,11 @@ def _attention(spec: ModelSpec, layers: Iterable[int], ranks: int) -> Attention:
     return Attention(tuple(decoding.items()), tuple(prompts.items()))
 
 
-def _is_head(fit: Fit, name: str) -> bool:
+def _is_head(fit: Plan, name: str) -> bool:
     return name == ("embed" if fit.question.model.spec.tied_embeddings else "head")
 
 
-def stage_reads(fit: Fit, weights: list[Weight], stage: int = 0) -> Reads:
+def stage_reads(fit: Plan, weights: list[Weight], stage: int = 0) -> Reads:
     """An embedding that is not also the head gives one row a token, and an image encoder nothing while decoding."""
     spec = fit.question.model.spec
     dense: list[Weight] = []
@@ -314,7 +314,7 @@ class StepWork:
     """Length of the prompts; None: it decodes."""
 
 
-def _parts(fit: Fit, stage: Stage, work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
+def _parts(fit: Plan, stage: Stage, work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
     """Seconds of one stage's step, by what they are spent on. In a step full of prompts KV is written, hardly read."""
     bandwidth = stage.gpu.bandwidth_gb_s * GB * efficiency.bandwidth
     # Engines do attention in 16 bits, whatever the weights are in.
@@ -335,7 +335,7 @@ def _stage_s(parts: Mapping[str, float]) -> float:
     return max(parts["weights"] + parts["KV"], parts["compute"]) + parts["link"] + parts["launches"]
 
 
-def _link_s(fit: Fit, stage: Stage, tokens: int, efficiency: Efficiency) -> float:
+def _link_s(fit: Plan, stage: Stage, tokens: int, efficiency: Efficiency) -> float:
     """All-reduces in a ring, over the link between the GPUs, or through the host where there is none."""
     ranks, link = fit.tensor_parallel, stage.gpu.peer_link or stage.gpu.host_link
     if ranks == 1 or link.gb_s <= 0:
@@ -345,14 +345,14 @@ def _link_s(fit: Fit, stage: Stage, tokens: int, efficiency: Efficiency) -> floa
     return stage.layers * ALL_REDUCES_A_LAYER * each
 
 
-def _slowest(fit: Fit, stages: list[Stage], work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
+def _slowest(fit: Plan, stages: list[Stage], work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
     """Prompts follow one another through the stages, so the slowest stage sets the pace. Decoding, stages work at the
     same time on parts of the batch: a token of all sequences takes as many turns as there are stages."""
     part = work if work.prompt is not None else replace(work, tokens=-(-work.tokens // len(stages)))
     return max((_parts(fit, stage, part, efficiency) for stage in stages), key=_stage_s)
 
 
-def _step_s(fit: Fit, stages: list[Stage], work: StepWork, efficiency: Efficiency) -> float:
+def _step_s(fit: Plan, stages: list[Stage], work: StepWork, efficiency: Efficiency) -> float:
     turns = len(stages) if work.prompt is None else 1
     return turns * _stage_s(_slowest(fit, stages, work, efficiency))
 
@@ -366,7 +366,7 @@ LIMITS = {
 }
 
 
-def _limit(fit: Fit, stages: list[Stage], work: StepWork) -> str:
+def _limit(fit: Plan, stages: list[Stage], work: StepWork) -> str:
     """Reading and computing overlap: only the longer of the two can be the limit."""
     parts = _slowest(fit, stages, work, EXPECTED)
     hidden = ("compute",) if parts["compute"] < parts["weights"] + parts["KV"] else ("weights", "KV")

@@ -18,7 +18,7 @@ from holdfast.planner.advice.remedy import (
     too_long,
     with_settings,
 )
-from holdfast.planner.fit.search import Fit
+from holdfast.planner.fit.search import Plan
 from holdfast.planner.inputs.question import Device
 from holdfast.units import GIB, counted, format_bytes
 
@@ -47,7 +47,7 @@ Said = tuple[str, str | None]
 """A message, and a fix."""
 
 
-def _shares(fit: Fit) -> bool:
+def _shares(fit: Plan) -> bool:
     """Whether the budget is a share of the memory, rather than set in bytes."""
     return not is_absolute(fit.question)
 
@@ -56,7 +56,7 @@ def _at(share: float) -> str:
     return f"--gpu-memory-utilization {share:g}"
 
 
-def _all_memory(fit: Fit) -> Iterator[Said]:
+def _all_memory(fit: Plan) -> Iterator[Said]:
     if _shares(fit) and fit.utilization >= ALL_OF_IT:
         yield (
             f"utilization {fit.utilization:g} leaves nothing for fragmentation, the driver and other processes:"
@@ -65,7 +65,7 @@ def _all_memory(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _above_safe(fit: Fit) -> Iterator[Said]:
+def _above_safe(fit: Plan) -> Iterator[Said]:
     if _shares(fit) and MOST_UTILIZATION < fit.utilization < ALL_OF_IT:
         left = format_bytes(min(rank.device.total_bytes - rank.budget_bytes for rank in fit.ranks))
         yield (
@@ -75,7 +75,7 @@ def _above_safe(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _kv_starves(fit: Fit) -> Iterator[Said]:
+def _kv_starves(fit: Plan) -> Iterator[Said]:
     """Low because somebody wanted to leave room; the room comes out of the KV pool."""
     low = _shares(fit) and fit.utilization < USUAL_UTILIZATION and fit.question.machine.kind == "gpu"
     usual = planned(with_settings(fit.question, utilization=USUAL_UTILIZATION)) if low else None
@@ -96,7 +96,7 @@ def _may_have_desktop(device: Device) -> bool:
     return small and consumer and not device.measured
 
 
-def _desktop_card(fit: Fit) -> Iterator[Said]:
+def _desktop_card(fit: Plan) -> Iterator[Said]:
     device = next((rank.device for rank in fit.ranks if _may_have_desktop(rank.device)), None)
     if device is None or not _shares(fit) or fit.utilization <= DESKTOP_UTILIZATION or not fit.fits:
         return
@@ -111,7 +111,7 @@ def _desktop_card(fit: Fit) -> Iterator[Said]:
     )
 
 
-def _lacking(fit: Fit, device: Device) -> int:
+def _lacking(fit: Plan, device: Device) -> int:
     """Bytes that others hold of what is to be used."""
     share = int(device.total_bytes * fit.utilization) if device.kind == "gpu" else 0
     return (share if device.budget_bytes is None else device.budget_bytes) - device.free_bytes
@@ -121,7 +121,7 @@ def _holders(device: Device) -> str:
     return f" ({', '.join(device.held_by)})" if device.held_by else ""
 
 
-def _neighbours(fit: Fit) -> Iterator[Said]:
+def _neighbours(fit: Plan) -> Iterator[Said]:
     for device in (rank.device for rank in fit.ranks):
         if (lost := _lacking(fit, device)) > 0:
             fix = "stop what holds the memory" if device.held_by else "find what holds the rest"
@@ -132,7 +132,7 @@ def _neighbours(fit: Fit) -> Iterator[Said]:
             )
 
 
-def _shared_card(fit: Fit) -> Iterator[Said]:
+def _shared_card(fit: Plan) -> Iterator[Said]:
     for device in (rank.device for rank in fit.ranks):
         shared = device.held_by and _shares(fit) and fit.utilization > SHARED_UTILIZATION
         if shared and _lacking(fit, device) <= 0:
@@ -143,7 +143,7 @@ def _shared_card(fit: Fit) -> Iterator[Said]:
             )
 
 
-def _no_kv(fit: Fit) -> Iterator[Said]:
+def _no_kv(fit: Plan) -> Iterator[Said]:
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
     if fit.kv_tokens <= 0:
         loading = fit.lacks_for_loading(rank)
@@ -156,7 +156,7 @@ def _no_kv(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _too_many_sequences(fit: Fit) -> Iterator[Said]:
+def _too_many_sequences(fit: Plan) -> Iterator[Said]:
     """Only what somebody set: a default is a ceiling that nobody expects to reach."""
     asked, traffic = fit.question.settings.max_num_seqs, fit.question.traffic
     if asked is None or not fit.fits or too_long(fit.question):
@@ -171,7 +171,7 @@ def _too_many_sequences(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _context_beyond_traffic(fit: Fit) -> Iterator[Said]:
+def _context_beyond_traffic(fit: Plan) -> Iterator[Said]:
     traffic, asked = fit.question.traffic, fit.question.settings.max_model_len
     if traffic is not None and asked is not None and asked > CONTEXT_TOO_LONG * traffic.length:
         enough = -(-traffic.length // 256) * 256
@@ -182,7 +182,7 @@ def _context_beyond_traffic(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _peak_unknown(fit: Fit) -> Iterator[Said]:
+def _peak_unknown(fit: Plan) -> Iterator[Said]:
     traffic = fit.question.traffic
     if traffic is not None and not traffic.peak_known:
         held = "" if too_long(fit.question) else f"; memory holds {int(fit.concurrency(max(1, traffic.length)))}"
@@ -193,7 +193,7 @@ def _peak_unknown(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _lengths_unknown(fit: Fit) -> Iterator[Said]:
+def _lengths_unknown(fit: Plan) -> Iterator[Said]:
     traffic = fit.question.traffic
     if traffic is not None and traffic.at_least:
         known = counted(traffic.prompt_tokens + traffic.output_tokens, "token")
@@ -204,7 +204,7 @@ def _lengths_unknown(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _outputs_unknown(fit: Fit) -> Iterator[Said]:
+def _outputs_unknown(fit: Plan) -> Iterator[Said]:
     traffic = fit.question.traffic
     if traffic is not None and traffic.without_output:
         some = "none" if traffic.without_output == traffic.requests else "not all"
@@ -215,7 +215,7 @@ def _outputs_unknown(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _longer_than_the_model(fit: Fit) -> Iterator[Said]:
+def _longer_than_the_model(fit: Plan) -> Iterator[Said]:
     traffic, allowed = fit.question.traffic, fit.question.model.spec.max_position
     if traffic is not None and too_long(fit.question):
         yield (
@@ -225,7 +225,7 @@ def _longer_than_the_model(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _traffic_beyond_context(fit: Fit) -> Iterator[Said]:
+def _traffic_beyond_context(fit: Plan) -> Iterator[Said]:
     traffic, served = fit.question.traffic, fit.limits.max_model_len
     if traffic is not None and traffic.length > served and fit.fits and not too_long(fit.question):
         fix = f"--max-model-len {traffic.length}" if fit.longest_tokens >= traffic.length else None
@@ -236,7 +236,7 @@ def _traffic_beyond_context(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _idle_gpus(fit: Fit) -> Iterator[Said]:
+def _idle_gpus(fit: Plan) -> Iterator[Said]:
     devices = len(fit.question.machine.devices)
     idle = devices - len(fit.ranks)
     if fit.question.settings.tensor_parallel is not None and idle:
@@ -252,7 +252,7 @@ def _idle_gpus(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _within_error(fit: Fit) -> Iterator[Said]:
+def _within_error(fit: Plan) -> Iterator[Said]:
     """It fits by less than our estimates may be off."""
     spare = min(rank.room_bytes + rank.unused_bytes - fit.needed_bytes(rank) for rank in fit.ranks)
     if fit.fits and 0 <= spare < fit.uncertain_bytes:
@@ -263,12 +263,12 @@ def _within_error(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _not_counted(fit: Fit) -> Iterator[Said]:
+def _not_counted(fit: Plan) -> Iterator[Said]:
     if fit.question.model.spec.not_counted:
         yield f"not counted: {', '.join(fit.question.model.spec.not_counted)}", None
 
 
-def _inputs_not_counted(fit: Fit) -> Iterator[Said]:
+def _inputs_not_counted(fit: Plan) -> Iterator[Said]:
     """Of which it is not known how large they are."""
     spec = fit.question.model.spec
     towers = " ".join(spec.not_counted)
@@ -283,7 +283,7 @@ def _inputs_not_counted(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _adapters_in_part(fit: Fit) -> Iterator[Said]:
+def _adapters_in_part(fit: Plan) -> Iterator[Said]:
     experts = any(layer.experts is not None for layer in fit.question.model.spec.layers)
     if fit.question.settings.max_loras and experts:
         yield (
@@ -293,7 +293,7 @@ def _adapters_in_part(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _unchecked_split(fit: Fit) -> Iterator[Said]:
+def _unchecked_split(fit: Plan) -> Iterator[Said]:
     if fit.question.model.unchecked and fit.tensor_parallel > 1:
         yield (
             f"the split over {fit.tensor_parallel} GPUs relies on catalogue shapes that were not checked against a"
@@ -302,11 +302,11 @@ def _unchecked_split(fit: Fit) -> Iterator[Said]:
         )
 
 
-def _gpus(fit: Fit) -> list[Gpu]:
+def _gpus(fit: Plan) -> list[Gpu]:
     return list(dict.fromkeys(rank.device.gpu for rank in fit.ranks if rank.device.gpu is not None))
 
 
-def _no_fp8(fit: Fit) -> Iterator[Said]:
+def _no_fp8(fit: Plan) -> Iterator[Said]:
     for gpu in _gpus(fit) if fit.kv_dtype == "fp8" else ():
         if not gpu.fp8:
             yield (
@@ -316,7 +316,7 @@ def _no_fp8(fit: Fit) -> Iterator[Said]:
             )
 
 
-def _no_bf16(fit: Fit) -> Iterator[Said]:
+def _no_bf16(fit: Plan) -> Iterator[Said]:
     for gpu in _gpus(fit) if fit.dtype == "bfloat16" else ():
         if not gpu.bf16:
             yield f"{gpu.name} does not support bfloat16", "--dtype float16"
@@ -350,7 +350,7 @@ RULES = (
 """A code, the setting that it is about, and what it says of a plan."""
 
 
-def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
+def warnings(fit: Plan) -> tuple[PlanWarning, ...]:
     return tuple(
         PlanWarning(code=code, message=message, field=field, fix=fix)
         for code, field, check in RULES
@@ -358,7 +358,7 @@ def warnings(fit: Fit) -> tuple[PlanWarning, ...]:
     )
 
 
-def safe_utilization(fit: Fit) -> float:
+def safe_utilization(fit: Plan) -> float:
     """What to start with: less on a card that may be shared, never more than was asked for or is usual."""
     most = min(fit.utilization, USUAL_UTILIZATION)
     for rank in fit.ranks:

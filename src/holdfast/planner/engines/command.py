@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.engine_profiles.profile import Release, profile
-from holdfast.planner.fit.search import Fit
+from holdfast.planner.fit.search import Plan
 from holdfast.planner.inputs.question import Device
 from holdfast.units import MIB
 
@@ -52,13 +52,13 @@ def line(engine: str, model: str, settings: Mapping[str, object], at: Release = 
     return shlex.join(parts)
 
 
-def parallel(fit: Fit) -> dict[str, object]:
+def parallel(fit: Plan) -> dict[str, object]:
     """How the model is split; one rank is what every engine takes by itself."""
     ranks = {"tensor_parallel_size": fit.tensor_parallel, "pipeline_parallel_size": fit.pipeline_parallel}
     return {name: size for name, size in ranks.items() if size > 1}
 
 
-def named_dtype(fit: Fit) -> str | None:
+def named_dtype(fit: Plan) -> str | None:
     """What an engine must be told: what was asked for, or what the GPU computes in where the checkpoint says another.
     None: it finds out by itself."""
     if fit.question.settings.dtype != "auto":
@@ -67,7 +67,7 @@ def named_dtype(fit: Fit) -> str | None:
     return "half" if differs and fit.dtype == "float16" else None
 
 
-def shown_gpus(fit: Fit) -> str:
+def shown_gpus(fit: Plan) -> str:
     """Variables before a command that show the plan's GPUs to the engine, in the order of its ranks, and no other:
     engines take the first ones that they see, or all. Empty where those are all there are, in their own order."""
     used = [rank.device for rank in fit.ranks]

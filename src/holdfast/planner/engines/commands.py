@@ -1,6 +1,6 @@
 """A plan as commands to run, for Holdfast, vLLM, SGLang and llama.cpp, with what must be known of each.
 
-Decides nothing: the numbers come out of a Fit. Whether Holdfast itself would take its command is asked of its own
+Decides nothing: the numbers come out of a Plan. Whether Holdfast itself would take its command is asked of its own
 settings, so that what is said here cannot be older than the engine. vLLM's is in vllm_command.py.
 """
 
@@ -34,7 +34,7 @@ from holdfast.planner.engines.command import (
 )
 from holdfast.planner.engines.fp8_loading import loaded_whole
 from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_command
-from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Fit
+from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan
 from holdfast.planner.fit.search import fit as fit_again
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.model_sources import holdfast_source, llama_source, near_gguf, torch_source
@@ -66,7 +66,7 @@ def parse_engine(text: str) -> tuple[str, Vllm]:
     return name, parse_vllm("")
 
 
-def commands(fit: Fit, *, sequences: int, vllm: Vllm | None = None) -> dict[str, Command]:
+def commands(fit: Plan, *, sequences: int, vllm: Vllm | None = None) -> dict[str, Command]:
     """`sequences`: how many may run at once, which is seldom what the engine's own default is."""
     version = parse_vllm("") if vllm is None else vllm
     found = (
@@ -82,7 +82,7 @@ def commands(fit: Fit, *, sequences: int, vllm: Vllm | None = None) -> dict[str,
 # Holdfast
 
 
-def holdfast_command(fit: Fit, sequences: int) -> Command:
+def holdfast_command(fit: Plan, sequences: int) -> Command:
     settings = {name: value for name, value in _holdfast_settings(fit, sequences).items() if value is not None}
     source = holdfast_source(fit.question.model)
     lacks = (*source.lacks, *_holdfast_problems(fit, settings))
@@ -95,7 +95,7 @@ def holdfast_command(fit: Fit, sequences: int) -> Command:
     )
 
 
-def _holdfast_settings(fit: Fit, sequences: int) -> dict[str, object]:
+def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
     """None: as it is by itself."""
     asked, device, step = fit.question.settings, fit.ranks[0].device, fit.limits.max_num_batched_tokens
     usual = GPU_STEP_TOKENS if fit.question.machine.kind == "gpu" else CPU_STEP_TOKENS
@@ -119,7 +119,7 @@ def _holdfast_settings(fit: Fit, sequences: int) -> dict[str, object]:
     }
 
 
-def _holdfast_problems(fit: Fit, settings: Mapping[str, object]) -> list[str]:
+def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     """Why this version of Holdfast would refuse it, as it says so itself."""
     spec, problems = fit.question.model.spec, []
     device = {"device": "cuda"} if fit.question.machine.kind == "gpu" else {}
@@ -145,7 +145,7 @@ def _spelled(name: str) -> Origin:
 # SGLang
 
 
-def _sglang_command(fit: Fit, sequences: int) -> Command:
+def _sglang_command(fit: Plan, sequences: int) -> Command:
     source = torch_source(fit.question.model, "sglang")
     on_gpu = fit.question.machine.kind == "gpu"
     known = on_gpu and all(total_is_known(rank.device) for rank in fit.ranks)
@@ -191,7 +191,7 @@ def _sglang_command(fit: Fit, sequences: int) -> Command:
     )
 
 
-def sglang_fraction(fit: Fit) -> float:
+def sglang_fraction(fit: Plan) -> float:
     """Weights and KV pool of the tightest rank over its total, rounded down."""
     found = []
     for rank in fit.ranks:
@@ -204,7 +204,7 @@ def sglang_fraction(fit: Fit) -> float:
 # llama.cpp
 
 
-def _llama_command(planned: Fit, sequences: int) -> Command:
+def _llama_command(planned: Plan, sequences: int) -> Command:
     on_gpu = planned.question.machine.kind == "gpu"
     source = llama_source(planned.question.model, planned.weights_dtype)
     notes = list(source.notes)
@@ -233,7 +233,7 @@ def _llama_command(planned: Fit, sequences: int) -> Command:
     return Command(engine="llama.cpp", text=text, available=source.ready, notes=tuple(notes))
 
 
-def _as_llama_takes_it(planned: Fit) -> Fit:
+def _as_llama_takes_it(planned: Plan) -> Plan:
     """The plan, split alike, with llama.cpp's own terms and the GGUF that it would be given."""
     question = planned.question
     if question.machine.kind != "gpu" or question.engine == "llama.cpp":
@@ -262,7 +262,7 @@ def _as_gguf(model: PlannedModel) -> PlannedModel:
     return quantized_as(plain, near_gguf(quantization))
 
 
-def _llama_slots(fit: Fit, sequences: int) -> tuple[int, int]:
+def _llama_slots(fit: Plan, sequences: int) -> tuple[int, int]:
     """How many, and the context of each, which is set aside whole: as many as the traffic asks for, with as much as
     that leaves, unless a length was asked for."""
     length, traffic = fit.limits.max_model_len, fit.question.traffic

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast.planner.fit.search import Fit
+from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.sharded_weights import rank_bytes, weights_of
 from holdfast.units import format_bytes
 
 
-def loaded_whole(found: Fit, engine: str) -> tuple[str | None, str | None]:
+def loaded_whole(found: Plan, engine: str) -> tuple[str | None, str | None]:
     """A note where it fits all the same, or why it does not. `engine`: its name, with the releases that do so."""
     whole = _whole_bytes(found)
     rank = max(found.ranks, key=lambda one: whole[one.stage] - one.device.free_bytes)
@@ -26,7 +26,7 @@ def loaded_whole(found: Fit, engine: str) -> tuple[str | None, str | None]:
     return None, f"{said}, but {rank.device.name} has {format_bytes(free)}: use a checkpoint stored in FP8"
 
 
-def _whole_bytes(found: Fit) -> list[int]:
+def _whole_bytes(found: Plan) -> list[int]:
     """Of a rank, by stage."""
     model, stages = found.question.model, found.pipeline_parallel
     plain = replace(model, spec=replace(model.spec, quantization=None), made_as=None)

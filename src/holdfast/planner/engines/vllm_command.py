@@ -36,7 +36,7 @@ from holdfast.planner.engines.vllm_features import (
 )
 from holdfast.planner.engines.vllm_kv import KeptKV, fp8_by_default, kept_kv, most_tokens
 from holdfast.planner.fit.count import counted_for
-from holdfast.planner.fit.search import Fit, Rank, fit
+from holdfast.planner.fit.search import Plan, Rank, fit
 from holdfast.planner.models.model_sources import ModelSource, torch_source
 from holdfast.planner.sizing.sharded_weights import stage_layers
 from holdfast.planner.sizing.terms import Term, adapters_bytes, gpu_terms
@@ -51,7 +51,7 @@ NON_TORCH_BYTES = int(0.22 * GIB)
 class Sized:
     """What this version is told, and what it would then have."""
 
-    fit: Fit
+    fit: Plan
     kept: KeptKV
     length: int
     kv_bytes: int
@@ -72,11 +72,11 @@ class Sized:
         return self.kept.printed_tokens(self.kv_bytes, max(1, self.length))
 
 
-def tightest(found: Fit) -> Rank:
+def tightest(found: Plan) -> Rank:
     return min(found.ranks, key=lambda one: one.room_bytes)
 
 
-def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
+def vllm_command(found: Plan, sequences: int, vllm: Vllm) -> Command:
     source = torch_source(found.question.model, "vllm")
     if found.question.machine.kind != "gpu":
         return _on_a_cpu(found, sequences, vllm, source)
@@ -114,7 +114,7 @@ def vllm_command(found: Fit, sequences: int, vllm: Vllm) -> Command:
     )
 
 
-def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm, source: ModelSource) -> Command:
+def _on_a_cpu(found: Plan, sequences: int, vllm: Vllm, source: ModelSource) -> Command:
     """There its share of memory would be of the whole machine: the KV pool is set instead, in whole GiB."""
     room, length = max(0, found.ranks[0].room_bytes), found.limits.max_model_len
     space = max(1, room // GIB)
@@ -133,7 +133,7 @@ def _on_a_cpu(found: Fit, sequences: int, vllm: Vllm, source: ModelSource) -> Co
 # What it is told
 
 
-def _sized(found: Fit, vllm: Vllm) -> Sized:
+def _sized(found: Plan, vllm: Vllm) -> Sized:
     """A length that was asked for stays, and is said to be refused where it would be; one that was left to us becomes
     what this version holds."""
     planned, asked = found.limits.max_model_len, found.question.settings.max_model_len is not None
@@ -151,7 +151,7 @@ def _sized(found: Fit, vllm: Vllm) -> Sized:
     return Sized(found, kept, length, available, chunks, planned, whole)
 
 
-def _in_one_step(found: Fit) -> Fit:
+def _in_one_step(found: Plan) -> Plan:
     """Planned again with steps that hold a whole prompt, whose activations take more."""
     question, length = found.question, found.limits.max_model_len
     for _ in range(2):
@@ -168,14 +168,14 @@ def _in_one_step(found: Fit) -> Fit:
     return replace(again, limits=replace(again.limits, max_model_len=min(length, again.limits.max_model_len)))
 
 
-def vllm_utilization(found: Fit) -> float:
+def vllm_utilization(found: Plan) -> float:
     """Its share of the total that is our budget, rounded down: it refuses to start when less than that is free. Of
     devices whose total is known."""
     shares = [rank.budget_bytes / rank.device.total_bytes for rank in found.ranks if rank.device.total_bytes]
     return max(0.01, math.floor(min(shares) * 100 + ROUNDING) / 100)
 
 
-def _others(found: Fit, source: ModelSource, vllm: Vllm) -> dict[str, object]:
+def _others(found: Plan, source: ModelSource, vllm: Vllm) -> dict[str, object]:
     """None: as it is by itself."""
     asked = found.question.settings
     kv_dtype = vllm.value("kv-fp8") if found.kv_dtype == "fp8" else None
@@ -199,7 +199,7 @@ def _others(found: Fit, source: ModelSource, vllm: Vllm) -> dict[str, object]:
 # What it makes of it
 
 
-def vllm_terms(found: Fit, vllm: Vllm) -> ReleaseTerms:
+def vllm_terms(found: Plan, vllm: Vllm) -> ReleaseTerms:
     """Of the tightest rank, in vLLM's categories: rotary tables, padding and rounding are part of its weights, our
     logits and buffers of its peak."""
     rank, spec, stages = tightest(found), found.question.model.spec, found.pipeline_parallel
@@ -228,7 +228,7 @@ def _bytes_of(rank: Rank, *names: str) -> int:
     return sum(term.nbytes for term in rank.terms if term.name in names)
 
 
-def _own_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
+def _own_bytes(found: Plan, rank: Rank, vllm: Vllm) -> int:
     """What it keeps beside the checkpoint's bytes, and adapters in slots of the rank that it takes."""
     model, settings = found.question.model, found.question.settings
     kernel = expert_kernel(rank.device.gpu, vllm, adapters=settings.max_loras > 0)
@@ -240,14 +240,14 @@ def _own_bytes(found: Fit, rank: Rank, vllm: Vllm) -> int:
     return beside.total + rounding + adapters_bytes(model.spec, dtype, layers, settings.max_loras, taken, ranks)
 
 
-def _room_bytes(found: Fit, vllm: Vllm) -> int:
+def _room_bytes(found: Plan, vllm: Vllm) -> int:
     """What our budget leaves for KV beside what vLLM keeps and the plan did not count."""
     counted = ("rotary", "padding", "adapters")
     left = [rank.room_bytes + _bytes_of(rank, *counted) - _own_bytes(found, rank, vllm) for rank in found.ranks]
     return max(0, min(left))
 
 
-def vllm_kv_bytes(found: Fit, vllm: Vllm) -> int:
+def vllm_kv_bytes(found: Plan, vllm: Vllm) -> int:
     rank = tightest(found)
     if not total_is_known(rank.device):
         return _room_bytes(found, vllm)
@@ -294,7 +294,7 @@ def _lacks_length(sized: Sized, vllm: Vllm) -> Iterator[str]:
         yield f"it would start, but its KV cache does not hold a sequence of {length:,} tokens: {held:,} at most"
 
 
-def _lacks_settings(found: Fit, vllm: Vllm) -> Iterator[str]:
+def _lacks_settings(found: Plan, vllm: Vllm) -> Iterator[str]:
     """What was planned with and it cannot be told."""
     settings = found.question.settings
     if found.kv_dtype not in (found.dtype, "fp8"):
@@ -352,7 +352,7 @@ def _few_at_once(sized: Sized) -> str | None:
     return f"of the traffic's {traffic.concurrency:,} requests it holds {held:,} at once: the others wait"
 
 
-def _unknown_total(found: Fit, vllm: Vllm) -> str:
+def _unknown_total(found: Plan, vllm: Vllm) -> str:
     budget = format_bytes(min(rank.budget_bytes for rank in found.ranks))
     if not vllm.has("kv-pool-in-bytes"):
         return f"set --gpu-memory-utilization to {budget} over the GPU's total, which --vram does not give; --gpu does"

@@ -13,12 +13,12 @@ from holdfast.models import ModelSpec, QuantSpec
 from holdfast.planner.compat.gpu_kernels import lacks_capability
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.vllm_kv import expands_latents
-from holdfast.planner.fit.search import Fit
+from holdfast.planner.fit.search import Plan
 from holdfast.planner.models.model_sources import ModelSource
 from holdfast.planner.models.variants import published_as
 
 
-def lacks_features(found: Fit, source: ModelSource, vllm: Vllm) -> list[str]:
+def lacks_features(found: Plan, source: ModelSource, vllm: Vllm) -> list[str]:
     return [
         f"{what} in vLLM since {spelled_release(first)}, and not in {vllm.release}"
         for what, first in _features(found, source)
@@ -26,13 +26,13 @@ def lacks_features(found: Fit, source: ModelSource, vllm: Vllm) -> list[str]:
     ]
 
 
-def features_since(found: Fit, source: ModelSource, vllm: Vllm) -> list[str]:
+def features_since(found: Plan, source: ModelSource, vllm: Vllm) -> list[str]:
     """What to say where only some releases of the version have it, and none was named."""
     needed = _features(found, source)
     return [f"{what} in vLLM since {spelled_release(first)}" for what, first in needed if vllm.in_part(first)]
 
 
-def _features(found: Fit, source: ModelSource) -> Iterator[tuple[str, Release]]:
+def _features(found: Plan, source: ModelSource) -> Iterator[tuple[str, Release]]:
     """What the plan needs, and the first release that has it."""
     model, known = found.question.model, profile("vllm")
     architecture = model.spec.architecture
@@ -61,7 +61,7 @@ def spec_features(spec: ModelSpec) -> Iterator[tuple[str, Release]]:
             yield f"{what} is", first
 
 
-def _quantized(found: Fit, quantization: QuantSpec, made: bool) -> Iterator[tuple[str, Release]]:
+def _quantized(found: Plan, quantization: QuantSpec, made: bool) -> Iterator[tuple[str, Release]]:
     method, known = quantization.method, profile("vllm")
     stored = _fp8_kind(quantization) if method == "fp8" else method
     first = known.since("quantization-made", method) if made else known.since("quantization-stored", stored)
@@ -82,7 +82,7 @@ def _fp8_kind(quantization: QuantSpec) -> str:
     return "fp8-fbgemm" if quantization.granularity == "channel" else "fp8"
 
 
-def lacks_fp8_units(found: Fit, vllm: Vllm) -> str | None:
+def lacks_fp8_units(found: Plan, vllm: Vllm) -> str | None:
     """Why a release cannot compute with FP8 weights on these GPUs, and since when one can."""
     quantization = found.question.model.spec.quantization
     if quantization is None or quantization.method != "fp8":
@@ -101,7 +101,7 @@ def lacks_fp8_units(found: Fit, vllm: Vllm) -> str | None:
     return None
 
 
-def leaves_v1(found: Fit, kv_dtype: str, vllm: Vllm) -> str | None:
+def leaves_v1(found: Plan, kv_dtype: str, vllm: Vllm) -> str | None:
     """Where its V1 engine goes over to V0 because of KV in FP8: what is said of V1 is not what runs."""
     if kv_dtype != "fp8" or vllm.runner != "v1" or vllm.has("v1-alone"):
         return None
@@ -121,7 +121,7 @@ def lora_rank(rank: int, vllm: Vllm) -> int | None:
     return next((size for size in vllm.value("lora-ranks") if rank <= size), None)
 
 
-def can_chunk(found: Fit, vllm: Vllm) -> bool:
+def can_chunk(found: Plan, vllm: Vllm) -> bool:
     """Whether its V0 engine can be told to read a prompt in several steps."""
     spec = found.question.model.spec
     latents = any(layer.latent is not None for layer in spec.layers) and not expands_latents(spec, vllm)

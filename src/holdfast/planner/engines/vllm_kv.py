@@ -20,7 +20,7 @@ from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.footprint.identity_key import Same
 from holdfast.models import LayerSpec, ModelSpec
 from holdfast.planner.compat.vllm_release import Vllm
-from holdfast.planner.fit.search import Fit, Rank
+from holdfast.planner.fit.search import Plan, Rank
 from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, rank_bytes
 from holdfast.planner.sizing.sharded_weights import stage_layers
@@ -57,7 +57,7 @@ class KeptKV:
         return whole.held_tokens(pool_bytes, sequence_tokens)
 
 
-def kept_kv(found: Fit, rank: Rank, vllm: Vllm) -> KeptKV:
+def kept_kv(found: Plan, rank: Rank, vllm: Vllm) -> KeptKV:
     spec, settings = found.question.model.spec, found.question.settings
     stored = _stored(found, vllm)
     kept = _kept_layers(Same(spec), vllm, _method(spec), KV_ELEMENT_BYTES[found.dtype])
@@ -85,7 +85,7 @@ def kept_kv(found: Fit, rank: Rank, vllm: Vllm) -> KeptKV:
     )
 
 
-def fp8_by_default(found: Fit, vllm: Vllm) -> bool:
+def fp8_by_default(found: Plan, vllm: Vllm) -> bool:
     """Whether KV of this model is kept in FP8 unless it is told: of all but a few it is what is computed in."""
     if not any(layer.latent is not None and layer.latent.index_dim for layer in found.question.model.spec.layers):
         return False
@@ -94,7 +94,7 @@ def fp8_by_default(found: Fit, vllm: Vllm) -> bool:
     return vllm.has("index-kv-in-fp8") or (newest and vllm.has("index-kv-in-fp8-on-blackwell"))
 
 
-def _stored(found: Fit, vllm: Vllm) -> str:
+def _stored(found: Plan, vllm: Vllm) -> str:
     left_to_it = found.question.settings.kv_cache_dtype == "auto"
     return "fp8" if left_to_it and fp8_by_default(found, vllm) else found.kv_dtype
 
@@ -117,7 +117,7 @@ def _method(spec: ModelSpec) -> str | None:
     return None if spec.quantization is None else spec.quantization.method
 
 
-def _in_flight(found: Fit, vllm: Vllm) -> int:
+def _in_flight(found: Plan, vllm: Vllm) -> int:
     """Steps under way at once: one more than stages, as it schedules ahead; its first runner does so without stages."""
     stages = found.pipeline_parallel
     if not vllm.has("windows-hold-steps-in-flight"):
@@ -184,7 +184,7 @@ def _in_groups(whole: KVCost, kinds: Counter[tuple[int | None, int]], vllm: Vllm
     return padded, groups * size_of_group * max(size for _, size in kinds)
 
 
-def _checked(found: Fit, rank: Rank, padded: KVCost, whole: KVCost, layers: Sequence[int], vllm: Vllm) -> KVCost:
+def _checked(found: Plan, rank: Rank, padded: KVCost, whole: KVCost, layers: Sequence[int], vllm: Vllm) -> KVCost:
     """To 0.9.0 it asked for the windows that its pool then did not let forget; to 0.13 without what fills groups up."""
     if vllm.runner == "v0" or not vllm.has("windows-alone") or vllm.has("checks-padding"):
         return padded
@@ -207,7 +207,7 @@ def _checked(found: Fit, rank: Rank, padded: KVCost, whole: KVCost, layers: Sequ
 # What is said of it
 
 
-def _reasons(found: Fit, kept: ModelSpec, stored: str, vllm: Vllm, whole: KVCost, padded: KVCost) -> Iterator[str]:
+def _reasons(found: Plan, kept: ModelSpec, stored: str, vllm: Vllm, whole: KVCost, padded: KVCost) -> Iterator[str]:
     spec, name = found.question.model.spec, f"vLLM {vllm.release}"
     before, after = ([layer for layer in one.layers if layer.window is not None] for one in (spec, kept))
     if len(after) < len(before):

@@ -18,7 +18,7 @@ from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
-from holdfast.planner.fit.result import Fit, Rank, device_budget, needed_bytes
+from holdfast.planner.fit.result import Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import KV_ELEMENT_BYTES, Device, PlannedModel, Question
 from holdfast.planner.sizing import terms as byte_terms
 from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
@@ -39,7 +39,7 @@ from holdfast.planner.sizing.terms import Term
 TOO_FEW_DEVICES, CONTEXT_TOO_LONG = "HF133", "HF111"
 
 
-def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
+def counted(question: Question, tensor_parallel: int, limits: Limits) -> Plan:
     """`limits`: those that were asked for or chosen; a context that is not set is the longest that these leave."""
     spec, settings = question.model.spec, question.settings
     sequences, tokens = question.required
@@ -52,7 +52,7 @@ def counted(question: Question, tensor_parallel: int, limits: Limits) -> Fit:
     longest = min(rank.kv.longest(rank.kv_bytes, spec.max_position) for rank in unlike)
     short = max(needed_bytes(rank, sequences, tokens, settings.max_model_len) - rank.room_bytes for rank in unlike)
     dtype, kept = compute_dtype(question, len(ranks)), weights_as(question, len(ranks))
-    return Fit(
+    return Plan(
         question=question,
         dtype=dtype,
         kv_dtype=kv_dtype(question, len(ranks)),

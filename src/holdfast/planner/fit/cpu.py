@@ -26,7 +26,7 @@ from holdfast.footprint.structured_output import forms_bytes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner.fit.result import EngineChoices, Fit, Rank, device_budget, needed_bytes
+from holdfast.planner.fit.result import EngineChoices, Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import PlannedModel, Question, Settings
 from holdfast.planner.sizing.default_limits import prompt_tokens_beside
 from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, compute_dtype, kv_dtype
@@ -227,7 +227,7 @@ def _compiled_attention(settings: Settings, compiled: bool) -> bool:
     return compiled if backend == "auto" else backend == "compiled"
 
 
-def counted_on_cpu(question: Question, limits: Limits, *, lowered: bool = False) -> Fit:
+def counted_on_cpu(question: Question, limits: Limits, *, lowered: bool = False) -> Plan:
     """The longest context up to the one of `limits` that fits, with its pool; where none does, what is lacking for the
     shortest that would do. `lowered`: these limits are not the defaults.
 
@@ -241,7 +241,7 @@ def counted_on_cpu(question: Question, limits: Limits, *, lowered: bool = False)
     return replace(found, question=question, serve_settings={**found.serve_settings, "expand_weights": "never"})
 
 
-def _counted(question: Question, limits: Limits, lowered: bool) -> Fit:
+def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
     spec, settings, traffic, blocks = question.model.spec, question.settings, question.traffic, 0
     flags: Mapping[str, object] = {}
     count, decisions = _chosen(question, limits)
@@ -264,7 +264,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Fit:
         held = max(0, count.pool(longest).blocks - 1) * page if longest else 0
         lacking = needed_bytes(rank, sequences, tokens, settings.max_model_len) - short
         rank = replace(rank, most_kv_bytes=lacking, held_bytes=held if traffic is None else None)
-    return Fit(
+    return Plan(
         question=question,
         dtype=count.dtype,
         kv_dtype=kv_dtype(question),

@@ -16,12 +16,12 @@ from holdfast.footprint.identity_key import Same
 from holdfast.observability.decisions import Decision
 from holdfast.planner.compat.gpu_kernels import MAKERS
 from holdfast.planner.fit.count import sizes
-from holdfast.planner.fit.result import Fit, describe_devices
+from holdfast.planner.fit.result import Plan, describe_devices
 from holdfast.planner.inputs.question import Device, Question
 from holdfast.units import counted, format_bytes
 
 NOT_TOGETHER = "HF134"
-Planned = Callable[[Question], Fit]
+Planned = Callable[[Question], Plan]
 
 
 def _kin(device: Device) -> tuple[str, str, bool]:
@@ -89,7 +89,7 @@ def _fixes(question: Question, groups: Sequence[tuple[Device, ...]], wanted: int
             break
 
 
-def _fitting(question: Question, plan: Planned) -> Fit | None:
+def _fitting(question: Question, plan: Planned) -> Plan | None:
     try:
         found = plan(question)
     except ConfigurationError:
@@ -106,7 +106,7 @@ def _described(group: Sequence[Device]) -> str:
     return f"{describe_devices(group)} ({MAKERS[maker]}{', unified memory' if unified else ''})"
 
 
-def best(found: Sequence[Fit]) -> Fit:
+def best(found: Sequence[Plan]) -> Plan:
     """Of the same question on each kind of GPU: the one that fits and holds most. Says which were left out, and what
     they would have held."""
     chosen = max(found, key=value)
@@ -122,7 +122,7 @@ def best(found: Sequence[Fit]) -> Fit:
     return replace(chosen, decisions=(*chosen.decisions, decision))
 
 
-def value(one: Fit) -> tuple[int, ...]:
+def value(one: Plan) -> tuple[int, ...]:
     """Of answers to one question, the larger the better."""
     limits = one.limits
     return (
@@ -136,7 +136,7 @@ def value(one: Fit) -> tuple[int, ...]:
     )
 
 
-def _alone(one: Fit) -> str:
+def _alone(one: Plan) -> str:
     if not one.fits:
         return f"where {format_bytes(one.short_bytes)} would be missing"
     return f"where KV would hold {counted(one.kv_tokens, 'token')}"

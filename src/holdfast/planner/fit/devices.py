@@ -14,7 +14,7 @@ from holdfast.footprint.identity_key import Same
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.count import counted as counted_fit
 from holdfast.planner.fit.count import counted_for, plain_type
-from holdfast.planner.fit.result import Fit, describe_devices, device_budget
+from holdfast.planner.fit.result import Plan, describe_devices, device_budget
 from holdfast.planner.inputs.question import Device, Question
 from holdfast.planner.sizing.dtype import chosen_dtype, outgrows_half
 from holdfast.planner.sizing.sharded_weights import AS_STORED
@@ -74,7 +74,7 @@ def without_wider(question: Question) -> Question | None:
     return replace(question, machine=replace(machine, devices=able, aside=(*machine.aside, *others)))
 
 
-def wider_left_out(found: Fit) -> Decision:
+def wider_left_out(found: Plan) -> Decision:
     machine = found.question.machine
     left = describe_devices([device for device in machine.aside if device.gpu is not None and not device.gpu.bf16])
     reason = f"left out: {left}, which has no bfloat16: with it all GPUs would use float32, and hold less"
@@ -85,7 +85,7 @@ def _with_order(question: Question, devices: list[Device]) -> Question:
     return replace(question, machine=replace(question.machine, devices=tuple(devices)))
 
 
-def parallel_size(found: Fit) -> Decision:
+def parallel_size(found: Plan) -> Decision:
     question = found.question
     devices, used = len(question.machine.devices), len(found.ranks)
     what = "it" if question.stated else "it with that context length"
@@ -104,7 +104,7 @@ def parallel_size(found: Fit) -> Decision:
     return Decision("tensor_parallel_size", str(found.tensor_parallel), reason, "planner")
 
 
-def stages(found: Fit) -> Decision:
+def stages(found: Plan) -> Decision:
     """Where they were left to us, and one does not do."""
     devices, size = len(found.question.machine.devices), found.tensor_parallel
     which = "the fewest stages that do" if found.question.stated else "stages that leave the longest context"
@@ -112,7 +112,7 @@ def stages(found: Fit) -> Decision:
     return Decision("pipeline_parallel_size", str(found.pipeline_parallel), reason, "planner")
 
 
-def left_out(found: Fit) -> Iterator[Decision]:
+def left_out(found: Plan) -> Iterator[Decision]:
     """Of GPUs that differ."""
     question, used = found.question, [rank.device for rank in found.ranks]
     rest = question.machine.devices[len(used) :]
@@ -131,7 +131,7 @@ def left_out(found: Fit) -> Iterator[Decision]:
     yield Decision("gpus", describe_devices(used), reason, "planner")
 
 
-def loading(found: Fit) -> Iterator[Decision]:
+def loading(found: Plan) -> Iterator[Decision]:
     """Where it takes more than the budget has, before anything is served."""
     for rank in found.ranks:
         if rank.loading_short_bytes:
@@ -142,7 +142,7 @@ def loading(found: Fit) -> Iterator[Decision]:
             yield Decision("loading", format_bytes(rank.loading_bytes), reason, "planner")
 
 
-def engine(found: Fit) -> Iterator[Decision]:
+def engine(found: Plan) -> Iterator[Decision]:
     """Where memory is counted as llama.cpp takes it."""
     question, rank = found.question, found.ranks[0]
     if rank.device.kind != "gpu" or counted_for(question, rank.device, len(found.ranks)) != "llama.cpp":
@@ -152,7 +152,7 @@ def engine(found: Fit) -> Iterator[Decision]:
     yield Decision("engine", "llama.cpp", f"{why}: memory is counted as llama.cpp allocates it, {said}", source)
 
 
-def weights(found: Fit) -> Iterator[Decision]:
+def weights(found: Plan) -> Iterator[Decision]:
     """Where a file has plain numbers of another type than they are kept in."""
     model, kept = found.question.model, found.weights_as
     stored = plain_type(Same(model)) if model.format == "gguf" else None
@@ -163,7 +163,7 @@ def weights(found: Fit) -> Iterator[Decision]:
     yield Decision("weights", f"{format_bytes(found.weights_bytes)} in {kept}", f"{reason} {stored}: {size}", "model")
 
 
-def encoder(found: Fit) -> Iterator[Decision]:
+def encoder(found: Plan) -> Iterator[Decision]:
     """What is kept for images, where the config tells how large they are."""
     spec, step = found.question.model.spec, found.limits.max_num_batched_tokens
     kept = sum(term.nbytes for term in found.ranks[0].terms if term.name == "encoder")
@@ -178,7 +178,7 @@ def encoder(found: Fit) -> Iterator[Decision]:
     yield Decision("encoder", format_bytes(kept), reason, "model")
 
 
-def number_types(found: Fit) -> Iterator[Decision]:
+def number_types(found: Plan) -> Iterator[Decision]:
     """Where they were left to us."""
     asked = found.question.settings
     if asked.dtype == "auto":

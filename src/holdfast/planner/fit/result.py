@@ -116,7 +116,7 @@ class EngineChoices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Plan:
     question: Question
     dtype: str
     kv_dtype: str

@@ -22,7 +22,7 @@ from holdfast.planner.fit.count import cannot_hold_weights, check, counted, size
 from holdfast.planner.fit.cpu import counted_on_cpu
 from holdfast.planner.fit.device_groups import apart, best, value
 from holdfast.planner.fit.devices import largest_first
-from holdfast.planner.fit.result import Fit, Rank, describe_budget, describe_devices, device_budget
+from holdfast.planner.fit.result import Plan, Rank, describe_budget, describe_devices, device_budget
 from holdfast.planner.inputs.question import USEFUL_TOKENS, Question
 from holdfast.planner.sizing import default_limits as limits_left_open
 from holdfast.planner.sizing.default_limits import LimitPreset, choose, ladder, length_decision
@@ -30,7 +30,7 @@ from holdfast.planner.sizing.default_limits import LimitPreset, choose, ladder, 
 __all__ = [
     "DEFAULT_UTILIZATION",
     "USEFUL_TOKENS",
-    "Fit",
+    "Plan",
     "Question",
     "Rank",
     "describe_budget",
@@ -39,7 +39,7 @@ __all__ = [
     "fit",
 ]
 
-Counted = Callable[[int, int], Fit]
+Counted = Callable[[int, int], Plan]
 """By tensor-parallel size and rung."""
 MOST_OF_A_STAGE = 8
 """GPUs that share each layer of a stage: as many as most machines have, with links that are fast enough for it."""
@@ -47,13 +47,13 @@ FEW_STAGES = 8
 """So many are tried whatever the number of GPUs, and beyond it those that take all of them."""
 
 
-def fit(question: Question) -> Fit:
+def fit(question: Question) -> Plan:
     """On GPUs that can hold a model together; where there are several kinds, on those that hold most."""
     kinds = apart(question, fit)
     return _whole(question) if kinds[0] is question else best([_whole(one) for one in kinds])
 
 
-def _whole(question: Question) -> Fit:
+def _whole(question: Question) -> Plan:
     """On all GPUs of a kind, or without those that would make the numbers of the others wider."""
     found, narrow = _staged(question), choices.without_wider(question)
     if narrow is None:
@@ -64,7 +64,7 @@ def _whole(question: Question) -> Fit:
     return replace(other, decisions=(*other.decisions, choices.wider_left_out(other)))
 
 
-def _staged(question: Question) -> Fit:
+def _staged(question: Question) -> Plan:
     if not question.settings.stages_open:
         return _fit(question)
     found = _fit(_in_stages(question, 1))
@@ -79,7 +79,7 @@ def _staged(question: Question) -> Fit:
     return found if better is None else replace(better, decisions=(*better.decisions, choices.stages(better)))
 
 
-def _worth(found: Fit) -> tuple[int, ...]:
+def _worth(found: Plan) -> tuple[int, ...]:
     """Of stages, where nothing is stated: the longest context, then the highest limits, on the fewest GPUs."""
     limits = found.limits
     return limits.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens, -len(found.ranks)
@@ -89,7 +89,7 @@ def _in_stages(question: Question, stages: int) -> Question:
     return replace(question, settings=replace(question.settings, pipeline_parallel=stages, stages_open=False))
 
 
-def _fit(question: Question, most: int | None = None) -> Fit:
+def _fit(question: Question, most: int | None = None) -> Plan:
     """`most`: GPUs that share a layer; None: as many as there are."""
     settings, machine = question.settings, question.machine
     if settings.tensor_parallel is None:
@@ -104,7 +104,7 @@ def _fit(question: Question, most: int | None = None) -> Fit:
     arranged = cache(lambda size: largest_first(question, size, rungs[-1].limits(length)))
 
     @cache
-    def at(size: int, rung: int) -> Fit:
+    def at(size: int, rung: int) -> Plan:
         if not ours:
             return counted(arranged(size), size, rungs[rung].limits(length))
         return counted_on_cpu(question, rungs[rung].limits(min(length, rungs[rung].worth_tokens)), lowered=rung > 0)
@@ -163,7 +163,7 @@ def _longest(question: Question, able: tuple[int, ...], rungs: tuple[LimitPreset
     return best, chosen[best]
 
 
-def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: Fit, longest: int) -> Fit:
+def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: Plan, longest: int) -> Plan:
     """With the context that these limits are worth, and every choice with its reason."""
     settings, traffic = question.settings, question.traffic
     served = _served(question, rungs[rung], rung, found, longest)
@@ -196,7 +196,7 @@ def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: 
     )
 
 
-def _served(question: Question, taken: LimitPreset, rung: int, found: Fit, longest: int) -> int:
+def _served(question: Question, taken: LimitPreset, rung: int, found: Plan, longest: int) -> int:
     """Lowered for traffic, limits leave it as long a context as its own KV would hold: with the next higher ones, which
     take more memory, it may be no longer."""
     if question.settings.max_model_len is not None:

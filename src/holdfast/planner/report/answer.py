@@ -19,7 +19,7 @@ from holdfast.planner.advice.warnings import warnings
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
-from holdfast.planner.fit.search import Fit, Question, Rank, describe_budget, describe_devices, fit
+from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, describe_devices, fit
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.json import document
 from holdfast.planner.report.text import lines
@@ -80,18 +80,18 @@ def _as_the_engine(command: Command | None, vllm: Vllm) -> Iterator[Decision]:
     yield Decision("vllm", value, f"as {vllm.name} sizes it: {why}", "version")
 
 
-def _no_rate(found: Fit) -> str:
+def _no_rate(found: Plan) -> str:
     return "requests are longer than the model's context" if too_long(found.question) else no_throughput_reason(found)
 
 
-def _best(ways: tuple[Remedy, ...]) -> tuple[Fit | None, str]:
+def _best(ways: tuple[Remedy, ...]) -> tuple[Plan | None, str]:
     for way in ways:
         if way.available and way.fit.fits:
             return way.fit, way.kind
     return None, "none"
 
 
-def _budgets(found: Fit) -> list[Decision]:
+def _budgets(found: Plan) -> list[Decision]:
     """One for each kind of device, where they are not alike."""
     groups: dict[tuple[str, str], list[Rank]] = {}
     for rank in found.ranks:

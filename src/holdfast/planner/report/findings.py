@@ -12,7 +12,7 @@ from holdfast.planner.advice.throughput import Throughput
 from holdfast.planner.advice.warnings import PlanWarning
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
-from holdfast.planner.fit.search import Fit, Question, device_budget
+from holdfast.planner.fit.search import Plan, Question, device_budget
 from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
 from holdfast.planner.sizing.kv_cost import kv_cost
 from holdfast.units import counted
@@ -20,7 +20,7 @@ from holdfast.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanFindings:
-    fit: Fit
+    fit: Plan
     safe: Configuration | None
     max: Configuration | None
     warnings: tuple[PlanWarning, ...]

@@ -11,7 +11,7 @@ from holdfast.planner.advice.remedy import Remedy
 from holdfast.planner.advice.throughput import DecodeRate, Estimate, Throughput, throughput
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
-from holdfast.planner.fit.search import Fit, Rank
+from holdfast.planner.fit.search import Plan, Rank
 from holdfast.planner.report.wrapping import rounded_down
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _model(answer: PlanFindings) -> dict[str, Any]:
     }
 
 
-def _settings(found: Fit) -> dict[str, Any]:
+def _settings(found: Plan) -> dict[str, Any]:
     return {
         "dtype": found.dtype,
         "kv_cache_dtype": found.kv_dtype,
@@ -107,7 +107,7 @@ def _settings(found: Fit) -> dict[str, Any]:
     }
 
 
-def _traffic(found: Fit) -> dict[str, Any] | None:
+def _traffic(found: Plan) -> dict[str, Any] | None:
     traffic = found.question.traffic
     if traffic is None:
         return None
@@ -123,7 +123,7 @@ def _traffic(found: Fit) -> dict[str, Any] | None:
     }
 
 
-def _devices(found: Fit) -> list[dict[str, Any]]:
+def _devices(found: Plan) -> list[dict[str, Any]]:
     rows = [_rank(rank, found) for rank in found.ranks]
     for device in found.question.machine.all_devices[len(found.ranks) :]:
         rows.append(
@@ -149,7 +149,7 @@ def _devices(found: Fit) -> list[dict[str, Any]]:
     return rows
 
 
-def _rank(rank: Rank, found: Fit) -> dict[str, Any]:
+def _rank(rank: Rank, found: Plan) -> dict[str, Any]:
     needed = found.needed_bytes(rank)
     return {
         "index": rank.device.index,
@@ -186,7 +186,7 @@ def _loading(rank: Rank) -> dict[str, Any] | None:
     }
 
 
-def _interval(found: Fit) -> dict[str, list[int]]:
+def _interval(found: Plan) -> dict[str, list[int]]:
     """If every estimate is off in the same direction."""
 
     def at(sign: int) -> tuple[int, int]:

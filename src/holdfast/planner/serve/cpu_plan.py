@@ -15,7 +15,7 @@ from holdfast.errors import DoesNotFitError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner.fit.result import Fit
+from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Question, settings_of
 from holdfast.planner.serve import refusals
@@ -32,12 +32,12 @@ def make_plan(
     *,
     compiled_kernels: bool = False,
     front_bytes: int = 0,
-) -> Fit:
+) -> Plan:
     """`stored`: the checkpoint's tensors by canonical name; None: dummies. `compiled_kernels`: this installation has
     them, and this CPU can run them. `front_bytes`: of another process that comes out of the same budget."""
     model = planned_model(spec, stored)
 
-    def attempt(tried: EngineConfig) -> Fit:
+    def attempt(tried: EngineConfig) -> Plan:
         check_step(tried.max_num_seqs, tried.max_num_batched_tokens)
         device = Device(
             index=0,
@@ -89,7 +89,7 @@ def planned_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, na
     return model if stored is None else replace(model, format="safetensors")
 
 
-def without_tensors(found: Fit) -> Fit:
+def without_tensors(found: Plan) -> Plan:
     """So that a plan can be sent: the process that loads the model opens its files itself."""
     model = replace(found.question.model, stored=None, canonical=None)
     return replace(found, question=replace(found.question, model=model))

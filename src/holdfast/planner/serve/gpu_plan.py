@@ -24,7 +24,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.fit.cpu import Pool
-from holdfast.planner.fit.result import EngineChoices, Fit, GpuChoice, describe_budget
+from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe_budget
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
 from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Question, settings_of
@@ -81,7 +81,7 @@ def make_gpu_plan(
     gpus: Sequence[NvidiaGpu],
     *,
     name: str = "the model",
-) -> Fit:
+) -> Plan:
     check_step(config.max_num_seqs, config.max_num_batched_tokens)
     check_type(config.dtype, spec)
     _check_kernels(spec, config)
@@ -147,7 +147,7 @@ def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
         )
 
 
-def _with_pool(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Fit:
+def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Plan:
     rank, limits, spec, stored = found.ranks[0], found.limits, found.question.model.spec, found.question.model.canonical
     layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
     page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
@@ -196,7 +196,7 @@ def _with_pool(found: Fit, config: EngineConfig, chosen: NvidiaGpu, decision: De
     return plan if pool_bytes is None else _within_pool(plan)
 
 
-def _within_pool(plan: Fit) -> Fit:
+def _within_pool(plan: Plan) -> Plan:
     """Of a pool that was set: with the longest context that it holds, or refused where the context was set as well."""
     engine, limits = plan.engine, plan.limits
     wanted, held, page = limits.max_model_len, longest_context(plan, engine.blocks), engine.layout.page_bytes
@@ -223,7 +223,7 @@ def _within_pool(plan: Fit) -> Fit:
     )
 
 
-def _refusal(found: Fit) -> DoesNotFitError:
+def _refusal(found: Plan) -> DoesNotFitError:
     rank = found.ranks[0]
     needed = ", ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.terms)
     kv = found.needed_bytes(rank)
@@ -246,7 +246,7 @@ def _refusal(found: Fit) -> DoesNotFitError:
 # Host RAM
 
 
-def with_host_memory(plan: Fit, config: EngineConfig, machine: Memory, front_bytes: int) -> Fit:
+def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_bytes: int) -> Plan:
     """The plan with what structured output and copies of adapters take of host RAM, or a refusal where there is none
     for adapters."""
     spec, forms = plan.question.model.spec, 0

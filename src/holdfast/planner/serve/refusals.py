@@ -16,12 +16,12 @@ from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
 from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.fit.cpu import CpuCount, count_on_cpu
-from holdfast.planner.fit.result import Fit
+from holdfast.planner.fit.result import Plan
 from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS
 from holdfast.planner.sizing.default_limits import RAM_STEP_BYTES
 from holdfast.units import MIB, counted, format_bytes
 
-Attempt = Callable[[EngineConfig], Fit]
+Attempt = Callable[[EngineConfig], Plan]
 """Plans with other settings, or raises."""
 
 MOST_WAYS_OUT = 3
@@ -43,7 +43,7 @@ def budget_is_not_there(asked: int, machine: Memory) -> DoesNotFitError:
     )
 
 
-def does_not_fit(found: Fit) -> DoesNotFitError:
+def does_not_fit(found: Plan) -> DoesNotFitError:
     """Of this engine on a CPU: what lacks first, while it is loaded, of the pool that was set, or of the context."""
     count = count_on_cpu(found.question, found.limits, expand=found.engine.expand_weights)
     pool, page, length = count.settings.kv_cache_memory_bytes, count.layout.page_bytes, found.required_tokens
@@ -75,7 +75,7 @@ def does_not_fit(found: Fit) -> DoesNotFitError:
     return _nothing_fits(found, f"{spell(count.terms(length))}, and {kv}")
 
 
-def _nothing_fits(found: Fit, needed: str) -> DoesNotFitError:
+def _nothing_fits(found: Plan, needed: str) -> DoesNotFitError:
     return DoesNotFitError(
         "the model does not fit in memory",
         needed=needed,
@@ -138,7 +138,7 @@ def with_remedies(
 ) -> DoesNotFitError:
     """The refusal with the changes of one setting that make it fit; what it names itself first, where that fits."""
 
-    def plan(change: tuple[str, EngineConfig]) -> Fit | None:
+    def plan(change: tuple[str, EngineConfig]) -> Plan | None:
         found = attempt(change[1])
         enough = found.limits.max_model_len >= min(CPU_USEFUL_TOKENS, config.max_model_len or max_position)
         return found if enough else None

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.observability.decisions import Decision
-from holdfast.planner.fit.result import Fit
+from holdfast.planner.fit.result import Plan
 from holdfast.planner.serve.refusals import became_short
 from holdfast.planner.sizing.kv_cost import largest
 from holdfast.units import counted, format_bytes
 
 
-def settle_pool(plan: Fit, available_bytes: int, measured: Mapping[str, int] | None = None) -> Fit:
+def settle_pool(plan: Plan, available_bytes: int, measured: Mapping[str, int] | None = None) -> Plan:
     """The plan with the pool that memory really holds, `available_bytes` being free for it and for what stays free.
 
     Beside a budget that is a share of what was free at start, the rest stays free. `measured`: bytes by term. What
@@ -65,7 +65,7 @@ def settle_pool(plan: Fit, available_bytes: int, measured: Mapping[str, int] | N
     )
 
 
-def longest_context(plan: Fit, blocks: int) -> int:
+def longest_context(plan: Plan, blocks: int) -> int:
     """The longest context up to the plan's that these pages hold; 0: none."""
     layout, step = plan.engine.layout, plan.limits.max_num_batched_tokens
     return largest(0, plan.limits.max_model_len, lambda length: layout.peak_blocks(length, step) < blocks)
