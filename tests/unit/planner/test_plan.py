@@ -276,6 +276,24 @@ def test_the_pool_of_a_gpu_grows_within_its_budget(spec: ModelSpec) -> None:
     assert as_set.engine.most_blocks == as_set.engine.blocks == 2 * GIB // page
 
 
+def test_a_gpu_that_is_too_small_is_offered_only_what_fits_there(spec: ModelSpec) -> None:
+    """A fix that a refusal names itself is planned before it is offered, as on a CPU."""
+
+    def refused(free_gib: int, **settings: object) -> str:
+        gpu = NvidiaGpu(
+            index=0, uuid="GPU-0", name="A100", total_bytes=80 * GIB, free_bytes=free_gib * GIB, capability=(8, 0)
+        )
+        with pytest.raises(DoesNotFitError) as caught:
+            make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
+        return str(caught.value.fix)
+
+    assert refused(40, vram="60GiB") == "--vram 40960MiB, or leave it out"
+    assert "--" not in refused(12, vram="60GiB")  # 16 GB of weights
+    lower = refused(40, max_model_len=8192, kv_cache_memory_bytes="512MiB")
+    assert lower.startswith("--max-model-len ")
+    assert "leave it out" in lower
+
+
 def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
     """Behind a GPU; on a CPU they are a term of the plan."""
     gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))

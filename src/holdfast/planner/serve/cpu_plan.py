@@ -77,7 +77,8 @@ def make_plan(
     try:
         found = attempt(config)
     except DoesNotFitError as refusal:
-        raise refusals.with_remedies(refusal, config, spec.max_position, machine, attempt) from None
+        candidates = refusals.cpu_candidates(config, machine, attempt)
+        raise refusals.with_remedies(refusal, config, spec.max_position, attempt, candidates) from None
     beside, cores = found.engine.prompt_tokens_beside, found.question.machine.cores
     if beside is not None and beside < found.limits.max_num_batched_tokens:
         found = replace(found, decisions=(*found.decisions, beside_decision(beside, cores)))

@@ -28,8 +28,8 @@ from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
 from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Question, settings_of
+from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
-from holdfast.planner.serve.refusals import MOST_WAYS_OUT
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type
@@ -81,6 +81,22 @@ def make_gpu_plan(
     gpus: Sequence[NvidiaGpu],
     *,
     name: str = "the model",
+) -> Plan:
+    def attempt(tried: EngineConfig) -> Plan:
+        return _gpu_plan(spec, stored, tried, gpus, name)
+
+    try:
+        return attempt(config)
+    except DoesNotFitError as refusal:
+        raise refusals.with_remedies(refusal, config, spec.max_position, attempt) from None
+
+
+def _gpu_plan(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    config: EngineConfig,
+    gpus: Sequence[NvidiaGpu],
+    name: str,
 ) -> Plan:
     check_step(config.max_num_seqs, config.max_num_batched_tokens)
     check_type(config.dtype, spec)
@@ -236,7 +252,7 @@ def _refusal(found: Plan) -> DoesNotFitError:
         f"{format_bytes(found.short_bytes)} short{others}",
         fix=", or ".join(
             " ".join(f"--{name.replace('_', '-')} {value}" for name, value in way.settings.items())
-            for way in ways[:MOST_WAYS_OUT]
+            for way in ways[: refusals.MOST_WAYS_OUT]
         )
         or f"holdfast plan {found.question.model.name} shows other remedies",
         field="max_model_len",

@@ -5,7 +5,7 @@ Owns the words and the search for remedies; whether something fits is for `fit` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -23,6 +23,8 @@ from holdfast.units import MIB, counted, format_bytes
 
 Attempt = Callable[[EngineConfig], Plan]
 """Plans with other settings, or raises."""
+SettingsChange = tuple[str, EngineConfig]
+"""As people write it, and the settings with it."""
 
 MOST_WAYS_OUT = 3
 NOTHING_FITS = "free memory, or use a smaller or a quantized model"
@@ -134,20 +136,24 @@ def became_short(reserve: int, needed: int, short: int, available: int, over: in
 
 
 def with_remedies(
-    refusal: DoesNotFitError, config: EngineConfig, max_position: int, machine: Memory, attempt: Attempt
+    refusal: DoesNotFitError,
+    config: EngineConfig,
+    max_position: int,
+    attempt: Attempt,
+    candidates: Iterable[SettingsChange] = (),
 ) -> DoesNotFitError:
-    """The refusal with the changes of one setting that make it fit; what it names itself first, where that fits."""
+    """The refusal with the changes of settings that make it fit when planned: those that it names itself, then
+    candidates."""
 
-    def plan(change: tuple[str, EngineConfig]) -> Plan | None:
+    def plan(change: SettingsChange) -> Plan | None:
         found = attempt(change[1])
         enough = found.limits.max_model_len >= min(CPU_USEFUL_TOKENS, config.max_model_len or max_position)
         return found if enough else None
 
     named = refusal.field is not None and str(refusal.fix).startswith("--")
     own = ", or ".join(text for (text, _), _ in that_fit(_named(refusal, config) if named else (), plan))
-    changes = that_fit(_candidates(config, machine, attempt), plan)
     texts = [own] if own else []
-    for (text, _), _ in islice(changes, MOST_WAYS_OUT):
+    for (text, _), _ in islice(that_fit(candidates, plan), MOST_WAYS_OUT):
         if not any(_flags(text) == _flags(other) for other in texts):
             texts.append(text)
     return DoesNotFitError(
@@ -160,16 +166,16 @@ def with_remedies(
     )
 
 
-def _named(refusal: DoesNotFitError, config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+def _named(refusal: DoesNotFitError, config: EngineConfig) -> Iterator[SettingsChange]:
     """The changes that its own fix names: `--max-model-len 2336, or leave it out`. A value that the setting does not
     take is not a change."""
+    fields = EngineConfig.__dataclass_fields__
     for text in str(refusal.fix).split(", or "):
-        name, _, value = text.partition(" ")
-        left_out = not name.startswith("--")
-        field = (refusal.field or "") if left_out else name.removeprefix("--").replace("-", "_")
-        parse = EngineConfig.__dataclass_fields__[field].metadata["parse"]
+        words, changed = text.split(), dict[str, Any]()
         try:
-            changed: dict[str, Any] = {field: None if left_out else parse(field, value)}
+            for flag, value in zip(words[::2], words[1::2], strict=False):
+                field = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else refusal.field or ""
+                changed[field] = fields[field].metadata["parse"](field, value) if flag.startswith("--") else None
             yield text, replace(config, **changed)
         except HoldfastError:
             continue
@@ -179,7 +185,7 @@ def _flags(advice: str) -> set[str]:
     return {word for word in advice.split() if word.startswith("--")}
 
 
-def _candidates(config: EngineConfig, machine: Memory, attempt: Attempt) -> Iterator[tuple[str, EngineConfig]]:
+def cpu_candidates(config: EngineConfig, machine: Memory, attempt: Attempt) -> Iterator[SettingsChange]:
     """Cheapest first: settings that cost nothing, then speed, then precision."""
     if config.ram is not None and (enough := _enough_ram(config, config.ram, machine, attempt)) is not None:
         yield f"--ram {enough // MIB}MiB", replace(config, ram=enough)
@@ -203,7 +209,7 @@ def _candidates(config: EngineConfig, machine: Memory, attempt: Attempt) -> Iter
         yield "leave --max-model-len out", replace(config, max_model_len=None)
 
 
-def _lower_limits(config: EngineConfig, attempt: Attempt) -> tuple[str, EngineConfig] | None:
+def _lower_limits(config: EngineConfig, attempt: Attempt) -> SettingsChange | None:
     """The largest limits that fit where several of those that were set are too large; None: none do."""
     given = {
         "max_model_len": config.max_model_len,
