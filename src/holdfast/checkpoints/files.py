@@ -1,4 +1,4 @@
-"""The records of this room: one stored tensor, one GGUF header, the files that make up a model. No I/O."""
+"""The records of this package: one stored tensor, one GGUF header, the files that make up a model. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Row-major: [out, in] for a linear weight, in both formats."""
     layout: str
-    """A key of layouts.LAYOUTS."""
+    """A key of formats.block_layouts.LAYOUTS."""
     path: Path
     offset: int
     """Of its first byte in the file."""

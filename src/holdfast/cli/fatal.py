@@ -1,6 +1,6 @@
 """A server that ends for an error adds to it what the doctor would say of its log: the cause and the whole command.
 
-Knows the error and the words of the command line; the judging is in the room `doctor`.
+Knows the error and the words of the command line; the diagnosis is made in `holdfast.doctor`.
 """
 
 from __future__ import annotations

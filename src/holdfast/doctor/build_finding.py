@@ -1,5 +1,5 @@
-"""How a finding that comes from no log is written: from the rules over what was probed, or by hand with its code and
-with a fix as a whole command.
+"""Builds findings for machines, running servers and commands: from the probe rules, or directly with code, text and
+fixes.
 """
 
 from __future__ import annotations

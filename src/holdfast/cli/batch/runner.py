@@ -47,7 +47,7 @@ class _Response(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """The id comes first: `batch_files` looks for it there."""
+    """The id comes first: `batch/files.py` looks for it there."""
 
     id: str
     custom_id: str | None

@@ -1,6 +1,6 @@
 """`holdfast run-batch`: a file of OpenAI requests in, a file of answers out.
 
-Owns settings, signals and exit codes; lines are `batch_runner`'s, files `batch_files`'."""
+Owns settings, signals and exit codes; lines are in `batch/runner.py`, files in `batch/files.py`."""
 
 from __future__ import annotations
 

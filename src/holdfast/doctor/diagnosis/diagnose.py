@@ -1,4 +1,4 @@
-"""The doctor of logs, whole: sources or lines in, a diagnosis out. Puts reading, gathering and judging together."""
+"""Diagnoses logs: reads sources or live lines, collects evidence, returns a `Diagnosis`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""A fix tried before it is offered: has the release the flag, do the limits go together, do the log's numbers hold it.
+"""Checks a fix before it is offered: the flag exists in that release, limits are consistent, the log's numbers allow
+it.
 
-    what is spelled otherwise in that release   is spelled so
-    what another limit stands against           takes that limit with it
-    what the numbers say cannot work            is dropped, or set to the value that holds
+    renamed in that release         is renamed
+    conflicts with another limit    that limit is changed too
+    contradicted by the numbers     is dropped, or set to the value that holds
 
-The planner's part is in fix_plans.py. Only arithmetic: what the log does not tell is not held against a fix.
+The planner's part is in fix_plans.py. Only arithmetic: what the log does not show is not held against a fix.
 """
 
 from __future__ import annotations

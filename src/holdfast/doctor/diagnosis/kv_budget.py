@@ -1,10 +1,10 @@
-"""What share of a GPU leaves the KV cache room for one request, and over how many GPUs the weights split: by what a log
-tells was missing.
+"""From the shortage in a log: the memory share that leaves KV for one request, and the tensor parallel size for the
+weights.
 
-    vllm     share x card - weights - steps = KV          short of it: told as a KV cache of less than nothing
-    sglang   share x free at start = weights and KV       free before and after the weights are told
+    vllm     share x GPU memory - weights - steps = KV    a shortage is a negative KV size in the log
+    sglang   share x free at start = weights and KV       the log has free memory before and after the weights
 
-Where the card's size is not told, it is no less than what the budget held. Arithmetic; knows no flag.
+Where the log does not have the GPU's size, it is at least what the budget held. Arithmetic; knows no flag.
 """
 
 from __future__ import annotations

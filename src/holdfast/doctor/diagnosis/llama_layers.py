@@ -1,9 +1,8 @@
-"""How many layers of a model llama.cpp's GPU holds, by the log's own numbers: what the layers took that it was to have,
-what is free, and what a context and a step take beside them.
+"""How many layers (-ngl) fit on llama.cpp's GPU, from the numbers in its log.
 
-    projected   all of it with the layers that were asked for, as llama.cpp reckoned it itself
-    buffers     weights and KV are in, and the buffers of a step were refused
-    weights     the buffer of the weights was refused; KV is reckoned by the model's widths
+    projected   the total for the requested layers, as llama.cpp itself estimated it
+    buffers     weights and KV are loaded, and the compute buffers were refused
+    weights     the buffer of the weights was refused; KV is computed from the model's dimensions
 
 Arithmetic; knows no flag.
 """

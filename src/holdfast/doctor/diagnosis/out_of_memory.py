@@ -1,6 +1,6 @@
-"""An allocation on the GPU failed: what that means, by the phase and the numbers. The phase decides, the hint misleads.
+"""Classifies a failed GPU allocation by phase and numbers; PyTorch's own hint in the message is ignored.
 
-Names the entry of rules/out_of_memory.toml that holds; the words and the fix are there.
+Returns the entry of rules/data/out_of_memory.toml that holds; texts and fixes are there.
 """
 
 from __future__ import annotations

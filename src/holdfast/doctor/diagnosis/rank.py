@@ -1,7 +1,7 @@
-"""From what a log shows to a diagnosis: which findings hold, in the order of cause and effect, and how sure.
+"""Turns the evidence of a log into a diagnosis: which findings hold, root cause first, with confidence.
 
-The phase decides, a wrapper never wins over the first error, and a fault before a server was ready did not keep it
-from starting. The words and the sums are in the rules; how a fix becomes a command is in fixes.py.
+The phase decides; an error that only wraps another is never the cause; errors before the server became ready are
+ignored if it did become ready. Texts and formulas are in the rules, commands in fixes.py.
 """
 
 from __future__ import annotations

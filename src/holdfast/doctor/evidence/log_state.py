@@ -132,7 +132,7 @@ class LogState:
         self.lines = 0
         self._book = rulebook()
         self._page = self._book.page("")
-        """Of the book, what could hold of the present line."""
+        """The rules that could match the current line."""
         self._traces: dict[str, Trace] = {}
         self._waiting: list[Event] = []
         self._own: Event | None = None

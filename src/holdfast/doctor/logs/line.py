@@ -1,7 +1,4 @@
-"""A line of a log without what others put before it: colours, times, hosts, pods, ranks, pids, levels.
-
-Knows the dress of a line, nothing of what it says.
-"""
+"""Strips log prefixes: colours, timestamps, hosts, pods, ranks, pids, levels. Knows nothing of the message itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds the few lines of a block of a log that could matter, and what kind of line each is, without splitting it.
+"""Finds the lines of a block that contain a literal of some rule, without splitting it.
 
-Four bytes at every second place are looked up in a table of four bytes out of each literal; the few that are there
-are compared once more, exactly. Lines with the same literals in them are of one kind. Knows no rule and reads no line.
+Every second 4-byte window is hashed into a table of the literals' 4-grams; hits are verified. Lines with the same set
+of literals are one kind. Knows no rule.
 
     block ─► 4 bytes at every 2nd, hashed ─► in the table? ─► the literal's other 4 bytes too? ─► lines, kinds
 """

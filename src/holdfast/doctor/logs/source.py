@@ -1,6 +1,6 @@
-"""The bytes of a log as UTF-8, block by block: a file, gz, standard input, UTF-16 or UTF-32, in bounded memory.
+"""The bytes of a log as UTF-8, block by block: a file, gzip, standard input, UTF-16 or UTF-32, in bounded memory.
 
-What others write who read logs goes through here too. Splits no lines and knows nothing of what stands in them.
+Other readers of logs (the bundle) use it too. Splits no lines.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""A message that a terminal, a forum or the program itself broke over several lines, put together again where a rule
-then knows it or reads more of it; and arguments: TGI's, of which a line may be no more than a number, and a dump that
-goes on below.
+"""Joins a message or an argument dump that was broken over several lines, if a rule then matches or captures more.
 
-Looks only at errors whose message is not closed and at dumps that are not, and at a few lines beside each. Judges
-nothing.
+Looks only at errors and dumps that are not closed, and at a few lines around each. Draws no conclusion.
 """
 
 from __future__ import annotations

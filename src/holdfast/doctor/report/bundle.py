@@ -1,7 +1,7 @@
-"""`holdfast doctor --bundle FILE`: an archive for a bug report, with nothing in it that nobody should read.
+"""`holdfast doctor --bundle FILE`: an archive for a bug report, with keys, prompts and home paths removed.
 
-Holds the diagnosis, the beginning and the end of each log, this machine where it was looked at, and versions; each line
-went through redact.py. It is written under another name and appears whole, readable by its owner alone.
+Holds the diagnosis, the beginning and the end of each log, this machine if it was checked, and versions; each line goes
+through redact.py. It is written under another name and appears complete, readable by its owner alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules as they stand in rules/*.toml, read once: patterns compiled, nothing judged.
+"""The rules as they stand in rules/data/*.toml, read once: patterns compiled, nothing judged.
 
 In a pattern, `<<size:free>>` stands for an amount of memory (kept in GiB as free_gib), `<<int:heads>>` for a whole
 number, `<<num:utilization>>` for any, `<<word:model>>` for a word. docs/doctor.md has the whole form.
@@ -87,7 +87,7 @@ class Rule(Entry, frozen=True, kw_only=True):
     """Of the error itself, where it has one; else its cause's."""
     kind: Kind = "fatal"
     engines: tuple[str, ...] = ()
-    """Whose words these are; empty: anybody's."""
+    """Engines that print this; empty: any."""
     phase: str = ""
     """Where it happens, when nothing in the log shows it; with `phase_fixed`, always."""
     phase_fixed: bool = False

@@ -1,7 +1,7 @@
-"""Of a regular expression, the plain text without which it cannot match. Knows no log and no rule.
+"""Literals that a regular expression cannot match without. Conservative: every literal returned is required; some may
+be missed.
 
-A small reader of its own: the parser of `re` is private and may change with any version of Python. What it does not
-understand it says nothing of, so a literal that is named is always needed, and some that are needed are not named.
+A small parser of its own: that of `re` is private and may change with any version of Python.
 """
 
 from __future__ import annotations

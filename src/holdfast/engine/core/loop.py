@@ -1,4 +1,4 @@
-"""The loop: what the scheduler plans, the runner does, the scheduler learns. Nothing else happens in a step."""
+"""The engine loop: schedule a step, run it, apply its result. Nothing else happens in a step."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Masks of answers that follow a grammar: one state as its answer grows, and which masks of a step are there in time.
+"""Grammar state and token mask of each constrained sequence, and which masks are ready for a step.
 
     advanced (or compiled) ─► being filled by a worker process ─► filled ─► sampled from ─► advanced ...
                               │ a step needs it: waited for, PATIENCE_S in all and REGAINED_S more with each token;
-                              │ who wait together share what they cost, and nothing is paid while the device is busy
+                              │ waiting time is shared by all that wait; time while the device is busy does not count
                               └ late: left out of steps until it is filled
 
-Requests are `structured_outputs`' to begin and end; processes are `grammar_workers`'; grammars are `text.structured`'s.
+Requests begin and end in `structured_outputs`; processes are in `grammar_workers`, grammars in `text.structured`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GrammarState:
     """An answer that follows a grammar."""
 
     number: int
-    """By which the workers know it."""
+    """Id at the workers."""
     request: Request
     mask_words: int
     allowed: Words | None

@@ -1,4 +1,4 @@
-"""What the loop asks of structured output, and an engine that has none: it refuses, and otherwise does nothing."""
+"""`StructuredOutputs`, what the loop needs of structured output, and an implementation for engines without it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The front's side of the engine process: starts it, talks to it, and starts it again when it dies.
+"""The front end's side of the engine process: starts it, talks to it, and restarts it when it dies.
 
-An open request is held here, not there: prompt, parameters, seed, and every token that has gone out. So when the
-engine process dies, however it dies, another one is started and each open request goes on after its last token; its
-client sees a pause. Who is handed over again and who is ended as the cause is `quarantine`'s to say.
+An open request is kept here, not there: prompt, parameters, seed, and every token that was sent. So however the engine
+process dies, another one is started and each open request continues after its last token; its client sees a pause.
+Which requests are sent again, and which one is failed as the cause, is decided in `quarantine`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ProcessEngine:
         self._stopping = False
         self._sleeping = False
         self._turning = asyncio.Lock()
-        """Of falling asleep and waking up one after the other."""
+        """Serializes sleep and wake_up."""
         self._launches = 0
         self._failure: Failure | None = None
         self._restarts = self._hangs = 0

@@ -1,4 +1,4 @@
-"""The first lines of an engine process, before anything large is imported. The rest is `process`."""
+"""The first lines of an engine process, before anything large is imported. The rest is in `main`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.engine.startup.preload_torch import preload_torch
 
 def main() -> int:
     preload_torch()
-    gc.disable()  # Until all is there that stays (see `startup`).
+    gc.disable()  # Until all is there that stays (`main.run` enables it again).
     from holdfast.engine.process.main import run
 
     return run(sys.argv[1])

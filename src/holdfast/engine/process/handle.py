@@ -1,6 +1,6 @@
 """One engine process and the socket to it: started, spoken to, listened to until it has ended, stopped.
 
-Knows nothing of requests; what is said is `messages`', and whether it still answers is `watch`'s.
+Knows nothing of requests; messages are in `protocol`, the watchdog is in `heartbeat`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Child:
 
     @property
     def progress(self) -> str:
-        """Of one that loads."""
+        """Loading progress."""
         return f"{self._stage}; the last sign of progress was {self.watch.silent_s:.0f} s ago"
 
     def send(self, message: protocol.ToEngine) -> None:

@@ -1,7 +1,7 @@
-"""The engine process: loads the model, then steps, with its ears open between steps.
+"""The engine process: loads the model, then steps, reading messages between steps.
 
-Started by the front as `python -m holdfast.engine.process.entry ADDRESS`; ends when it is told to, or when the front is
-gone (its standard input closes). Everything it hears and says is in `messages`.
+Started by the front end as `python -m holdfast.engine.process.entry ADDRESS`; ends on request, or when the front end is
+gone (its standard input closes). All messages are in `protocol`.
 """
 
 from __future__ import annotations

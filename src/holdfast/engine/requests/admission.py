@@ -1,6 +1,6 @@
-"""Where a request comes in: checked against model and context, unfolded into one Request an answer. No tensors.
+"""Checks a request against vocabulary and context and makes one `Request` per output. No tensors.
 
-What passes here can be computed: a bad one is refused before it costs anybody anything.
+What passes here can be computed: a bad one is refused before it costs anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""How is sampled where a request says nothing: the model's generation_config.json, a folder's, and what overrides it.
-
-Settles names and reads one small file. What a request says always wins; that is its reader's business.
+"""Default sampling parameters: the model's generation_config.json, another folder's, and overrides. A request's own
+values win.
 """
 
 from __future__ import annotations

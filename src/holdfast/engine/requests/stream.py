@@ -1,7 +1,5 @@
-"""What a reader of a request holds: its deltas as they come, and the way to leave early.
-
-A reader may be slower than the engine: what waits for it is counted, and bounded over all readers. Knows nothing of
-why a reader is slow.
+"""The async iterator of a request's deltas. Closing it early aborts the request; unread deltas are bounded over all
+streams.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Stream(AsyncIterator[AnswerDelta]):
         self._items: deque[AnswerDelta | HoldfastError] = deque()
         self._entries = 0
         self._taken = 0
-        """Of the room."""
+        """Entries taken from the shared limit."""
         self._reader: asyncio.Future[None] | None = None
         self._closed = False
 

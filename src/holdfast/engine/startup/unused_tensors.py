@@ -1,7 +1,7 @@
-"""Tensors that a checkpoint holds and its model's spec does not name: refused in GGUF files, said in others.
+"""Tensors of a checkpoint that the model spec does not use: an error in GGUF, a warning in safetensors.
 
-safetensors hold buffers that nobody reads again, and the spec follows what config.json says of the rest; a GGUF header
-says nothing of biases, norms and rotations: that their tensors are there is all that tells of them. Loads nothing.
+safetensors files hold buffers that are never read again, and config.json describes the rest; a GGUF header does not
+mention biases, norms and rotations: only their tensors show that they exist. Loads nothing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
                         to apart and joined by their log-sums; under a window: tiles of queries, masked
 
 The queries of one KV head stand where the kernel expects a sequence (single rows) or heads (longer rows), so keys
-are never repeated for grouped queries. What is gathered at a time is bounded by `gather_tokens`: a longer context
+are never repeated for grouped queries. What is gathered at a time is bounded by `GATHER_BYTES`: a longer context
 is attended to in pieces and joined. Pages must hold no NaN beyond a row's end (KVStore.clear).
 """
 

@@ -1,10 +1,9 @@
-"""Two configurations to start from: a safe one, which cannot run short, and the most that can be had. Both planned.
+"""Two ready configurations, both planned.
 
-safe  room for every estimate being wrong, and for every admitted sequence at full length: nothing is preempted
-max   as much memory as may be used, the longest context that its steps leave, and as many sequences of the usual
-      length as are held
+safe  fits even if every estimate is too low, and with every admitted sequence at full length: nothing is preempted
+max   all memory, the longest context that its steps leave, and as many sequences of the usual length as fit
 
-Where nothing is safe, the setting that makes it so is searched for.
+Where no safe one exists, the setting that would give one is searched for.
 """
 
 from __future__ import annotations

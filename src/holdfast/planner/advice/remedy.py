@@ -1,4 +1,4 @@
-"""A candidate change of a question, how it is planned, and the remedy that it is where it fits.
+"""`Change`, a candidate change of a question; planned, and turned into a `Remedy` if it fits.
 
 Knows no order and no reasons; those are in remedies.py.
 """

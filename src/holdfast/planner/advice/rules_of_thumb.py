@@ -1,7 +1,4 @@
-"""Rules of thumb that people plan with, beside what they are rules for. Shown, never used.
-
-Each says what the rule gives, what the exact figure is, and why they differ.
-"""
+"""Common rules of thumb beside the exact figures, with the reason they differ. For display only."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How vLLM cuts a GPU's memory, by version and runner: its KV pool, its token count, and the words of its refusal.
+"""How each vLLM version and runner sizes its KV pool and counts tokens, and the message with which it refuses.
 
     requested = total x gpu_memory_utilization          refused when less than that is free
-    KV        = requested - weights - peak activation - non-torch [- what it guesses for graphs]
+    KV        = requested - weights - peak activation - non-torch [- its estimate for CUDA graphs]
 
-Only what vLLM does is here; what we make of it is in commands.py. Knows no device and no model, only bytes.
+Only what vLLM does is here; commands.py uses it. Knows no device and no model, only bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What an engine holds for a while that makes FP8 of a checkpoint only when all of it is loaded.
+"""Extra peak memory of engines that quantize to FP8 only after the whole checkpoint is loaded.
 
-    vLLM     0.16 and later allocate each matrix when it is read, and quantize it there; 0.15 and older hold all of them
+    vLLM     0.16 and later allocate and quantize each matrix when it is read; 0.15 and older hold all of them
     SGLang   allocates the whole model as it is stored, in every release so far
 
-Plans nothing: a note for people, or the reason why it cannot work.
+Plans nothing: gives a note, or the reason why it cannot work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One configuration, counted on every rank: each limit and each size of a split is given. Chooses nothing.
+"""Memory of one fully specified configuration (limits, tensor and pipeline parallel size) on every rank. Chooses
+nothing.
 
 A model that this engine runs on a CPU is counted by cpu.py.
 """

@@ -1,11 +1,11 @@
-"""What a model takes of this engine on a CPU with given limits, how it lies there, and what is left for KV.
+"""Memory of this engine on a CPU with given limits, and what is left for KV.
 
     budget ─ front ─ framework ─ libraries ─ weights ─ scratch ─ activations ─ logits ─ buffers ─ grammars
-           = left for pages and their books
+           = left for pages and their bookkeeping
 
-The longer the context, the larger the buffers and the less is left, so the longest one that fits is found by halving.
-Only for models that this engine runs; count.py counts the others in general terms. Refuses only settings that
-contradict each other: where something is short, it says how much.
+The longer the context, the larger the buffers and the less is left, so the longest one that fits is found by
+bisection. Only for models that this engine runs; count.py has the others. Raises only for settings that contradict
+each other; a shortage is returned as `short_bytes`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which GPUs of a machine can hold one model together: those of one maker, with memory of their own or all with the
-machine's. Others share no kernels, no collectives and no memory, whatever their sizes.
+"""Groups the GPUs of a machine that can hold one model together: same vendor, and either all dedicated or all unified
+memory.
 
     rtx4090, rtx3090, m3-max-36, mi300x  ─►  (rtx4090, rtx3090)  (m3-max-36)  (mi300x)
 
-Divides and compares; counts nothing.
+Groups and compares; counts no bytes.
 """
 
 from __future__ import annotations

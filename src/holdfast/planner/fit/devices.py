@@ -1,7 +1,8 @@
-"""Which GPUs of a machine are taken, and what is said of choices on them: the split, what stays empty, number types.
+"""Chooses which GPUs are used, largest first, and writes the `Decision`s about them: parallel size, unused
+GPUs, dtypes.
 
-Of GPUs that differ, the largest come first: a share is no larger than the smallest GPU's, so a small one beside a
-large one can take away more than it brings. Decides no limits.
+A share is no larger than the smallest GPU's, so adding a small GPU to a large one can cost more than it brings. Chooses
+no limits.
 """
 
 from __future__ import annotations

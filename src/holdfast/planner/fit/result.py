@@ -1,8 +1,8 @@
-"""What planning finds: the share of each device, whether it fits, and the limits that hold. `holdfast plan` reports it,
-and an engine starts with it. Records with the arithmetic that is theirs; counts no terms and chooses nothing.
+"""`Plan` and `Rank`: the result of planning, used by `holdfast plan` and by the engine at start. Records and derived
+sums only.
 
     budget = what the device may use          room = budget - every term but KV
-    needed = KV of the sequences asked for    fits = room >= needed on every rank, and budget >= what loading takes
+    needed = KV of the required sequences     fits = room >= needed on every rank, and budget >= what loading takes
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Rank:
     loading: tuple[Term, ...] = ()
     """What is held at the peak of loading, which comes before activations and KV; empty: not known, or less."""
     null_bytes: int = 0
-    """Of the pool, and of no sequence: the page that stands for none."""
+    """The null page."""
     most_kv_bytes: int | None = None
-    """Sequences get no more of the pool, where the engine would not take all that is left; None: all of it."""
+    """Upper limit for KV where the engine would not use all that is left; None: no limit."""
     held_bytes: int | None = None
     """Where the context that was asked for does not fit: what sequences get with the longest that does, whose tables
     are smaller. None: as much as there is room."""
@@ -71,7 +71,7 @@ class Rank:
 
     @property
     def unused_bytes(self) -> int:
-        """Of the budget, beside terms and pool."""
+        """Budget minus terms minus pool."""
         return max(0, self.budget_bytes - sum(term.nbytes for term in self.terms) - self.pool_bytes)
 
     @property

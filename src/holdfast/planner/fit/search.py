@@ -1,12 +1,12 @@
-"""Whether it fits: what was left open is chosen, the rest is counted. Pure: the same question gives the same answer.
+"""Finds the limits and GPUs with which a model fits. Pure: the same question gives the same plan.
 
-    stated (a context, traffic)   the highest limits that fit, on the fewest GPUs that have them
-    left open                     the GPUs and limits that give the longest context, as default_limits.py weighs it
-    stages left open              one, and more only where GPUs are there that hold the model so and not otherwise
+    context or traffic set        the highest limits that fit, on the fewest GPUs
+    neither set                   the GPUs and limits with the longest context (default_limits.py)
+    pipeline size not set         1, and more only where nothing else fits
 
-Of GPUs that differ, the largest are taken first; those that cannot hold a model together are planned apart
-(device_groups.py). More memory never fits less, is never shorter, and lacks no more. Remedies are in remedies.py,
-what to make of it in report/answer.py.
+GPUs that differ are taken largest first; those that cannot hold one model together are planned apart
+(device_groups.py). Monotonic: more memory never turns a fit into a misfit, shortens the context or raises the missing
+bytes. Remedies are in advice/remedies.py, the report in report/answer.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Counted = Callable[[int, int], Plan]
-"""By tensor-parallel size and rung."""
+"""(tensor parallel size, rung index) -> Plan."""
 MOST_OF_A_STAGE = 8
 """GPUs that share each layer of a stage: as many as most machines have, with links that are fast enough for it."""
 FEW_STAGES = 8

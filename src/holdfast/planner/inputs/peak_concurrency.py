@@ -1,8 +1,9 @@
-"""The most spans of time that overlap, out of any number of them, in bounded room.
+"""Peak number of overlapping time spans of a stream of spans, in bounded memory. Never too low, at most slightly
+too high.
 
-Spans come nearly in the order of their ends, as logs have them. The newest are kept and counted exactly; what is older
-is folded into slots of time, each with the most it saw. A span that began before what is kept adds one to the slots it
-reaches back over, so that a request of many hours is not lost. In doubt one too many is counted, never one too few.
+Spans come nearly in the order of their ends, as in logs. The newest are kept and counted exactly; older ones are folded
+into time slots, each with its peak. A span that began before what is kept adds one to every slot it reaches back over,
+so that a request of many hours is not lost.
 
     slots, folded ──────────────┤ kept moments, sorted
     [7][9][8][12][11][10] ...   ^ folded_until_s       + - + + - -

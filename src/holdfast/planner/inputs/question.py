@@ -1,4 +1,4 @@
-"""What a plan is made of: a question about a model, a machine, settings and traffic. Records only; counts nothing."""
+"""`Question`: the input of the planner (model, machine, settings, traffic). Records only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others answer, within a time: a server that drips or says nothing must not hold up a plan. Knows no protocol."""
+"""Runs a blocking call with a time limit, so that a slow or silent server cannot hold up a plan. Knows no protocol."""
 
 from __future__ import annotations
 

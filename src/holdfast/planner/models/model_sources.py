@@ -1,7 +1,7 @@
-"""Where each engine takes a planned model from: a name to fetch, a file that is here, or one that has to be made first.
+"""Which model name or file each engine's command gets for a planned model: a name to fetch, a local file, or one that
+has to be made first.
 
-Holds a command to what was counted: an engine is given a name only where loading it gives those bytes. Knows no numbers
-of the plan.
+A hub id is given only where loading it takes the bytes that were planned. Knows no numbers of the plan.
 """
 
 from __future__ import annotations

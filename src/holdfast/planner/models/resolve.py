@@ -1,9 +1,9 @@
-"""From what a user calls a model to its shapes and stored tensors. Reads headers and configs, never weights.
+"""Resolves a model name to shapes and stored tensors. Reads headers and configs, never weights.
 
-    an existing path ─► a built-in name ─► a name of the catalogue ─► a hub id: headers by range
+    an existing path ─► a built-in name ─► a name of the catalogue ─► a hub id: headers by range requests
 
-A hub id whose hub cannot be asked, or does not let us in, is taken from the catalogue where that knows it. Whatever
-was chosen comes back with its reason. Knows no budget and no machine.
+A hub id whose hub cannot be reached, or denies access, is taken from the catalogue if it is there. Every choice comes
+back with its reason. Knows no budget and no machine.
 """
 
 from __future__ import annotations

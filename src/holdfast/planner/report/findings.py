@@ -1,4 +1,4 @@
-"""All that was found out for a question: whether it fits, what to run, what to beware of and what else there is."""
+"""The fields of an answer and figures derived from them; `PlanAnswer` (answer.py) adds text and JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The plan of a server on a CPU: from a config and what is free now to limits that hold. By the count of `plan`.
+"""The plan that a server on a CPU starts with: from its config and the free memory to limits that fit. Same arithmetic
+as `holdfast plan`.
 
-Needs headers only, and no torch: it is made before anything is loaded, and what cannot be is refused here. What is
-measured after loading is held against it by `settle_pool`.
+Reads headers only, no torch; refuses before anything is loaded. `settle_pool` corrects it by measurements after
+loading.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The plan of a server on one GPU: which one, what fits on it, and limits that hold. By the count of `holdfast plan`.
+"""The plan that a server on one GPU starts with: which GPU, and limits that fit on it. Same arithmetic as
+`holdfast plan`.
 
-No torch, and nothing of CUDA is touched: the driver's library says what is free. What is measured after loading is
-held against it by `settle_pool`.
+No torch and no CUDA context: free memory comes from the driver library. `settle_pool` corrects it after loading.
 """
 
 from __future__ import annotations

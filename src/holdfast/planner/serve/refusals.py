@@ -1,6 +1,6 @@
-"""What is said when a model does not fit: the bytes short, and changes that help, each planned before it is named.
+"""The error for a model that does not fit: missing bytes, and fixes that were planned before they are offered.
 
-Owns the words and the search for remedies; whether something fits is for `fit` to say.
+Owns the words and the candidates; whether something fits is decided by `fit`.
 """
 
 from __future__ import annotations

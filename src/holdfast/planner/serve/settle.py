@@ -1,5 +1,5 @@
-"""The pool of a plan held against what is measured after loading: fewer pages or more, and a shorter context where one
-sequence of full length no longer fits. Plans nothing anew.
+"""Resizes the KV pool of a plan by what was measured after loading. A context that no longer fits is shortened, or
+refused where the user set it.
 """
 
 from __future__ import annotations

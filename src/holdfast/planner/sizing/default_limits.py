@@ -1,12 +1,10 @@
-"""Limits that nobody set: the defaults where they leave enough for KV, else smaller ones. One rule for every device.
+"""max_num_seqs and max_num_batched_tokens where the user set none: the defaults, or smaller ones from a ladder.
 
-    rung 0      the defaults, whatever context they leave
-    below it    fewer sequences and tokens a step, each for contexts up to what so little is worth
+    rung 0      the defaults
+    rung 1...   smaller, each used only for contexts up to its `worth_tokens`
 
-    context = the most, over the rungs, of what a rung holds and is worth      rung = the first that holds it
-
-Each rung holds more in more memory, so the context never shrinks when memory grows, though the limits change. Knows
-no model and counts no bytes: what a rung holds is told to it.
+The rung that gives the longest context is taken, each counted up to its `worth_tokens`; of equals the first. So the
+context never shrinks when memory grows, though the limits change. Counts no bytes: the caller says what a rung holds.
 """
 
 from __future__ import annotations

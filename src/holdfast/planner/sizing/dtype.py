@@ -1,5 +1,5 @@
-"""What a model is computed in, and its KV kept in: as set, else with the reason. One rule for a CPU, one for GPUs and
-one for models that only others run. Counts nothing.
+"""Chooses the compute dtype and the KV cache dtype where they are not set, each with its reason: one rule for CPUs, one
+for GPUs, one for models that only other engines run. Counts no bytes.
 """
 
 from __future__ import annotations

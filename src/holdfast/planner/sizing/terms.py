@@ -12,7 +12,7 @@
 Rotary and padding are of engines that keep them (vllm_weights.py). Of GPUs that are not NVIDIA's, `driver` stands for
 the context, and no graphs are counted on those whose engines capture none.
 
-What this engine itself would run on a CPU is counted in cpu_budget.py. Decides nothing, and knows no budget.
+What this engine itself would run on a CPU is counted in fit/cpu.py. Decides nothing, and knows no budget.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Takes new connections from a listening socket, all that wait at each turn of the loop, up to a bound.
+"""Accepts connections in batches, up to --max-connections.
 
-uvloop takes one at a turn, and under hundreds of streams a turn is long: probes and clients would wait for seconds
-behind each other. At the bound those that carry no request make room, the oldest first, so that whoever comes is heard:
+uvloop accepts one per turn of the event loop, and under hundreds of streams a turn is long: probes and clients would
+wait for seconds. At the limit, the oldest connections without a request are closed to make room:
 
-    below the bound     taken
-    at the bound        idle ones are closed, and it is taken
-    all carry requests  taken on a reserve, where probes are answered and others are told why they are not
-    beyond that, too    told so, and closed
+    below the limit     accepted
+    at the limit        idle ones are closed, and it is accepted
+    all carry requests  accepted on a reserve, where probes are answered and others get 503
+    beyond that, too    503, and closed
 
-Knows sockets, and nothing of what is said over them.
+Knows sockets, and nothing of HTTP.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""One connection: what comes over it is bounded in bytes and in time, and one request never becomes two.
+"""One HTTP/1.1 connection with limits on size and time, safe against request smuggling.
 
-Knows HTTP/1.1 as it lies on the wire, and nothing of what is asked. uvicorn's parser by itself takes heads and trailers
-of any size, reads on for ever behind an answer, and takes the body of a request that offers an upgrade for the next
-request. Here
+uvicorn's parser by itself takes heads and trailers of any size, keeps reading after a response, and takes the body of a
+request that offers an upgrade for the next request. Here
 
-    head      request line and headers have a limit, and a time in which they end
+    head      request line and headers have a size limit and a deadline
     upgrade   an offer, as RFC 9110 has it: not taken up, and the request is read as any other
-    trailers  read over, and never headers; whatever is neither head nor body has a limit of its own
-    early     an answer that is given before the body's end is the connection's last: the rest is thrown away for a
-              short while, so that the client comes to read it
-    behind    further requests may come before the answer to the first: few of them wait, and reading goes on, so that a
-              client that leaves is noticed
+    trailers  skipped, never headers; whatever is neither head nor body has a limit of its own
+    early     a response before the end of the body is the connection's last: the rest is discarded for a short while,
+              so that the client comes to read it
+    behind    further requests may arrive before the first response: few of them wait, and reading continues, so that a
+              client that disconnects is noticed
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def expendable(self) -> tuple[int, float] | None:
-        """How soon it may be closed to make room for others, as `accepting` asks. A byte now and then makes nothing
+        """How soon it may be closed to make room for others, as `accept.py` asks. A byte now and then makes nothing
         younger: what counts is since when it has not carried a request."""
         if self.transport is None or self.transport.is_closing():
             return None

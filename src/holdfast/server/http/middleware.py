@@ -1,6 +1,6 @@
-"""The door: request ids, the key, who may not come in just now, and one log line for everybody who came.
+"""ASGI middleware around the application: request ids, API key, engine state (loading, draining, dead), access log.
 
-Pure ASGI around the whole application, so that also what never reaches an endpoint is logged.
+Pure ASGI, so that requests that never reach an endpoint are logged too.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class Tally:
 
     answered: int = 0
     left: int = 0
-    """By their clients."""
+    """Disconnected by the client."""
     failed: int = 0
     cut: int = 0
-    """By the end of the server."""
+    """Cut off by shutdown."""
 
     def count(self, record: Record) -> None:
         if record.answer_id is None:

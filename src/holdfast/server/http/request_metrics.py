@@ -1,6 +1,6 @@
-"""Counts every request by path and status, those refused at the door too. Around the door; changes nothing.
+"""Counts every request by path and status, including those that `middleware` refuses. Changes nothing.
 
-Probes are left out, as vLLM leaves them out: they would bury what people ask for.
+Probes are left out, as in vLLM: they would bury everything else.
 """
 
 from __future__ import annotations

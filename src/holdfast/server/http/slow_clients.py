@@ -1,7 +1,4 @@
-"""Connections whose client takes nothing: found by their unsent bytes, and broken off. Knows nothing of requests.
-
-A connection that is broken off is a client that left: its request is aborted and its pages are free, as always.
-"""
+"""Closes connections whose client has stopped reading; their requests are aborted. Finds them by their unsent bytes."""
 
 from __future__ import annotations
 

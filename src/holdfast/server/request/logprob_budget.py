@@ -1,7 +1,7 @@
-"""Room in this process for log-probabilities. Knows nothing of what they say.
+"""Memory limit for log-probabilities.
 
-Of prompts it is known beforehand how many there will be: who asks for more than is free waits, and for more than there
-is, is refused. Of answers it is not: they take room as they grow, and one that finds none is ended.
+Those of prompts are reserved in advance (wait, or refuse if over the limit); those of outputs are taken as they grow,
+and a request that exceeds the limit is ended.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How the answers of one chat are read: which family's calls are looked for, and which thoughts. Knows no HTTP.
+"""Which tool-call and reasoning parser reads the output of a chat. Knows no HTTP.
 
-Settled before the engine is asked, because a call that is demanded is a grammar for the answer.
+Chosen before generation, because a required tool call becomes a grammar.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Text to ids without hurting anybody else: lengths first, then a few at a time, off the loop.
+"""Tokenizes off the event loop, a few texts at a time, and refuses texts that are certainly too long.
 
-Owns what is refused by length alone. Exact counts, and what they mean with max_tokens, are the engine's door's to say.
+Exact counts, and what they mean with max_tokens, are checked in `engine/requests/admission.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Log-probabilities as JSON, turned into bytes once and as they come. Knows no HTTP, no engine, and no whole answers.
-
-A prompt may have very much told of it: a hundred bytes for each of the likeliest tokens at each of its places. As
-Python objects that would be three times as much, and as often as there are answers. So it is spelled and encoded in
-small pieces, between which others get their turn, and all answers to a prompt show the same bytes.
+"""Log-probabilities encoded to JSON bytes once, in small pieces, shared by all outputs of a prompt: as Python objects
+they would take three times the memory. Knows no HTTP and no engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One request between door and engine: opens its streams, follows them, counts, and always closes them.
+"""One request between the handler and the engine: opens its streams, follows them, counts, and always closes them.
 
-Knows the engine's interface and the meters; how answers look is `answering`'s, sending is `generation`'s.
+Knows the engine's interface and the meters; how answers look is in `serialize`, sending is in `handler`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 No field is silently ignored. A body's top-level fields are of four kinds:
 
-  honoured   fields of the Structs in `protocol`
+  honoured   fields of the Structs in `requests.py`
   harmless   bookkeeping that has no effect on an answer by its own definition: accepted, any value
   quiet      accepted only with the value that asks for nothing (`tools: []`, `store: false`)
   the rest   refused: a known name with "not supported", an unknown one with "unknown field"

@@ -1,4 +1,5 @@
-"""The bodies that come in and go out, typed. Owns shapes and defaults; meaning is given in `asking` and `answering`.
+"""The bodies that come in and go out, typed. Owns shapes and defaults; meaning is given in `request/parse.py` and
+`response/serialize.py`.
 
 Everything a client may leave out is None, because a model's own generation config may have another default.
 """

@@ -1,7 +1,7 @@
-"""The answers of the two endpoints that generate, typed: what /openapi.json tells, and what tests hold answers to.
+"""The responses of the two endpoints that generate, typed: for /openapi.json, and for tests.
 
-They are written piece by piece in `answering`, which never makes these; nothing is done here. What can only be null
-is what vLLM has and this server has not: clients in typed languages expect the member.
+Responses are written piece by piece in `response/serialize.py`, which never builds these types. What can only be null
+is what vLLM has and this server does not: clients in typed languages expect the member.
 """
 
 from __future__ import annotations

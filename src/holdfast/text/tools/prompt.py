@@ -1,6 +1,6 @@
 """What a model is shown of tools: by its chat template, or in words where the template knows none.
 
-Owns the words. Which family a template speaks is `dialects`' to say; how calls are read back is each family's own.
+Owns the words. Which family a template speaks is decided in `registry`; how calls are read back is each family's own.
 """
 
 from __future__ import annotations
