@@ -82,7 +82,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["peak"] - pool <= found["planned"] - terms["kv_pool"], found
     assert sum(measured.values()) == found["resident"]
     assert measured["kv_pool"] == pool + found["page"]
-    # Nothing large without a name. What a step gave back in the rehearsal may be held just now.
+    # Nothing large without a name. What a step gave back in the profile run may be held just now.
     assert -16 * MIB < measured["unaccounted"] < 48 * MIB - measured["given_back"], found
 
 

@@ -64,7 +64,7 @@ def undisturbed(shape: Callable[[str], str]) -> Answers:
 def test_who_takes_all_that_is_left_stops_nobody(
     shape: Callable[[str], str], neighbour: Any, undisturbed: Answers, keeps: bool, caplog: Any
 ) -> None:
-    """Nothing but the first graphs is captured when it happens. As it is, torch keeps what the rehearsal took, and
+    """Nothing but the first graphs is captured when it happens. As it is, torch keeps what the profile run took, and
     everybody finishes; without that too, nobody is disturbed by those who do not."""
     with LLM(model=shape("1B"), vram="16GiB", **SETTINGS) as llm:
         if not keeps:
@@ -85,7 +85,7 @@ def test_who_takes_all_that_is_left_stops_nobody(
         assert answers(llm) == undisturbed
 
 
-@pytest.mark.parametrize("moment", ["load", "rehearse", "capture"])
+@pytest.mark.parametrize("moment", ["load", "profile_run", "capture"])
 def test_who_takes_memory_during_a_start_does_not_stop_it(
     shape: Callable[[str], str], neighbour: Any, monkeypatch: pytest.MonkeyPatch, undisturbed: Answers, moment: str
 ) -> None:
@@ -121,7 +121,7 @@ def test_who_frees_memory_during_a_start_does_not_stop_it(
     shape: Callable[[str], str], neighbour: Any, monkeypatch: pytest.MonkeyPatch, undisturbed: Answers
 ) -> None:
     neighbour.take(16 * GIB)
-    _at("rehearse", lambda: neighbour.end() or 1, monkeypatch)
+    _at("profile_run", lambda: neighbour.end() or 1, monkeypatch)
     with LLM(model=shape("1B"), **SETTINGS) as llm:
         assert answers(llm) == undisturbed
 

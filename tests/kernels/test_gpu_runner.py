@@ -126,7 +126,7 @@ def test_prompts_are_told_of_as_transformers_would(tiny: Tiny, device: torch.dev
 
 
 @pytest.mark.usefixtures("no_kernel_for_few_rows")
-def test_the_rehearsal_scores_every_token_of_its_prompts(
+def test_the_profile_run_scores_every_token_of_its_prompts(
     tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The heaviest step is done for real: rows of logits in as many turns as it takes, never more at a time."""
@@ -143,7 +143,7 @@ def test_the_rehearsal_scores_every_token_of_its_prompts(
         head(stream, sampling, out)
 
     monkeypatch.setattr(runner.decoder, "logits", watch)
-    runner.rehearse()
+    runner.profile_run()
     # Of 16 tokens 3 sample, and all but those are scored, in turns of 3. Then steps of single tokens, of every kind.
     single = [size for size in padded_sizes(3) for _ in Work] if device.type == "cuda" else []
     assert seen == [3, 3, 3, 3, 3, 1, *single]

@@ -7,8 +7,8 @@ from holdfast.kvcache.groups import KVLayout
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
 from holdfast.records.sampling import MAX_LOGPROBS
 
-REHEARSED_PAST = 1024
-"""Tokens before the rehearsed chunk: enough that its attention joins a past and itself."""
+PROFILED_PAST = 1024
+"""Tokens before the profiled chunk: enough that its attention joins a past and itself."""
 
 
 def heaviest_plan(limits: RunnerLimits, layout: KVLayout, *, scored: int | None = None) -> StepPlan:
@@ -30,11 +30,11 @@ def heaviest_plan(limits: RunnerLimits, layout: KVLayout, *, scored: int | None 
     starts, writes, rows = [], [], []
     for slot in range(slots):
         count = min(limits.max_model_len, 1 + left)
-        length = min(limits.max_model_len, count + REHEARSED_PAST) if left else 1
+        length = min(limits.max_model_len, count + PROFILED_PAST) if left else 1
         if slot == slots - 1:
             length = limits.max_model_len
         left -= count - 1
-        starts.append(SequenceStart(slot, "rehearsal", [0] * length, length, everything))
+        starts.append(SequenceStart(slot, "profile", [0] * length, length, everything))
         blocks = [1] * layout.blocks_for(length)
         writes += [TableWrite(slot, group.index, 0, blocks) for group in layout.groups]
         first, told = length - count, count - 1 if scored is None else min(count - 1, scored)

@@ -32,11 +32,11 @@ from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.records import StepPlan, StepResult, TokenLogprobs, TokenMasks
 
-__all__ = ["Rehearsal", "Runner", "RunnerLimits"]
+__all__ = ["ProfileRun", "Runner", "RunnerLimits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
+class ProfileRun:
     """Bytes that the heaviest step needed beyond what was held before. Their sum is its peak; each part is what the
     peak gained while that part was done."""
 
@@ -203,7 +203,7 @@ class Runner:
             self._beat()
             yield from self._sampler.score(logits.float(), batch.scored_slots[part], batch.scored_targets[part])
 
-    def rehearse(self) -> Rehearsal:
+    def profile_run(self) -> ProfileRun:
         """Runs the heaviest step the limits allow and says what it needed.
 
         One layer of each KV group is run, one with experts among them, and the past is short: layers reuse the same
@@ -224,7 +224,7 @@ class Runner:
                 for start in plan.starts:
                     self._sampler.start(start)
                 if self._adapters is not None:  # All tokens with one, all places taken.
-                    self._adapters.rehearse(True)
+                    self._adapters.profile_run(True)
                     self._buffers.adapter_places[:] = numpy.arange(self.limits.max_num_seqs) % self.limits.max_loras
                 kv.pages[1].zero_()
                 batch = self._buffers.form(plan, decoder.attention)
@@ -237,9 +237,9 @@ class Runner:
         self._buffers.known[:] = 0
         self._buffers.adapter_places[:] = -1
         if self._adapters is not None:
-            self._adapters.rehearse(False)
+            self._adapters.profile_run(False)
         trim_memory()
-        return Rehearsal(
+        return ProfileRun(
             scratch_bytes=scratch,
             activations_bytes=activations,
             logits_bytes=peak.grown_bytes - scratch - activations,

@@ -24,7 +24,7 @@ from holdfast.footprint.experts import mlp_width
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import DecoderSpec, ModelSpec
 
-REHEARSED_ROWS = 16
+PROFILED_ROWS = 16
 """More of them copy no more of a matrix."""
 
 
@@ -90,7 +90,7 @@ class Transformer:
     def forward(self, batch: StepBatch, kv: KVStore, layers: int | None = None) -> torch.Tensor:
         """Normed hidden states [sampling rows, hidden] of the batch's sampling rows; writes KV pages.
 
-        `layers`: only the first so many (a rehearsal needs the memory of one layer, not the time of all).
+        `layers`: only the first so many (a profile run needs the memory of one layer, not the time of all).
         """
         step = self._step(batch)
         self.weights.embed.select(batch.tokens, step.stream)
@@ -133,7 +133,7 @@ class Transformer:
         if isinstance(self.weights.head, DenseLinear):
             largest.append((self.weights.head, sampling_rows))
         for linear, rows in largest:
-            ones = torch.ones((min(rows, REHEARSED_ROWS), linear.columns), dtype=linear.weight.dtype)
+            ones = torch.ones((min(rows, PROFILED_ROWS), linear.columns), dtype=linear.weight.dtype)
             linear.write(ones, ones.new_empty((len(ones), linear.rows)))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:

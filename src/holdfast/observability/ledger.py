@@ -80,7 +80,7 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
     if report.tier == "vram":
         held = stats.device_bytes or report.held_bytes
         return _ledger(info, stats, list(processes), _device_terms(report, held), held)
-    # The engine's own peak begins anew when it rehearses; what loading took is in its report.
+    # The engine's own peak begins anew when it profiles; what loading took is in its report.
     processes = [
         msgspec.structs.replace(process, peak_bytes=max(process.peak_bytes, report.loading_peak_bytes))
         if process.name == "engine"

@@ -2,7 +2,7 @@
 
 from holdfast.footprint.cpu import Limits
 from holdfast.planner.fit.result import Plan
-from holdfast.planner.serve.cpu_plan import make_plan
+from holdfast.planner.serve.cpu_plan import make_cpu_plan
 from holdfast.planner.serve.settle import settle_pool
 
-__all__ = ["Limits", "Plan", "make_plan", "settle_pool"]
+__all__ = ["Limits", "Plan", "make_cpu_plan", "settle_pool"]

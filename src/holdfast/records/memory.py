@@ -31,7 +31,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     held_bytes: int = 0
     """On a GPU: what the process held when it was ready, as the driver counts it."""
     given_back_bytes: int = 0
-    """Of what the rehearsed step needed, what is not held between steps."""
+    """Of what the profiled step needed, what is not held between steps."""
     loading_bytes: int
     """Planned for the peak of loading, before there is a KV pool."""
     loading_peak_bytes: int

@@ -177,8 +177,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """LoRA adapters in one step; 0: they are not enabled."""
     kv_groups: int = 1
     """Each keeps a page of its own for the same tokens."""
-    rehearsed_s: float | None = None
-    """On a CPU: how long the heaviest work between two heartbeats took when it was rehearsed; None: not measured."""
+    profile_run_s: float | None = None
+    """On a CPU: how long the heaviest work between two heartbeats took when it was profiled; None: not measured."""
     decisions: list[str] = []
     """Each automatic choice with its reason, one line each."""
     lowered: list[str] = []

@@ -86,7 +86,7 @@ class FakeGpu:
 
 
 class FakeRunner:
-    """Takes what the plan says of each term, a little more while it rehearses, and code that no term accounts for."""
+    """Takes what the plan says of each term, a little more while it profiles, and code that no term accounts for."""
 
     attention_backend = "fake"
 
@@ -108,7 +108,7 @@ class FakeRunner:
         self.kv.nbytes += more
         self.gpu.pool += more
 
-    def rehearse(self) -> None:
+    def profile_run(self) -> None:
         self.gpu.take_tensors(self.plan.terms["activations"])
 
     def capture(self) -> None:
@@ -324,14 +324,14 @@ def test_a_start_that_takes_more_than_planned_is_not_tried_again_and_again(
     """Nobody else takes anything: once more for a neighbour that came and went, and then it is said what took more."""
     start = Start(FakeGpu(), monkeypatch, spec, vram="6GiB", max_model_len=8192)
     loads: list[str] = []
-    rehearse = FakeRunner.rehearse
+    profile_run = FakeRunner.profile_run
 
     def more(runner: FakeRunner) -> None:
         loads.append("once")
-        rehearse(runner)
+        profile_run(runner)
         runner.gpu.take_tensors(4 * GIB)
 
-    monkeypatch.setattr(FakeRunner, "rehearse", more)
+    monkeypatch.setattr(FakeRunner, "profile_run", more)
     with pytest.raises(DoesNotFitError, match="took more memory than planned") as refused:
         start.run()
     assert len(loads) == 2
@@ -347,7 +347,7 @@ def test_a_failed_start_keeps_nothing(spec: ModelSpec, monkeypatch: pytest.Monke
         runners.append(runner)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(FakeRunner, "rehearse", fails)
+    monkeypatch.setattr(FakeRunner, "profile_run", fails)
     with pytest.raises(DoesNotFitError, match="in each of") as refused:
         start.run()
     assert [runner.closed for runner in runners] == [True] * START_TRIES

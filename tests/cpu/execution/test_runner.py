@@ -1,4 +1,4 @@
-"""The runner's edges: wrong plans change nothing, rehearsal, closing, device and number type choices."""
+"""The runner's edges: wrong plans change nothing, profile run, closing, device and number type choices."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def test_a_plan_without_rows_only_takes_over_what_it_brings(
 
 @pytest.mark.parametrize("window", [None, 10])
 @pytest.mark.parametrize(("slots", "budget"), [(1, 1), (8, 8), (4, 256), (3, 600)])
-def test_rehearsal_leaves_no_trace(
+def test_the_profile_run_leaves_no_trace(
     window: int | None, slots: int, budget: int, oracles: Callable[..., Any], driver_for: Callable[..., Any]
 ) -> None:
     oracle = oracles("Mistral", sliding_window=window)
     driver = driver_for(oracle, slots=slots, budget=budget)
     driver.runner.back_kv(2)
-    assert driver.runner.rehearse().given_back_bytes >= 0
+    assert driver.runner.profile_run().given_back_bytes >= 0
     driver.runner.back_kv(400)
     driver.runner.kv.pages[1:].fill_(float("nan"))
     driver.start(0, [5])
@@ -171,7 +171,7 @@ def test_ten_runners_in_a_row_leave_memory_flat(oracles: Callable[..., Any]) -> 
         del weights
         runner.back_kv(2000)
         runner.kv.pages.zero_()
-        runner.rehearse()
+        runner.profile_run()
         held = runner.weights_bytes + runner.kv.nbytes
         runner.close()
         return held

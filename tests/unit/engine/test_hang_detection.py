@@ -100,7 +100,7 @@ INFO = EngineInfo(
 
 
 @pytest.mark.parametrize(
-    ("given", "rehearsed_s", "limit_s", "loading_s", "source"),
+    ("given", "profile_run_s", "limit_s", "loading_s", "source"),
     [
         (None, None, LEAST_LIMIT_S, LOADING_FACTOR * LEAST_LIMIT_S, "default"),
         (None, 0.5, LEAST_LIMIT_S, LOADING_FACTOR * LEAST_LIMIT_S, "default"),
@@ -109,10 +109,10 @@ INFO = EngineInfo(
         (0.0, 30.0, 0.0, 0.0, "set"),
     ],
 )
-def test_the_limit_and_why(given, rehearsed_s, limit_s, loading_s, source) -> None:
+def test_the_limit_and_why(given, profile_run_s, limit_s, loading_s, source) -> None:
     import msgspec
 
     config = EngineConfig(engine_hang_timeout=given)
-    found_s, decision = hang_limit(config, msgspec.structs.replace(INFO, rehearsed_s=rehearsed_s))
+    found_s, decision = hang_limit(config, msgspec.structs.replace(INFO, profile_run_s=profile_run_s))
     assert (found_s, loading_limit_s(config), decision.source) == (limit_s, loading_s, source)
     assert decision.line().startswith(f"engine_hang_timeout = {limit_s:g} s ({source}): ")

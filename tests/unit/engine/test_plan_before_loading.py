@@ -17,7 +17,7 @@ from holdfast.engine.startup import build
 from holdfast.errors import DoesNotFitError, UnknownArchitectureError
 from holdfast.hardware import Memory, Processor, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
-from holdfast.planner import make_plan
+from holdfast.planner import make_cpu_plan
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 
 MIB = 1 << 20
@@ -172,7 +172,7 @@ def test_a_plan_with_files_and_a_known_gpu_reaches_the_engine_whole(config: Engi
     )
     machine = Memory(total_bytes=8 << 30, available_bytes=4 << 30, limited_by="machine")
     plans = (
-        make_plan(spec, stored, config, machine, Processor(model="", cores=1, features=frozenset({"avx2"}))),
+        make_cpu_plan(spec, stored, config, machine, Processor(model="", cores=1, features=frozenset({"avx2"}))),
         make_gpu_plan(spec, stored, dataclasses.replace(config, device="cuda"), [gpu]),
     )
     for plan in plans:

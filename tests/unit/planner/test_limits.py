@@ -15,7 +15,7 @@ from holdfast.config.engine import CPU_SEQUENCES, CPU_STEP_TOKENS, GPU_SEQUENCES
 from holdfast.errors import ConfigurationError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import catalogue, describe_config
-from holdfast.planner import make_plan
+from holdfast.planner import make_cpu_plan
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
 from holdfast.planner.report.answer import answer
@@ -173,7 +173,7 @@ def test_serve_lowers_what_is_not_set_and_says_so() -> None:
     memory = Memory(total_bytes=8 * GIB, available_bytes=8 * GIB, limited_by="machine")
 
     def served(**asked: object) -> tuple[tuple[int, int], int, dict[str, str]]:
-        plan = make_plan(spec, None, EngineConfig.from_arguments(**asked), memory, processor, compiled_kernels=True)
+        plan = make_cpu_plan(spec, None, EngineConfig.from_arguments(**asked), memory, processor, compiled_kernels=True)
         found = plan.limits
         said = {decision.field: decision.reason for decision in plan.decisions}
         return (found.max_num_seqs, found.max_num_batched_tokens), found.max_model_len, said

@@ -16,7 +16,7 @@ from holdfast.errors import DoesNotFitError
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.hardware import Memory, Processor
 from holdfast.models import ModelSpec, from_config
-from holdfast.planner import make_plan
+from holdfast.planner import make_cpu_plan
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Settings, Traffic
@@ -69,7 +69,7 @@ def served(model: PlannedModel, features: frozenset[str], kernels: bool, **setti
     memory = Memory(total_bytes=FREE_BYTES, available_bytes=FREE_BYTES, limited_by="machine")
     processor = Processor(model="", cores=2, features=features)
     config = EngineConfig.from_arguments(**settings)
-    return make_plan(
+    return make_cpu_plan(
         model.spec, model.canonical, config, memory, processor, compiled_kernels=kernels, front_bytes=FRONT_BYTES
     )
 

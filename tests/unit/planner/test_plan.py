@@ -17,7 +17,7 @@ from holdfast.footprint.gpu import padded_sizes
 from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
-from holdfast.planner import Plan, make_plan, settle_pool
+from holdfast.planner import Plan, make_cpu_plan, settle_pool
 from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
 from holdfast.planner.sizing import default_limits
 from holdfast.units import MIB, format_bytes
@@ -42,7 +42,7 @@ def spec() -> ModelSpec:
 def plan(spec: ModelSpec, free_gib: float, processor: Processor = FAST, **settings: object) -> Plan:
     free = int(free_gib * GIB)
     machine = Memory(total_bytes=free, available_bytes=free, limited_by="machine")
-    return make_plan(spec, None, EngineConfig.from_arguments(**settings), machine, processor)
+    return make_cpu_plan(spec, None, EngineConfig.from_arguments(**settings), machine, processor)
 
 
 def test_llama_3_8b_costs_what_is_known(spec: ModelSpec) -> None:
@@ -79,7 +79,7 @@ def test_quantized_weights_are_expanded_only_with_room_to_spare(spec: ModelSpec,
     def expanded(free_gib: int, setting: str = "auto") -> bool:
         machine = Memory(total_bytes=0, available_bytes=free_gib * GIB, limited_by="machine")
         config = EngineConfig(expand_weights=setting)
-        return make_plan(spec, stored, config, machine, FAST).engine.expand_weights
+        return make_cpu_plan(spec, stored, config, machine, FAST).engine.expand_weights
 
     assert expanded(100)
     assert not expanded(24)
@@ -174,7 +174,7 @@ def test_blocks_are_kept_where_compiled_products_are_faster(spec: ModelSpec, tmp
 
     def made(processor: Processor, *, compiled: bool, **settings: object) -> Plan:
         config = EngineConfig.from_arguments(**settings)
-        return make_plan(spec, quantized(spec, tmp_path), config, machine, processor, compiled_kernels=compiled)
+        return make_cpu_plan(spec, quantized(spec, tmp_path), config, machine, processor, compiled_kernels=compiled)
 
     assert not made(arm, compiled=True).engine.expand_weights
     assert made(arm, compiled=False).engine.expand_weights

@@ -17,7 +17,7 @@ from holdfast.errors import DoesNotFitError
 from holdfast.hardware import Memory, Processor, gpus, nvidia
 from holdfast.models import catalogue, describe_config
 from holdfast.observability.logs import ready_lines
-from holdfast.planner import make_plan
+from holdfast.planner import make_cpu_plan
 from holdfast.planner.advice.rules_of_thumb import Thumb, bytes_a_parameter
 from holdfast.planner.fit.search import Question
 from holdfast.planner.inputs.machine import Asked, machine_of
@@ -437,7 +437,7 @@ def test_the_binary_search_over_the_context_that_catches_value_errors() -> None:
     machine = Memory(total_bytes=24 * GIB, available_bytes=20 * GIB, limited_by="machine")
 
     def start(length: int) -> None:
-        make_plan(spec, None, EngineConfig.from_arguments(max_model_len=length), machine, processor)
+        make_cpu_plan(spec, None, EngineConfig.from_arguments(max_model_len=length), machine, processor)
 
     low, high = 1, 131_072
     while low < high:

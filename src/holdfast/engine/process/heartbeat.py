@@ -28,8 +28,8 @@ LATE_SHARE = 0.25
 LEAST_LIMIT_S = 60.0
 """Where no limit is set. The process is heard each second, on a CPU also between the layers of a long step. On a GPU it
 is silent while a kernel is compiled at its first use: for seconds, or some tens of them on a busy machine."""
-SLOWER_THAN_REHEARSED = 10
-"""How much longer the longest silence may be than the rehearsed part of a step: at the end of a long context a layer
+SLOWER_THAN_PROFILED = 10
+"""How much longer the longest silence may be than the profiled part of a step: at the end of a long context a layer
 takes several times what it takes at the beginning."""
 LOADING_FACTOR = 10
 """While it loads, the limit is so much longer: a large tensor may come over a slow network."""
@@ -37,17 +37,17 @@ LOADING_FACTOR = 10
 
 def hang_limit(config: EngineConfig, info: EngineInfo) -> tuple[float, Decision]:
     """After how many seconds of silence an engine that is ready is taken to hang; 0: never."""
-    rehearsed_s = info.rehearsed_s or 0.0
+    profile_run_s = info.profile_run_s or 0.0
     limit_s, source = LEAST_LIMIT_S, "default"
-    reason = "the longest interval between two heartbeats in the profile run took " + format_duration(rehearsed_s)
+    reason = "the longest interval between two heartbeats in the profile run took " + format_duration(profile_run_s)
     if config.engine_hang_timeout is not None:
         limit_s, source = config.engine_hang_timeout, "set"
         reason = "set by the user" if limit_s else "hang detection is off"
-    elif info.rehearsed_s is None:
+    elif info.profile_run_s is None:
         reason = "a step on a GPU takes far less, even when a kernel is compiled on first use"
-    elif SLOWER_THAN_REHEARSED * rehearsed_s > LEAST_LIMIT_S:
-        limit_s, source = round(SLOWER_THAN_REHEARSED * rehearsed_s), "measured"
-        reason = f"{SLOWER_THAN_REHEARSED} times the measured interval: {reason}"
+    elif SLOWER_THAN_PROFILED * profile_run_s > LEAST_LIMIT_S:
+        limit_s, source = round(SLOWER_THAN_PROFILED * profile_run_s), "measured"
+        reason = f"{SLOWER_THAN_PROFILED} times the measured interval: {reason}"
     return limit_s, Decision("engine_hang_timeout", f"{limit_s:g} s", reason, source)
 
 

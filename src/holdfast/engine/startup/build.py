@@ -1,4 +1,4 @@
-"""From a config to an engine that can step: resolve, plan, load, rehearse, back the KV pool.
+"""From a config to an engine that can step: resolve, plan, load, profile run, KV pool.
 
 `find_model` and `plan_model` need no torch (the front uses them, and refuses before anything is loaded); `build_core`
 imports execution when it is called.
@@ -42,7 +42,7 @@ from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.observability.ledger import term_lines
-from holdfast.planner import Plan, make_plan, settle_pool
+from holdfast.planner import Plan, make_cpu_plan, settle_pool
 from holdfast.planner.sizing.kv_cost import layout_cost
 from holdfast.records import EngineInfo, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
@@ -51,7 +51,7 @@ from holdfast.units import format_bytes
 if TYPE_CHECKING:
     from holdfast.engine.core.loop import EngineCore
     from holdfast.execution.gpu.runner import GpuRunner
-    from holdfast.execution.runner import Rehearsal, Runner
+    from holdfast.execution.runner import ProfileRun, Runner
     from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("holdfast")
@@ -129,7 +129,7 @@ def plan_model(
         machine = replace(machine, available_bytes=min(free, machine.total_bytes))
 
     def planned(with_memory: Memory) -> Plan:
-        return make_plan(
+        return make_cpu_plan(
             model.spec, stored, config, with_memory, processor(), compiled_kernels=known, front_bytes=front_bytes
         )
 
@@ -285,15 +285,15 @@ def build_core(
         beat=beat,
     )
     loaded = _held()
-    progress("rehearse", 0, 0)
+    progress("profile_run", 0, 0)
     runner.back_kv(2)
     began_s = time.monotonic()
-    rehearsal = runner.rehearse()
-    rehearsed_s = time.monotonic() - began_s
-    plan, report = _settled(plan, runner, rehearsal, before, loaded)
+    profile = runner.profile_run()
+    profile_run_s = time.monotonic() - began_s
+    plan, report = _settled(plan, runner, profile, before, loaded)
     runner.back_kv(plan.engine.blocks)
     core = EngineCore(_scheduler(config, plan), runner)
-    return core, _info(config, model, plan, runner, report, rehearsed_s)
+    return core, _info(config, model, plan, runner, report, profile_run_s)
 
 
 def _build_on_gpu(
@@ -323,23 +323,23 @@ def _still_fits(plan: Plan) -> Plan:
 
 
 def _settled(
-    plan: Plan, runner: Runner, rehearsal: Rehearsal, before: Resident, loaded: Resident
+    plan: Plan, runner: Runner, profile: ProfileRun, before: Resident, loaded: Resident
 ) -> tuple[Plan, MemoryReport]:
     """The pool by what is measured, and the books of it."""
     measured = {
         "weights": runner.weights_bytes,
-        "scratch": rehearsal.scratch_bytes,
-        "activations": rehearsal.activations_bytes,
-        "logits": rehearsal.logits_bytes,
+        "scratch": profile.scratch_bytes,
+        "activations": profile.activations_bytes,
+        "logits": profile.logits_bytes,
         "adapters": runner.adapters_bytes,
     }
     base = {"framework": before.now_bytes - before.files_bytes, "libraries": before.files_bytes}
     # In a process of somebody else's, what was there before is not ours to answer for.
     own = measured | (base if "front" in plan.terms else {})
     gained = _held().now_bytes - before.now_bytes
-    nameless = gained - sum(measured.values()) - runner.buffers_bytes + rehearsal.given_back_bytes
+    nameless = gained - sum(measured.values()) - runner.buffers_bytes + profile.given_back_bytes
     own["activations"] += _not_spare(plan, own, nameless)
-    settled = settle_pool(plan, memory().available_bytes - rehearsal.given_back_bytes, own)
+    settled = settle_pool(plan, memory().available_bytes - profile.given_back_bytes, own)
     measured |= base | {"buffers": runner.buffers_bytes}
     report = MemoryReport(
         total_bytes=plan.device.total_bytes,
@@ -356,7 +356,7 @@ def _settled(
             for term in _planned(settled)
         ],
         page_bytes=plan.engine.layout.page_bytes,
-        given_back_bytes=rehearsal.given_back_bytes,
+        given_back_bytes=profile.given_back_bytes,
         loading_bytes=plan.loading_bytes,
         loading_peak_bytes=loaded.peak_bytes,
     )
@@ -395,7 +395,7 @@ def _info(
     plan: Plan,
     runner: Runner | GpuRunner,
     report: MemoryReport,
-    rehearsed_s: float | None = None,
+    profile_run_s: float | None = None,
 ) -> EngineInfo:
     last = {decision.field: decision for decision in plan.decisions}  # What was measured overrides what was planned.
     return EngineInfo(
@@ -419,7 +419,7 @@ def _info(
         kv_groups=len(plan.engine.layout.groups),
         decisions=[decision.line() for decision in plan.decisions],
         lowered=[decision.line() for decision in last.values() if decision.lowered],
-        rehearsed_s=rehearsed_s,
+        profile_run_s=profile_run_s,
         memory=report,
     )
 

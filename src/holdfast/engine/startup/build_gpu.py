@@ -1,4 +1,4 @@
-"""From a plan to an engine that can step on a GPU: load, rehearse, capture, then back the KV pool with what is left.
+"""From a plan to an engine that can step on a GPU: load, profile run, capture, then back the KV pool with what is left.
 
 The pool comes last and by what is measured, so that nothing after it asks for memory that may not be there. When
 somebody else takes memory meanwhile, the plan is made again with what is free then.
@@ -142,11 +142,11 @@ def _settle(runner: GpuRunner, plan: Plan, memory: GpuMemory, context: GpuHeld, 
     """From a loaded model to a backed pool; `context`: what was held before the load."""
     loaded = memory.held()
     memory.forget_loading()
-    progress("rehearse", 0, 0)
+    progress("profile_run", 0, 0)
     runner.reserve_kv(plan.engine.most_blocks)
     runner.back_kv(2)
-    runner.rehearse()
-    rehearsed = memory.held()
+    runner.profile_run()
+    profiled = memory.held()
     progress("capture", 0, 0)
     runner.capture()
     captured = memory.held()
@@ -162,7 +162,7 @@ def _settle(runner: GpuRunner, plan: Plan, memory: GpuMemory, context: GpuHeld, 
         ),
         "adapters": runner.adapters_bytes,
         "logits": runner.logits_bytes,
-        "graphs": captured.own_bytes - rehearsed.own_bytes,
+        "graphs": captured.own_bytes - profiled.own_bytes,
     }  # fmt: skip
     plan = _back(plan, runner, memory, captured, _taken(plan, measured, captured.own_bytes - runner.kv.nbytes))
     measured["kv_pool"] = runner.kv.nbytes

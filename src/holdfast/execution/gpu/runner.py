@@ -390,7 +390,7 @@ class GpuRunner:
         scores = [] if launched.scores is None else launched.scores.told()
         return [(token, logprobs) for _, token, logprobs in placed], scores
 
-    def rehearse(self) -> None:
+    def profile_run(self) -> None:
         """The heaviest step the limits allow, for real and whole; then products and single tokens of every size: what
         the driver loads when it is first used is there then."""
         plans = [heaviest_plan(self.limits, self.layout)]
@@ -398,7 +398,7 @@ class GpuRunner:
             plans.append(heaviest_plan(replace(self.limits, max_num_seqs=1), self.layout))
         with self._here():
             if self._adapters is not None:
-                self._adapters.places.rehearse(True)
+                self._adapters.places.profile_run(True)
             for plan in plans:
                 self._enter(plan)
                 if self._adapters is not None:  # All tokens with one, all places taken.
@@ -414,10 +414,10 @@ class GpuRunner:
                     for work in Work:
                         self._run_decode(size, work)
                     if self._adapters is not None:
-                        self._adapters.rehearse_decode(size)
+                        self._adapters.profile_decode(size)
                         self._run_decode(size, Work.DRAW, True)
             if self._adapters is not None:
-                self._adapters.places.rehearse(False)
+                self._adapters.places.profile_run(False)
         self._books.known[:] = 0
         self._books.adapter_places[:] = -1
 

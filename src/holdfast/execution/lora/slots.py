@@ -124,7 +124,7 @@ class AdapterPlaces:
         """Views of the places, by layer and product."""
         return self._factors
 
-    def rehearse(self, on: bool) -> None:
+    def profile_run(self, on: bool) -> None:
         """While it is on, products are computed as if every place changed them."""
         self._flags.fill_(int(on))
         for factors in self._factors.values():

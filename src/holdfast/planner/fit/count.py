@@ -40,7 +40,7 @@ from holdfast.planner.sizing.terms import Term
 TOO_FEW_DEVICES, CONTEXT_TOO_LONG = "HF133", "HF111"
 
 
-def counted(question: Question, tensor_parallel: int, limits: Limits) -> Plan:
+def count_plan(question: Question, tensor_parallel: int, limits: Limits) -> Plan:
     """`limits`: those that were asked for or chosen; a context that is not set is the longest that these leave."""
     spec, settings = question.model.spec, question.settings
     sequences, tokens = question.required

@@ -227,7 +227,7 @@ def _compiled_attention(settings: Settings, compiled: bool) -> bool:
     return compiled if backend == "auto" else backend == "compiled"
 
 
-def counted_on_cpu(question: Question, limits: Limits, *, lowered: bool = False) -> Plan:
+def count_cpu_plan(question: Question, limits: Limits, *, lowered: bool = False) -> Plan:
     """The longest context up to the one of `limits` that fits, with its pool; where none does, what is lacking for the
     shortest that would do. `lowered`: these limits are not the defaults.
 

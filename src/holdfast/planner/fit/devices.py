@@ -13,7 +13,7 @@ from dataclasses import replace
 from holdfast.footprint.cpu import Limits
 from holdfast.footprint.identity_key import Same
 from holdfast.observability.decisions import Decision
-from holdfast.planner.fit.count import counted as counted_fit
+from holdfast.planner.fit.count import count_plan as counted_fit
 from holdfast.planner.fit.count import counted_for, plain_type
 from holdfast.planner.fit.result import Plan, describe_devices, device_budget
 from holdfast.planner.inputs.question import Device, Question

@@ -18,8 +18,8 @@ from functools import cache, partial
 from holdfast.config.engine import DEFAULT_UTILIZATION
 from holdfast.footprint.identity_key import Same
 from holdfast.planner.fit import devices as choices
-from holdfast.planner.fit.count import cannot_hold_weights, check, counted, sizes
-from holdfast.planner.fit.cpu import counted_on_cpu
+from holdfast.planner.fit.count import cannot_hold_weights, check, count_plan, sizes
+from holdfast.planner.fit.cpu import count_cpu_plan
 from holdfast.planner.fit.device_groups import apart, best, value
 from holdfast.planner.fit.devices import largest_first
 from holdfast.planner.fit.result import Plan, Rank, describe_budget, describe_devices, device_budget
@@ -106,8 +106,8 @@ def _fit(question: Question, most: int | None = None) -> Plan:
     @cache
     def at(size: int, rung: int) -> Plan:
         if not ours:
-            return counted(arranged(size), size, rungs[rung].limits(length))
-        return counted_on_cpu(question, rungs[rung].limits(min(length, rungs[rung].worth_tokens)), lowered=rung > 0)
+            return count_plan(arranged(size), size, rungs[rung].limits(length))
+        return count_cpu_plan(question, rungs[rung].limits(min(length, rungs[rung].worth_tokens)), lowered=rung > 0)
 
     if question.stated:
         size, rung = _highest_that_fits(able, len(rungs), at)
@@ -115,7 +115,7 @@ def _fit(question: Question, most: int | None = None) -> Plan:
         size, rung = _longest(question, able, rungs, at)
     if ours:
         unset = replace(question, settings=replace(settings, max_model_len=None), traffic=None)
-        most_held = counted_on_cpu(unset, rungs[-1].limits(question.model.spec.max_position))
+        most_held = count_cpu_plan(unset, rungs[-1].limits(question.model.spec.max_position))
     else:
         most_held = at(size, len(rungs) - 1)
     return _said(arranged(size), rungs, rung, at(size, rung), most_held.longest_tokens)

@@ -24,7 +24,7 @@ from holdfast.planner.sizing.default_limits import beside_decision, check_step
 from holdfast.units import format_bytes
 
 
-def make_plan(
+def make_cpu_plan(
     spec: ModelSpec,
     stored: Mapping[str, StoredTensor] | None,
     config: EngineConfig,

@@ -90,7 +90,7 @@ class GpuAdapters:
         self.tiles = LoraTiles(tokens, whose, starts, ends, int(counts.sum()))
         self._present = frozenset(found[1].tolist())
 
-    def rehearse_decode(self, size: int) -> None:
+    def profile_decode(self, size: int) -> None:
         """All tiles that there may be, each with a row."""
         rows = [Row(slot, 0, 1, True) for slot in range(size)]
         self.send_decode(rows, numpy.arange(size, dtype=numpy.int32) % self._count, size)

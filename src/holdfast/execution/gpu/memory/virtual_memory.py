@@ -1,7 +1,7 @@
 """A range of GPU addresses that is longer than the memory behind it: memory is mapped into it piece by piece.
 
 Graphs keep the addresses they were captured with, so the KV pool must not move when it grows: its whole range is
-reserved first, a few pages are backed for the rehearsal, and the rest when it is known how much is left.
+reserved first, a few pages are backed for the profile run, and the rest when it is known how much is left.
 """
 
 from __future__ import annotations
