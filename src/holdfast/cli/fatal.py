@@ -27,11 +27,12 @@ def command_line(words: Sequence[str]) -> str:
     shown, secret = ["holdfast"], False
     for word in words:
         flag, equals, _ = word.partition("=")
+        is_secret = flag.replace("_", "-") in _SECRETS
         if secret and not word.startswith("--"):
             shown.append(_HIDDEN)
         else:
-            secret = flag in _SECRETS and not equals
-            shown.append(f"{flag}={_HIDDEN}" if flag in _SECRETS and equals else shlex.quote(word))
+            secret = is_secret and not equals
+            shown.append(f"{flag}={_HIDDEN}" if is_secret and equals else shlex.quote(word))
     return printable(" ".join(shown))
 
 
@@ -50,6 +51,7 @@ def _with_diagnosis(lines: list[str], error: BaseException, words: Sequence[str]
     from holdfast.doctor.report.text import lines_of_findings
     from holdfast.doctor.rules.load import rulebook
 
+    lines = list(lines)
     said = lines or "".join(traceback.format_exception(error)).splitlines()
     log = [f"holdfast {holdfast.__version__}", f"$ {command_line(words)}", *said]
     diagnosis = diagnose_lines(log, "this server")

@@ -135,9 +135,9 @@ def test_every_change_that_a_refusal_names_was_planned(
         plan(spec, free_gib, **settings)
     fix = str(caught.value.fix)
     for text in fix.split(", or "):
-        named = re.fullmatch(r"(leave )?--([a-z-]+)(?: ([\w.]+))?(?: out)?|leave it out", text)
+        named = re.fullmatch(r"leave --([a-z-]+) out|--([a-z-]+) ([\w.]+)", text)
         if named is not None:
-            name = named[2].replace("-", "_") if named[2] else caught.value.field
+            name = (named[1] or named[2]).replace("-", "_")
             assert plan(spec, free_gib, **{**settings, name: named[3]}), text
     assert not re.search(r" 0\b", fix)
     if free_gib in (12, 15):
@@ -279,19 +279,35 @@ def test_the_pool_of_a_gpu_grows_within_its_budget(spec: ModelSpec) -> None:
 def test_a_gpu_that_is_too_small_is_offered_only_what_fits_there(spec: ModelSpec) -> None:
     """A fix that a refusal names itself is planned before it is offered, as on a CPU."""
 
-    def refused(free_gib: int, **settings: object) -> str:
-        gpu = NvidiaGpu(
-            index=0, uuid="GPU-0", name="A100", total_bytes=80 * GIB, free_bytes=free_gib * GIB, capability=(8, 0)
-        )
+    def refused(free_gib: float, **settings: object) -> str:
+        free = int(free_gib * GIB)
+        gpu = NvidiaGpu(index=0, uuid="GPU-0", name="A100", total_bytes=80 * GIB, free_bytes=free, capability=(8, 0))
         with pytest.raises(DoesNotFitError) as caught:
             make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
         return str(caught.value.fix)
 
-    assert refused(40, vram="60GiB") == "--vram 40960MiB, or leave it out"
-    assert "--" not in refused(12, vram="60GiB")  # 16 GB of weights
-    lower = refused(40, max_model_len=8192, kv_cache_memory_bytes="512MiB")
-    assert lower.startswith("--max-model-len ")
-    assert "leave it out" in lower
+    assert refused(40, vram="60GiB") == "--vram 40960MiB, or leave --vram out"
+    assert "--vram 1" not in refused(12, vram="60GiB")  # 16 GB of weights
+    # The pool is what is wrong, not the context.
+    pool = refused(40, kv_cache_memory_bytes="1MiB").split(", or ")
+    assert pool == ["--kv-cache-memory-bytes 1026MiB", "leave --kv-cache-memory-bytes out"]
+    both = refused(40, max_model_len=8192, kv_cache_memory_bytes="512MiB").split(", or ")
+    assert both[0].startswith("--max-model-len ")
+    assert both[1:3] == ["--kv-cache-memory-bytes 1026MiB", "leave --kv-cache-memory-bytes out"]
+    # Two settings at once: neither alone is enough.
+    assert "free memory" not in refused(40, gpu_memory_utilization=0.1, kv_cache_memory_bytes="60GiB")
+
+
+def test_a_budget_that_is_not_there_does_not_hide_what_else_is_wrong(spec: ModelSpec) -> None:
+    def refused(free_gib: float, **settings: object) -> ConfigurationError:
+        with pytest.raises(ConfigurationError) as caught:
+            plan(spec, free_gib, **settings)
+        return caught.value
+
+    assert refused(20, ram="64GiB").fix == "--ram 20480MiB, or leave --ram out"
+    fix = str(refused(20, ram="64GiB", kv_cache_memory_bytes="32GiB").fix)
+    assert fix.startswith("leave --ram out, and --kv-cache-memory-bytes ")
+    assert refused(20, ram="64GiB", max_model_len=1 << 20).code == "HF111"
 
 
 def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
@@ -408,7 +424,7 @@ def test_a_pool_that_was_set_on_a_gpu_holds_a_sequence_or_is_refused(spec: Model
     assert made(kv_cache_memory_bytes="100MiB", max_model_len=512).limits.max_model_len == 512
     with pytest.raises(DoesNotFitError, match="short") as caught:
         made(kv_cache_memory_bytes="100MiB", max_model_len=8192)
-    length, pool = re.findall(r"(?:--max-model-len|--kv-cache-memory-bytes) (\w+)", str(caught.value.fix))
+    length, pool = re.findall(r"(?:--max-model-len|--kv-cache-memory-bytes) (\d\w*)", str(caught.value.fix))
     assert made(kv_cache_memory_bytes="100MiB", max_model_len=int(length)).limits.max_model_len == int(length)
     assert made(kv_cache_memory_bytes=pool, max_model_len=8192).limits.max_model_len == 8192
     with pytest.raises(DoesNotFitError, match="short"):

@@ -3,6 +3,7 @@ takes most of its start, while the front finds the model and plans. Imports litt
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import subprocess
 import sys
@@ -47,13 +48,18 @@ def shortage(error: BaseException | None) -> str | None:
 
 LAST_LINES_S = 1.0
 """For what a process had written when it ended to be passed on."""
+LONGEST_LINE = 64 * 1024
+"""In bytes; a longer one is passed on in pieces."""
 
 
 def _pass_on(lines: IO[bytes]) -> None:
+    """To its end, whatever becomes of our own output: a process whose pipe is full would stand still."""
     from holdfast.observability.logs import write_log_line
 
-    for line in lines:
-        write_log_line(line.decode("utf-8", "backslashreplace").rstrip("\n"))
+    with lines:
+        while line := lines.readline(LONGEST_LINE):
+            with contextlib.suppress(OSError, ValueError):
+                write_log_line(line.decode("utf-8", "backslashreplace").rstrip("\n"))
 
 
 class EarlyProcess:
@@ -62,6 +68,7 @@ class EarlyProcess:
     def __init__(self, path: Path | None = None) -> None:
         """`path`: of its socket. Raises EngineDiedError when the machine has no process or file left for it."""
         self._folder: SocketFolder | None = None
+        self._log: threading.Thread | None = None
         try:
             if path is None:
                 self._folder = SocketFolder()
@@ -74,13 +81,18 @@ class EarlyProcess:
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE if sys.stderr is not None and sys.stderr.isatty() else None,
             )
-            self._log = threading.Thread(target=_pass_on, args=(self.process.stderr,), name="engine-log", daemon=True)
-            if self.process.stderr is not None:
-                self._log.start()
         except OSError as error:
             if self._folder is not None:
                 self._folder.remove()
             raise cannot_start(error) from error
+        if self.process.stderr is not None:
+            self._log = threading.Thread(target=_pass_on, args=(self.process.stderr,), name="engine-log", daemon=True)
+            try:
+                self._log.start()
+            except RuntimeError as error:  # No thread is left: as with no process.
+                self._log = None
+                self.end()
+                raise cannot_start(OSError(errno.EAGAIN, str(error))) from error
 
     @property
     def pid(self) -> int:
@@ -93,8 +105,10 @@ class EarlyProcess:
 
     def forget(self) -> None:
         """Removes what stands in the file system; the process has ended."""
-        if self.process.stderr is not None:
+        if self._log is not None:
             self._log.join(LAST_LINES_S)
+        elif self.process.stderr is not None:
+            self.process.stderr.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
         if self._folder is not None:

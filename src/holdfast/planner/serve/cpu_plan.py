@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
-from holdfast.errors import DoesNotFitError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -77,8 +77,8 @@ def make_cpu_plan(
 
     try:
         found = attempt(config)
-    except DoesNotFitError as refusal:
-        candidates = refusals.cpu_candidates(config, machine, attempt)
+    except refusals.PlanRefusal as refusal:
+        candidates = partial(refusals.cpu_candidates, machine=machine)
         raise refusals.with_remedies(refusal, config, spec.max_position, attempt, candidates) from None
     beside, cores = found.engine.prompt_tokens_beside, found.question.machine.cores
     if beside is not None and beside < found.limits.max_num_batched_tokens:

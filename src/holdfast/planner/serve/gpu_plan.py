@@ -7,8 +7,9 @@ No torch and no CUDA context: free memory comes from the driver library. `settle
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
@@ -87,8 +88,9 @@ def make_gpu_plan(
 
     try:
         return attempt(config)
-    except DoesNotFitError as refusal:
-        raise refusals.with_remedies(refusal, config, spec.max_position, attempt) from None
+    except refusals.PlanRefusal as refusal:
+        candidates = refusals.gpu_candidates
+        raise refusals.with_remedies(refusal, config, spec.max_position, attempt, candidates) from None
 
 
 def _gpu_plan(
@@ -104,12 +106,12 @@ def _gpu_plan(
     chosen, decision = choose_gpu(gpus)
     device = replace(measured_device(0, chosen), budget_bytes=config.vram, limited_by=f"GPU {chosen.index}")
     if config.vram is not None and config.vram > chosen.free_bytes:
-        raise DoesNotFitError(
+        raise refusals.PlanRefusal(
             f"a budget of {format_bytes(config.vram)} was requested, but less is free on {chosen.name}",
             needed=format_bytes(config.vram),
             found=f"{format_bytes(chosen.free_bytes)}"
             + (f"; others hold: {', '.join(device.held_by)}" if device.held_by else ""),
-            fix=f"--vram {chosen.free_bytes >> 20}MiB, or leave it out",
+            changes=({"vram": f"{chosen.free_bytes // MIB}MiB"}, {"vram": None}),
             field="vram",
         )
     question = Question(
@@ -169,11 +171,11 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
     page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
     if pool_bytes is not None and pool_bytes // page > blocks:
-        raise DoesNotFitError(
+        raise refusals.PlanRefusal(
             "the requested KV pool does not fit",
             needed=format_bytes(pool_bytes // page * page),
             found=f"{format_bytes(blocks * page)} left of the budget",
-            fix=f"--kv-cache-memory-bytes {blocks * page >> 20}MiB, or leave it out",
+            changes=({"kv_cache_memory_bytes": f"{blocks * page // MIB}MiB"}, {"kv_cache_memory_bytes": None}),
             field="kv_cache_memory_bytes",
         )
     if pool_bytes is not None:
@@ -221,12 +223,13 @@ def _within_pool(plan: Plan) -> Plan:
     pool = engine.blocks * page
     enough = (1 + engine.layout.peak_blocks(wanted, limits.max_num_batched_tokens)) * page
     if plan.length_is_set or held < min(CPU_USEFUL_TOKENS, wanted):
-        raise DoesNotFitError(
+        changes: list[refusals.SettingsChange] = [{"max_model_len": held}] if held >= CPU_USEFUL_TOKENS else []
+        changes += [{"kv_cache_memory_bytes": f"{-(-enough // MIB)}MiB"}, {"kv_cache_memory_bytes": None}]
+        raise refusals.PlanRefusal(
             f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
             needed=f"{format_bytes(enough)} for max_model_len {wanted:,}",
             found=f"{format_bytes(pool)}, as set: {format_bytes(enough - pool)} short",
-            fix=(f"--max-model-len {held}, or " if held >= CPU_USEFUL_TOKENS else "")
-            + f"--kv-cache-memory-bytes {-(-enough // MIB)}MiB, or leave it out",
+            changes=changes,
             field="max_model_len",
         )
     reason = "the longest sequence that the KV pool, as set, holds"
@@ -239,24 +242,26 @@ def _within_pool(plan: Plan) -> Plan:
     )
 
 
-def _refusal(found: Plan) -> DoesNotFitError:
+def _refusal(found: Plan) -> refusals.PlanRefusal:
     rank = found.ranks[0]
     needed = ", ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.terms)
     kv = found.needed_bytes(rank)
     others = f"; others hold: {', '.join(rank.device.held_by)}" if rank.device.held_by else ""
-    ways = [way for way in ways_out(found) if way.kind in ("utilization", "context", "sequences")]
-    return DoesNotFitError(
+    return refusals.PlanRefusal(
         f"{found.question.model.name} does not fit on {rank.device.name}",
         needed=f"{needed}, and {format_bytes(kv)} for the KV of {counted(found.required_tokens, 'token')}",
         found=f"{format_bytes(rank.budget_bytes)} of budget ({describe_budget(rank, found.utilization)}): "
         f"{format_bytes(found.short_bytes)} short{others}",
-        fix=", or ".join(
-            " ".join(f"--{name.replace('_', '-')} {value}" for name, value in way.settings.items())
-            for way in ways[: refusals.MOST_WAYS_OUT]
-        )
-        or f"holdfast plan {found.question.model.name} shows other remedies",
+        changes=_remedies(found),
+        fix=f"holdfast plan {found.question.model.name} shows other remedies",
         field="max_model_len",
     )
+
+
+def _remedies(found: Plan) -> Iterator[refusals.SettingsChange]:
+    """Searched only when they are asked for: most refusals are those of candidates."""
+    ways = (way for way in ways_out(found) if way.kind in ("utilization", "context", "sequences"))
+    yield from (way.settings for way in islice(ways, refusals.MOST_REMEDIES))
 
 
 # Host RAM

@@ -14,6 +14,7 @@ from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
+from holdfast.planner.advice.remedy import MOST_UTILIZATION
 from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.fit.cpu import CpuCount, count_on_cpu
 from holdfast.planner.fit.result import Plan
@@ -23,29 +24,49 @@ from holdfast.units import MIB, counted, format_bytes
 
 Attempt = Callable[[EngineConfig], Plan]
 """Plans with other settings, or raises."""
-SettingsChange = tuple[str, EngineConfig]
-"""As people write it, and the settings with it."""
+SettingsChange = Mapping[str, object]
+"""Settings as they are written on a command line, by the names of fields; None: left out."""
+Candidates = Callable[[EngineConfig, Attempt], Iterator[SettingsChange]]
+"""Changes of these settings to be planned, cheapest first."""
 
-MOST_WAYS_OUT = 3
+MOST_REMEDIES = 3
 NOTHING_FITS = "free memory, or use a smaller or a quantized model"
+
+
+class PlanRefusal(DoesNotFitError):
+    """With the changes that it would offer itself; they are planned before they are printed."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed: str,
+        found: str,
+        changes: Iterable[SettingsChange] = (),
+        fix: str = NOTHING_FITS,
+        field: str | None = None,
+    ) -> None:
+        """`fix`: what is said where no change of settings fits."""
+        super().__init__(message, needed=needed, found=found, fix=fix, field=field)
+        self.changes = changes
 
 
 def spell(terms: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in terms.items())
 
 
-def budget_is_not_there(asked: int, machine: Memory) -> DoesNotFitError:
-    return DoesNotFitError(
+def budget_is_not_there(asked: int, machine: Memory) -> PlanRefusal:
+    return PlanRefusal(
         f"a budget of {format_bytes(asked)} was requested, but less is free",
         needed=format_bytes(asked),
         found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by}): "
         f"{format_bytes(asked - machine.available_bytes)} short",
-        fix=f"--ram {machine.available_bytes // MIB}MiB, or leave it out",
+        changes=({"ram": f"{machine.available_bytes // MIB}MiB"}, {"ram": None}),
         field="ram",
     )
 
 
-def does_not_fit(found: Plan) -> DoesNotFitError:
+def does_not_fit(found: Plan) -> PlanRefusal:
     """Of this engine on a CPU: what lacks first, while it is loaded, of the pool that was set, or of the context."""
     count = count_on_cpu(found.question, found.limits, expand=found.engine.expand_weights)
     pool, page, length = count.settings.kv_cache_memory_bytes, count.layout.page_bytes, found.required_tokens
@@ -54,20 +75,21 @@ def does_not_fit(found: Plan) -> DoesNotFitError:
         return _nothing_fits(found, needed)
     if pool is not None and pool > (left := max(0, count.left(1))):
         held = left // (page + BOOK_BYTES) * page
-        return DoesNotFitError(
+        return PlanRefusal(
             f"a KV pool of {format_bytes(pool)} does not fit",
             needed=f"{format_bytes(pool)} in addition to {spell(count.terms(1))}",
             found=f"{format_bytes(left)} left of the budget: {format_bytes(pool - left)} short",
-            fix=f"--kv-cache-memory-bytes {f'{held // MIB}MiB' if held >= MIB else held}",
+            changes=({"kv_cache_memory_bytes": f"{held // MIB}MiB" if held >= MIB else str(held)},),
             field="kv_cache_memory_bytes",
         )
     if pool is not None and pool // page < 2:
-        return DoesNotFitError(
+        enough = -(-max(64, count.one_sequence(length)) * page // MIB)
+        return PlanRefusal(
             f"a KV pool of {format_bytes(pool)} holds no block",
             needed=f"at least {format_bytes(2 * page)}: a block of {counted(count.layout.block_tokens, 'token')} and"
             " the null page",
             found=format_bytes(pool),
-            fix=f"--kv-cache-memory-bytes {-(-max(64, count.one_sequence(length)) * page // MIB)}MiB",
+            changes=({"kv_cache_memory_bytes": f"{enough}MiB"},),
             field="kv_cache_memory_bytes",
         )
     if found.longest_tokens and found.length_is_set:
@@ -77,30 +99,30 @@ def does_not_fit(found: Plan) -> DoesNotFitError:
     return _nothing_fits(found, f"{spell(count.terms(length))}, and {kv}")
 
 
-def _nothing_fits(found: Plan, needed: str) -> DoesNotFitError:
-    return DoesNotFitError(
+def _nothing_fits(found: Plan, needed: str) -> PlanRefusal:
+    return PlanRefusal(
         "the model does not fit in memory",
         needed=needed,
         found=f"{format_bytes(found.budget_bytes)} of budget: {format_bytes(found.short_bytes)} short",
-        fix="free memory, or use a smaller or a quantized model",
     )
 
 
-def _length_does_not_fit(count: CpuCount, wanted: int, longest: int) -> DoesNotFitError:
+def _length_does_not_fit(count: CpuCount, wanted: int, longest: int) -> PlanRefusal:
     blocks, short = count.one_sequence(wanted), count.short_bytes(wanted)
     needed, books = blocks * count.layout.page_bytes, 0
     pool = _enough_pool(count, wanted, needed)
     if count.settings.kv_cache_memory_bytes is None:
         books = blocks * BOOK_BYTES
-    fixes = [f"--max-model-len {longest}"] if longest >= CPU_USEFUL_TOKENS else []
-    fixes += [f"--kv-cache-memory-bytes {pool // MIB}MiB"] if pool is not None else []
-    return DoesNotFitError(
+    changes: list[SettingsChange] = [{"max_model_len": longest}] if longest >= CPU_USEFUL_TOKENS else []
+    changes += [{"kv_cache_memory_bytes": f"{pool // MIB}MiB"}] if pool is not None else []
+    too_few = f"free {format_bytes(short)} of memory: it holds only {counted(longest, 'token')}, too few to be useful"
+    return PlanRefusal(
         f"one sequence of {counted(wanted, 'token')} does not fit in the KV pool",
         needed=f"{format_bytes(needed + books)} for max_model_len {wanted:,}",
         found=f"{_left_for_kv(count, wanted, needed + books - short)}{', as set' if pool is not None else ''}:"
         f" {format_bytes(short)} short",
-        fix=", or ".join(fixes)
-        or f"free {format_bytes(short)} of memory: it holds only {counted(longest, 'token')}, too few to be useful",
+        changes=changes,
+        fix=NOTHING_FITS if changes else too_few,
         field="max_model_len",
     )
 
@@ -136,102 +158,119 @@ def became_short(reserve: int, needed: int, short: int, available: int, over: in
 
 
 def with_remedies(
-    refusal: DoesNotFitError,
-    config: EngineConfig,
-    max_position: int,
-    attempt: Attempt,
-    candidates: Iterable[SettingsChange] = (),
-) -> DoesNotFitError:
-    """The refusal with the changes of settings that make it fit when planned: those that it names itself, then
-    candidates."""
+    refusal: PlanRefusal, config: EngineConfig, max_position: int, attempt: Attempt, candidates: Candidates
+) -> HoldfastError:
+    """The refusal with the changes of settings that make it fit when planned: its own, then candidates. A budget that
+    is not there hides what else is wrong: where no other budget helps, what is refused without any is said too."""
 
     def plan(change: SettingsChange) -> Plan | None:
-        found = attempt(change[1])
+        found = attempt(changed(config, change))
         enough = found.limits.max_model_len >= min(CPU_USEFUL_TOKENS, config.max_model_len or max_position)
         return found if enough else None
 
-    named = refusal.field is not None and str(refusal.fix).startswith("--")
-    own = ", or ".join(text for (text, _), _ in that_fit(_named(refusal, config) if named else (), plan))
-    texts = [own] if own else []
-    for (text, _), _ in islice(that_fit(candidates, plan), MOST_WAYS_OUT):
-        if not any(_flags(text) == _flags(other) for other in texts):
-            texts.append(text)
+    own = [change for change, _ in that_fit(refusal.changes, plan)]
+    texts = [", or ".join(map(change_text, own))] if own else []
+    for change, _ in islice(that_fit(candidates(config, attempt), plan), MOST_REMEDIES):
+        if not any(_flags(change_text(change)) == _flags(other) for other in texts):
+            texts.append(change_text(change))
+    fix = ", or ".join(texts)
+    if not fix and refusal.field in ("ram", "vram"):
+        left_out: SettingsChange = {refusal.field: None}
+        try:
+            attempt(changed(config, left_out))
+        except PlanRefusal as other:
+            inner = with_remedies(other, changed(config, left_out), max_position, attempt, candidates)
+            fix = f"{change_text(left_out)}, and {inner.fix}" if inner.fix != other.fix else ""
+        except HoldfastError as other:
+            return other
+    if not fix and (without := _unset(config)) and first_that_fits([without], plan) is not None:
+        fix = change_text(without)
     return DoesNotFitError(
         refusal.message,
         code=refusal.code,
         needed=refusal.needed,
         found=refusal.found,
-        fix=", or ".join(texts) or (NOTHING_FITS if named else refusal.fix),
+        fix=fix or refusal.fix,
         field=refusal.field,
     )
 
 
-def _named(refusal: DoesNotFitError, config: EngineConfig) -> Iterator[SettingsChange]:
-    """The changes that its own fix names: `--max-model-len 2336, or leave it out`. A value that the setting does not
-    take is not a change."""
+def changed(config: EngineConfig, change: SettingsChange) -> EngineConfig:
+    """Values are read as flags are: what a setting does not take is an error."""
     fields = EngineConfig.__dataclass_fields__
-    for text in str(refusal.fix).split(", or "):
-        words, changed = text.split(), dict[str, Any]()
-        try:
-            for flag, value in zip(words[::2], words[1::2], strict=False):
-                field = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else refusal.field or ""
-                changed[field] = fields[field].metadata["parse"](field, value) if flag.startswith("--") else None
-            yield text, replace(config, **changed)
-        except HoldfastError:
-            continue
+    read: dict[str, Any] = {
+        name: value if value is None else fields[name].metadata["parse"](name, str(value))
+        for name, value in change.items()
+    }
+    return replace(config, **read)
+
+
+def change_text(change: SettingsChange) -> str:
+    """--max-model-len 2336; leave --ram out."""
+    flags = {f"--{name.replace('_', '-')}": value for name, value in change.items()}
+    given = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+    gone = [flag for flag, value in flags.items() if value is None]
+    return " and ".join([*([" ".join(given)] if given else []), *([f"leave {' and '.join(gone)} out"] if gone else [])])
+
+
+def _unset(config: EngineConfig) -> SettingsChange:
+    """All that was set of limits and pool left out, with as much memory as may be used; empty: nothing was."""
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes")
+    gone: dict[str, object] = {name: None for name in names if getattr(config, name) is not None}
+    if config.ram is None and config.vram is None and config.gpu_memory_utilization < MOST_UTILIZATION:
+        return {"gpu_memory_utilization": MOST_UTILIZATION} | gone
+    return gone
 
 
 def _flags(advice: str) -> set[str]:
     return {word for word in advice.split() if word.startswith("--")}
 
 
-def cpu_candidates(config: EngineConfig, machine: Memory, attempt: Attempt) -> Iterator[SettingsChange]:
+def cpu_candidates(config: EngineConfig, attempt: Attempt, machine: Memory) -> Iterator[SettingsChange]:
     """Cheapest first: settings that cost nothing, then speed, then precision."""
     if config.ram is not None and (enough := _enough_ram(config, config.ram, machine, attempt)) is not None:
-        yield f"--ram {enough // MIB}MiB", replace(config, ram=enough)
+        yield {"ram": f"{enough // MIB}MiB"}
     if config.kv_cache_memory_bytes is not None:
-        yield "leave --kv-cache-memory-bytes out", replace(config, kv_cache_memory_bytes=None)
-    if (lower := _lower_limits(config, attempt)) is not None:
-        yield lower
+        yield {"kv_cache_memory_bytes": None}
+    yield from _lower_limits(config, attempt)
     for count in (16, 4, 1):
         if count < config.sequences:
-            yield f"--max-num-seqs {count}", replace(config, max_num_seqs=count)
+            yield {"max_num_seqs": count}
             break
     if config.step_tokens > 128:
-        yield "--max-num-batched-tokens 128", replace(config, max_num_batched_tokens=128)
-    if config.ram is None and config.gpu_memory_utilization < 0.95:
-        yield "--gpu-memory-utilization 0.95", replace(config, gpu_memory_utilization=0.95)
+        yield {"max_num_batched_tokens": 128}
+    if config.ram is None and config.gpu_memory_utilization < MOST_UTILIZATION:
+        yield {"gpu_memory_utilization": MOST_UTILIZATION}
     if config.expand_weights == "always":
-        yield "--expand-weights never", replace(config, expand_weights="never")
+        yield {"expand_weights": "never"}
     if config.kv_cache_dtype in ("auto", "float32"):
-        yield "--kv-cache-dtype float16", replace(config, kv_cache_dtype="float16")
+        yield {"kv_cache_dtype": "float16"}
     if config.max_model_len is not None:
-        yield "leave --max-model-len out", replace(config, max_model_len=None)
+        yield {"max_model_len": None}
 
 
-def _lower_limits(config: EngineConfig, attempt: Attempt) -> SettingsChange | None:
-    """The largest limits that fit where several of those that were set are too large; None: none do."""
-    given = {
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-    }
-    if sum(size is not None for size in given.values()) < 2:
-        return None
-    unset = replace(config, max_model_len=None, max_num_seqs=None, max_num_batched_tokens=None)
-    plan = first_that_fits([unset], attempt)
-    if plan is None:
-        return None
-    found = plan[1].limits
-    lower = {name: size and min(size, getattr(found, name)) for name, size in given.items()}
-    flags = [f"--{name.replace('_', '-')} {size}" for name, size in lower.items() if size != given[name]]
-    changed = replace(
-        config,
-        max_model_len=lower["max_model_len"],
-        max_num_seqs=lower["max_num_seqs"],
-        max_num_batched_tokens=lower["max_num_batched_tokens"],
+def gpu_candidates(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsChange]:
+    if config.kv_cache_memory_bytes is not None:
+        yield {"kv_cache_memory_bytes": None}
+    yield from _lower_limits(config, attempt)
+    if config.vram is None and config.gpu_memory_utilization < MOST_UTILIZATION:
+        yield {"gpu_memory_utilization": MOST_UTILIZATION}
+    if config.max_model_len is not None:
+        yield {"max_model_len": None}
+
+
+def _lower_limits(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsChange]:
+    """The largest limits that fit where several of those that were set are too large."""
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    given = {name: size for name in names if (size := getattr(config, name)) is not None}
+    if len(given) < 2:
+        return
+    plan = first_that_fits(
+        [replace(config, max_model_len=None, max_num_seqs=None, max_num_batched_tokens=None)], attempt
     )
-    return " ".join(flags), changed
+    if plan is not None:
+        lower = {name: min(size, getattr(plan[1].limits, name)) for name, size in given.items()}
+        yield {name: size for name, size in lower.items() if size != given[name]}
 
 
 def _enough_ram(config: EngineConfig, given: int, machine: Memory, attempt: Attempt) -> int | None:
