@@ -135,3 +135,9 @@ def test_several_keys_after_one_flag_are_all_hidden():
     assert command_line(["serve", "--api-key", "one", "two", "--port", "1"]) == (
         'holdfast serve --api-key "${API_KEY:?}" "${API_KEY:?}" --port 1'
     )
+
+
+def test_a_key_is_hidden_however_its_flag_is_spelled():
+    for flag in ("--api-key", "--api_key"):
+        assert "sk-1" not in command_line(["serve", flag, "sk-1"])
+        assert command_line(["serve", f"{flag}=sk-1"]) == f'holdfast serve {flag}="${{API_KEY:?}}"'

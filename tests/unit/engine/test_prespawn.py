@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.engine.startup import prespawn
 from holdfast.engine.startup.prespawn import EarlyProcess
-from holdfast.errors import EngineDiedError
+from holdfast.errors import EngineDiedError, NoResourcesError
 
 
 def test_it_is_ended_with_all_it_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -40,3 +41,42 @@ def test_no_room_for_a_process_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(EngineDiedError, match="could not be started"):
         EarlyProcess(Path("/tmp/unused.sock"))
+
+
+def test_its_lines_are_read_to_the_end_though_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that nobody reads would fill, and the process stand still."""
+
+    def fails(line: str) -> None:
+        raise OSError("the terminal is gone")
+
+    monkeypatch.setattr("holdfast.observability.logs.write_log_line", fails)
+    code = "import sys; sys.stderr.write(('x' * 1000 + '\\n') * 1000 + 'y' * 200_000)"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as writer:
+        assert writer.stderr is not None
+        prespawn._pass_on(writer.stderr)
+        assert writer.wait(60) == 0
+        assert writer.stderr.closed
+
+
+class _Terminal:
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_thread_for_its_lines_is_a_shortage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_thread(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def noted(*args: object, **options: object) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **options))  # type: ignore[call-overload]
+        return started[-1]
+
+    monkeypatch.setattr(prespawn.sys, "stderr", _Terminal())
+    monkeypatch.setattr(prespawn.threading.Thread, "start", no_thread)
+    monkeypatch.setattr(prespawn.subprocess, "Popen", noted)
+    with pytest.raises(NoResourcesError, match="could not be started"):
+        EarlyProcess(tmp_path / "0.sock")
+    assert started[0].returncode is not None

@@ -281,7 +281,7 @@ def test_the_most_that_a_release_is_built_for(ask: Ask, gpu: str, version: str, 
 
 @pytest.mark.parametrize(("version", "start"), [
     ("==0.5.2", "python -m vllm.entrypoints.openai.api_server --model "), ("==0.5.3", "vllm serve "),
-    ("==0.5", "vllm serve "), ("", "vllm serve "),
+    ("==0.5", "python -m vllm.entrypoints.openai.api_server --model "), ("", "vllm serve "),
 ])  # fmt: skip
 def test_how_it_is_started(ask: Ask, version: str, start: str) -> None:
     assert vllm(fit(ask("llama-3-8b", "h100-80")), version).text.startswith(start)

@@ -161,8 +161,10 @@ class ChatScreen:
         if not sys.stderr.isatty():
             text = f"{line}\n"
         elif self._prompting:
+            from rich.cells import cell_len
+
             typed = PROMPT + self._typed()
-            rows_up = (len(typed) - 1) // max(1, shutil.get_terminal_size().columns)
+            rows_up = (cell_len(typed) - 1) // max(1, shutil.get_terminal_size().columns)
             clear = (f"\033[{rows_up}A" if rows_up else "") + "\r\033[J"
             text = f"{self._newline or clear}{line}\n{typed}"
         else:

@@ -28,6 +28,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 5.0
 READY, NOT_READY = 0, 1
 OK = 200
+NEEDS_A_KEY = (401, 403)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +71,8 @@ def ask(client: httpx.Client, address: str) -> dict[str, Any]:
         memory = client.get(f"{address}/memory")
         if memory.status_code == OK:
             answer["memory"] = _object(memory) or None
+        elif memory.status_code in NEEDS_A_KEY:
+            answer["reason"] = "its memory report needs a key: set HOLDFAST_API_KEY"
     except httpx.HTTPError as error:
         answer |= {"reason": str(error) or type(error).__name__}
         if isinstance(error, httpx.ConnectError):
@@ -96,7 +99,7 @@ def lines(answer: dict[str, Any], *, verbose: bool = False) -> list[str]:
     reason = f": {answer['reason']}" if answer["reason"] else ""
     said, memory = f"{answer['url']}  {answer['status']}{reason}", answer["memory"]
     if memory is None:
-        return [said, "  it does not report its memory"] if answer["status"] == "ready" else [said]
+        return [said, "  it does not report its memory"] if answer["status"] == "ready" and not reason else [said]
     try:
         ledger = msgspec.convert(memory, Ledger)
     except (msgspec.ValidationError, ValueError) as error:

@@ -105,6 +105,7 @@ def _check_swallowed(given: Mapping[str, Any]) -> None:
 def vllm_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """From the variables of vLLM that are read: its key, and its log level where we have the same."""
     found = {"api_key": environment.get("VLLM_API_KEY", ""), "log_level": environment.get(VLLM_LEVEL, "").lower()}
+    found["log_level"] = {"critical": "error"}.get(found["log_level"], found["log_level"])
     if found["log_level"] not in LOG_LEVELS:
         del found["log_level"]
     return {name: value for name, value in found.items() if value}
@@ -247,6 +248,7 @@ def _log_ready(engine: Engine, settings: ServerSettings, url: str) -> None:
         log.info("%s", line)
     for line in info.lowered:
         log.warning("lowered to fit in memory: %s", line)
-    log.info("Decisions and all memory: holdfast ps -v %s", url)
-    key = ' -H "Authorization: Bearer $API_KEY"' if settings.api_key or settings.api_key_file else ""
-    log.info("Ready: %s/v1 (try: curl%s %s/v1/models)", url, key, url)
+    needs_key = bool(settings.api_key or settings.api_key_file)
+    log.info("Decisions and all memory: %sholdfast ps -v %s", 'HOLDFAST_API_KEY="$API_KEY" ' if needs_key else "", url)
+    header = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
+    log.info("Ready: %s/v1 (try: curl%s %s/v1/models)", url, header, url)

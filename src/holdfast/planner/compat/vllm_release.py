@@ -44,6 +44,11 @@ class Vllm:
         after = int(self.after.removeprefix(".").removeprefix("post") or 0)
         return (*self.version, ANY_PATCH if self.patch is None else self.patch, after)
 
+    @property
+    def oldest(self) -> Release:
+        """Of no patch its first: what that release takes, all of the version take."""
+        return (*self.version, self.patch or 0, *self.at[3:])
+
     def has(self, feature: str) -> bool:
         return profile("vllm").has(feature, self.at)
 

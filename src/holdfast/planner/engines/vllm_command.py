@@ -92,7 +92,7 @@ def vllm_command(found: Plan, sequences: int, vllm: Vllm) -> Command:
         "enable_chunked_prefill": True if sized.chunked and sized.length > step else None,
         **_others(sized.fit, source, vllm),
     }
-    text = line("vllm", source.name, settings, vllm.at)
+    text = line("vllm", source.name, settings, vllm.oldest)
     if vllm.runner != vllm.default_runner and vllm.has("model-runner-v2"):
         text = f"VLLM_USE_V2_MODEL_RUNNER={int(vllm.runner == 'v2')} {text}"
     elif vllm.runner == "v0" != vllm.default_runner:
@@ -122,7 +122,7 @@ def _on_a_cpu(found: Plan, sequences: int, vllm: Vllm, source: ModelSource) -> C
         length = min(length, found.ranks[0].kv.longest(space * GIB, length))
     step = max(found.limits.max_num_batched_tokens, sequences, length if vllm.runner == "v0" else 0)
     limits = {"max_model_len": length, "max_num_seqs": sequences, "max_num_batched_tokens": step}
-    command = line("vllm", source.name, {**limits, **_others(found, source, vllm)}, vllm.at)
+    command = line("vllm", source.name, {**limits, **_others(found, source, vllm)}, vllm.oldest)
     notes = ["on a CPU vLLM needs its own build, and uses bf16"]
     if room < GIB:
         notes.append(f"it sets the KV cache in whole GiB, and this plan has {format_bytes(room)} for it")
