@@ -37,9 +37,11 @@ from holdfast.errors import (
     ModelNotFoundError,
 )
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
+from holdfast.hardware.kernels import kernel_choice
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_plan, settle_pool
 from holdfast.planner.sizing.kv_cost import layout_cost
@@ -396,10 +398,17 @@ def _info(
         hidden_size=model.spec.hidden_size,
         max_loras=config.lora_places,
         kv_groups=len(plan.layout.groups),
-        decisions=[decision.line() for decision in plan.decisions],
+        decisions=[decision.line() for decision in (*plan.decisions, *_kernel_decision(plan))],
         rehearsed_s=rehearsed_s,
         memory=report,
     )
+
+
+def _kernel_decision(plan: Plan) -> list[Decision]:
+    choice = kernel_choice()
+    if not plan.compiled or isinstance(choice, str):
+        return []
+    return [Decision("cpu_kernels", choice.variant, choice.reason, choice.source)]
 
 
 def _concurrency(plan: Plan) -> float:
