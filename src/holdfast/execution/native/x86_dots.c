@@ -1,5 +1,10 @@
 /* How woven weights are multiplied on x86 with panels of x (x86_digits.h): few rows straight from where the weights lie;
  * for many, the quants of 32 columns are laid out once as pairs and passed over by SUB_ROWS rows at a time. */
+#if defined(__GNUC__) && !defined(__clang__)
+/* gcc would make many products before it adds the first to a sum, and have no registers for them. */
+#pragma GCC optimize("no-tree-ter")
+#endif
+
 #include "digits.h"
 
 #if defined(X86_DIGITS)
