@@ -47,13 +47,18 @@ def kernel_choice() -> KernelChoice | str:
     """The variant to load, or why there is none. A variant that is forced and cannot run is a ConfigurationError."""
     if os.environ.get(OFF_SWITCH) == "0":
         return f"{OFF_SWITCH}=0 is set"
-    return choose(os.environ.get(FORCED_VARIANT, ""), probe.processor().features, _built())
+    return choose(os.environ.get(FORCED_VARIANT, ""), probe.processor().features, built_variants())
+
+
+def runnable_variants() -> list[str]:
+    """Those this installation brought and this CPU can run, the faster first."""
+    return _runnable(probe.processor().features, built_variants())
 
 
 def choose(forced: str, features: frozenset[str], built: Iterable[str]) -> KernelChoice | str:
     """`built`: the variants this installation brought."""
     there = [name for name in probe.KERNEL_VARIANTS if name in built]
-    runnable = [name for name in there if probe.KERNEL_VARIANTS[name] <= features]
+    runnable = _runnable(features, there)
     if forced and forced not in runnable:
         raise ConfigurationError(
             f"{FORCED_VARIANT}={forced}: {_why_not(forced, features, there)}",
@@ -67,8 +72,8 @@ def choose(forced: str, features: frozenset[str], built: Iterable[str]) -> Kerne
         return KernelChoice(
             forced, f"{FORCED_VARIANT} is set; this machine can run {', '.join(runnable)}", "environment"
         )
-    faster = [name for name in probe.KERNEL_VARIANTS if probe.KERNEL_VARIANTS[name] <= features and name not in there]
-    missing = f"; {', '.join(faster)} was not built" if faster and faster[0] not in runnable else ""
+    fastest = _runnable(features, probe.KERNEL_VARIANTS)[0]
+    missing = "" if fastest in there else f"; {fastest} was not built"
     return KernelChoice(runnable[0], f"the fastest this CPU can run of {', '.join(there)}{missing}", "hardware")
 
 
@@ -85,6 +90,10 @@ def processor() -> probe.Processor:
     return replace(found, features=found.features - probe.DOT_PRODUCT_FEATURES)
 
 
+def _runnable(features: frozenset[str], names: Iterable[str]) -> list[str]:
+    return [name for name in names if probe.KERNEL_VARIANTS[name] <= features]
+
+
 def _why_not(forced: str, features: frozenset[str], there: list[str]) -> str:
     if forced not in probe.KERNEL_VARIANTS:
         return f"no such kernels; there are {', '.join(probe.KERNEL_VARIANTS)}"
@@ -94,7 +103,7 @@ def _why_not(forced: str, features: frozenset[str], there: list[str]) -> str:
     return f"this installation has only {', '.join(there) or 'none'}"
 
 
-def _built() -> list[str]:
+def built_variants() -> list[str]:
     """Told from file names: importing one would import torch with its package."""
     return [
         name

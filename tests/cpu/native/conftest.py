@@ -9,12 +9,10 @@ import pytest
 
 from holdfast.execution import native
 from holdfast.execution.native import loading
-from holdfast.hardware import kernels, probe
-
-RUNNABLE = [name for name in kernels._built() if probe.KERNEL_VARIANTS[name] <= probe.processor().features]
+from holdfast.hardware import kernels
 
 
-@pytest.fixture(autouse=True, params=RUNNABLE or ["none"])
+@pytest.fixture(autouse=True, params=kernels.runnable_variants() or ["none"])
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of the kernels in use."""
     if not native.available():
