@@ -116,6 +116,25 @@ ALWAYS_INLINE void fetch_ahead(const uint8_t *part, enum layout plain) {
     UNROLL for (int line = 0; line < code_bytes(plain) + 32; line += 64) __builtin_prefetch(part + AHEAD + line);
 }
 
+/* Those of 256 columns are read by a function for each kind, not one for each kind and number of rows. */
+#define SCALES(plain)                                                                                       \
+    static __attribute__((noinline)) void plain##_scales(const uint8_t *stored, vec *scales, vec *added) {  \
+        load_scales(stored, plain, scales, added);                                                          \
+    }
+SCALES(Q2_K) SCALES(Q3_K) SCALES(Q4_K) SCALES(Q5_K) SCALES(Q6_K) SCALES(IQ4_XS)
+
+ALWAYS_INLINE void read_scales(const uint8_t *stored, enum layout plain, vec *scales, vec *added) {
+    switch (plain) {
+    case Q2_K: Q2_K_scales(stored, scales, added); break;
+    case Q3_K: Q3_K_scales(stored, scales, added); break;
+    case Q4_K: Q4_K_scales(stored, scales, added); break;
+    case Q5_K: Q5_K_scales(stored, scales, added); break;
+    case Q6_K: Q6_K_scales(stored, scales, added); break;
+    case IQ4_XS: IQ4_XS_scales(stored, scales, added); break;
+    default: load_scales(stored, plain, scales, added);
+    }
+}
+
 /* `blocks` counts 32 columns, as everywhere in digits.c. */
 ALWAYS_INLINE void multiply_few(const uint8_t *bundle, const uint8_t *x, long blocks, vec *totals, int rows,
                                 enum layout plain) {
@@ -123,7 +142,7 @@ ALWAYS_INLINE void multiply_few(const uint8_t *bundle, const uint8_t *x, long bl
     vec total[1][8], scales[KQUANT_GROUPS], added[KQUANT_GROUPS];
     UNROLL for (int r = 0; r < rows; r++) total[0][r] = (vec){0};
     for (long block = 0; block < blocks; block += blocks_together) {
-        load_scales(bundle, plain, scales, added);
+        read_scales(bundle, plain, scales, added);
         bundle += head_bytes(plain);
         for (int part = 0; part < blocks_together; part++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
             const weights_part here = {bundle, scales + part * groups, added + part * groups};
@@ -142,7 +161,7 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
     pairs_vec laid[BUNDLES_AT_ONCE][PAIRS];
     for (int i = 0; i < wide * rows; i++) totals[i] = (vec){0};
     for (long block = 0; block < blocks; block += blocks_together) {
-        UNROLL for (int b = 0; b < wide; b++) load_scales(bundle + b * bundle_bytes, plain, scales[b], added[b]);
+        UNROLL for (int b = 0; b < wide; b++) read_scales(bundle + b * bundle_bytes, plain, scales[b], added[b]);
         bundle += head_bytes(plain);
         for (int part = 0; part < blocks_together; part++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
             const row_head *heads = (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows);
