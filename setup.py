@@ -1,29 +1,53 @@
 """Builds the compiled CPU kernels when Holdfast is installed. Everything else is said in pyproject.toml.
 
-Without a C compiler the installation goes on without them: the kernels are optional, torch does their work.
+Without a C compiler the installation goes on without them: the kernels are optional, torch does their work. The same
+sources are compiled into a module for each variant of the CPU, so that a wheel runs on any machine of its architecture;
+holdfast.hardware.kernels chooses one when Holdfast starts.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("src/holdfast/execution/native")
-# The kernels are made for the machine that builds them. For a package that travels, name the oldest machine it
-# shall run on (HOLDFAST_NATIVE_ARCH=x86-64-v3), or nothing (HOLDFAST_NATIVE_ARCH=) for the compiler's default.
-ARCHITECTURE = os.environ.get("HOLDFAST_NATIVE_ARCH", "native")
+# Fused multiply-adds are wanted; reordering of sums is not, so no -ffast-math.
+FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-g0"]
 
-kernels = Extension(
-    "holdfast.execution.native._kernels",
-    sources=sorted(str(path) for path in FOLDER.glob("*.c")),
-    depends=sorted(str(path) for path in FOLDER.glob("*.h")),
-    # Fused multiply-adds are wanted; reordering of sums is not, so no -ffast-math.
-    extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-g0"]
-    + ([f"-march={ARCHITECTURE}"] if ARCHITECTURE else []),
-    libraries=["m"],
-    optional=True,
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256"]
+# What each may use beyond the architecture's least: what holdfast.hardware.kernels asks of the CPU before it loads one.
+X86 = {"portable": [], "avx2": AVX2, "avx_vnni": [*AVX2, "-mavxvnni"], "avx512_vnni": AVX512}
+ARM = {"portable": [], "neon_dotprod": ["-march=armv8.2-a+dotprod"]}
+VARIANTS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {"portable": []})
+
+
+class BuildVariants(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        """In a folder of the variant's own: its objects have the names of the others'."""
+        own = copy.copy(self)
+        own.build_temp = os.path.join(self.build_temp, ext.name.rpartition(".")[2])
+        build_ext.build_extension(own, ext)
+
+
+def kernels(variant: str, flags: list[str]) -> Extension:
+    return Extension(
+        f"holdfast.execution.native._kernels_{variant}",
+        sources=sorted(str(path) for path in FOLDER.glob("*.c")),
+        depends=sorted(str(path) for path in FOLDER.glob("*.h")),
+        define_macros=[("VARIANT", variant)],
+        extra_compile_args=FLAGS + flags,
+        libraries=["m"],
+        optional=True,
+    )
+
+
+setup(
+    ext_modules=[kernels(variant, flags) for variant, flags in VARIANTS.items()],
+    cmdclass={"build_ext": BuildVariants},
 )
-
-setup(ext_modules=[kernels])

@@ -21,6 +21,11 @@ _SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), 
 """Bytes of a block's halves; others have one, at 0."""
 
 
+def scales_at(kind: str) -> tuple[int, ...]:
+    """Where a block's halves begin."""
+    return _SCALES_AT.get(kind, (0,))
+
+
 def block_shape(kind: str) -> tuple[int, int]:
     """(elements, bytes) of a block."""
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -31,7 +36,7 @@ def drawn(kind: str, rows: int, columns: int, seed: int, *, scale: float = 0.05)
     random = numpy.random.default_rng(seed)
     elements, size = block_shape(kind)
     blocks = random.integers(0, 256, (rows, columns // elements, size), dtype=numpy.uint8)
-    for place in _SCALES_AT.get(kind, (0,)):
+    for place in scales_at(kind):
         halves = (scale * random.standard_normal((rows, columns // elements, 1))).astype(numpy.float16)
         blocks[..., place : place + 2] = halves.view(numpy.uint8)
     raw = blocks.reshape(rows, -1)

@@ -1,13 +1,12 @@
 """What the machine has."""
 
-from holdfast.hardware.kernels import compiled_kernels
+from holdfast.hardware.kernels import compiled_kernels, processor
 from holdfast.hardware.probe import (
     Memory,
     Processor,
     Resident,
     memory,
     memory_holders,
-    processor,
     resident,
     resident_tree,
 )

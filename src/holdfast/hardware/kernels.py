@@ -1,20 +1,33 @@
-"""Whether this installation brought compiled CPU kernels and this CPU can run them. Runs none, and needs no torch."""
+"""Which variant of the compiled CPU kernels this machine uses, and why. Runs none, and needs no torch."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from holdfast.hardware.probe import processor
+from holdfast.errors import ConfigurationError
+from holdfast.hardware import probe
 
 OFF_SWITCH = "HOLDFAST_NATIVE"
 """Set to 0: the compiled kernels are not used."""
+FORCED_VARIANT = "HOLDFAST_CPU_KERNELS"
+"""Names the variant to use, instead of the first that the CPU can run."""
+CANNOT_RUN = "HF113"
 
-MODULE = "holdfast.execution.native._kernels"
+FOLDER = Path(__file__).parents[1] / "execution" / "native"
+MODULE = "holdfast.execution.native._kernels_"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    variant: str
+    reason: str
+    source: str
+    """As a decision has it."""
 
 
 @cache
@@ -25,32 +38,75 @@ def compiled_kernels() -> bool:
 
 def why_no_kernels() -> str | None:
     """Why the compiled kernels cannot be used here; None: nothing speaks against it."""
+    choice = kernel_choice()
+    return choice if isinstance(choice, str) else None
+
+
+@cache
+def kernel_choice() -> KernelChoice | str:
+    """The variant to load, or why there is none. A variant that is forced and cannot run is a ConfigurationError."""
     if os.environ.get(OFF_SWITCH) == "0":
         return f"{OFF_SWITCH}=0 is set"
+    return choose(os.environ.get(FORCED_VARIANT, ""), probe.processor().features, built_variants())
+
+
+def runnable_variants() -> list[str]:
+    """Those this installation brought and this CPU can run, the faster first."""
+    return _runnable(probe.processor().features, built_variants())
+
+
+def choose(forced: str, features: frozenset[str], built: Iterable[str]) -> KernelChoice | str:
+    """`built`: the variants this installation brought."""
+    there = [name for name in probe.KERNEL_VARIANTS if name in built]
+    runnable = _runnable(features, there)
+    if forced and forced not in runnable:
+        raise ConfigurationError(
+            f"{FORCED_VARIANT}={forced}: {_why_not(forced, features, there)}",
+            code=CANNOT_RUN,
+            found=f"this machine can run {', '.join(runnable) or 'none'}",
+            fix=f"{FORCED_VARIANT}={runnable[0]}, or leave it out" if runnable else f"leave {FORCED_VARIANT} out",
+        )
+    if not runnable:
+        return f"they were not built when Holdfast was installed: there is no _kernels module in {FOLDER}"
+    if forced:
+        return KernelChoice(
+            forced, f"{FORCED_VARIANT} is set; this machine can run {', '.join(runnable)}", "environment"
+        )
+    fastest = _runnable(features, probe.KERNEL_VARIANTS)[0]
+    missing = "" if fastest in there else f"; {fastest} was not built"
+    return KernelChoice(runnable[0], f"the fastest this CPU can run of {', '.join(there)}{missing}", "hardware")
+
+
+@cache
+def processor() -> probe.Processor:
+    """As the chosen kernels use it: where those are the portable ones, it has no dot products."""
+    found = probe.processor()
     try:
-        built_for = _built_for()
-    except ImportError as error:
-        return f"they were not built when Holdfast was installed, or do not load ({error})"
-    missing = missing_features(built_for, processor().features)
+        choice = kernel_choice()
+    except ConfigurationError:
+        return found
+    if isinstance(choice, str) or probe.KERNEL_VARIANTS[choice.variant]:
+        return found
+    return replace(found, features=found.features - probe.DOT_PRODUCT_FEATURES)
+
+
+def _runnable(features: frozenset[str], names: Iterable[str]) -> list[str]:
+    return [name for name in names if probe.KERNEL_VARIANTS[name] <= features]
+
+
+def _why_not(forced: str, features: frozenset[str], there: list[str]) -> str:
+    if forced not in probe.KERNEL_VARIANTS:
+        return f"no such kernels; there are {', '.join(probe.KERNEL_VARIANTS)}"
+    missing = sorted(probe.KERNEL_VARIANTS[forced] - features)
     if missing:
-        return f"they were built for another CPU: this one has no {missing}; install again with HOLDFAST_NATIVE_ARCH="
-    return None
+        return f"this CPU has no {' '.join(missing)}"
+    return f"this installation has only {', '.join(there) or 'none'}"
 
 
-def missing_features(built_for: str, flags: frozenset[str]) -> str:
-    """Those of the features built for that the CPU lacks; none when the system does not tell what it has."""
-    return " ".join(name for name in built_for.split() if flags and name not in flags)
-
-
-def _built_for() -> str:
-    """Read from the module itself, opened by its path: importing it by name would import torch with its package."""
-    folder = Path(__file__).parents[1] / "execution" / "native"
-    for suffix in EXTENSION_SUFFIXES:
-        path = folder / f"_kernels{suffix}"
-        spec = importlib.util.spec_from_file_location("_kernels", path) if path.is_file() else None
-        if spec is not None and spec.loader is not None:
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            sys.modules.pop("_kernels", None)
-            return str(module.BUILT_FOR)
-    raise ImportError(f"there is no _kernels in {folder}")
+def built_variants() -> list[str]:
+    """Told from file names: importing one would import torch with its package."""
+    return [
+        name
+        for name in probe.KERNEL_VARIANTS
+        if any((FOLDER / f"_kernels_{name}{suffix}").is_file() for suffix in EXTENSION_SUFFIXES)
+    ]

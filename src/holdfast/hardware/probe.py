@@ -13,6 +13,21 @@ HOLDER_BYTES = 256 * MIB
 """Processes below this are not worth naming when memory is short."""
 
 
+AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+KERNEL_VARIANTS = {
+    "avx512_vnni": AVX512 | {"avx512_vnni"},
+    "avx_vnni": AVX2 | {"avx_vnni"},
+    "avx2": AVX2,
+    "neon_dotprod": frozenset({"asimddp"}),
+    "portable": frozenset[str](),
+}
+"""Variants of the compiled kernels, the faster first, and the CPU features that each uses (setup.py says the same to
+the compiler), as Linux spells them: it lists none that the operating system has not enabled."""
+DOT_PRODUCT_FEATURES = frozenset({"avx2", "asimddp"})
+"""Without these, none but the portable kernels run."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     total_bytes: int
@@ -35,9 +50,9 @@ class Processor:
 
     @property
     def fast_block_products(self) -> bool:
-        """Whether our compiled products beat expanded weights: with Arm's integer dot products they do (measured);
-        their portable form, which x86 runs, does not."""
-        return "asimddp" in self.features
+        """Whether our compiled products beat expanded weights: those in integers do (measured); the portable ones, in
+        floats, do not."""
+        return any(needs and needs <= self.features for needs in KERNEL_VARIANTS.values())
 
     def copies_matrices(self, dtype: str) -> bool:
         """Whether torch's dense products copy the whole matrix first: those of oneDNN on Arm do, from about ten rows

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from holdfast.execution import native
-from holdfast.hardware.kernels import missing_features
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -40,7 +39,7 @@ os.environ["HOLDFAST_NATIVE"] = "1"
 ask()
 class NotBuilt:
     def find_spec(self, name, path=None, target=None):
-        if name == "holdfast.execution.native._kernels":
+        if name.startswith("holdfast.execution.native._kernels"):
             raise ImportError("as if it were not there")
 sys.meta_path.insert(0, NotBuilt())
 ask()
@@ -50,12 +49,6 @@ ask()
     assert on == "True None"
     assert missing.startswith("False")
     assert "not built" in missing
-
-
-def test_code_for_another_cpu_is_not_run() -> None:
-    assert missing_features("avx2 fma avx512f ", frozenset({"avx2", "fma", "sse"})) == "avx512f"
-    assert missing_features("avx2 fma ", frozenset({"avx2", "fma", "sse"})) == ""
-    assert missing_features("avx2", frozenset()) == ""
 
 
 def test_one_openmp_runtime_and_one_pool_of_threads() -> None:

@@ -37,6 +37,7 @@ from holdfast.errors import (
     ModelNotFoundError,
 )
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
+from holdfast.hardware.kernels import kernel_choice
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
@@ -417,11 +418,18 @@ def _info(
         hidden_size=model.spec.hidden_size,
         max_loras=config.lora_places,
         kv_groups=len(plan.engine.layout.groups),
-        decisions=[decision.line() for decision in plan.decisions],
+        decisions=[decision.line() for decision in (*plan.decisions, *_kernel_decision(plan))],
         lowered=[decision.line() for decision in last.values() if decision.lowered],
         profile_run_s=profile_run_s,
         memory=report,
     )
+
+
+def _kernel_decision(plan: Plan) -> list[Decision]:
+    choice = kernel_choice()
+    if not plan.engine.compiled or isinstance(choice, str):
+        return []
+    return [Decision("cpu_kernels", choice.variant, choice.reason, choice.source)]
 
 
 def _concurrency(plan: Plan) -> float:

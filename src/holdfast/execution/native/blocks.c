@@ -16,7 +16,7 @@ typedef float float16 __attribute__((vector_size(64)));
 
 static const int BYTES_OF_32[LAYOUTS] = {
     [F32] = 128,       [F16] = 64,        [BF16] = 64,       [Q8_0] = 34,  [Q4_0] = 18,
-    [Q4_1] = 20,       [Q8_0_FOURS] = 34, [Q4_0_FOURS] = 18, [Q4_1_FOURS] = 20,
+    [Q4_1] = 20,       [Q8_0_WOVEN] = 34, [Q4_0_WOVEN] = 18, [Q4_1_WOVEN] = 20,
 };
 
 int block_bytes(enum layout layout) { return is_kquant(layout) ? kquant_of(layout)->bytes : BYTES_OF_32[layout]; }

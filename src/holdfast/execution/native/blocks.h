@@ -1,5 +1,5 @@
 /* How weights lie in memory: plain numbers, or GGUF's blocks of 32 with a 16-bit scale, bytes exactly as in the file;
- * or such blocks in fours (fours.c). Knows nothing of products. */
+ * or such blocks woven together (weave.h). Knows nothing of products. */
 #ifndef HOLDFAST_BLOCKS_H
 #define HOLDFAST_BLOCKS_H
 
@@ -8,7 +8,7 @@
 #define BLOCK_ELEMENTS 32
 
 enum layout {
-    F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q8_0_FOURS, Q4_0_FOURS, Q4_1_FOURS,
+    F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q8_0_WOVEN, Q4_0_WOVEN, Q4_1_WOVEN,
     /* The denser kinds (kquants.h), and the same woven together (kquant_weave.h). */
     Q5_0, Q5_1, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS,
     Q5_0_WOVEN, Q5_1_WOVEN, IQ4_NL_WOVEN, Q2_K_WOVEN, Q3_K_WOVEN, Q4_K_WOVEN, Q5_K_WOVEN, Q6_K_WOVEN, IQ4_XS_WOVEN,
@@ -20,7 +20,7 @@ static inline int is_kquant(enum layout layout) { return layout >= Q5_0; }
 /* What one row was before it was woven together with others. */
 static inline enum layout plain_layout(enum layout layout) {
     if (layout >= Q5_0_WOVEN) return (enum layout)(layout - Q5_0_WOVEN + Q5_0);
-    return layout >= Q8_0_FOURS && layout <= Q4_1_FOURS ? (enum layout)(layout - Q8_0_FOURS + Q8_0) : layout;
+    return layout >= Q8_0_WOVEN && layout <= Q4_1_WOVEN ? (enum layout)(layout - Q8_0_WOVEN + Q8_0) : layout;
 }
 
 /* Bytes of one block, and its elements: BLOCK_ELEMENTS, or 256 of a K-quant. Numbers count as blocks of 32. */
@@ -31,7 +31,7 @@ static inline long row_bytes(enum layout layout, long columns) {
     return columns / block_elements(layout) * block_bytes(layout);
 }
 
-/* `blocks` blocks as floats: bit for bit what scale * quant + minimum gives in float arithmetic. Not for fours. */
+/* `blocks` blocks as floats: bit for bit what scale * quant + minimum gives in float arithmetic. Not for woven ones. */
 void expand_blocks(enum layout layout, const uint8_t *stored, long blocks, float *out);
 
 static inline float half_to_float(const uint8_t *stored) {

@@ -7,8 +7,8 @@ from typing import Protocol
 
 
 class Kernels(Protocol):
-    BUILT_FOR: str
-    """Names of CPU features the code was compiled to use, as /proc/cpuinfo spells them, with spaces between."""
+    VARIANT: str
+    """Of those that holdfast.hardware.kernels chooses from."""
 
     def bind(self, parallel: int, /) -> None: ...
 

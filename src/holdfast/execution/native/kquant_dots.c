@@ -2,7 +2,7 @@
  * from strips, where a panel's rows meet codes that are signed bytes already. Who calls them is digits.c. */
 #include "digits.h"
 
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+#if defined(ARM_DIGITS)
 
 #include "kquant_lanes.h"
 
@@ -114,7 +114,9 @@ ALWAYS_INLINE void strip_of_woven(const uint8_t *four, long blocks, uint8_t *str
 
 /* A function for each kind and number of rows, so that each keeps what it needs in registers. */
 #define KERNEL(name, multiply, rows, kind)                                                               \
-    static void name##_##rows(const uint8_t *four, const uint8_t *x, long blocks, float32x4_t *totals) { \
+    static void name##_##rows(const uint8_t *four, long bytes, int wide, const uint8_t *x, long blocks, int count,      \
+                              float32x4_t *totals) {                                                           \
+        (void)bytes, (void)wide, (void)count;                                                                   \
         multiply(four, x, blocks, totals, rows, kind);                                                   \
     }
 #define KERNELS(name, multiply, kind)                                                               \
@@ -131,8 +133,8 @@ KERNELS(short_strip_without, multiply_short_strip, 0)
 
 #define BY_ROWS(name) {[1] = name##_1, [2] = name##_2, [4] = name##_4, [8] = name##_8}
 #define ENTRY(plain, strip, bytes) [plain] = {BY_ROWS(woven_##plain), strip, strip_##plain, bytes, 1.0f}
-static const four_function SHORT_WITH_MINIMUM[PANEL_ROWS + 1] = BY_ROWS(short_strip_with_minimum);
-static const four_function SHORT_WITHOUT[PANEL_ROWS + 1] = BY_ROWS(short_strip_without);
+static const bundle_function SHORT_WITH_MINIMUM[PANEL_ROWS + 1] = BY_ROWS(short_strip_with_minimum);
+static const bundle_function SHORT_WITHOUT[PANEL_ROWS + 1] = BY_ROWS(short_strip_without);
 
 static const digit_kind KINDS[LAYOUTS] = {
     ENTRY(Q5_0, STRIP_WITHOUT, STRIP_BLOCK_BYTES),

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from holdfast.execution.native.interface import Kernels
-from holdfast.hardware.kernels import MODULE, why_no_kernels
+from holdfast.hardware.kernels import MODULE, KernelChoice, kernel_choice
 
 
 def available() -> bool:
@@ -34,11 +34,11 @@ def kernels() -> Kernels:
 
 @cache
 def _find() -> Kernels | str:
-    reason = why_no_kernels()
-    if reason is not None:
-        return reason
+    choice = kernel_choice()
+    if not isinstance(choice, KernelChoice):
+        return choice
     try:
-        module = cast(Kernels, importlib.import_module(MODULE))
+        module = cast(Kernels, importlib.import_module(MODULE + choice.variant))
     except ImportError as error:
         return f"they were not built when Holdfast was installed, or failed to load ({error})"
     parallel = _torch_parallel()

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "fours.h"
+#include "weave.h"
 #include "kquant_weave.h"
 
 long tile_depth(const product *wanted) {
@@ -12,37 +12,38 @@ long tile_depth(const product *wanted) {
     return (blocks + pieces - 1) / pieces * unit;
 }
 
-/* Up to four rows, from `row` on, `depth` columns of each; rows that lie in fours begin at a four. */
-static void expand_part(const uint8_t *weights, enum layout layout, long columns, long row, long rows, long column,
-                        long depth, float *out, long stride) {
+/* `depth` columns of a row that may lie in a bundle. */
+static void expand_part(const uint8_t *weights, enum layout layout, long columns, long row, long column, long depth,
+                        float *out) {
     const enum layout plain = plain_layout(layout);
     const long bytes = block_bytes(layout), unit = block_elements(layout), stored_bytes = row_bytes(layout, columns);
     const long first = column / unit, count = depth / unit;
-    const uint8_t *stored = weights + row * stored_bytes;
-    if (!in_fours(layout)) {
-        for (long i = 0; i < rows; i++)
-            expand_blocks(plain, stored + i * stored_bytes + first * bytes, count, out + i * stride);
+    if (!is_woven(layout)) {
+        expand_blocks(plain, weights + row * stored_bytes + first * bytes, count, out);
         return;
     }
+    const uint8_t *bundle = weights + row / BUNDLE * BUNDLE * stored_bytes;
     if (is_kquant(layout)) {
-        expand_woven(stored, layout, first, count, out, stride);
+        expand_woven(bundle, layout, (int)(row % BUNDLE), first, count, out);
         return;
     }
-    uint8_t apart[FOUR][DEEP / BLOCK_ELEMENTS * 34]; /* of Q8_0, the largest that lies in fours */
-    unweave_four(stored, layout, first, count, apart[0], sizeof apart[0]);
-    for (long i = 0; i < rows; i++) expand_blocks(plain, apart[i], count, out + i * stride);
+    uint8_t apart[DEEP / BLOCK_ELEMENTS * 34]; /* of Q8_0, the largest of these */
+    for (long done = 0, most = DEEP / BLOCK_ELEMENTS; done < count; done += most) {
+        const long now = count - done < most ? count - done : most;
+        unweave_row(bundle, layout, (int)(row % BUNDLE), first + done, now, apart);
+        expand_blocks(plain, apart, now, out + done * BLOCK_ELEMENTS);
+    }
 }
 
 void expand_tile(const product *wanted, float *tile, long output, long column, long depth) {
     const long left = wanted->outputs - output, rows = left < WIDE ? left : WIDE;
     for (long row = 0; row < rows; row++)
-        expand_part(wanted->weights, wanted->layout, wanted->columns, output + row, 1, column, depth, tile + row * depth,
-                    depth);
+        expand_part(wanted->weights, wanted->layout, wanted->columns, output + row, column, depth, tile + row * depth);
     /* Read by the last register tile, its sums dropped: any number will do but those that trap or crawl. */
     memset(tile + rows * depth, 0, (size_t)((WIDE - rows) * depth) * sizeof(float));
 }
 
-/* The rows beyond the last four, which are stored apart. */
+/* The rows beyond the last bundle, which are stored apart. */
 static int multiply_rest(const product *wanted, long whole) {
     const enum layout plain = plain_layout(wanted->layout);
     product rest = *wanted;
@@ -56,12 +57,12 @@ static int multiply_rest(const product *wanted, long whole) {
 
 int multiply(const product *wanted) {
     if (wanted->rows == 0 || wanted->outputs == 0) return 0;
-    if (!in_fours(wanted->layout))
+    if (!is_woven(wanted->layout))
         return wanted->rows <= DOT_ROWS ? multiply_by_dots(wanted) : multiply_by_panels(wanted);
-    product fours = *wanted;
-    fours.outputs = wanted->outputs / FOUR * FOUR;
-    if (fours.outputs > 0 && multiply_by_digits(&fours)) return -1;
-    return fours.outputs < wanted->outputs ? multiply_rest(wanted, fours.outputs) : 0;
+    product woven = *wanted;
+    woven.outputs = wanted->outputs / BUNDLE * BUNDLE;
+    if (woven.outputs > 0 && multiply_by_digits(&woven)) return -1;
+    return woven.outputs < wanted->outputs ? multiply_rest(wanted, woven.outputs) : 0;
 }
 
 typedef struct {
@@ -72,18 +73,9 @@ typedef struct {
 #define EXPAND_ROWS 16
 
 static void expand_row(const expansion *wanted, long row, float *out) {
-    float four[FOUR * KQUANT_ELEMENTS];
-    const long unit = block_elements(wanted->layout);
-    const int alone = !in_fours(wanted->layout) || row >= wanted->stored_rows / FOUR * FOUR;
+    const int alone = row >= wanted->stored_rows / BUNDLE * BUNDLE;
     const enum layout layout = alone ? plain_layout(wanted->layout) : wanted->layout;
-    if (alone) {
-        expand_part(wanted->weights, layout, wanted->columns, row, 1, 0, wanted->columns, out, 0);
-        return;
-    }
-    for (long column = 0; column < wanted->columns; column += unit) {
-        expand_part(wanted->weights, layout, wanted->columns, row / FOUR * FOUR, FOUR, column, unit, four, unit);
-        memcpy(out + column, four + row % FOUR * unit, (size_t)unit * sizeof(float));
-    }
+    expand_part(wanted->weights, layout, wanted->columns, row, 0, wanted->columns, out);
 }
 
 static void run_expansion(void *pointer) {

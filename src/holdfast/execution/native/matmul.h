@@ -37,7 +37,7 @@ void expand_rows(const expansion *wanted);
 
 /* The parts of multiply(), each for its number of rows. Returns as multiply() does. */
 #define DOT_ROWS 8 /* up to here dot products are faster than panels */
-int multiply_by_digits(const product *wanted); /* weights in fours, outputs a multiple of four */
+int multiply_by_digits(const product *wanted); /* woven weights, outputs a multiple of BUNDLE */
 int multiply_by_dots(const product *wanted);
 int multiply_by_panels(const product *wanted);
 

@@ -5,7 +5,7 @@
 
 #include "decoder.h"
 #include "experts.h"
-#include "fours.h"
+#include "weave.h"
 
 /* Reads arguments one after another; after the first that is wrong it yields zeros and the error stays set. */
 typedef struct {
@@ -100,7 +100,7 @@ static PyObject *py_weave(PyObject *module, PyObject *const *values, Py_ssize_t 
     if (!complete(&args)) return NULL;
     int woven;
     Py_BEGIN_ALLOW_THREADS
-    woven = weave_fours(weights, rows, columns, layout);
+    woven = weave_rows(weights, rows, columns, layout);
     Py_END_ALLOW_THREADS
     return woven < 0 ? PyErr_NoMemory() : PyLong_FromLong(woven);
 }
@@ -329,53 +329,19 @@ static PyMethodDef METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* What the compiler was allowed to use, as /proc/cpuinfo spells it. */
-static const char BUILT_FOR[] = ""
-#if defined(__AVX2__)
-                                "avx2 "
-#endif
-#if defined(__FMA__)
-                                "fma "
-#endif
-#if defined(__F16C__)
-                                "f16c "
-#endif
-#if defined(__AVX512F__)
-                                "avx512f "
-#endif
-#if defined(__AVX512VL__)
-                                "avx512vl "
-#endif
-#if defined(__AVX512BW__)
-                                "avx512bw "
-#endif
-#if defined(__AVX512DQ__)
-                                "avx512dq "
-#endif
-#if defined(__AVX512FP16__)
-                                "avx512_fp16 "
-#endif
-#if defined(__ARM_FEATURE_ATOMICS)
-                                "atomics "
-#endif
-#if defined(__ARM_FEATURE_DOTPROD)
-                                "asimddp "
-#endif
-#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
-                                "asimdhp "
-#endif
-#if defined(__ARM_FEATURE_SVE)
-                                "sve "
-#endif
-    ;
+/* The module is built once for each variant (setup.py), under the variant's name. */
+#define TEXT_OF(name) #name
+#define TEXT(name) TEXT_OF(name)
+#define INIT_OF(name) PyInit__kernels_##name
+#define INIT(name) INIT_OF(name)
 
 static struct PyModuleDef MODULE = {
-    PyModuleDef_HEAD_INIT, "_kernels", "Compiled CPU kernels; see holdfast.execution.native.", -1, METHODS,
+    PyModuleDef_HEAD_INIT, "_kernels_" TEXT(VARIANT), "Compiled CPU kernels; see holdfast.execution.native.", -1, METHODS,
     NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__kernels(void) {
+PyMODINIT_FUNC INIT(VARIANT)(void) {
     PyObject *module = PyModule_Create(&MODULE);
-    if (module != NULL && PyModule_AddStringConstant(module, "BUILT_FOR", BUILT_FOR) != 0) Py_CLEAR(module);
+    if (module != NULL && PyModule_AddStringConstant(module, "VARIANT", TEXT(VARIANT)) != 0) Py_CLEAR(module);
     return module;
 }

@@ -39,7 +39,7 @@ def block_elements(layout: str) -> int:
 
 class BlockMatrix:
     """[rows, columns] weights in `blocks`, a contiguous uint8 [rows, bytes of a row] as a file stores them. It takes
-    them over: where the machine's products read four rows at a time, it weaves them together where they lie.
+    them over: where the machine's products read several rows at a time, it weaves them together where they lie.
     Activations are float32 with contiguous rows; the rows themselves may lie apart (slices)."""
 
     def __init__(self, blocks: torch.Tensor, layout: str, bias: torch.Tensor | None = None) -> None:

@@ -1,8 +1,8 @@
-/* The quants of each layout in fours and how they are multiplied with panels of x: from where they lie when rows are few;
+/* The quants of each woven layout and how they are multiplied with panels of x: from where they lie when rows are few;
  * from a strip when they are many, which is the same quants as bytes, laid out once and passed over by every panel. */
 #include "digits.h"
 
-#if defined(__ARM_FEATURE_DOTPROD) && defined(__aarch64__)
+#if defined(ARM_DIGITS)
 
 ALWAYS_INLINE float32x4_t four_halves(const uint8_t *stored) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(stored)));
@@ -25,7 +25,7 @@ ALWAYS_INLINE void load_quants(const uint8_t *stored, int eight_bits, int8x16_t 
 
 /* Where a block's quants begin, and how long it is. */
 ALWAYS_INLINE long heads_of(enum layout plain) { return plain == Q4_1 ? 16 : 8; }
-ALWAYS_INLINE long bytes_of(enum layout plain) { return FOUR * (plain == Q8_0 ? 34 : (plain == Q4_1 ? 20 : 18)); }
+ALWAYS_INLINE long bytes_of(enum layout plain) { return BUNDLE * (plain == Q8_0 ? 34 : (plain == Q4_1 ? 20 : 18)); }
 
 /* Stored quants begin at -8, so what stands for 0 moves with them. */
 ALWAYS_INLINE float32x4_t minimum_of(const uint8_t *four, enum layout plain, float32x4_t scale) {
@@ -60,7 +60,7 @@ ALWAYS_INLINE void multiply_strip(const uint8_t *four, const uint8_t *x, long bl
         int32x4_t sum[PANEL_ROWS];
         load_quants(four + STRIP_HEADS, 1, q);
         block_sums((const int8_t *)x, q, rows, sum);
-        add_block(x, sum, vld1q_f32(heads), vld1q_f32(heads + FOUR), rows, with_minimum, total);
+        add_block(x, sum, vld1q_f32(heads), vld1q_f32(heads + BUNDLE), rows, with_minimum, total);
     }
     UNROLL for (int r = 0; r < rows; r++) totals[r] = total[r];
 }
@@ -71,14 +71,16 @@ ALWAYS_INLINE void strip_of(const uint8_t *four, long blocks, uint8_t *strip, en
         float32x4_t scale = four_halves(four);
         load_quants(four + heads_of(plain), plain == Q8_0, q);
         vst1q_f32((float *)strip, scale);
-        vst1q_f32((float *)strip + FOUR, minimum_of(four, plain, scale));
+        vst1q_f32((float *)strip + BUNDLE, minimum_of(four, plain, scale));
         UNROLL for (int i = 0; i < 8; i++) vst1q_s8((int8_t *)strip + STRIP_HEADS + 16 * i, q[i]);
     }
 }
 
 /* A function for each layout and number of rows, so that each keeps what it needs in registers. */
 #define KERNEL(name, multiply, rows, kind)                                                                     \
-    static void name##_##rows(const uint8_t *four, const uint8_t *x, long blocks, float32x4_t *totals) {       \
+    static void name##_##rows(const uint8_t *four, long bytes, int wide, const uint8_t *x, long blocks, int count,      \
+                              float32x4_t *totals) {                                                           \
+        (void)bytes, (void)wide, (void)count;                                                                   \
         multiply(four, x, blocks, totals, rows, kind);                                                         \
     }
 #define KERNELS(name, multiply, kind)                                                              \
@@ -97,8 +99,8 @@ MAKER(strip_q4_0, Q4_0)
 MAKER(strip_q8_0, Q8_0)
 
 #define BY_ROWS(name) {[1] = name##_1, [2] = name##_2, [4] = name##_4, [8] = name##_8}
-const four_function STRIP_WITH_MINIMUM[PANEL_ROWS + 1] = BY_ROWS(strip_with_minimum);
-const four_function STRIP_WITHOUT[PANEL_ROWS + 1] = BY_ROWS(strip_without);
+const bundle_function STRIP_WITH_MINIMUM[PANEL_ROWS + 1] = BY_ROWS(strip_with_minimum);
+const bundle_function STRIP_WITHOUT[PANEL_ROWS + 1] = BY_ROWS(strip_without);
 
 static const digit_kind KINDS[LAYOUTS] = {
     [Q4_1] = {BY_ROWS(stored_q4_1), STRIP_WITH_MINIMUM, strip_q4_1, STRIP_BLOCK_BYTES, 1.0f / 16},

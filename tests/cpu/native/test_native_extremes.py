@@ -1,0 +1,105 @@
+"""Products with the largest and smallest quants, scales and activations there are, and one result for all variants."""
+
+from __future__ import annotations
+
+import gguf
+import numpy
+import pytest
+import torch
+from quantized_blocks import NEW_KINDS, OLD_KINDS, Bytes, Floats, block_shape, drawn, read, scales_at
+
+from holdfast.execution import native
+from holdfast.execution.native import loading
+from holdfast.hardware import kernels
+
+KINDS = (*OLD_KINDS, *NEW_KINDS)
+ROWS = (1, 2, 3, 5, 8, 9, 17, 64, 71)
+IN_INTEGERS = [name for name in kernels.runnable_variants() if name != "portable"]
+
+
+def filled(kind: str, rows: int, columns: int, byte: int, scale: float) -> tuple[Bytes, Floats]:
+    """Every bit of codes and small scales alike, so that all quants are at one end or the other."""
+    elements, size = block_shape(kind)
+    blocks = numpy.full((rows, columns // elements, size), byte, numpy.uint8)
+    for place in scales_at(kind):
+        blocks[..., place : place + 2] = numpy.array([scale], numpy.float16).view(numpy.uint8)
+    raw = blocks.reshape(rows, -1)
+    return raw, read(kind, raw)
+
+
+def activations(rows: int, columns: int, pattern: str) -> torch.Tensor:
+    """Those that make sums as large as they get, and whole numbers whose digits are at their ends."""
+    if pattern == "largest":
+        return torch.full((rows, columns), 1.0)
+    if pattern == "alternating":
+        return torch.ones(rows, columns).mul(1 - 2 * (torch.arange(columns) % 2))
+    # Whole numbers -32,600 to 32,600 with the largest first, so that 1 is the unit: -128 and 127 as lower digits.
+    numbers = torch.tensor([32600, -32600, -128, 127, 128, -129, -32640 + 128, 32512, 255, -256] * 4)[:32]
+    return numbers.float().repeat(rows, columns // 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("byte", [0x00, 0x80, 0x7F, 0xFF])
+@pytest.mark.parametrize("pattern", ["largest", "alternating", "digits"])
+def test_quants_and_activations_at_their_ends(kind: str, byte: int, pattern: str) -> None:
+    raw, weights = filled(kind, 21, 512, byte, 0.5)
+    matrix = native.BlockMatrix(torch.from_numpy(raw.copy()), kind)
+    for rows in ROWS:
+        x = activations(rows, 512, pattern)
+        out = torch.full((rows, 21), float("nan"))
+        matrix.write(x, out)
+        sizes = x.abs().numpy().astype(numpy.float64) @ numpy.abs(weights.astype(numpy.float64)).T
+        exact = x.numpy().astype(numpy.float64) @ weights.astype(numpy.float64).T
+        # These activations are whole numbers already: only float32's own rounding is left, of minimums among others.
+        assert (numpy.abs(out.numpy() - exact) <= 2.0**-19 * sizes + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("scale", "size"), [(6e-8, 1.0), (6e-8, 1e-25), (60000.0, 1.0), (60000.0, 1e28), (1.0, 1e-35)])
+def test_scales_at_their_ends(kind: str, scale: float, size: float) -> None:
+    raw, _ = drawn(kind, 35, 512, seed=7)
+    blocks = raw.reshape(35, -1, block_shape(kind)[1]).copy()
+    for place in scales_at(kind):
+        blocks[..., place : place + 2] = numpy.array([scale], numpy.float16).view(numpy.uint8)
+    weights = read(kind, blocks.reshape(35, -1))
+    matrix = native.BlockMatrix(torch.from_numpy(blocks.reshape(35, -1).copy()), kind)
+    x = torch.randn(11, 512, generator=torch.Generator().manual_seed(1)) * size
+    out = torch.full((11, 35), float("nan"))
+    matrix.write(x, out)
+    sizes = numpy.abs(x.numpy().astype(numpy.float64))
+    peaks = sizes.reshape(11, -1, 32).max(2).repeat(32, axis=1)
+    large = numpy.abs(weights.astype(numpy.float64))
+    # Blocks of activations below 1e-30 count as zeros; results below float32's normal numbers lose digits.
+    bound = peaks @ large.T / 60000 + 2.0**-19 * sizes @ large.T + 1e-30 * large.sum(1) + 1e-37
+    assert (numpy.abs(out.numpy() - x.numpy().astype(numpy.float64) @ weights.astype(numpy.float64).T) <= bound).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_variants_agree_bit_for_bit(kind: str, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    if variant not in IN_INTEGERS:
+        pytest.skip("portable products are computed in floats")
+    raw, _ = drawn(kind, 48, 768, seed=4)
+    x = torch.randn(70, 768, generator=torch.Generator().manual_seed(2))
+    results = []
+    for name in IN_INTEGERS:
+        monkeypatch.setenv(kernels.FORCED_VARIANT, name)
+        kernels.kernel_choice.cache_clear()
+        loading._find.cache_clear()
+        out = torch.full((70, 48), float("nan"))
+        native.BlockMatrix(torch.from_numpy(raw.copy()), kind).write(x, out)
+        results.append(out)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 33])
+def test_rows_beyond_the_last_bundle(kind: str, rows: int) -> None:
+    """Weights lie woven in bundles of 4, 8 or 16 rows; the rest lies as in the file."""
+    raw, weights = drawn(kind, rows, 256, seed=rows)
+    matrix = native.BlockMatrix(torch.from_numpy(raw.copy()), kind)
+    whole = torch.full((rows, 256), float("nan"))
+    matrix.dequantize(whole)
+    assert numpy.array_equal(whole.numpy(), weights)
+    assert matrix.nbytes == len(raw) * gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1] * (
+        256 // block_shape(kind)[0]
+    )
