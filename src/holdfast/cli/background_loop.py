@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -40,8 +40,11 @@ class BackgroundLoop:
         self._began.set()
         await self._leaving.wait()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result. Ctrl-C cancels it, and is raised when it has ended."""
+    def run(
+        self, work: Coroutine[Any, Any, T], *, discard: Callable[[T], Coroutine[Any, Any, None]] | None = None
+    ) -> T:
+        """Its result. Ctrl-C cancels it, and is raised when it has ended. `discard`: what to do with a result that came
+        all the same, as when it was done already."""
         running: list[asyncio.Task[T]] = []
         ended = threading.Event()
 
@@ -62,5 +65,8 @@ class BackgroundLoop:
         except BaseException:
             self._loop.call_soon_threadsafe(cancel)
             ended.wait()
+            late = running[0] if running and not running[0].cancelled() else None
+            if discard is not None and late is not None and late.exception() is None:
+                self.run(discard(late.result()))
             raise
         return running[0].result()

@@ -25,8 +25,8 @@ COMMANDS = {
     "pull": "download a model ahead of time",
     "models": "list the models that are built in, cached and known",
     "plan": "show what fits before anything is loaded",
-    "rescue": "run a server's command, and start it again with what it died of put right",
-    "doctor": "say what happened to a server, and what helps",
+    "rescue": "run a server; if it fails, fix its command and restart it",
+    "doctor": "explain why a server failed, and how to fix it",
     "ps": "list running servers and the memory they hold",
     "explain": "explain an error code",
 }
@@ -108,7 +108,8 @@ def _wants_json(given: list[str]) -> bool:
 
 
 def _overview(stream: object, code: int) -> int:
-    lines = ["usage: holdfast COMMAND ...", "", "Serves large language models on the memory a machine really has.", ""]
+    about = "Serves large language models within the memory that is actually free."
+    lines = ["usage: holdfast COMMAND ...", "", about, ""]
     lines += [f"  {name:<9} {help}" for name, help in COMMANDS.items()]
     print("\n".join(lines), OVERVIEW, sep="\n\n", end="", file=stream)  # type: ignore[call-overload]
     return code

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 Release = tuple[int, ...]
@@ -20,7 +20,7 @@ Release = tuple[int, ...]
 MODEL_FLAGS = ("model", "model-path", "model-id", "hf-repo", "model-tag")
 NEAR = 0.75
 """How like a known flag an unknown one must be to be taken for it."""
-_DATA = resources.files("holdfast.engine_profiles") / "data"
+_DATA = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,10 @@ def _as_failure(error: Exception) -> Exception:
     """Starlette's own refusals in OpenAI's shape."""
     if not isinstance(error, HTTPException):
         return error
-    known = {NOT_FOUND: ("unknown path", "not_found"), NOT_ALLOWED: ("method not allowed for this path", "not_allowed")}
+    known = {
+        NOT_FOUND: ("unknown path; the API is under /v1, as in /v1/chat/completions; /docs has all paths", "not_found"),
+        NOT_ALLOWED: ("method not allowed for this path; /docs has the methods of all", "not_allowed"),
+    }
     message, code = known.get(error.status_code, (str(error.detail), "invalid_request"))
     return HttpFailure(error.status_code, message, kind="invalid_request_error", code=code)
 

@@ -155,7 +155,9 @@ def test_a_misspelt_key_is_corrected_and_never_shown(start: Start) -> None:
     assert out.decode().splitlines()[-1] == f"stand-in: {command.removeprefix('vllm ').replace('keyy', 'key')}"
     ours = [line for line in (said + err).decode().splitlines() if line.startswith("holdfast rescue:")]
     assert not [line for line in ours if "sk-private-1" in line]
-    assert "check before the start: vllm knows no --api-keyy; --api-key is near" in "\n".join(ours), "words are no keys"
+    assert "check before the start: vllm has no --api-keyy; did you mean --api-key?" in "\n".join(ours), (
+        "words are no keys"
+    )
     kept = f'vllm serve {MODEL} --max-model-len 8192 --api-key "${{API_KEY:?}}" --port {port}'
     told = [line for line in ours if "the command to keep" in line]
     assert [line.endswith(f"the command to keep: {kept}") for line in told] == [True], "once, as a shell takes it"

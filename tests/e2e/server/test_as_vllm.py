@@ -196,7 +196,7 @@ def test_paths_that_are_not_there_say_why(http, path):
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], error["holdfast"]["code"]) == (404, "not_found", "HF320")
     assert error["message"].startswith(f"{path} is not supported here: ")
-    assert http.post("/v1/nothing", json={}).json()["error"]["message"] == "unknown path"
+    assert http.post("/v1/nothing", json={}).json()["error"]["message"].startswith("unknown path")
 
 
 def test_requests_are_counted_by_path_and_status_refused_ones_too(launch):

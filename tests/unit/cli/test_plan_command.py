@@ -249,6 +249,7 @@ def test_a_plan_needs_neither_torch_nor_numpy_nor_the_hubs_client() -> None:
     assert "weights" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "gpu"), [("llama-3.1-8b", "rtx4090"), ("glm-5", "rtx4090x8")])
 def test_a_plan_takes_less_than_a_second_of_a_processor(model: str, gpu: str) -> None:
     """Processor time, not the clock's: a busy machine must not decide. The best of a few runs counts. The second takes

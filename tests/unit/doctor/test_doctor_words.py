@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -159,3 +161,16 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "HFD91" in said.err
     assert main(["explain", "hfd01", "kv_cache_too_small_for_max_len"]) == 0
     assert capsys.readouterr().out.count("HFD01") == 2
+
+
+def test_a_log_that_is_piped_in_is_read_without_a_dash(tmp_path: Path) -> None:
+    log = b"ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.\n"
+    command = [sys.executable, "-m", "holdfast", "doctor", "--json"]
+    piped = subprocess.run(command, input=log, capture_output=True, timeout=120, check=False)
+    assert json.loads(piped.stdout)["findings"][0]["cause"] == "no_memory_for_kv_blocks"
+    (tmp_path / "server.log").write_bytes(log)
+    with open(tmp_path / "server.log") as opened:
+        redirected = subprocess.run(command, stdin=opened, capture_output=True, timeout=120, check=False)
+    assert json.loads(redirected.stdout)["findings"][0]["cause"] == "no_memory_for_kv_blocks"
+    empty = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
+    assert "no_memory_for_kv_blocks" not in empty.stdout.decode()

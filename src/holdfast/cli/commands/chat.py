@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     url, api_key, system = given.pop("url"), given.pop("api_key"), given.pop("system")
     screen = ChatScreen()
     with BackgroundLoop() as loop:
-        backend = loop.run(_opening(url, api_key, given))
+        backend = loop.run(_opening(url, api_key, given), discard=lambda opened: opened.close())
         try:
             with log_lines_to(screen.write_log):
                 return ChatHistory(backend, options, system, screen, loop).hold()

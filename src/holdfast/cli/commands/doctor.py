@@ -5,9 +5,12 @@ the room `doctor`.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
+import select
 import shutil
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,6 +96,17 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code(diagnosis)
 
 
+def _is_piped() -> bool:
+    """Whether a log waits on standard input: a pipe or a file with something in it."""
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+        readable = stat.S_ISREG(kind) or (stat.S_ISFIFO(kind) and select.select([sys.stdin], [], [], 0)[0])
+        buffered = sys.stdin.buffer
+        return bool(readable) and isinstance(buffered, io.BufferedReader) and bool(buffered.peek(1))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def _diagnosis(arguments: argparse.Namespace) -> tuple[Diagnosis, MachineFacts | None]:
     from holdfast.doctor.check_command.check import CommandMachine
     from holdfast.doctor.combine import Sources, diagnose_all
@@ -107,6 +121,8 @@ def _diagnosis(arguments: argparse.Namespace) -> tuple[Diagnosis, MachineFacts |
             fix=f'holdfast doctor --command "vllm serve MODEL" --{alone} {named[alone]}',
             field=alone,
         )
+    if not arguments.sources and arguments.command is None and _is_piped():
+        arguments.sources = ["-"]
     sources = Sources(
         logs=tuple(source for source in arguments.sources if not _is_url(source)),
         urls=tuple(source for source in arguments.sources if _is_url(source)),

@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 _WIDTH = 100
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
 _KINDS = {
-    "class": "an error, with particular cases under it",
+    "class": "an error with more specific codes",
     "case": "an error",
     "warning": "a warning: the server starts anyway",
     "plan": "a warning of a plan: its result is still valid",

@@ -30,7 +30,7 @@ log = logging.getLogger("holdfast")
 
 VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
 
-HELP = """Serve a model over the OpenAI API, on the memory this machine really has.
+HELP = """Serve a model over the OpenAI API, within the memory that is actually free.
 
 Each setting can also be an environment variable (HOLDFAST_PORT=9000) or a line of a TOML or YAML file given with
 --config; a flag wins over the environment, and the environment over the file."""

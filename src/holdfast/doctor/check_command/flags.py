@@ -85,7 +85,7 @@ def _unknown(command: ServerCommand, flag: Flag, known: frozenset[str], version:
         long = changed(
             command, {spelled: None, f"--{name}": " ".join(flag.values) or "on"}, f"--{name} is its long form"
         )
-        what, why = f"llama.cpp knows no {spelled}; {spelled[1:]} is meant", "its short flags have one dash"
+        what, why = f"llama.cpp has no {spelled}; {spelled[1:]} is meant", "its short flags have one dash"
         return _bad(command, flag, "high", what, f"{why}; the command ends at once", [long])
     field_of = name.split(".")[0] if "." in name else ""  # Of a setting that is an object.
     if {name, name.removeprefix("no-"), field_of} & known or spelled.startswith("-O"):
@@ -96,7 +96,7 @@ def _unknown(command: ServerCommand, flag: Flag, known: frozenset[str], version:
     several = engine.beginnings(spelled)[:NAMED]
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
     read_from = "" if engine.engine == "holdfast" else f" ({engine.read_from})"
-    what, why = f"{engine.engine} knows no {shorten(spelled)}", f"it is not among the flags of {engine.engine}"
+    what, why = f"{engine.engine} has no {shorten(spelled)}", f"it is not among the flags of {engine.engine}"
     confidence: Confidence = "low"
     fixes = [changed(command, {spelled: None}, f"without {spelled}")]
     if several:
@@ -104,7 +104,7 @@ def _unknown(command: ServerCommand, flag: Flag, known: frozenset[str], version:
         why, confidence = "a beginning is taken where it stands for one flag alone", "medium"
         fixes.insert(0, Fix(why="write the one that is meant whole"))
     elif near:
-        what, confidence = f"{what}; --{near[0]} is near", "medium"
+        what, confidence = f"{what}; did you mean --{near[0]}?", "medium"
         meant = {spelled: None, f"--{near[0]}": flag.value or ""}
         fixes.insert(0, changed(command, meant, f"--{near[0]} is what it has"))
     if near and engine.engine == "holdfast":

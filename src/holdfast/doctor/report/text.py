@@ -28,7 +28,7 @@ def lines(diagnosis: Diagnosis, *, width: int = 100, of_command: bool = False) -
         advice = "; what follows is advice" if diagnosis.findings else ""
         yield "Nothing is wrong." if ended else f"Nothing is wrong: the server started and serves{advice}."
     elif not diagnosis.findings:
-        yield NOT_PLANNED if of_command else "Nothing was found, but nothing shows that the server is healthy either."
+        yield NOT_PLANNED if of_command else "No known problem was found; the server may still be unhealthy."
     for one in diagnosis.seen:
         yield from _paragraph("seen", one, width)
     for at, finding in enumerate(diagnosis.findings):

@@ -209,6 +209,7 @@ class ProcessEngine:
         was_ready = self._ready
         self._stopping, self._ready = True, False
         await self._end_supervisor()
+        self._on_progress("stopped", 0, 0)  # A bar that is left open hides the terminal's cursor.
         if self._early is not None:
             self._early.end()
         if self._child is not None:

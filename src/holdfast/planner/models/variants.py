@@ -135,7 +135,8 @@ def smaller_models(model: PlannedModel, most_bytes: int) -> Iterator[PlannedMode
     the newest first. Quantized ones only where the maker publishes nothing else."""
     base = entry_of(model)
     name, maker = (model.spec.family, "") if base is None else (base.name, _maker(base))
-    smaller = [one for one in _small_enough(most_bytes) if (one.parameters or 0) < model.spec.parameters]
+    own = model.spec.parameters  # A sum over all tensors.
+    smaller = [entry for entry in _small_enough(most_bytes) if (entry.parameters or 0) < own]
 
     def nearness(entry: CatalogueEntry) -> tuple[object, ...]:
         near = (_series(entry.name) != _series(name), _kin(entry.name) != _kin(name), _maker(entry) != maker)

@@ -59,12 +59,10 @@ def _from_shapes(key: Same[ModelSpec], dtype: str) -> tuple[Weight, ...]:
         if tensor.part == "draft" or tensor.optional:
             continue
         packing = packing_of(spec.quantization, tensor, dtype) if spec.quantization is not None else None
-        nbytes = tensor.elements * element
-        if packing is not None:
+        if packing is not None and (packing, tensor.shape) not in sizes:
             *stacked, rows, columns = tensor.shape
-            if (packing, tensor.shape) not in sizes:
-                sizes[packing, tensor.shape] = prod(stacked) * stored_bytes(packing, rows, columns)
-            nbytes = sizes[packing, tensor.shape]
+            sizes[packing, tensor.shape] = prod(stacked) * stored_bytes(packing, rows, columns)
+        nbytes = tensor.elements * element if packing is None else sizes[packing, tensor.shape]
         found.append(Weight(tensor=tensor, nbytes=nbytes))
     return tuple(found)
 
@@ -295,7 +293,8 @@ def _held(weights: Same[Sequence[Weight]], spec: Same[ModelSpec], tensor_paralle
         if tensor is not None and tensor.part != "vision":
             other = "embedding" if tensor.name.startswith("embed") else "last"
             place = other if tensor.layer is None else tensor.layer
-        held[place] += _share(weight, spec.held, tensor_parallel)
+        whole = tensor_parallel == 1 or tensor is None or tensor.shard_axis is None  # Most are: saves the call.
+        held[place] += weight.nbytes if whole else _share(weight, spec.held, tensor_parallel)
     return held
 
 
