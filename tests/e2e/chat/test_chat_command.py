@@ -360,6 +360,7 @@ def test_an_engine_that_dies_at_the_prompt_is_noticed_there(tiny_arguments: list
         engine.kill()
         # Nothing was typed.
         assert "signal 9" in terminal.wait_for("[HF410]")
+        terminal.wait_for("\r\n> ")  # Drawn again below that line.
         terminal.type("hi\r")
         assert "HF" not in terminal.wait_for("\r\n> ")
         terminal.type("\x04")

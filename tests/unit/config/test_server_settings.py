@@ -42,7 +42,7 @@ def test_vllms_key_keeps_the_door_shut(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_variables_of_vllm_that_are_not_read_are_named() -> None:
     assert serve.unread_variables({"VLLM_USE_V1": "1", "VLLM_API_KEY": "k", "PATH": ""}) == ["VLLM_USE_V1"]
     assert serve.unread_variables({"VLLM_LOGGING_LEVEL": "DEBUG"}) == []
-    assert serve.unread_variables({"VLLM_LOGGING_LEVEL": "CRITICAL"}) == ["VLLM_LOGGING_LEVEL"]
+    assert serve.unread_variables({"VLLM_LOGGING_LEVEL": "NOTSET"}) == ["VLLM_LOGGING_LEVEL"]
 
 
 def test_the_level_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +52,8 @@ def test_the_level_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read()[1].level == "warning"
     assert read("--log-level", "error")[1].level == "error"
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "CRITICAL")
+    assert read()[1].level == "error"
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "NOTSET")
     assert read()[1].level == "info"
 
 
