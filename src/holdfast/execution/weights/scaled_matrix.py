@@ -1,0 +1,95 @@
+"""A matrix of small codes and scales in memory, as `footprint.scaled_layouts` draws it: filled by rows while loading,
+dequantized by rows. Knows no files and no products."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.errors import CheckpointError
+from holdfast.execution.memory import exact_tensor
+from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
+
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""What NF4's sixteen codes stand for."""
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""E2M1: a sign, two bits of exponent, one of mantissa."""
+INT4_ZERO = 8
+"""What is taken from int4's codes where no zero points are stored."""
+
+
+class ScaledMatrix:
+    """[rows, columns]. `order` and `inputs` are None where the layout has none."""
+
+    def __init__(self, layout: ScaledLayout, rows: int, columns: int, device: torch.device) -> None:
+        whole = PIECE if layout.four_bits else 1
+        if columns % whole or (layout.group and columns % layout.group):
+            raise CheckpointError(
+                f"a matrix in {layout} has rows of {columns} elements",
+                needed=f"a multiple of {max(whole, layout.group)}",
+                found=str(columns),
+            )
+        self.layout, self.rows, self.columns = layout, rows, columns
+        made = {
+            plane.name: exact_tensor(plane.shape, getattr(torch, plane.dtype), device)
+            for plane in layout.planes(rows, columns)
+        }
+        self.codes, self.scales = made["codes"], made["scales"]
+        self.zeros, self.order, self.inputs = made.get("zeros"), made.get("order"), made.get("inputs")
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.codes, self.scales, self.zeros, self.order, self.inputs)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def fill_codes(self, first: int, codes: torch.Tensor) -> None:
+        """[rows, columns] of the layout's code type, or uint8 with a four-bit code each, to rows first, first+1, ..."""
+        target = self.codes[first : first + len(codes)]
+        if not self.layout.four_bits:
+            target.copy_(codes)
+            return
+        pieces = codes.view(len(codes), -1, PIECE)
+        target.copy_(pieces[..., : PIECE // 2] | pieces[..., PIECE // 2 :] << 4)
+
+    def dequantize(self, first: int, last: int, out: torch.Tensor) -> None:
+        """Rows first..last-1 into `out` [last-first, columns]; columns in the order of the inputs."""
+        rows = torch.arange(first, last, device=self.codes.device)
+        self._dequantize(self.codes[first:last], rows, out)
+
+    def dequantize_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """The rows of these indices into `out` [len(rows), columns]."""
+        self._dequantize(_chosen(self.codes, rows), rows, out)
+
+    def _dequantize(self, codes: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        # The arithmetic is float32; a narrower target is rounded once, at the end.
+        layout, at = self.layout, rows // self.layout.group_rows
+        scales = self.scales.index_select(0, at)
+        groups = scales.shape[1]
+        wide = self._values(codes).view(len(rows), groups, -1)
+        if layout.codes == "int4":
+            wide -= INT4_ZERO if self.zeros is None else self.zeros.index_select(0, at).unsqueeze(-1).float()
+        powers = torch.exp2(scales.float() - 127) if layout.scales == "uint8" else scales.float()
+        wide *= powers.unsqueeze(-1)
+        found = wide.view(len(rows), self.columns)
+        if self.order is None:
+            out.copy_(found)
+        else:
+            out[:, self.order.long()] = found.to(out.dtype)
+
+    def _values(self, codes: torch.Tensor) -> torch.Tensor:
+        if not self.layout.four_bits:
+            return codes.float()
+        nibbles = torch.cat((codes & 15, codes >> 4), -1)
+        if self.layout.codes == "int4":
+            return nibbles.float()
+        table = NF4_VALUES if self.layout.codes == "nf4" else MXFP4_VALUES
+        return torch.tensor(table, dtype=torch.float32, device=codes.device)[nibbles.int()]
+
+
+def _chosen(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if codes.dtype == torch.float8_e4m3fn:  # index_select has no kernel for it on every device.
+        return codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
+    return codes.index_select(0, rows)

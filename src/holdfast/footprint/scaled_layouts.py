@@ -1,0 +1,88 @@
+"""How a matrix of a quantized checkpoint lies in memory: small codes, and scales that groups of them share.
+
+    element = (value of its code - zero point of its group) · scale of its group
+
+AWQ, GPTQ, compressed-tensors, FP8, bitsandbytes and MXFP4 all become this when they are loaded, so that one family of
+kernels reads them all. Declared here once, counted by the planner, allocated by execution. No torch.
+
+    codes    int4, nf4, mxfp4   uint8 [rows, columns / 32, 16]: elements i and i + 16 of 32 in the halves of a byte
+             int8, fp8          int8 or float8_e4m3fn [rows, columns]
+    scales   [rows / group_rows, columns / group]
+    zeros    uint8, as many as scales: int4's codes are 0 to 15 and less this; without zeros, less 8
+    order    int32 [columns]: which input each column takes (GPTQ's act-order puts columns of a group side by side)
+    inputs   float32 [1]: what inputs are divided by before they are rounded, where the checkpoint has it
+
+GGUF's blocks have layouts of their own (`layouts.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+Codes = Literal["int4", "int8", "fp8", "nf4", "mxfp4"]
+ScaleType = Literal["float32", "float16", "bfloat16", "uint8"]
+Inputs = Literal["plain", "fp8", "int8"]
+
+PIECE = 32
+"""Columns whose four-bit codes lie together."""
+_TYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "int32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor of a matrix; `dtype` as torch calls it."""
+
+    name: Literal["codes", "scales", "zeros", "order", "inputs"]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * _TYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledLayout:
+    codes: Codes
+    scales: ScaleType = "float32"
+    """uint8: MXFP4's powers of two, 2 ** (scale - 127)."""
+    group: int = 0
+    """Columns that share a scale; 0: all of a row."""
+    group_rows: int = 1
+    """Rows that share one: 128 in square blocks of FP8. A scale for a whole matrix is kept as one for every row."""
+    zeros: bool = False
+    ordered: bool = False
+    inputs: Inputs = "plain"
+    """What inputs are rounded to before they are multiplied, each row with a scale of its own unless one is stored."""
+    static_inputs: bool = False
+
+    @property
+    def four_bits(self) -> bool:
+        return self.codes in ("int4", "nf4", "mxfp4")
+
+    def planes(self, rows: int, columns: int) -> tuple[Plane, ...]:
+        scales = (-(-rows // self.group_rows), -(-columns // (self.group or columns)))
+        found = [
+            Plane("codes", (rows, columns // PIECE, PIECE // 2), "uint8")
+            if self.four_bits
+            else Plane("codes", (rows, columns), "int8" if self.codes == "int8" else "float8_e4m3fn"),
+            Plane("scales", scales, self.scales),
+        ]
+        if self.zeros:
+            found.append(Plane("zeros", scales, "uint8"))
+        if self.ordered:
+            found.append(Plane("order", (columns,), "int32"))
+        if self.static_inputs:
+            found.append(Plane("inputs", (1,), "float32"))
+        return tuple(found)
+
+    def bytes_for(self, rows: int, columns: int) -> int:
+        return sum(plane.nbytes for plane in self.planes(rows, columns))
+
+    def __str__(self) -> str:
+        reach = f" g{self.group}" if self.group and self.group_rows == 1 else ""
+        if self.group_rows > 1:
+            reach = f" {self.group_rows}x{self.group}"
+        return f"{self.codes}{reach}"
