@@ -16,6 +16,7 @@ from torch.nn import functional
 from holdfast.execution import native
 from holdfast.execution.layers.linear import Linear
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.experts import TILE_BYTES
 from holdfast.models.spec import Activation, ExpertsSpec
 
@@ -72,7 +73,7 @@ class DenseStack:
 class QuantizedStack:
     """Stays quantized, the rows of all experts one below the other; tiles of those that were chosen are expanded."""
 
-    def __init__(self, matrix: QuantizedMatrix, experts: int) -> None:
+    def __init__(self, matrix: QuantizedMatrix | ScaledMatrix, experts: int) -> None:
         self.matrix, self.experts = matrix, experts
         self.rows, self.columns = matrix.rows // experts, matrix.columns
 

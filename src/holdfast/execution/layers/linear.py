@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 
 TILE_BYTES = 2 << 20
 """Of the float tile a quantized product expands at a time: small enough to be still in cache when it is used."""
@@ -86,7 +87,9 @@ class PackedLinear:
 class QuantizedLinear:
     """A quantized matrix, expanded tile by tile into one cache-sized buffer and multiplied from there."""
 
-    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, matrix: QuantizedMatrix | ScaledMatrix, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> None:
         self.matrix, self.bias, self._dtype = matrix, bias, dtype
         self.rows, self.columns = matrix.rows, matrix.columns
         self._tile_rows = min(self.rows, max(1, TILE_BYTES // (self.columns * 4)))

@@ -18,6 +18,7 @@ from holdfast.execution.triton_kernels import layer as layer_kernels
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
 from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
+from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.footprint.experts import GPU_TOKENS
 from holdfast.models import ExpertsSpec
 
@@ -157,6 +158,8 @@ def _multiply(
         kernels.multiply(x, stack.weight, lines, out, by_token=by_token)
     elif isinstance(stack, QuantizedStack):
         matrix = stack.matrix
+        if not isinstance(matrix, QuantizedMatrix):
+            raise EngineError(f"experts in {matrix.layout} have no products on a GPU")
         planes = BlockPlanes(matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small)
         multiply_blocks(x, planes, lines, out, by_token=by_token)
     else:

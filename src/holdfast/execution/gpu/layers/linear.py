@@ -16,6 +16,7 @@ from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.triton_kernels.quantized import products
 from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes, block_product, dequantize_tile, embed_blocks
+from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.footprint.gpu import EXPANDED_BYTES, LARGE_BYTES, SKINNY_BLOCK_ROWS, SKINNY_ROWS
 
 
@@ -165,6 +166,8 @@ class BlockGpuLinear(_Plain):
 
     def __init__(self, linear: QuantizedLinear, scratch: Scratch) -> None:
         matrix = linear.matrix
+        if not isinstance(matrix, QuantizedMatrix):
+            raise EngineError(f"a matrix in {matrix.layout} has no products on a GPU")
         self._planes = BlockPlanes(
             matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small
         )
