@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
@@ -18,44 +19,41 @@ from holdfast.doctor.evidence.log_state import Event, LogState
 from holdfast.doctor.findings import Fix
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
 from holdfast.doctor.rules.load import FixRule, Rule
-from holdfast.engine_profiles.profile import profile
+from holdfast.engine_profiles.profile import engines, profile
 from holdfast.errors import ConfigurationError
 
 _SETTINGS = {
-    "max_model_len": ("max-model-len", "context-length", "max-total-tokens", "ctx-size"),
-    "utilization": ("gpu-memory-utilization", "mem-fraction-static", "cuda-memory-fraction"),
-    "tp": ("tensor-parallel-size", "num-shard", "tp"),
-    "max_num_seqs": ("max-num-seqs", "max-running-requests", "parallel"),
-    "batched": ("max-num-batched-tokens", "chunked-prefill-size", "max-batch-prefill-tokens", "ubatch-size"),
-    "max_lora_rank": ("max-lora-rank",),
-    "max_loras": ("max-loras", "max-loras-per-batch"),
-    "layers_on_gpu": ("n-gpu-layers",),
-    "swap_space": ("swap-space",),
-    "graph_batch": ("cuda-graph-max-bs", "max-cudagraph-capture-size"),
-    "input_tokens": ("max-input-tokens", "max-input-length"),
-    "port": ("port",),
+    "max_model_len": "max-model-len",
+    "utilization": "gpu-memory-utilization",
+    "tp": "tensor-parallel-size",
+    "max_num_seqs": "max-num-seqs",
+    "batched": "max-num-batched-tokens",
+    "max_lora_rank": "max-lora-rank",
+    "max_loras": "max-loras",
+    "layers_on_gpu": "n-gpu-layers",
+    "swap_space": "swap-space",
+    "graph_batch": "max-cudagraph-capture-size",
+    "input_tokens": "max-input-tokens",
+    "port": "port",
 }
-_DEFAULTS: dict[str, dict[str, float]] = {
-    "vllm": {"tp": 1, "max_num_seqs": 256, "max_lora_rank": 16, "max_loras": 1, "port": 8000},
-    "sglang": {"tp": 1, "port": 30000},
-    "llama.cpp": {"port": 8080},
-    "holdfast": {"utilization": 0.9, "tp": 1, "port": 8000},
-}
+"""What rules call a setting, and what it is called elsewhere."""
+_SPELLED_TOO = {"tensor-parallel-size": ("tp",), "max-input-tokens": ("max-input-length",)}
+"""Older or shorter names in what engines print."""
 _OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
 """Without one of these nothing can be reckoned of KV, and no model need be looked up."""
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
 FLAGS_NAMED = 16
 """Of a message that names flags, so many are put right: a line may be anything."""
-_PACKAGES = {"llama.cpp": "llama-cpp-python", "tgi": "text-generation-server"}
 
 
 def known_numbers(scene: LogState, event: Event) -> dict[str, float]:
     """By the names that rules use: settings, what the log told before, what the line itself said; the last wins."""
-    numbers = dict(_DEFAULTS.get(scene.engine or "vllm", {}))
+    engine = profile(scene.engine or "vllm")
+    numbers = {name: engine.defaults[ours] for name, ours in _SETTINGS.items() if ours in engine.defaults}
     if scene.engine in (None, "vllm"):
         numbers["utilization"] = _default_utilization(scene.version)
-    for name, flags in _SETTINGS.items():
-        value = scene.settings.number(*flags)
+    for name, ours in _SETTINGS.items():
+        value = scene.settings.number(*_spellings(ours))
         if value is not None:
             numbers[name] = value
             numbers[f"{name}_set"] = value
@@ -75,6 +73,17 @@ def known_numbers(scene: LogState, event: Event) -> dict[str, float]:
     return told
 
 
+@cache
+def _spellings(setting: str) -> tuple[str, ...]:
+    """Of every engine: a log may tell a setting before it tells whose it is."""
+    found = dict.fromkeys((setting, *_SPELLED_TOO.get(setting, ())))
+    for engine in engines():
+        spelled = profile(engine).spelling(setting)
+        if spelled is not None:
+            found[profile(engine).canonical(spelled)] = None
+    return tuple(found)
+
+
 def _default_utilization(version: str | None) -> float:
     """Of that release of vLLM."""
     from holdfast.planner.compat.vllm_release import parse_vllm
@@ -90,7 +99,7 @@ def known_words(scene: LogState, event: Event) -> dict[str, str]:
     return {
         "model": scene.settings.model or "MODEL",
         "fetch_again": _fetch_again(scene.settings.model or "MODEL"),
-        "package": _PACKAGES.get(scene.engine or "", scene.engine or "vllm"),
+        "package": profile(scene.engine or "vllm").package,
         "command": "" if command is None else command.with_changes({}),
         **scene.words,
         **event.words,
