@@ -46,30 +46,30 @@ FLAGS_NAMED = 16
 """Of a message that names flags, so many are put right: a line may be anything."""
 
 
-def known_numbers(scene: LogState, event: Event) -> dict[str, float]:
+def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     """By the names that rules use: settings, what the log told before, what the line itself said; the last wins."""
-    engine = profile(scene.engine or "vllm")
+    engine = profile(log.engine or "vllm")
     numbers = {name: engine.defaults[ours] for name, ours in _SETTINGS.items() if ours in engine.defaults}
-    if scene.engine in (None, "vllm"):
-        numbers["utilization"] = _default_utilization(scene.version)
+    if log.engine in (None, "vllm"):
+        numbers["utilization"] = _default_utilization(log.version)
     for name, ours in _SETTINGS.items():
-        value = scene.settings.number(*_spellings(ours))
+        value = log.settings.number(*_spellings(ours))
         if value is not None:
             numbers[name] = value
             numbers[f"{name}_set"] = value
-    if _GGUF_FOLDER.search(scene.settings.model or ""):
+    if _GGUF_FOLDER.search(log.settings.model or ""):
         numbers["gguf_folder"] = 1
-    told = {**numbers, **scene.numbers, **event.numbers}
-    if scene.engine == "llama.cpp":
+    told = {**numbers, **log.numbers, **event.numbers}
+    if log.engine == "llama.cpp":
         told |= layers_that_fit(told)
-    if scene.engine == "tgi":
+    if log.engine == "tgi":
         told.setdefault("tp", told.get("shards", 1))
-    if scene.engine == "sglang" and "free_at_start_gib" in told:
+    if log.engine == "sglang" and "free_at_start_gib" in told:
         told.setdefault("total_gib", told["free_at_start_gib"])
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
     if told.keys() & _OF_KV:
-        told |= room_for_kv(scene.engine or "vllm", told, kv_token_gib(scene.settings.model))
+        told |= room_for_kv(log.engine or "vllm", told, kv_token_gib(log.settings.model))
     return told
 
 
@@ -94,14 +94,14 @@ def _default_utilization(version: str | None) -> float:
         return 0.9
 
 
-def known_words(scene: LogState, event: Event) -> dict[str, str]:
-    command = base_command(scene)
+def known_words(log: LogState, event: Event) -> dict[str, str]:
+    command = base_command(log)
     return {
-        "model": scene.settings.model or "MODEL",
-        "fetch_again": _fetch_again(scene.settings.model or "MODEL"),
-        "package": profile(scene.engine or "vllm").package,
+        "model": log.settings.model or "MODEL",
+        "fetch_again": _fetch_again(log.settings.model or "MODEL"),
+        "package": profile(log.engine or "vllm").package,
         "command": "" if command is None else command.with_changes({}),
-        **scene.words,
+        **log.words,
         **event.words,
     }
 
@@ -112,25 +112,25 @@ def _fetch_again(model: str) -> str:
     return f"hf download {shlex.quote(model)} --force-download"
 
 
-def fixes(scene: LogState, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
+def fixes(log: LogState, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
     """Those that can be worked out, the best first."""
     found: list[Fix] = []
     if not rule.fix:
         return found
-    facts = _facts(scene, numbers)
+    facts = _facts(log, numbers)
     for one in rule.fix:
-        fix = _fix(scene, one, facts, words)
+        fix = _fix(log, one, facts, words)
         if fix is not None and fix not in found:
             found.append(fix)
     return found
 
 
-def base_command(scene: LogState) -> ServerCommand | None:
+def base_command(log: LogState) -> ServerCommand | None:
     """What was run, as far as it is known; MODEL stands where the model is not."""
-    return scene.settings.sketched(scene.engine or "vllm")
+    return log.settings.sketched(log.engine or "vllm")
 
 
-def _fix(scene: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fix | None:
+def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fix | None:
     engine, numbers = facts.engine, dict(facts.numbers)
     if (rule.engines and engine not in rule.engines) or not holds(rule.when, numbers):
         return None
@@ -165,7 +165,7 @@ def _fix(scene: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) ->
     # What was asked for and what holds are two things: then only the second is explained.
     replaced = any(changes.get(flag) != value for flag, value in asked.items() if flag in changes)
     why = said if replaced and said else "; ".join(one for one in (why, said) if one)
-    rest = _rest(scene, facts) if changes else ""
+    rest = _rest(log, facts) if changes else ""
     price = filled((rule.price,), values) or None
     corrected = [
         flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
@@ -177,24 +177,24 @@ def _fix(scene: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) ->
     return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price)
 
 
-def _facts(scene: LogState, numbers: dict[str, float]) -> Facts:
-    settings = scene.settings
-    known = settings.rebuilt(scene.engine or "vllm") is not None
+def _facts(log: LogState, numbers: dict[str, float]) -> Facts:
+    settings = log.settings
+    known = settings.rebuilt(log.engine or "vllm") is not None
     return Facts(
-        engine=scene.engine or "vllm",
-        version=scene.version or settings.version,
-        command=base_command(scene),
+        engine=log.engine or "vllm",
+        version=log.version or settings.version,
+        command=base_command(log),
         whole=known and settings.whole,
         model=settings.model,
         numbers=numbers,
     )
 
 
-def _rest(scene: LogState, facts: Facts) -> str:
+def _rest(log: LogState, facts: Facts) -> str:
     """What the command lacks, said: a flag that is not there is a flag that was taken away."""
-    if facts.whole or scene.settings.rebuilt(facts.engine) is None or facts.engine == "ollama":
+    if facts.whole or log.settings.rebuilt(facts.engine) is None or facts.engine == "ollama":
         return ""
-    lost = scene.settings.lost(facts.engine)
+    lost = log.settings.lost(facts.engine)
     return f"; and your {', '.join(lost)}, which the log does not show in full" if lost else "; and your other flags"
 
 
