@@ -1,4 +1,4 @@
-"""Quantized matrices unpacked on a GPU: the same bytes as on a CPU, format by format, and dummies of the same layouts."""
+"""Quantized matrices unpacked on a GPU: the same bytes as on a CPU, format by format; dummies of the same layouts."""
 
 from __future__ import annotations
 
