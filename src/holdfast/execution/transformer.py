@@ -12,7 +12,7 @@ import torch
 
 from holdfast.execution.batch import StepBatch
 from holdfast.execution.kv_store import KVStore
-from holdfast.execution.layers.linear import DenseLinear, RoundedLinear
+from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.layers.mlp import Mlp, make_mlps
 from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
@@ -128,9 +128,7 @@ class Transformer:
         """One product with the head and one with the largest dense matrix of a layer, over as many rows as they will
         see: torch may copy such a matrix whole, and holds on to the copy."""
         layer = self._base[0]
-        parts = (layer.qkv, layer.o, *layer.mlp.linears)
-        plain = [part.base if isinstance(part, RoundedLinear) else part for part in parts]
-        dense = [part for part in plain if isinstance(part, DenseLinear)]
+        dense = [part for part in (layer.qkv, layer.o, *layer.mlp.linears) if isinstance(part, DenseLinear)]
         largest = [(max(dense, key=lambda part: part.nbytes), tokens)] if dense else []
         if isinstance(self.weights.head, DenseLinear):
             largest.append((self.weights.head, sampling_rows))

@@ -38,9 +38,9 @@ def memory_layout(
 ) -> str | ScaledLayout:
     """`dtype`, or the layout of the checkpoint when the matrix is kept as it is stored.
 
-    Quantized matrices are kept unless they are to be expanded; experts whose inputs are rounded are kept in any case:
-    products of plain stacks do not round. With compiled products half-precision ones are kept too: those compute in
-    float32 from either, and half the bytes are read. Vectors are small and always expanded.
+    Quantized matrices are kept unless they are to be expanded; those whose inputs are rounded are kept in any case,
+    for the rounding belongs to their product. With compiled products half-precision ones are kept too: those compute
+    in float32 from either, and half the bytes are read. Vectors are small and always expanded.
 
     `stored` as `match` found it; None for dummies, which lie as `quantization`, that of the model, would have them.
     `quantize`: what plain matrices of linear layers become.
@@ -55,7 +55,7 @@ def memory_layout(
         packing = packing_of(quantization, tensor, dtype)
     if packing is not None:
         scaled = scaled_layout(packing, tensor, stored)
-        return dtype if expand and (scaled.inputs == "plain" or not tensor.experts) else scaled
+        return dtype if expand and scaled.inputs == "plain" else scaled
     if quantize is not None and (stored is None or stored.layout in PLAIN):
         made = quantized_layout(tensor, quantize)
         if made is not None:

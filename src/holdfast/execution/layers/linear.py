@@ -13,7 +13,6 @@ import torch
 from holdfast.execution.layers.rounding import rounded_inputs
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
-from holdfast.footprint.scaled_layouts import ScaledLayout
 
 TILE_BYTES = 2 << 20
 """Of the float tile a quantized product expands at a time: small enough to be still in cache when it is used."""
@@ -120,24 +119,6 @@ class QuantizedLinear:
 
     def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         self.matrix.dequantize_some(rows, out)
-
-
-class RoundedLinear:
-    """An expanded matrix whose format rounds inputs."""
-
-    def __init__(self, base: DenseLinear | PackedLinear, layout: ScaledLayout, stored_scale: float | None) -> None:
-        self.base, self.layout, self.stored_scale = base, layout, stored_scale
-        self.rows, self.columns = base.rows, base.columns
-
-    @property
-    def nbytes(self) -> int:
-        return self.base.nbytes
-
-    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self.base.write(rounded_inputs(x, self.layout, self.stored_scale).to(x.dtype), out)
-
-    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self.base.add(rounded_inputs(x, self.layout, self.stored_scale).to(x.dtype), out)
 
 
 def quantized_inputs(x: torch.Tensor, matrix: QuantizedMatrix | ScaledMatrix) -> torch.Tensor:

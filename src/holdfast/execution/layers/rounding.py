@@ -20,7 +20,7 @@ _LEAST_SCALE = 1e-12
 """Rows of zeros stay zeros."""
 
 
-def rounded_inputs(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Tensor | float | None) -> torch.Tensor:
+def rounded_inputs(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Tensor | None) -> torch.Tensor:
     """x [rows, columns] in float32, every element one that eight bits can say."""
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     step = max(1, PIECE_ELEMENTS // x.shape[1])
@@ -29,14 +29,14 @@ def rounded_inputs(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Te
     return out
 
 
-def _round(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Tensor | float | None, out: torch.Tensor) -> None:
+def _round(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Tensor | None, out: torch.Tensor) -> None:
     largest = LARGEST[layout.inputs]
     shape = (len(x), -1, layout.input_group or x.shape[1])
     groups = x.float().reshape(shape)
     if stored_scale is None:
         scales = (groups.abs().amax(-1, keepdim=True) / largest).clamp_(min=_LEAST_SCALE)
     else:
-        scales = torch.as_tensor(stored_scale, device=x.device)
+        scales = stored_scale
     scaled = (groups / scales).clamp_(-largest if layout.inputs == "fp8" else -largest - 1, largest)
     codes = fp8_values(scaled.to(torch.float8_e4m3fn)) if layout.inputs == "fp8" else scaled.round_()
     torch.mul(codes, scales, out=out.view(shape))

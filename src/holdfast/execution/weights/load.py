@@ -17,14 +17,7 @@ from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
-from holdfast.execution.layers.linear import (
-    DenseLinear,
-    Linear,
-    PackedLinear,
-    QuantizedLinear,
-    RoundedLinear,
-    StackedLinear,
-)
+from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.memory import PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
@@ -167,8 +160,8 @@ def load_weights(
     pack: bool | None = None,
     quantize: Quantize | None = None,
 ) -> Weights:
-    """`expand`: quantized matrices become `dtype`, but for experts whose inputs are rounded; otherwise they stay as
-    they are stored. No checkpoint: dummies. `quantize`: what plain matrices of linear layers become.
+    """`expand`: quantized matrices become `dtype`, but for those whose inputs are rounded; otherwise they stay as they
+    are stored. No checkpoint: dummies. `quantize`: what plain matrices of linear layers become.
 
     `compiled`: what stays as it is stored is multiplied by compiled kernels (float32 on a CPU that has them).
 
@@ -272,9 +265,8 @@ class Loader:
 
     def linear(self, *names: str) -> Linear:
         """The matrices of these names, their rows one below the other."""
-        rows = [self.tensors[name].shape[0] for name in names]
-        kinds = {(self.kept_layout(name), self.rounding(name)) for name in names}
-        layout, rounding = kinds.pop()
+        kinds, rows = {self.kept_layout(name) for name in names}, [self.tensors[name].shape[0] for name in names]
+        layout = kinds.pop()
         if kinds or (isinstance(layout, ScaledLayout) and len(names) > 1 and not layout.stacks(rows)):
             return StackedLinear([self.linear(name) for name in names])
         columns = self.tensors[names[0]].shape[1]
@@ -284,13 +276,10 @@ class Loader:
             return QuantizedLinear(self.scaled(names, rows, layout), self.dtype, bias)
         if layout is None:
             weight = exact_tensor((sum(rows), columns), self.dtype, self.device)
-            scales = [
-                self.fill(part, self.tensors[name]) for name, part in zip(names, torch.split(weight, rows), strict=True)
-            ]
+            for name, part in zip(names, torch.split(weight, rows), strict=True):
+                self.fill(part, self.tensors[name])
             # The embedding is also looked up by rows, which a packed matrix cannot give.
-            dense = PackedLinear(weight, bias) if self.pack and names != ("embed",) else DenseLinear(weight, bias)
-            stored = max((scale for scale in scales if scale is not None), default=None)
-            return dense if rounding is None else RoundedLinear(dense, rounding, stored)
+            return PackedLinear(weight, bias) if self.pack and names != ("embed",) else DenseLinear(weight, bias)
         if self.compiled:
             return self.blocks(names, rows, layout, bias)
         matrix = QuantizedMatrix(layout, sum(rows), columns, self.device)
@@ -377,18 +366,6 @@ class Loader:
         )
         return None if layout == dtype else layout
 
-    def rounding(self, name: str) -> ScaledLayout | None:
-        """How inputs of an expanded matrix are rounded, in a layout that says nothing else; None: they are not."""
-        stored = self.stored.get(name)
-        if not self.expand or stored is None or stored.packed is None:
-            return None
-        kept = scaled_layout(stored.packed.packing, self.tensors[name], stored)
-        if kept.inputs == "plain":
-            return None
-        return ScaledLayout(
-            codes=kept.codes, inputs=kept.inputs, input_group=kept.input_group, static_inputs=kept.static_inputs
-        )
-
     def read(self, name: str) -> torch.Tensor:
         assert self.checkpoint is not None
         return torch.from_numpy(self.checkpoint.read(self.stored[name].name))
@@ -407,22 +384,17 @@ class Loader:
             return None
         return torch.arange(tensor.shape[0]).view(tensor.heads, -1, 2).transpose(1, 2).reshape(-1)
 
-    def fill(self, target: torch.Tensor, tensor: TensorSpec) -> float | None:
-        """The scale of a matrix's inputs, where the checkpoint has one."""
-        input_scale = None
+    def fill(self, target: torch.Tensor, tensor: TensorSpec) -> None:
         if self.checkpoint is None:
             fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
         elif (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
-            source = self.packed(tensor.name, layout)
-            source.expand(target)
-            input_scale = source.input_scale
+            self.packed(tensor.name, layout).expand(target)
         else:
             expand_into(target, self.read(tensor.name), self.stored[tensor.name].layout, self.row_order(tensor))
             if tensor.plus_one and self.checkpoint.format == "safetensors":
                 target += 1
         self.step()
-        return input_scale
 
     def fill_experts(self, target: torch.Tensor, tensor: TensorSpec) -> None:
         """`target` [experts, rows, columns]; its experts may lie apart."""
