@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.execution.weights.scaled_matrix import fp8_values
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
@@ -38,5 +37,5 @@ def _round(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Tensor | N
     else:
         scales = stored_scale
     scaled = (groups / scales).clamp_(-largest if layout.inputs == "fp8" else -largest - 1, largest)
-    codes = fp8_values(scaled.to(torch.float8_e4m3fn)) if layout.inputs == "fp8" else scaled.round_()
+    codes = scaled.to(torch.float8_e4m3fn).float() if layout.inputs == "fp8" else scaled.round_()
     torch.mul(codes, scales, out=out.view(shape))
