@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from holdfast.config import quantization as quantization_names
 from holdfast.config import unsupported
 from holdfast.config.setting import (
     Origin,
@@ -73,8 +74,17 @@ class EngineConfig:
     )
     load_format: str = setting(
         "auto",
-        "weight format: auto, safetensors, gguf, or dummy (random weights in the model's real shapes)",
-        choice("auto", "safetensors", "gguf", "dummy"),
+        "weight format: auto, safetensors, gguf, bitsandbytes (the same as --quantization bitsandbytes), or dummy (random"
+        " weights in the model's real shapes)",
+        choice("auto", "safetensors", "gguf", "bitsandbytes", "dummy"),
+    )
+    quantization: str | None = setting(
+        None,
+        "how the weights are quantized: auto (as the checkpoint says), or awq, gptq, compressed-tensors, fp8, "
+        "bitsandbytes, mxfp4 or gguf to check it; fp8 and int4 quantize an unquantized checkpoint while loading",
+        optional(quantization_names.method),
+        flags=("-q",),
+        metavar="METHOD",
     )
     device: str = setting(
         "auto", "device to run on: auto (a GPU if there is one), cuda or cpu", choice("auto", "cpu", "cuda")
@@ -224,6 +234,13 @@ class EngineConfig:
             )
 
         self._check_lora()
+        if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
+            raise ConfigurationError(
+                f"load_format is bitsandbytes, but quantization is {self.quantization}",
+                needed="the same format in both",
+                fix="leave --load-format out",
+                field="load_format",
+            )
 
     def _check_lora(self) -> None:
         given = [name for name in ("max_loras", "max_lora_rank", "max_cpu_loras") if getattr(self, name) is not None]
@@ -241,6 +258,11 @@ class EngineConfig:
                 fix="leave max_cpu_loras out",
                 field="max_cpu_loras",
             )
+
+    @property
+    def asked_quantization(self) -> str | None:
+        """As --quantization names it; vLLM's older commands say it with --load-format."""
+        return "bitsandbytes" if self.load_format == "bitsandbytes" else self.quantization
 
     @property
     def lora_places(self) -> int:

@@ -37,9 +37,8 @@ def _names(written: str) -> frozenset[str]:
 
 
 ENGINE: Mapping[str, str] = {
-    "quantization": "the layout is read from the checkpoint (GGUF); AWQ, GPTQ and FP8 checkpoints cannot be run yet",
-    "quantization_config": "the layout is read from the checkpoint",
-    "allow_deprecated_quantization": "the layout is read from the checkpoint",
+    "quantization_config": "a checkpoint's own quantization_config is read; --quantization fp8 and int4 have no options",
+    "allow_deprecated_quantization": "every format that is read is read without it",
     "quantization_param_path": "scales are read from the checkpoint",
     "calculate_kv_scales": "the KV cache is not quantized",
     "kv_cache_dtype_skip_layers": "the KV cache is not quantized",
@@ -208,6 +207,7 @@ DONE_ANYWAY: Mapping[str, frozenset[str]] = {
     "use_tqdm_on_load": frozenset({"true", "1"}),
     "log_error_stack": frozenset({"true", "1"}),
     "enable_offline_docs": frozenset({"true", "1"}) | _NO,
+    "allow_deprecated_quantization": frozenset({"true", "1"}) | _NO,
     "use_v2_block_manager": frozenset({"true", "1"}),
     "performance_mode": frozenset({"balanced"}),
     "worker_cls": frozenset({"auto"}),
@@ -244,7 +244,6 @@ LISTS = _names(
 )
 """Flags with any number of them."""
 SHORT: Mapping[str, tuple[str, ...]] = {
-    "quantization": ("-q",),
     "compilation_config": ("-O", "-cc"),
     "speculative_config": ("-sc",),
     "nnodes": ("-n",),

@@ -44,6 +44,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
+from holdfast.planner.models.requested import requested
 from holdfast.planner.sizing.kv_cost import layout_cost
 from holdfast.records import EngineInfo, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
@@ -65,6 +66,10 @@ Progress = Callable[[str, int, int], None]
 class FoundModel:
     files: ModelFiles
     spec: ModelSpec
+
+    @property
+    def in_gguf(self) -> bool:
+        return self.files.format == "gguf"
 
 
 def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
@@ -100,7 +105,10 @@ def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
         )
     if wanted != "dummy" and files.format == "gguf":
         refuse_unclaimed(spec, files)
-    return FoundModel(files, spec)
+    # Before a plan, which may have other things to refuse, and before anything is fetched.
+    found = FoundModel(files, spec)
+    requested(config.asked_quantization, spec.quantization, gguf=found.in_gguf, name=config.model or files.name)
+    return found
 
 
 def plan_model(
@@ -121,7 +129,7 @@ def plan_model(
     if config.device == "cuda":
         from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
 
-        plan = make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
+        plan = make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name, gguf=model.in_gguf)
         return with_host_memory(plan, config, memory(), front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
     begun = None if engine_pid is None else resident(engine_pid)
@@ -131,7 +139,15 @@ def plan_model(
 
     def planned(with_memory: Memory) -> Plan:
         return make_cpu_plan(
-            model.spec, stored, config, with_memory, processor(), compiled_kernels=known, front_bytes=front_bytes
+            model.spec,
+            stored,
+            config,
+            with_memory,
+            processor(),
+            name=model.files.name,
+            gguf=model.in_gguf,
+            compiled_kernels=known,
+            front_bytes=front_bytes,
         )
 
     try:
@@ -170,12 +186,14 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
         )
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
 
-    return make_gpu_plan(model.spec, _stored(config, model), config, gpus, name=model.files.name)
+    stored = _stored(config, model)
+    return make_gpu_plan(model.spec, stored, config, gpus, name=model.files.name, gguf=model.in_gguf)
 
 
 def log_plan(model: FoundModel, plan: Plan) -> None:
     """What people see before anything is loaded; its terms with verbose logging only."""
     log.info("%s", plan_line(model, plan))
+    log.info("%s", weights_line(plan))
     for line in plan_details(plan):
         log.debug("%s", line)
     warn_if_short(plan)
@@ -184,6 +202,12 @@ def log_plan(model: FoundModel, plan: Plan) -> None:
 def plan_line(model: FoundModel, plan: Plan) -> str:
     budget, planned = _budget(plan), format_bytes(sum(plan.terms.values()))
     return f"Memory plan for {model.files.name}: {planned} of a budget of {budget.value}: {budget.reason}"
+
+
+def weights_line(plan: Plan) -> str:
+    """How the weights are stored, and what they take."""
+    how = ", expanded" if plan.engine.expand_weights and plan.engine.weights_format != plan.dtype else ""
+    return f"weights: {plan.engine.weights_format}{how}, {format_bytes(plan.terms['weights'])}"
 
 
 def plan_details(plan: Plan) -> list[str]:
@@ -271,6 +295,7 @@ def build_core(
             device=CPU,
             expand=plan.engine.expand_weights,
             compiled=plan.engine.compiled,
+            quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
         )
     limits = RunnerLimits.of(plan.limits, config.lora_places)

@@ -179,6 +179,7 @@ def _load(
             dtype=DTYPES[plan.dtype],
             device=device,
             expand=plan.engine.expand_weights,
+            quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
         )
 

@@ -14,7 +14,7 @@ from itertools import islice
 from holdfast.hardware import gpus
 from holdfast.hardware.gpus import Gpu
 from holdfast.planner.advice.offload import NVME_GB_S, RAM_SHARE, place
-from holdfast.planner.advice.quantized_remedies import variants
+from holdfast.planner.advice.quantized_remedies import bits, variants
 from holdfast.planner.advice.remedy import (
     USUAL_UTILIZATION,
     Change,
@@ -51,11 +51,12 @@ TIERS_NOTE = (
 
 
 def _models(found: Plan) -> list[tuple[Variant | None, Question]]:
-    """As it is, and quantized. A GGUF only where llama.cpp is planned for, or the GPUs run nothing else: others would
-    have to make one."""
+    """As it is, and quantized, most bits first, and of as many bits those last that are published. A GGUF only where
+    llama.cpp is planned for, or the GPUs run nothing else: others would have to make one."""
     devices = [device.gpu for device in found.question.machine.devices]
     any_type = found.question.engine == "llama.cpp" or lacks_engine("vllm", devices) is not None
     others = [one for one in variants(found) if any_type or one.method not in GGUF_TYPES]
+    others.sort(key=lambda one: (-bits(one), one.published))
     return [(None, found.question), *((one, replace(found.question, model=one.model)) for one in others)]
 
 

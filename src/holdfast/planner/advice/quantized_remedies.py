@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import chain
 
 from holdfast.footprint.identity_key import Same
+from holdfast.hardware.gpus import Gpu
 from holdfast.planner.advice.remedy import (
     Change,
     Remedy,
@@ -34,6 +35,7 @@ from holdfast.planner.models.variants import (
     derived_variants,
     is_plain,
     lower_variants,
+    published_as,
     published_variants,
 )
 from holdfast.units import counted, format_bytes
@@ -59,7 +61,8 @@ def kv_dtype(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
 
 
 def variants(found: Plan) -> list[Variant]:
-    """Published ones first, most bits first; only what engines have kernels for on these GPUs."""
+    """Checkpoints that are published, most bits first; then what an engine makes of this one while it loads it; then
+    files that have to be made. Only what engines have kernels for on these GPUs."""
     return _variants(Same(found.question))
 
 
@@ -72,33 +75,80 @@ def _variants(key: Same[Question]) -> list[Variant]:
     if question.engine == "llama.cpp":
         return list(derived_variants(model, GGUF_TYPES))
     if question.machine.kind == "cpu":
-        return list(derived_variants(model, HOLDFAST_GGUF_TYPES if model.spec.runnable else GGUF_TYPES))
-    every: list[Variant] = []
-    if lacks_engine("vllm", gpus) is None:
-        published = [one for one in published_variants(model) if lacks_method(one.model, gpus) is None]
-        known = {_bits(variant) for variant in published}
-        made = tuple(method for method, bits in (("fp8", 8), ("nf4", 4)) if bits not in known)
-        every = [*published, *(one for one in derived_variants(model, made) if lacks_method(one.model, gpus) is None)]
-    every.sort(key=lambda variant: -_bits(variant))
-    return [*every, *derived_variants(model, GGUF_TYPES if not every else ("Q4_K_M",))]
+        ready = [one for one in published_variants(model) if one.model.spec.runnable]
+        files = HOLDFAST_GGUF_TYPES if model.spec.runnable else GGUF_TYPES
+    elif lacks_engine("vllm", gpus) is None:
+        ready = [one for one in published_variants(model) if lacks_method(one.model, gpus) is None]
+        files = ("Q4_K_M",)
+    else:
+        return list(derived_variants(model, GGUF_TYPES))
+    made = [one for one in derived_variants(model, _made_methods(question, ready)) if _can_be_made(one, gpus)]
+    return [*ready, *made, *derived_variants(model, files)]
 
 
-def _bits(variant: Variant) -> int:
+def _made_methods(question: Question, ready: Sequence[Variant]) -> tuple[str, ...]:
+    """What the engine that would run this makes of an unquantized checkpoint: Holdfast wherever it can, unless another
+    was asked for. vLLM's only where nothing of so many bits is published."""
+    devices = question.machine.devices
+    able = lacks_engine("holdfast", [device.gpu for device in devices]) is None and question.model.spec.runnable
+    if question.engine == "holdfast" or (question.engine is None and able and len(devices) == 1):
+        return tuple(MADE_WHILE_LOADING["holdfast"]) if able else ()
+    if question.machine.kind == "cpu":
+        return ()
+    known = {bits(variant) for variant in ready}
+    makers = MADE_WHILE_LOADING[question.engine or "vllm"]
+    return tuple(method for method, size in (("fp8", 8), ("nf4", 4)) if size not in known and method in makers)
+
+
+def _can_be_made(variant: Variant, gpus: Sequence[Gpu | None]) -> bool:
+    """What is published so needs not be made."""
+    return lacks_method(variant.model, gpus) is None and published_as(variant.model) is None
+
+
+def bits(variant: Variant) -> int:
     quantization = variant.model.spec.quantization
     return 0 if quantization is None else quantization.bits
 
 
-def whole_variants(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+def published(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """With all that was requested; over other GPUs of those that are there, and with KV in fewer bits, where it takes
-    them. A GGUF that has yet to be made only where nothing else fits on a GPU."""
-    question, before = found.question, len(offered)
-    to_be_made = question.machine.kind == "gpu" and question.engine != "llama.cpp"
-    smaller = smaller_kv(found) if question.machine.kind == "gpu" else None
-    if smaller is not None and planned(with_settings(question, kv_cache_dtype=smaller)) is not None:
-        smaller = None  # That alone is enough.
-    for variant in sorted(variants(found), key=lambda one: not one.published):
-        if not (variant.method in GGUF_TYPES and to_be_made and len(offered) > before):
-            yield _whole(found, variant, smaller)
+    them."""
+    yield from (_whole(found, variant, _kv_beside(found)) for variant in variants(found) if variant.published)
+
+
+def made_eight_bits(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+    yield from _made(found, 8)
+
+
+def made_four_bits(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+    yield from _made(found, 4)
+
+
+def _made(found: Plan, size: int) -> Iterator[Iterable[Change]]:
+    """While the model is loaded: it needs no other file."""
+    for variant in variants(found):
+        if _is_made(variant) and bits(variant) == size:
+            yield _whole(found, variant, _kv_beside(found))
+
+
+def _is_made(variant: Variant) -> bool:
+    return any(variant.model.made_as in methods for methods in MADE_WHILE_LOADING.values())
+
+
+def files_to_be_made(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+    """Only where nothing of what is there fits; with llama.cpp a GGUF is made or found in any case."""
+    found_one = any(way.kind == "quantization" for way in offered)
+    for variant in variants(found):
+        if not variant.published and not _is_made(variant) and not (found_one and found.question.engine != "llama.cpp"):
+            yield _whole(found, variant, _kv_beside(found))
+
+
+def _kv_beside(found: Plan) -> str | None:
+    """What KV may be stored in as well, where that alone is not enough."""
+    smaller = smaller_kv(found) if found.question.machine.kind == "gpu" else None
+    if smaller is not None and planned(with_settings(found.question, kv_cache_dtype=smaller)) is not None:
+        return None
+    return smaller
 
 
 def _whole(found: Plan, variant: Variant, smaller: str | None = None) -> Iterator[Change]:
@@ -117,8 +167,7 @@ def cut_variants(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Ch
     if any(way.kind == "quantization" for way in offered):
         return
     enough = any(way.meets_request for way in offered)
-    for variant in sorted(variants(found), key=lambda one: not one.published):
-        yield _cut(found, variant)
+    yield from (_cut(found, variant) for variant in variants(found))
     on_our_cpu = question.machine.kind == "cpu" and question.engine != "llama.cpp" and question.model.spec.runnable
     if enough or on_our_cpu:  # Holdfast computes with none of them.
         return
@@ -130,17 +179,36 @@ def cut_variants(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Ch
         yield chain.from_iterable(_cut(found, variant) for variant in lower)
 
 
+def cut_with_kv(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+    """Where a published checkpoint holds only a shorter context: a longer one, with KV in fewer bits too."""
+    smaller = _kv_beside(found)
+    alone = [way for way in offered if way.kind == "quantization"]
+    if smaller is None or not alone or any(way.meets_request for way in offered):
+        return
+    fewest = [variant for variant in variants(found) if variant.published][-1:]
+    least = max(way.fit.limits.max_model_len for way in alone) + 1
+    for variant in fewest:
+        question = with_settings(replace(found.question, model=variant.model), kv_cache_dtype=smaller)
+        yield (
+            replace(_change(found, variant, question, {"kv_cache_dtype": smaller, **more}, longest=True), least_tokens=least)
+            for more in _cut_settings(question)
+        )
+
+
 def _cut(found: Plan, variant: Variant) -> Iterator[Change]:
     question = replace(found.question, model=variant.model)
-    for more in attempts(question):
-        yield _change(found, variant, question, {"max_model_len": None, **more}, longest=True)
+    yield from (_change(found, variant, question, more, longest=True) for more in _cut_settings(question))
+
+
+def _cut_settings(question: Question) -> Iterator[dict[str, object]]:
+    yield from ({"max_model_len": None, **more} for more in attempts(question))
 
 
 def _change(
     found: Plan, variant: Variant, question: Question, changes: dict[str, object], *, longest: bool = False
 ) -> Change:
     made_as = variant.model.made_as
-    to_be_made = made_as is not None and made_as not in MADE_WHILE_LOADING["vllm"]
+    to_be_made = made_as is not None and not _is_made(variant)
     coarse = COARSE if made_as in TWO_BIT_GGUF_TYPES else ""
     return Change(
         question,

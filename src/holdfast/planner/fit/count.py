@@ -16,13 +16,13 @@ from holdfast.footprint import cpu
 from holdfast.footprint.cpu import Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.layouts import is_quantized
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.fit.result import Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import KV_ELEMENT_BYTES, Device, PlannedModel, Question
 from holdfast.planner.sizing import terms as byte_terms
 from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
+from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
 from holdfast.planner.sizing.sharded_weights import (
     AS_STORED,
@@ -62,7 +62,7 @@ def count_plan(question: Question, tensor_parallel: int, limits: Limits) -> Plan
         utilization=question.utilization,
         limits=replace(limits, max_model_len=longest if settings.max_model_len is None else settings.max_model_len),
         ranks=ranks,
-        weights_bytes=_whole_bytes(Same(question.model), kept),
+        weights_bytes=_own_bytes(question, len(ranks)) or _whole_bytes(Same(question.model), kept),
         weights_dtype=dtype if kept != AS_STORED else plain_type(Same(question.model)) or dtype,
         weights_as=kept,
         required_tokens=tokens,
@@ -139,17 +139,18 @@ def _share(
         )
         return tuple(found), cost, ()
     if whose == "holdfast":
+        held = _own_bytes(question, every) or held
         if stored_kv in cpu.ELEMENT_BYTES:
             layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
             cost = layout_cost(layout, limits.max_num_batched_tokens)
-        largest = _largest_quantized(Same(model))
+        weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
         found = byte_terms.engine_gpu_terms(
             spec,
             limits,
             dtype=dtype,
             weights_bytes=held,
             block_tokens=settings.block_tokens,
-            quantized=largest > 0,
+            quantized=weights is not None and weights.quantized,
             max_loras=settings.max_loras,
             max_lora_rank=settings.max_lora_rank,
             graphs=settings.graphs,
@@ -185,6 +186,16 @@ def counted_for(question: Question, device: Device, ranks: int) -> Literal["hold
     return "llama.cpp" if question.model.format == "gguf" and question.engine is None else "vllm"
 
 
+def _own_bytes(question: Question, ranks: int) -> int | None:
+    """Of the weights as this engine allocates them, to the byte; None: another one would, or it is not known how they
+    are stored."""
+    device = question.machine.devices[0]
+    if device.kind == "cpu" or counted_for(question, device, ranks) != "holdfast":
+        return None
+    weights = engine_weights(Same(question.model))
+    return None if weights is None else weights.nbytes(dtype=compute_dtype(question, ranks))
+
+
 def weights_as(question: Question, ranks: int) -> str:
     """What plain weights are counted in: llama.cpp keeps those of a GGUF as they are, others compute in one type."""
     device = question.machine.devices[0]
@@ -212,9 +223,9 @@ def sizes(key: Same[ModelSpec], most: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _largest_quantized(key: Same[PlannedModel]) -> int:
-    """As stored, of those that are kept in the blocks of their file; 0: none are."""
-    stored = (key.held.canonical or {}).values()
-    return max((tensor.nbytes for tensor in stored if is_quantized(tensor.layout)), default=0)
+    """As stored, of those that are put in another order on the way; 0: none are."""
+    weights = engine_weights(key)
+    return 0 if weights is None else weights.largest_quantized_bytes
 
 
 @lru_cache(maxsize=64)
@@ -249,7 +260,8 @@ def cannot_hold_weights(question: Question) -> bool:
 
 def least_bytes(question: Question) -> int:
     """Of the weights, over all GPUs: a split repeats some and saves none."""
-    return _whole_bytes(Same(question.model), weights_as(question, 1))
+    whole, own = _whole_bytes(Same(question.model), weights_as(question, 1)), _own_bytes(question, 1)
+    return whole if own is None else min(whole, own)
 
 
 def check(question: Question, tensor_parallel: int) -> None:

@@ -42,6 +42,8 @@ class PlannedModel:
     """False: a folder or a hub's was looked into, and there is none that Holdfast reads."""
     made_as: str | None = None
     """Planned as if it were quantized so (awq, nf4, Q4_K_M), and not known to be stored so anywhere."""
+    unquantized: PlannedModel | None = field(default=None, repr=False)
+    """What it is made of, where an engine makes it while loading. None: the model itself is stored so."""
 
     @property
     def exact(self) -> bool:
@@ -207,7 +209,7 @@ class Question:
         model, spec = self.model, self.model.spec
         known = model.canonical is not None or model.stored is None or model.derived
         kept = self.settings.kv_cache_dtype in ("auto", *ELEMENT_BYTES)
-        return self.machine.kind == "cpu" and spec.runnable and spec.quantization is None and known and kept
+        return self.machine.kind == "cpu" and spec.runnable and known and kept
 
     @property
     def useful_tokens(self) -> int:

@@ -102,7 +102,9 @@ def _already(model: PlannedModel, name: str, plain: str, kind: str | None) -> bo
 def as_plain(model: PlannedModel) -> PlannedModel:
     """The same shapes, not quantized."""
     spec = replace(model.spec, quantization=None)
-    return replace(model, spec=spec, stored=None, canonical=None, format="none", derived=False, made_as=None)
+    return replace(
+        model, spec=spec, stored=None, canonical=None, format="none", derived=False, made_as=None, unquantized=None
+    )
 
 
 def _require_plain(model: PlannedModel, name: str) -> None:
@@ -131,7 +133,9 @@ def _packed(model: PlannedModel, method: str) -> PlannedModel:
     )
     quantization = replace(_SPECS[method], not_converted=kept)
     spec = replace(model.spec, quantization=quantization)
-    return replace(model, spec=spec, stored=None, canonical=None, format="none", made_as=method)
+    return replace(
+        model, spec=spec, stored=None, canonical=None, format="none", made_as=method, unquantized=model
+    )
 
 
 # As llama.cpp writes it

@@ -87,7 +87,11 @@ def _quantized_entries(model: PlannedModel) -> Iterator[tuple[QuantSpec, Planned
 
 def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[Variant]:
     """The same shapes, quantized."""
-    labels = {"fp8": "FP8, quantized by vLLM while loading", "nf4": "NF4 (4 bits), quantized by vLLM while loading"}
+    labels = {
+        "fp8": "FP8, quantized while loading",
+        "int4": "INT4, quantized by Holdfast while loading",
+        "nf4": "NF4 (4 bits), quantized by vLLM while loading",
+    }
     for method in methods:
         try:
             other = quantized_as(model, method)

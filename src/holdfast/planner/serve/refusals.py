@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from holdfast.config import EngineConfig
+from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
@@ -247,6 +248,7 @@ def cpu_candidates(config: EngineConfig, attempt: Attempt, machine: Memory) -> I
         yield {"kv_cache_dtype": "float16"}
     if config.max_model_len is not None:
         yield {"max_model_len": None}
+    yield from _quantized(config)
 
 
 def gpu_candidates(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsChange]:
@@ -257,6 +259,13 @@ def gpu_candidates(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsC
         yield {"gpu_memory_utilization": MOST_UTILIZATION}
     if config.max_model_len is not None:
         yield {"max_model_len": None}
+    yield from _quantized(config)
+
+
+def _quantized(config: EngineConfig) -> Iterator[SettingsChange]:
+    """Of an unquantized checkpoint; others are refused with it."""
+    if config.asked_quantization is None:
+        yield from ({"quantization": method} for method in MADE_WHILE_LOADING)
 
 
 def _lower_limits(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsChange]:
