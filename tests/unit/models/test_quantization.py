@@ -47,21 +47,28 @@ CASES: list[tuple[dict[str, Any], QuantSpec]] = [
     ),
     (
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
-        QuantSpec(method="gptq", bits=4, group_size=128, symmetric=False, activation_order=True),
+        QuantSpec(method="gptq", bits=4, group_size=128, zeros_less_one=True, activation_order=True),
     ),
     (
         {"quant_method": "gptq", "bits": 8, "group_size": -1},
-        QuantSpec(method="gptq", bits=8, granularity="channel", symmetric=False),
+        QuantSpec(method="gptq", bits=8, granularity="channel", symmetric=False, zeros_less_one=True),
     ),
     (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        QuantSpec(method="fp8", bits=8, granularity="block", block=(128, 128)),
+        QuantSpec(method="fp8", bits=8, granularity="block", block=(128, 128), inputs="fp8", input_group=128),
     ),
     (
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-        QuantSpec(method="fp8", bits=8, granularity="tensor", static_activations=True, not_converted=("lm_head",)),
+        QuantSpec(
+            method="fp8",
+            bits=8,
+            granularity="tensor",
+            inputs="fp8",
+            static_activations=True,
+            not_converted=("lm_head",),
+        ),
     ),
-    ({"quant_method": "fbgemm_fp8"}, QuantSpec(method="fp8", bits=8, granularity="channel")),
+    ({"quant_method": "fbgemm_fp8"}, QuantSpec(method="fp8", bits=8, granularity="channel", inputs="fp8")),
     (
         compressed(num_bits=8, type="float", strategy="channel", symmetric=True),
         QuantSpec(
@@ -78,6 +85,7 @@ CASES: list[tuple[dict[str, Any], QuantSpec]] = [
             method="int8",
             bits=8,
             granularity="channel",
+            packed=True,
             not_converted=("lm_head", "re:.*mlp.gate$"),
             head_converted=True,
         ),

@@ -296,8 +296,9 @@ class Loader:
     def kept_layout(self, name: str) -> str | None:
         """The stored layout a matrix keeps in memory; None: it becomes `dtype`."""
         dtype = str(self.dtype).removeprefix("torch.")
-        stored = self.stored[name].layout if name in self.stored else None
+        stored = self.stored.get(name)
         layout = memory_layout(self.tensors[name], stored, dtype=dtype, expand=self.expand, compiled=self.compiled)
+        assert isinstance(layout, str), "matrices of quantized checkpoints are refused before"
         return None if layout == dtype else layout
 
     def read(self, name: str) -> torch.Tensor:
