@@ -41,6 +41,7 @@ from holdfast.planner.models.variants import (
 from holdfast.units import counted, format_bytes
 
 MADE_FIRST = "the file has to be converted or found first"
+SLOW_ON_A_CPU = "on a CPU a GGUF of as many bits is faster: compiled kernels multiply from its blocks"
 COARSE = "; two bits noticeably reduce quality: compare its output with a smaller model's"
 
 
@@ -76,7 +77,7 @@ def _variants(key: Same[Question]) -> list[Variant]:
         return list(derived_variants(model, GGUF_TYPES))
     if question.machine.kind == "cpu":
         ready = [one for one in published_variants(model) if one.model.spec.runnable]
-        files = HOLDFAST_GGUF_TYPES if model.spec.runnable else GGUF_TYPES
+        files: tuple[str, ...] = HOLDFAST_GGUF_TYPES if model.spec.runnable else GGUF_TYPES
     elif lacks_engine("vllm", gpus) is None:
         ready = [one for one in published_variants(model) if lacks_method(one.model, gpus) is None]
         files = ("Q4_K_M",)
@@ -136,10 +137,12 @@ def _is_made(variant: Variant) -> bool:
 
 
 def files_to_be_made(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
-    """Only where nothing of what is there fits; with llama.cpp a GGUF is made or found in any case."""
-    found_one = any(way.kind == "quantization" for way in offered)
+    """On a GPU only where nothing of what is there fits; with llama.cpp a GGUF is made or found in any case."""
+    question = found.question
+    needless = question.machine.kind == "gpu" and question.engine != "llama.cpp"
     for variant in variants(found):
-        if not variant.published and not _is_made(variant) and not (found_one and found.question.engine != "llama.cpp"):
+        enough = needless and any(way.kind == "quantization" for way in offered)
+        if not variant.published and not _is_made(variant) and not enough:
             yield _whole(found, variant, _kv_beside(found))
 
 
@@ -210,6 +213,7 @@ def _change(
     made_as = variant.model.made_as
     to_be_made = made_as is not None and not _is_made(variant)
     coarse = COARSE if made_as in TWO_BIT_GGUF_TYPES else ""
+    slow = None if question.machine.kind == "gpu" or variant.method in GGUF_TYPES else SLOW_ON_A_CPU
     return Change(
         question,
         {**model_setting(variant), **changes},
@@ -217,5 +221,5 @@ def _change(
         longest=longest,
         # With llama.cpp a GGUF is made or found in any case.
         available=not to_be_made or found.question.engine == "llama.cpp",
-        note=f"{MADE_FIRST}{coarse}" if to_be_made else None,
+        note=f"{MADE_FIRST}{coarse}" if to_be_made else slow,
     )

@@ -106,7 +106,7 @@ def _share(
     stages = settings.pipeline_parallel
     every = tensor_parallel * stages
     dtype, stored_kv = compute_dtype(question, every), kv_dtype(question, every)
-    held = _held_bytes(Same(model), weights_as(question, every), tensor_parallel, stage, stages)
+    held = stored_bytes(question, tensor_parallel, stage)
     cost = kv_cost(
         spec,
         element_bytes=KV_ELEMENT_BYTES[stored_kv],
@@ -248,6 +248,13 @@ def _whole_bytes(key: Same[PlannedModel], dtype: str) -> int:
 def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
     weights = _weights(key, dtype)
     return rank_bytes(weights, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+
+
+def stored_bytes(question: Question, tensor_parallel: int, stage: int) -> int:
+    """Of the weights of a rank as they are stored, which is as most engines hold them."""
+    stages = question.settings.pipeline_parallel
+    kept = weights_as(question, tensor_parallel * stages)
+    return _held_bytes(Same(question.model), kept, tensor_parallel, stage, stages)
 
 
 def cannot_hold_weights(question: Question) -> bool:

@@ -45,7 +45,7 @@ def requested(asked: str | None, stored: QuantSpec | None, *, gguf: bool, name: 
             return Requested()
         raise _mismatch(asked, "a GGUF file" if gguf else _described(stored), name)
     if stored is not None:
-        if stored.method not in STORED_AS[family]:
+        if not set(_methods(stored)) & set(STORED_AS[family]):
             raise _mismatch(asked, _described(stored), name)
         return Requested(decisions=_alias(asked, family, stored.method))
     if family == "fp8":
@@ -62,8 +62,15 @@ def _alias(asked: str, family: str, method: str) -> tuple[Decision, ...]:
     return (Decision("quantization", method, reason, "set"),)
 
 
+def _methods(stored: QuantSpec) -> tuple[str, ...]:
+    """Modules of one checkpoint may be quantized in several ways."""
+    return tuple(dict.fromkeys(one.method for one in (stored, *stored.others)))
+
+
 def _described(stored: QuantSpec | None) -> str:
-    return "unquantized weights" if stored is None else f"{stored.method} weights, as its quantization_config says"
+    if stored is None:
+        return "unquantized weights"
+    return f"{' and '.join(_methods(stored))} weights, as its quantization_config says"
 
 
 def _mismatch(asked: str, found: str, name: str) -> ConfigurationError:

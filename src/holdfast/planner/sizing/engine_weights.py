@@ -66,7 +66,7 @@ class EngineWeights:
         stored = (self.stored or {}).values()
         blocks = (tensor.nbytes for tensor in stored if tensor.packed is None and is_quantized(tensor.layout))
         packed = (tensor.nbytes // _experts(tensor) for tensor in stored if tensor.packed is not None)
-        return max(0, *blocks, *packed)
+        return max((0, *blocks, *packed))
 
     @property
     def format(self) -> str:
@@ -106,7 +106,7 @@ def engine_weights(key: Same[PlannedModel]) -> EngineWeights | None:
     if model.made_as in MADE_WHILE_LOADING:
         plain = model if model.unquantized is None else model.unquantized
         return EngineWeights(plain.spec, _stored(plain), "fp8" if model.made_as == "fp8" else "int4")
-    if model.stored is not None and model.canonical is None:
+    if model.stored is not None and model.canonical is None and not model.derived:
         return None
     return EngineWeights(model.spec, _stored(model))
 
