@@ -28,6 +28,8 @@ STORED_AS: Mapping[str, tuple[str, ...]] = {
     "moe_wna16": ("awq", "gptq"),
 }
 """Names that say how a checkpoint is stored, and the methods (`QuantSpec.method`) that each is true of."""
+READ_FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4")
+"""Of safetensors, as their configs name them."""
 MADE_WHILE_LOADING = ("fp8", "int4")
 """Of these, what an unquantized checkpoint is turned into."""
 KERNEL_NAMES: Mapping[str, str] = {
@@ -69,7 +71,7 @@ def _unknown(field: str, value: Any) -> ConfigurationError:
     known = str(value).strip().lower().replace("-", "_") in {name.replace("-", "_") for name in _UNREAD}
     return ConfigurationError(
         f"{field} {shorten(str(value))} is not supported" + ("" if known else ": no such method is known"),
-        needed="one of " + ", ".join(name for name in STORED_AS if name != "moe_wna16"),
+        needed="one of " + ", ".join((*READ_FORMATS, "gguf", "int4")),
         found=shorten(str(value)),
         fix=RUNS_INSTEAD,
         field="quantization",

@@ -224,7 +224,7 @@ def _weights_decisions(weights: EngineWeights, found: Plan, chosen: NvidiaGpu) -
         size = format_bytes(found.weights_bytes)
         reason = "kept as codes with their scales, which kernels read: fewer bytes for each token"
         yield Decision("weights", f"{weights.format}, {size}", reason, "model")
-    if weights.in_fp8:
+    if weights.in_fp8 and found.device.gpu is None:  # Of a GPU that is known, the plan says it.
         yield fp8_products(chosen.capability, chosen.name)
 
 
