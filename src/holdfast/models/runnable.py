@@ -81,7 +81,7 @@ def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
     elif spec.rope.dim == 0 or spec.rope.dim % 2:
         yield f"{fields.key('partial_rotary_factor')}: {spec.rope.dim} dimensions rotate, but they must rotate in pairs"
     if spec.quantization is not None:
-        yield f"quantization_config: {spec.quantization.method} weights"
+        yield from (f"quantization_config: {what}" for what in spec.quantization.lacking)
     if any(tensor.part == "vision" for tensor in spec.tensors):
         yield "images"
 

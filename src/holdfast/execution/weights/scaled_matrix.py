@@ -39,6 +39,8 @@ class ScaledMatrix:
         }
         self.codes, self.scales = made["codes"], made["scales"]
         self.zeros, self.order, self.inputs = made.get("zeros"), made.get("order"), made.get("inputs")
+        if self.inputs is not None:
+            self.inputs.zero_()
 
     @property
     def nbytes(self) -> int:
@@ -69,8 +71,10 @@ class ScaledMatrix:
         scales = self.scales.index_select(0, at)
         groups = scales.shape[1]
         wide = self._values(codes).view(len(rows), groups, -1)
-        if layout.codes == "int4":
-            wide -= INT4_ZERO if self.zeros is None else self.zeros.index_select(0, at).unsqueeze(-1).float()
+        if self.zeros is not None:
+            wide -= self.zeros.index_select(0, at).unsqueeze(-1).float()
+        elif layout.codes == "int4":
+            wide -= INT4_ZERO
         powers = torch.exp2(scales.float() - 127) if layout.scales == "uint8" else scales.float()
         wide *= powers.unsqueeze(-1)
         found = wide.view(len(rows), self.columns)
