@@ -207,7 +207,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         layout=cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question)),
         expand=expand,
         compiled=compiled,
-        loading_terms={**held, "staging": cpu.staging_bytes(stored)},
+        loading_terms={**held, "staging": cpu.staging_bytes(stored) + weights.quantizing_bytes},
         fixed_terms={
             **held, "scratch": scratch, "activations": activations, "adapters": adapters, "logits": 0, "buffers": 0,
             "grammars": grammars,

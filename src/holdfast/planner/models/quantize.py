@@ -21,6 +21,7 @@ from holdfast.footprint.layouts import is_quantized
 from holdfast.models import QuantSpec, TensorSpec, text_alone
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.gguf_mixes import KINDS, kind_of, layouts_of
+from holdfast.planner.sizing.engine_weights import held_or_not
 from holdfast.planner.sizing.sharded_weights import layouts_by_size, weights_of
 from holdfast.units import shorten
 
@@ -132,7 +133,7 @@ def _packed(model: PlannedModel, method: str) -> PlannedModel:
         if tensor.part != "text" and tensor.linear
     )
     quantization = replace(_SPECS[method], not_converted=kept)
-    spec = replace(model.spec, quantization=quantization)
+    spec = held_or_not(replace(model.spec, quantization=quantization), None)
     return replace(
         model, spec=spec, stored=None, canonical=None, format="none", made_as=method, unquantized=model
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -17,12 +17,16 @@ from holdfast.checkpoints import LAYOUTS, StoredTensor, packing_of, stored_parts
 from holdfast.checkpoints.files import PackedMatrix
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
 from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.errors import CheckpointError
 from holdfast.footprint import cpu
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.layouts import Quantize, is_quantized
+from holdfast.footprint.layouts import Quantize, is_quantized, quantized_layout
 from holdfast.models import ModelSpec, QuantSpec, TensorSpec
 from holdfast.planner.inputs.question import PlannedModel
+from holdfast.units import MIB
 
+QUANTIZING_BYTES = 16 * MIB
+"""Beyond the tile that any matrix is expanded in: the weights of one as numbers, and what its codes are tried with."""
 _NAMES: Mapping[str, str] = {
     "awq": "AWQ int4", "gptq": "GPTQ", "int4": "INT4", "int8": "INT8", "fp8": "FP8", "mxfp4": "MXFP4",
     "bitsandbytes": "bitsandbytes",
@@ -62,11 +66,26 @@ class EngineWeights:
 
     @property
     def largest_quantized_bytes(self) -> int:
-        """Of one matrix as it is stored, or one expert of a stack: it is there twice while it is put in its order."""
+        """Of one matrix as it is stored, or one expert of a stack: it is on the device too while it is put in its order
+        or quantized."""
         stored = (self.stored or {}).values()
         blocks = (tensor.nbytes for tensor in stored if tensor.packed is None and is_quantized(tensor.layout))
         packed = (tensor.nbytes // _experts(tensor) for tensor in stored if tensor.packed is not None)
-        return max((0, *blocks, *packed))
+        return max((0, *blocks, *packed, self._largest_made_bytes))
+
+    @property
+    def quantizing_bytes(self) -> int:
+        """Of the copies of a tile that is quantized while it is loaded."""
+        return 0 if self.quantize is None else QUANTIZING_BYTES
+
+    @property
+    def _largest_made_bytes(self) -> int:
+        """Of what is quantized while it is loaded, with the copies of a tile."""
+        if self.quantize is None or self.stored is None:
+            return 0
+        matrices = [tensor for tensor in self.spec.tensors if quantized_layout(tensor, self.quantize) is not None]
+        stored = [self.stored[tensor.name] for tensor in matrices if tensor.name in self.stored]
+        return self.quantizing_bytes + max((tensor.nbytes // _experts(tensor) for tensor in stored), default=0)
 
     @property
     def format(self) -> str:
@@ -97,6 +116,18 @@ def described(quantization: QuantSpec) -> str:
         words.append("in act-order")
     others = sorted({described(other) for other in quantization.others} - {" ".join(words)})
     return " and ".join([" ".join(words), *others])
+
+
+def held_or_not(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> ModelSpec:
+    """The same spec; where a matrix of it cannot lie in memory as it is quantized, one that this engine does not run,
+    with the reason."""
+    if not spec.runnable or spec.quantization is None:
+        return spec
+    try:
+        EngineWeights(spec, stored).nbytes(dtype="bfloat16")
+    except CheckpointError as error:
+        return replace(spec, unsupported=(*spec.unsupported, f"quantization_config: {error.message}"))
+    return spec
 
 
 @lru_cache(maxsize=64)
