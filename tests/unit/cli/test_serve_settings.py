@@ -73,7 +73,17 @@ def test_what_is_not_there_is_refused_with_the_reason(words: list[str], part: st
 
 
 def test_the_fix_is_the_command_that_works(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["serve", "a/b", "--attention-backend", "FLASH_ATTN", "--port=9", "-q", "awq", "--swap-space=4", "--trust_remote_code"]
+    asked = [
+        "serve",
+        "a/b",
+        "--attention-backend",
+        "FLASH_ATTN",
+        "--port=9",
+        "-q",
+        "awq",
+        "--swap-space=4",
+        "--trust_remote_code",
+    ]
     assert main([*asked, "--api-key", "geheim"]) == 2
     said = capsys.readouterr().err
     assert "--attention-backend FLASH_ATTN is not supported: Holdfast uses its own kernels" in said

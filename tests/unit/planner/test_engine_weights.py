@@ -90,7 +90,11 @@ def test_what_is_made_while_loading_is_made_of_the_files_that_are_there(ask: Ask
         assert weights.stored is stored
         assert weights.quantize == method
         assert weights.nbytes(dtype="bfloat16") == footprint.weights_bytes(
-            spec, stored, dtype="bfloat16", expand=False, quantize=method  # type: ignore[arg-type]
+            spec,
+            stored,
+            dtype="bfloat16",
+            expand=False,
+            quantize=method,  # type: ignore[arg-type]
         )
 
 
@@ -117,9 +121,7 @@ def test_sizes_in_the_docs_are_counted(ask: Ask) -> None:
             assert row[column].strip(" |") == f"{fit(replace(question, model=model)).weights_bytes / GIB:.2f} GiB"
 
 
-GPU = NvidiaGpu(
-    index=0, uuid="GPU-0", name="RTX 3090", total_bytes=24 * GIB, free_bytes=23 * GIB, capability=(8, 6)
-)
+GPU = NvidiaGpu(index=0, uuid="GPU-0", name="RTX 3090", total_bytes=24 * GIB, free_bytes=23 * GIB, capability=(8, 6))
 
 
 def served(name: str, gpu: NvidiaGpu = GPU, **settings: object) -> Plan:

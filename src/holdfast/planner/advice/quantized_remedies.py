@@ -193,7 +193,9 @@ def cut_with_kv(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Cha
     for variant in fewest:
         question = with_settings(replace(found.question, model=variant.model), kv_cache_dtype=smaller)
         yield (
-            replace(_change(found, variant, question, {"kv_cache_dtype": smaller, **more}, longest=True), least_tokens=least)
+            replace(
+                _change(found, variant, question, {"kv_cache_dtype": smaller, **more}, longest=True), least_tokens=least
+            )
             for more in _cut_settings(question)
         )
 

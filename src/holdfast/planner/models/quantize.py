@@ -134,9 +134,7 @@ def _packed(model: PlannedModel, method: str) -> PlannedModel:
     )
     quantization = replace(_SPECS[method], not_converted=kept)
     spec = held_or_not(replace(model.spec, quantization=quantization), None)
-    return replace(
-        model, spec=spec, stored=None, canonical=None, format="none", made_as=method, unquantized=model
-    )
+    return replace(model, spec=spec, stored=None, canonical=None, format="none", made_as=method, unquantized=model)
 
 
 # As llama.cpp writes it
