@@ -74,8 +74,8 @@ class EngineConfig:
     )
     load_format: str = setting(
         "auto",
-        "weight format: auto, safetensors, gguf, bitsandbytes (the same as --quantization bitsandbytes), or dummy (random"
-        " weights in the model's real shapes)",
+        "weight format: auto, safetensors, gguf, bitsandbytes (same as --quantization bitsandbytes), or dummy (random "
+        "weights in the model's real shapes)",
         choice("auto", "safetensors", "gguf", "bitsandbytes", "dummy"),
     )
     quantization: str | None = setting(

@@ -41,11 +41,12 @@ KERNEL_NAMES: Mapping[str, str] = {
 """vLLM's names that choose a kernel, or how far a scale reaches, for one of those."""
 _SPELLINGS = {"compressed_tensors": "compressed-tensors", "bnb": "bitsandbytes"}
 _AS_STORED = ("", "auto", "none", "null")
-_UNREAD = frozenset(
-    """aqlm bitblas deepspeedfp experts_int8 fp_quant gptq_marlin_24 hqq humming inc auto-round int8
-    int8_per_channel_weight_only ipex modelopt modelopt_fp4 modelopt_mixed modelopt_mxfp8 mxfp8 mxfp6 neuron_quant
-    nvfp4 online petit_nvfp4 qqq quark rtn torchao tpu_int8 squeezellm""".split()
-)
+_UNREAD = frozenset({
+    "aqlm", "auto-round", "bitblas", "deepspeedfp", "experts_int8", "fp_quant", "gptq_marlin_24", "hqq", "humming",
+    "inc", "int8", "int8_per_channel_weight_only", "ipex", "modelopt", "modelopt_fp4", "modelopt_mixed",
+    "modelopt_mxfp8", "mxfp6", "mxfp8", "neuron_quant", "nvfp4", "online", "petit_nvfp4", "qqq", "quark", "rtn",
+    "squeezellm", "torchao", "tpu_int8",
+})  # fmt: skip
 """vLLM's other names, of one release or another."""
 RUNS_INSTEAD = (
     "a copy of the model in AWQ, GPTQ, FP8, compressed-tensors or GGUF; or the unquantized model, which"

@@ -37,7 +37,7 @@ def _names(written: str) -> frozenset[str]:
 
 
 ENGINE: Mapping[str, str] = {
-    "quantization_config": "a checkpoint's own quantization_config is read; --quantization fp8 and int4 have no options",
+    "quantization_config": "a checkpoint's own is read; --quantization fp8 and int4 have no options",
     "allow_deprecated_quantization": "every format that is read is read without it",
     "quantization_param_path": "scales are read from the checkpoint",
     "calculate_kv_scales": "the KV cache is not quantized",

@@ -128,22 +128,69 @@ def made_four_bits(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[
 def _made(found: Plan, size: int) -> Iterator[Iterable[Change]]:
     """While the model is loaded: it needs no other file."""
     for variant in variants(found):
-        if _is_made(variant) and bits(variant) == size:
+        if is_made(variant) and bits(variant) == size:
             yield _whole(found, variant, _kv_beside(found))
 
 
-def _is_made(variant: Variant) -> bool:
+def is_made(variant: Variant) -> bool:
+    """While it is loaded."""
     return any(variant.model.made_as in methods for methods in MADE_WHILE_LOADING.values())
 
 
+def cut_ready(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+    """A shorter context, where none of those that need no other file holds the one that was requested."""
+    if not _quantized(offered):
+        yield from (_cut(found, variant) for variant in variants(found) if _is_ready(variant))
+
+
+def cut_with_kv(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+    """Where a published checkpoint holds only a shorter context: a longer one, with KV in fewer bits too."""
+    smaller, alone = _kv_beside(found), _quantized(offered)
+    if smaller is None or not alone or any(way.meets_request for way in offered):
+        return
+    least = max(way.fit.limits.max_model_len for way in alone) + 1
+    for variant in [one for one in variants(found) if one.published][-1:]:
+        question = with_settings(replace(found.question, model=variant.model), kv_cache_dtype=smaller)
+        changes = ({"kv_cache_dtype": smaller, **more} for more in _cut_settings(question))
+        yield (_change(found, variant, question, more, longest=True, least_tokens=least) for more in changes)
+
+
 def files_to_be_made(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
-    """On a GPU only where nothing of what is there fits; with llama.cpp a GGUF is made or found in any case."""
+    """On a GPU only where nothing of what is there holds all that was requested; with llama.cpp a GGUF is made or found
+    in any case."""
     question = found.question
     needless = question.machine.kind == "gpu" and question.engine != "llama.cpp"
     for variant in variants(found):
-        enough = needless and any(way.kind == "quantization" for way in offered)
-        if not variant.published and not _is_made(variant) and not enough:
+        enough = needless and any(way.meets_request for way in _quantized(offered))
+        if not _is_ready(variant) and not enough:
             yield _whole(found, variant, _kv_beside(found))
+
+
+def cut_files(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
+    """A shorter context only where no variant is of use otherwise; fewer bits than four only where nothing before
+    serves all that was requested."""
+    question, before = found.question, len(offered)
+    if _quantized(offered):
+        return
+    enough = any(way.meets_request for way in offered)
+    yield from (_cut(found, variant) for variant in variants(found) if not _is_ready(variant))
+    on_our_cpu = question.machine.kind == "cpu" and question.engine != "llama.cpp" and question.model.spec.runnable
+    if enough or on_our_cpu or question.engine == "holdfast":  # Holdfast computes with none of them.
+        return
+    least = least_bytes(question)
+    lower = [one for one in lower_variants(question.model) if least_bytes(replace(question, model=one.model)) < least]
+    cut = len(offered) == before
+    yield chain.from_iterable(_whole(found, variant) for variant in lower)
+    if cut and len(offered) == before:
+        yield chain.from_iterable(_cut(found, variant) for variant in lower)
+
+
+def _quantized(offered: Sequence[Remedy]) -> list[Remedy]:
+    return [way for way in offered if way.kind == "quantization"]
+
+
+def _is_ready(variant: Variant) -> bool:
+    return variant.published or is_made(variant)
 
 
 def _kv_beside(found: Plan) -> str | None:
@@ -163,43 +210,6 @@ def _whole(found: Plan, variant: Variant, smaller: str | None = None) -> Iterato
                 yield _change(found, variant, split_question, {**kv, **split, **more})
 
 
-def cut_variants(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
-    """A shorter context only where no variant holds the one that was requested; fewer bits than four only where nothing
-    before serves all that was requested."""
-    question, before = found.question, len(offered)
-    if any(way.kind == "quantization" for way in offered):
-        return
-    enough = any(way.meets_request for way in offered)
-    yield from (_cut(found, variant) for variant in variants(found))
-    on_our_cpu = question.machine.kind == "cpu" and question.engine != "llama.cpp" and question.model.spec.runnable
-    if enough or on_our_cpu:  # Holdfast computes with none of them.
-        return
-    least = least_bytes(question)
-    lower = [one for one in lower_variants(question.model) if least_bytes(replace(question, model=one.model)) < least]
-    cut = len(offered) == before
-    yield chain.from_iterable(_whole(found, variant) for variant in lower)
-    if cut and len(offered) == before:
-        yield chain.from_iterable(_cut(found, variant) for variant in lower)
-
-
-def cut_with_kv(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
-    """Where a published checkpoint holds only a shorter context: a longer one, with KV in fewer bits too."""
-    smaller = _kv_beside(found)
-    alone = [way for way in offered if way.kind == "quantization"]
-    if smaller is None or not alone or any(way.meets_request for way in offered):
-        return
-    fewest = [variant for variant in variants(found) if variant.published][-1:]
-    least = max(way.fit.limits.max_model_len for way in alone) + 1
-    for variant in fewest:
-        question = with_settings(replace(found.question, model=variant.model), kv_cache_dtype=smaller)
-        yield (
-            replace(
-                _change(found, variant, question, {"kv_cache_dtype": smaller, **more}, longest=True), least_tokens=least
-            )
-            for more in _cut_settings(question)
-        )
-
-
 def _cut(found: Plan, variant: Variant) -> Iterator[Change]:
     question = replace(found.question, model=variant.model)
     yield from (_change(found, variant, question, more, longest=True) for more in _cut_settings(question))
@@ -210,10 +220,16 @@ def _cut_settings(question: Question) -> Iterator[dict[str, object]]:
 
 
 def _change(
-    found: Plan, variant: Variant, question: Question, changes: dict[str, object], *, longest: bool = False
+    found: Plan,
+    variant: Variant,
+    question: Question,
+    changes: dict[str, object],
+    *,
+    longest: bool = False,
+    least_tokens: int = 0,
 ) -> Change:
     made_as = variant.model.made_as
-    to_be_made = made_as is not None and not _is_made(variant)
+    to_be_made = made_as is not None and not is_made(variant)
     coarse = COARSE if made_as in TWO_BIT_GGUF_TYPES else ""
     slow = None if question.machine.kind == "gpu" or variant.method in GGUF_TYPES else SLOW_ON_A_CPU
     return Change(
@@ -221,6 +237,7 @@ def _change(
         {**model_setting(variant), **changes},
         f"{variant.label}: {{weights}} of weights instead of {format_bytes(found.weights_bytes)}{also(changes)}",
         longest=longest,
+        least_tokens=least_tokens,
         # With llama.cpp a GGUF is made or found in any case.
         available=not to_be_made or found.question.engine == "llama.cpp",
         note=f"{MADE_FIRST}{coarse}" if to_be_made else slow,

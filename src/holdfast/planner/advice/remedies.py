@@ -25,7 +25,8 @@ from holdfast.planner.advice.hardware_remedies import (
     tiers,
 )
 from holdfast.planner.advice.quantized_remedies import (
-    cut_variants,
+    cut_files,
+    cut_ready,
     cut_with_kv,
     files_to_be_made,
     kv_dtype,
@@ -224,9 +225,10 @@ TABLE = (
     RemedyRow("quantization", "weights in 8 bits: a little quality; loading takes longer", made_eight_bits),
     RemedyRow("quantization", "weights in 4 bits, without calibration: some quality, more than with AWQ or GPTQ;"
               " loading takes longer", made_four_bits),
-    RemedyRow("quantization", FEWER_BITS, files_to_be_made, VARIANTS_SHOWN),
-    RemedyRow("quantization", FEWER_BITS, cut_variants, VARIANTS_SHOWN),
+    RemedyRow("quantization", FEWER_BITS, cut_ready, VARIANTS_SHOWN),
     RemedyRow("quantization", "weights and KV in fewer bits: some quality", cut_with_kv),
+    RemedyRow("quantization", FEWER_BITS, files_to_be_made, VARIANTS_SHOWN),
+    RemedyRow("quantization", FEWER_BITS, cut_files, VARIANTS_SHOWN),
     RemedyRow("more_gpus", "more hardware", more_gpus),
     RemedyRow("tiers", "slower: part of the weights is read over the link in every step", tiers),
     RemedyRow("bigger_gpu", "other hardware", bigger_gpu),

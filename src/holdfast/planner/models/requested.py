@@ -21,9 +21,9 @@ from holdfast.observability.decisions import Decision
 
 MISMATCH = "HF144"
 _WHILE_LOADING = {
-    "fp8": "the checkpoint is unquantized: its linear layers become FP8 while they are loaded, with a scale for each row",
-    "int4": "the checkpoint is unquantized: its linear layers become 4-bit integers while they are loaded, with a scale"
-    " for each 128 weights of a row, rounded to the nearest; a checkpoint made with AWQ or GPTQ loses less",
+    "fp8": "the checkpoint is unquantized: its linear layers become FP8 while they are loaded, a scale for each row",
+    "int4": "the checkpoint is unquantized: its linear layers become 4-bit integers while they are loaded, a scale for"
+    " each 128 weights of a row; a checkpoint made with AWQ or GPTQ loses less",
 }
 
 
