@@ -17,6 +17,8 @@ Method = Literal["awq", "gptq", "fp8", "int8", "int4", "bitsandbytes", "mxfp4"]
 Granularity = Literal["tensor", "channel", "group", "block"]
 Inputs = Literal["plain", "fp8", "int8"]
 _METHODS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
+INSTEAD = "use this model in AWQ, GPTQ, FP8, compressed-tensors W4A16 or W8A8, bitsandbytes NF4, or as a GGUF file"
+"""Of what this engine cannot read."""
 _FORMS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
 """Of compressed-tensors: how it may be stored; mixed-precision says it of each group."""
 _MAX_PATTERNS, _MAX_GROUPS = 65536, 256
@@ -101,7 +103,9 @@ def quantization_from_config(config: Fields) -> QuantSpec | None:
         return _bitsandbytes(table)
     if method == "mxfp4":
         return QuantSpec(method="mxfp4", bits=4, group_size=32, not_converted=_modules(table, "modules_to_not_convert"))
-    raise config.wrong("quantization_config", "a quant_method of " + ", ".join(_METHODS), method)
+    unknown = config.wrong("quantization_config", "a quant_method of " + ", ".join(_METHODS), method)
+    unknown.fix = INSTEAD
+    raise unknown
 
 
 def _awq(table: Fields) -> QuantSpec:
@@ -244,7 +248,9 @@ def _compressed_group(table: Fields, groups: Fields, name: str) -> QuantSpec:
         raise table.wrong("config_groups", "a group with weights", groups.values)
     bits, kind = _bits(weights, "num_bits", (4, 8)), weights.text("type", default="int")
     if kind not in ("int", "float") or (kind == "float" and bits != 8):
-        raise weights.wrong("type", "int, or float with 8 bits (NVFP4 and MXFP4 are not known here)", kind)
+        unread = weights.wrong("type", "int, or float with 8 bits", f"{kind} with {bits} bits, such as NVFP4 or MXFP4")
+        unread.fix = INSTEAD
+        raise unread
     strategy = weights.text("strategy", default="group" if weights.has("group_size") else "tensor")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise weights.wrong("strategy", "tensor, channel, group or block", strategy)

@@ -15,15 +15,22 @@ import transformers
 from quantized_files import Format, compressed, write_quantized
 from safetensors.torch import load_file, save_file
 
-from holdfast.checkpoints import Checkpoint, match
+from holdfast.checkpoints import Checkpoint, StoredTensor, extra_tensors, match, packing_of, stored_parts
 from holdfast.checkpoints.formats import safetensors
+from holdfast.checkpoints.validation.packed_parts import find_packed
+from holdfast.errors import CheckpointError
 from holdfast.execution import native
 from holdfast.execution.layers.experts import QuantizedStack
+from holdfast.execution.layers.linear import QuantizedLinear
+from holdfast.execution.memory import PeakMemory
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import Weights, load_weights
-from holdfast.footprint.cpu import weights_bytes
+from holdfast.execution.weights.packed import PackedSource
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.cpu import STAGING_BYTES, weights_bytes
+from holdfast.footprint.layouts import scaled_layout
 from holdfast.kvcache.groups import KVLayout, form_groups
-from holdfast.models import ModelSpec, from_config
+from holdfast.models import ModelSpec, TensorSpec, describe_config, from_config
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
 
 CPU = torch.device("cpu")
@@ -35,6 +42,10 @@ MOE: dict[str, Any] = {
     "mlp_only_layers": [],
 }  # fmt: skip
 STATIC = 0.03
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 4,
+}  # fmt: skip
 
 
 def gptq_config(**more: Any) -> dict[str, Any]:
@@ -175,6 +186,7 @@ def loaded(folder: Path, **more: Any) -> tuple[ModelSpec, Weights]:
     spec, checkpoint = opened(folder)
     settings = {"expand": False, "compiled": False, **more}
     with checkpoint:
+        assert extra_tensors(spec, checkpoint) == ()
         weights = load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, **settings)
         assert weights.nbytes == weights_bytes(spec, match(spec, checkpoint), dtype="float32", **settings)
     return spec, weights
@@ -259,6 +271,8 @@ def test_dense_models_equal_transformers_with_the_same_numbers(
     # Of rounded inputs, one that lies between two codes may fall to either side.
     tolerance = 2e-4 if made.inputs == "plain" else 2e-2
     ways = [weights, *([] if made.inputs != "plain" else [loaded(tmp_path / "quantized", expand=True)[1]])]
+    if native.available() and name in ("awq-modules", "gptq-ordered", "fp8-static"):
+        ways.append(loaded(tmp_path / "quantized", compiled=True)[1])
     for prompt in (PROMPT[:1], PROMPT):
         expected = expected_chances(model, prompt)
         for way in ways:
@@ -286,3 +300,139 @@ def test_mixtures_equal_transformers_with_the_same_numbers(
         found = log_chances(spec, weights, PROMPT)
         torch.testing.assert_close(found, expected, atol=5e-4, rtol=0)
         assert isinstance(weights.layers[0].mlp.gate_up[0], QuantizedStack) != more.get("expand", False)  # type: ignore[attr-defined]
+
+
+def test_what_is_kept_in_which_way(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """Parts with equal layouts are one matrix; what was left alone, or has an order of its own, is multiplied apart."""
+    oracle = oracles("Llama", **LLAMA)
+    kinds = {}
+    for name in ("awq", "awq-modules", "gptq-ordered", "fp8-static", "fp8-uneven-blocks", "mixed"):
+        write_quantized(oracle.folder, tmp_path / name, FORMATS[name])
+        _, weights = loaded(tmp_path / name)
+        kinds[name] = [type(layer.qkv).__name__ for layer in weights.layers], weights.layouts
+    one, apart = ["QuantizedLinear"] * 2, ["StackedLinear"] * 2
+    assert kinds["awq"] == (one, ("float32", "int4 g32"))
+    assert kinds["fp8-static"] == (one, ("float32", "fp8"))
+    assert kinds["awq-modules"] == (apart, ("float32", "int4 g32"))
+    assert kinds["gptq-ordered"] == (apart, ("float32", "int4 g32"))
+    assert kinds["fp8-uneven-blocks"] == (apart, ("float32", "fp8 48x32"))
+    assert kinds["mixed"] == (one, ("float32", "fp8", "int4 g32"))
+
+
+def test_heads_and_biases(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """A quantized head, biases beside codes, and a head that is the embedding, which stays plain."""
+    oracle = oracles("Qwen2", hidden_size=64, intermediate_size=128, num_hidden_layers=2, tie_word_embeddings=False)
+    made = Format(gptq_config(lm_head=True), written.gptq())
+    tied = oracles("Qwen2", hidden_size=64, intermediate_size=128, num_hidden_layers=2, tie_word_embeddings=True)
+    for source, head in ((oracle, True), (tied, False)):
+        folder = tmp_path / str(head)
+        # Rows of 300 do not fill words of eight codes.
+        means = write_quantized(source.folder, folder, made if not head else FORMATS["fp8-weights-only"], head=head)
+        if head:
+            config = json.loads((folder / "config.json").read_text())
+            config["quantization_config"]["ignore"] = []
+            (folder / "config.json").write_text(json.dumps(config))
+        assert ("lm_head.weight" in means) == head
+        expected = expected_chances(plain_twin(source.folder, tmp_path / f"plain-{head}", means), PROMPT)
+        spec, weights = loaded(folder)
+        assert isinstance(weights.head, QuantizedLinear) == head
+        torch.testing.assert_close(log_chances(spec, weights, PROMPT), expected, atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-static", "gptq-8-asymmetric-ordered", "nf4", "fp8-blocks"])
+def test_dummies_lie_as_the_checkpoint_would(name: str, oracles: Callable[..., Any], tmp_path: Path) -> None:
+    for architecture, settings in (("Llama", LLAMA), ("Qwen3Moe", MOE)):
+        if architecture == "Qwen3Moe" and "ordered" in name:
+            continue
+        oracle = oracles(architecture, **settings)
+        config = json.loads((oracle.folder / "config.json").read_text())
+        spec = from_config({**config, "quantization_config": dict(FORMATS[name].config)})
+        weights = load_weights(spec, None, dtype=torch.float32, device=CPU, expand=False)
+        assert weights.nbytes == weights_bytes(spec, None, dtype="float32", expand=False)
+        found = log_chances(spec, weights, PROMPT)
+        assert bool(found.isfinite().all())
+        assert float(found.std()) > 0.3
+
+
+def test_experts_in_act_order_are_refused_by_name(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    oracle = oracles("Qwen3Moe", **MOE)
+    write_quantized(oracle.folder, tmp_path / "quantized", FORMATS["gptq-ordered"])
+    with pytest.raises(CheckpointError, match=r"experts\.\{expert\}\.gate_proj") as caught:
+        loaded(tmp_path / "quantized")
+    assert "act-order" in str(caught.value.needed)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.mlp.experts.3.up_proj.scales"), r"experts\.3\.up_proj\.scales"),
+        (
+            lambda tensors: tensors.update({
+                "model.layers.0.mlp.experts.2.down_proj.scales":
+                    tensors["model.layers.0.mlp.experts.2.down_proj.scales"].float()
+            }),
+            r"experts of one layer",
+        ),
+        (
+            lambda tensors: tensors.update({
+                "model.layers.0.mlp.experts.4.down_proj.weight": torch.zeros(64, 64),
+                "unused": tensors.pop("model.layers.0.mlp.experts.4.down_proj.qweight"),
+            }),
+            r"experts\.4\.down_proj\.qweight",
+        ),
+    ],
+)  # fmt: skip
+def test_an_expert_unlike_the_others_is_named(
+    change: Callable[[dict[str, torch.Tensor]], Any], word: str, oracles: Callable[..., Any], tmp_path: Path
+) -> None:
+    oracle = oracles("Qwen3Moe", **MOE)
+    write_quantized(oracle.folder, tmp_path / "quantized", FORMATS["awq"])
+    file = tmp_path / "quantized" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    spec, checkpoint = opened(tmp_path / "quantized")
+    with pytest.raises(CheckpointError, match=word):
+        match(spec, checkpoint)
+
+
+@pytest.mark.parametrize("quantized", ["awq", "fp8", "gptq-ordered"])
+def test_loading_holds_the_stored_bytes_of_one_matrix_and_a_tile(quantized: str, tmp_path: Path) -> None:
+    """Of a matrix of 24 million weights, which in bfloat16 alone would take 48 MB."""
+    rows, columns = 2048, 12288
+    tensor = TensorSpec(name="layers.0.down", shape=(rows, columns), hf_name="m.weight", gguf_name="", linear=True)
+    made = FORMATS[quantized]
+    quantization = describe_config({**TINY, "quantization_config": dict(made.config)}).quantization
+    assert quantization is not None
+    packing = packing_of(quantization, tensor, "bfloat16")
+    assert packing is not None
+    types = {"I32": torch.int32, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+    parts: dict[str, torch.Tensor] = {}
+    for part in stored_parts(packing, rows, columns):
+        parts[f"m.{part.name}"] = torch.zeros(part.shape, dtype=types[part.layout])
+    if "m.qzeros" in parts:
+        parts["m.qzeros"].fill_(0x77777777)
+    if "m.g_idx" in parts:
+        parts["m.g_idx"] = torch.randperm(columns, dtype=torch.int32) // 32
+    file = tmp_path / "one.safetensors"
+    save_file(parts, file)
+    raw = sum(part.nbytes for part in parts.values())
+    del parts
+    headers = safetensors.read_headers((file,))
+    stored, _ = find_packed(tensor, packing, headers)
+    assert stored is not None
+    assert stored.packed is not None
+    layout = scaled_layout(stored.packed.packing, tensor, stored)
+    matrix = ScaledMatrix(layout, rows, columns, CPU)
+    for plane in (matrix.codes, matrix.scales, matrix.zeros):
+        if plane is not None:
+            plane.view(torch.uint8).zero_()
+    held, checkpoint = stored.packed, Checkpoint(headers, "safetensors")
+
+    def read(part: StoredTensor) -> torch.Tensor:
+        numbers = torch.from_numpy(checkpoint.read(part.name))
+        return numbers.view(types[part.layout]).view(part.shape)
+
+    with PeakMemory() as peak, checkpoint:
+        PackedSource(held.packing, held.parts, layout, rows, columns, read).fill(matrix, 0)
+    assert peak.grown_bytes < raw + STAGING_BYTES

@@ -17,6 +17,7 @@ matrices of a model a quantizer took: norms, embeddings and heads mostly stay as
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -32,6 +33,13 @@ MXFP4_BLOCK, NVFP4_BLOCK = 32, 16
 BNB_BLOCK, BNB_NESTED_BLOCK = 64, 256
 _NESTED_OFFSET_DIGITS = 19
 """bitsandbytes writes one float as text beside every matrix: about so many characters, the one inexact count here."""
+
+
+PART_NAMES = re.compile(
+    r"(.*)\.(?:qweight|qzeros|scales|g_idx|SCB|weight_(?:packed|scale|scale_inv|zero_point|g_idx|shape|format)"
+    r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)|input_(?:scale|scale_ub|zero_point))"
+)
+"""What quantizers write beside a module's name, or in place of its weight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,10 @@ class PackedSource:
         else:
             zeros = _integers(stored.t().contiguous(), bits).t()[: self.rows]
         if method == "gptq" and self.packing.zeros_less_one:
-            zeros = zeros + 1 & 15 if bits == 4 else zeros + 1  # Both go round, as AutoGPTQ's own reader has them.
+            if bool((zeros == (15 if bits == 4 else 127)).any()):
+                # Some readers take it for 0, and others for one more than there are codes.
+                raise self._broken(part.name, f"zero points less one, below {2**bits - 1}", f"{2**bits - 1}")
+            zeros = zeros + 1
         if self.layout.zeros:
             return zeros
         middle = INT4_ZERO if bits == 4 else 0
