@@ -11,7 +11,7 @@ import torch
 import transformers
 from quantized_files import Format, write_quantized
 
-from holdfast import LLM, SamplingParams
+from holdfast import LLM, SamplingParams, plan
 from holdfast.config import EngineConfig
 from holdfast.engine.startup import build
 from holdfast.errors import ConfigurationError
@@ -74,6 +74,9 @@ def test_what_was_planned_is_held(
         assert len(output.outputs[0].token_ids) == 4
         decisions = "\n".join(llm.info.decisions)
     assert line in capsys.readouterr().err
+    # As `holdfast plan` has it, from headers alone.
+    told = plan(str(folders[stored]), ram="4GiB", dtype="float32", expand_weights="never", quantization=asked)
+    assert told.fit.weights_bytes == weights.planned_bytes
     assert ("quantization = " in decisions) == (asked not in (None, stored))
 
 

@@ -78,7 +78,7 @@ def test_what_only_says_how_files_are_stored_makes_nothing(asked: str) -> None:
 def test_a_gguf_file_is_gguf() -> None:
     assert requested("gguf", None, gguf=True, name="m.gguf").made is None
     for asked in ("fp8", "int4", "awq"):
-        with pytest.raises(ConfigurationError, match="a GGUF file"):
+        with pytest.raises(ConfigurationError, match="blocks of a GGUF file"):
             requested(asked, None, gguf=True, name="m.gguf")
     with pytest.raises(ConfigurationError, match="unquantized weights"):
         requested("gguf", None, gguf=False, name="m")

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
+from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
@@ -133,7 +134,9 @@ def _packed(model: PlannedModel, method: str) -> PlannedModel:
         if tensor.part != "text" and tensor.linear
     )
     quantization = replace(_SPECS[method], not_converted=kept)
-    spec = held_or_not(replace(model.spec, quantization=quantization), None)
+    spec = replace(model.spec, quantization=quantization)
+    if method not in MADE_WHILE_LOADING:  # What this engine makes itself it can hold.
+        spec = held_or_not(spec, None)
     return replace(model, spec=spec, stored=None, canonical=None, format="none", made_as=method, unquantized=model)
 
 

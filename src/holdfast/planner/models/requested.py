@@ -43,7 +43,7 @@ def requested(asked: str | None, stored: QuantSpec | None, *, gguf: bool, name: 
     if gguf or family == "gguf":
         if gguf and family == "gguf":
             return Requested()
-        raise _mismatch(asked, "a GGUF file" if gguf else _described(stored), name)
+        raise _mismatch(asked, "blocks of a GGUF file" if gguf else _described(stored), name)
     if stored is not None:
         if not set(_methods(stored)) & set(STORED_AS[family]):
             raise _mismatch(asked, _described(stored), name)
