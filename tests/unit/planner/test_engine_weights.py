@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config.engine import EngineConfig
+from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu as footprint
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.scaled_layouts import ScaledLayout
@@ -18,10 +19,10 @@ from holdfast.models import QuantSpec, catalogue, describe_config
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.question import Device, PlannedModel
-from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.models.quantize import as_plain, quantized_as
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.planner.sizing.engine_weights import described, engine_weights
+from holdfast.planner.sizing.engine_weights import described, engine_weights, held_or_not
 from holdfast.units import GIB, MIB
 
 Ask = Callable[..., Question]
@@ -175,6 +176,29 @@ def test_on_a_cpu_they_are_expanded_only_where_there_is_room(ask: Ask, cpu: Call
     # Inputs of FP8 are rounded too, which belongs to the product: expanding would change it.
     found = fit(ask("llama-3.1-8b-fp8", device=cpu(200, 200)))
     assert not found.engine.expand_weights
+
+
+def test_names_of_kernels_are_planned_as_their_formats() -> None:
+    plain, awq = known("llama-3.1-8b"), known("llama-3.1-8b-awq")
+    for written, method in (("awq_marlin", "awq"), ("gptq_bitblas", "gptq"), ("fp8_per_tensor", "fp8")):
+        assert quantized_as(plain, written).made_as == method
+    for written in ("awq", "awq_marlin", "moe_wna16"):
+        assert quantized_as(awq, written) is awq
+    with pytest.raises(ConfigurationError, match="is already quantized"):
+        quantized_as(awq, "gptq_marlin")
+    with pytest.raises(ConfigurationError, match="is not known"):
+        quantized_as(plain, "moe_wna16")
+
+
+def test_what_the_engine_cannot_hold_is_planned_for_others() -> None:
+    """Rows of 8,208 columns are no whole pieces of 32; unquantized they are fine."""
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 16}
+    config = {**catalogue.find("llama-3.2-1b").config, "quantization_config": awq}
+    spec = held_or_not(describe_config({**config, "intermediate_size": 8208}), None)
+    assert [reason.partition(" ")[0] for reason in spec.unsupported] == ["quantization_config:"]
+    model = PlannedModel(name="m", spec=spec, origin="folder")
+    assert as_plain(model).spec.runnable
+    assert held_or_not(describe_config(config), None).runnable
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from holdfast.planner.inputs.timeout import within
 from holdfast.planner.models.gguf_mixes import description
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.variants import of_entry
-from holdfast.planner.sizing.engine_weights import held_or_not
+from holdfast.planner.sizing.engine_weights import OF_QUANTIZATION, held_or_not
 from holdfast.planner.sizing.sharded_weights import require_known_layouts
 from holdfast.units import format_bytes, shorten
 
@@ -243,6 +243,6 @@ def _canonical(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[ModelSpec, Mapp
     try:
         canonical = match(spec, checkpoint)
     except CheckpointError as error:
-        return replace(spec, unsupported=(f"quantization_config: {error.message}",)), None
+        return replace(spec, unsupported=(f"{OF_QUANTIZATION} {error.message}",)), None
     held = held_or_not(spec, canonical)
     return held, canonical if held.runnable else None

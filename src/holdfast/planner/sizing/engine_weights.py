@@ -25,6 +25,8 @@ from holdfast.models import ModelSpec, QuantSpec, TensorSpec
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.units import MIB
 
+OF_QUANTIZATION = "quantization_config:"
+"""Before what a quantization needs that this engine lacks."""
 QUANTIZING_BYTES = 16 * MIB
 """Beyond the tile that any matrix is expanded in: the weights of one as numbers, and what its codes are tried with."""
 _NAMES: Mapping[str, str] = {
@@ -126,7 +128,7 @@ def held_or_not(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> M
     try:
         EngineWeights(spec, stored).nbytes(dtype="bfloat16")
     except CheckpointError as error:
-        return replace(spec, unsupported=(*spec.unsupported, f"quantization_config: {error.message}"))
+        return replace(spec, unsupported=(*spec.unsupported, f"{OF_QUANTIZATION} {error.message}"))
     return spec
 
 
