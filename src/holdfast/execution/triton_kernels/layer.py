@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, as_codes, encode
+
 ROTATED_HEADS = 8
 """Heads a program of `rotate_and_store` takes."""
 GATE_COLUMNS = 1024
@@ -148,11 +150,23 @@ def _normed_part(part, scale, query_norm, key_norm, index, real, is_key, is_valu
 
 
 @triton.jit
+def _cached(part, factor, KIND: tl.constexpr, pages, FORMAT: tl.constexpr):
+    """As pages keep it. Rounded to the product's type first: pages of the same type then hold what the buffer holds."""
+    rounded = part.to(KIND)
+    if FORMAT == PLAIN:
+        kept = rounded.to(pages.dtype.element_ty)
+    else:
+        kept = encode(rounded.to(tl.float32) * factor, FORMAT)
+    return kept
+
+
+@triton.jit
 def _rotate_and_store(
     qkv, angles, positions, slots, pages, tables, query_norm, key_norm, qkv_stride, table_stride, place, epsilon,
+    by_key_scale, by_value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
-    BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_REST: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """REST: what of a head is beyond the turned part, 0 where all of it is turned. NORM: queries and keys are normed
     first, every head by itself."""
@@ -200,12 +214,11 @@ def _rotate_and_store(
     kv_head = head - HEADS - tl.where(is_value, KV_HEADS, 0)
     target = pages + (row * KV_HEADS + kv_head) * DIM
     kept = inside & (head >= HEADS) & (page >= 0)
-    # Rounded to the product's type first: pages of the same type then hold what the buffer holds.
-    cache = pages.dtype.element_ty
-    tl.store(target + index, first.to(kind).to(cache), mask=kept & real)
-    tl.store(target + HALF + index, second.to(kind).to(cache), mask=kept & real)
+    factor = tl.where(is_value, by_value_scale, by_key_scale)
+    tl.store(target + index, _cached(first, factor, kind, pages, FORMAT), mask=kept & real)
+    tl.store(target + HALF + index, _cached(second, factor, kind, pages, FORMAT), mask=kept & real)
     if REST:
-        tl.store(target + beyond, rest.to(kind).to(cache), mask=kept & real_rest)
+        tl.store(target + beyond, _cached(rest, factor, kind, pages, FORMAT), mask=kept & real_rest)
 
 
 def rotate_and_store(
@@ -220,6 +233,8 @@ def rotate_and_store(
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Queries and keys of qkv [tokens, (heads + 2·kv heads)·dim] are turned in place; keys and values go to pages
     [blocks, places, 2, tokens, kv heads, dim] at `place`.
@@ -227,9 +242,11 @@ def rotate_and_store(
     angles: float32 [tokens, turned dims] of `fill_cos_sin`. A token with slot < 0, position < 0 or a page < 0 in tables
     [slots, blocks] leaves no keys. Heads are turned as two halves of the turned part; what is beyond it stays as it is.
     query_norm and key_norm [dim]: heads are divided by their root mean square and multiplied with these before.
+    float8 pages hold keys and values divided by their scales, the largest finite number where that is exceeded.
     """
     if len(qkv) == 0:
         return
+    pages, kept = as_codes(pages)
     _, places, _, tokens, kv_heads, dim = pages.shape
     total = qkv.shape[1] // dim
     half = angles.shape[-1] // 2
@@ -237,9 +254,11 @@ def rotate_and_store(
     _rotate_and_store[(len(qkv), triton.cdiv(total, ROTATED_HEADS))](
         qkv, angles, positions, slots, pages, tables, qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm, qkv.stride(0), tables.stride(0), place, epsilon,
+        1.0 / key_scale, 1.0 / value_scale,
         HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, TOKENS=tokens, PLACES=places,
         BLOCK_HEADS=ROTATED_HEADS, BLOCK_HALF=triton.next_power_of_2(max(1, half)), REST=rest,
-        BLOCK_REST=triton.next_power_of_2(max(1, rest)), NORM=query_norm is not None, num_warps=WARPS,
+        BLOCK_REST=triton.next_power_of_2(max(1, rest)), NORM=query_norm is not None, FORMAT=kept,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
