@@ -172,9 +172,7 @@ class Decode:
 
 
 class Prefill:
-    def __init__(
-        self, shape: Shape, rows: list[tuple[int, int]], window: int, stored: torch.dtype = DTYPE
-    ) -> None:
+    def __init__(self, shape: Shape, rows: list[tuple[int, int]], window: int, stored: torch.dtype = DTYPE) -> None:
         self.shape, self.window, self.rows = shape, window, rows
         self.starts, self.counts = numpy.array(rows).T
         self.pool = Pool(shape, [start + count for start, count in rows], stored)
@@ -192,7 +190,9 @@ class Prefill:
 
     def seconds(self, tile: tiles.Tile | None = None) -> float:
         ratio = self.shape.heads // self.shape.kv_heads
-        chosen = tile or tiles.prefill_tile(ratio, self.shape.width, DTYPE.itemsize, codes=self.pool.pages.itemsize == 1)
+        chosen = tile or tiles.prefill_tile(
+            ratio, self.shape.width, DTYPE.itemsize, codes=self.pool.pages.itemsize == 1
+        )
         tile_lists = tiles.prefill_tiles(self.counts, self.starts, chosen.rows // ratio)
         tile_rows, tile_starts = (ints(x) for x in tile_lists)
 

@@ -168,7 +168,11 @@ def test_decode_in_windows(device: torch.device, window: int, softcap: float) ->
     case.check()
 
 
-FLOAT8 = [(torch.float8_e4m3fn, torch.float32), (torch.float8_e5m2, torch.float32), (torch.float8_e4m3fn, torch.float16)]
+FLOAT8 = [
+    (torch.float8_e4m3fn, torch.float32),
+    (torch.float8_e5m2, torch.float32),
+    (torch.float8_e4m3fn, torch.float16),
+]
 if ON_GPU:
     FLOAT8 += [(stored, torch.bfloat16) for stored in (torch.float8_e4m3fn, torch.float8_e5m2)]
 

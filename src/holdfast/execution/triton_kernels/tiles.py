@@ -61,9 +61,9 @@ _DECODE = {
 }
 _DECODE_CODES = {
     # Over float8 pages; (padded head width, bytes of a query's element).
-    (64, 2): Tile(16, 128, 4, 3),
-    (128, 2): Tile(16, 128, 4, 3),
-    (256, 2): Tile(16, 64, 4, 3),
+    (64, 2): Tile(16, 128, 2, 3),
+    (128, 2): Tile(16, 64, 2, 3),
+    (256, 2): Tile(16, 32, 2, 3),
     (64, 4): Tile(16, 32, 4, 2),
     (128, 4): Tile(16, 32, 8, 2),
     (256, 4): Tile(16, 16, 4, 2),

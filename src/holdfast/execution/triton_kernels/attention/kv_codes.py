@@ -22,7 +22,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def format_of(stored: torch.dtype) -> int:
-    return _FORMATS.get(stored, PLAIN.value)
+    return int(_FORMATS.get(stored, PLAIN.value))
 
 
 def as_codes(pages: torch.Tensor) -> tuple[torch.Tensor, int]:
