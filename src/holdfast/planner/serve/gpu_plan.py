@@ -34,7 +34,7 @@ from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
-from holdfast.planner.sizing.dtype import check_type, fp8_products
+from holdfast.planner.sizing.dtype import check_type, fp8_products, is_fp8
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.units import MIB, counted, format_bytes
 
@@ -129,13 +129,13 @@ def _gpu_plan(
         decisions=decisions,
     )
     found = fit(question)
-    if found.kv_dtype != found.dtype:
+    if found.kv_dtype != found.dtype and not is_fp8(found.kv_dtype):
         raise ConfigurationError(
-            "kv_cache_dtype must equal dtype on a GPU",
+            f"on a GPU the KV cache is kept in dtype, {found.dtype}, or in fp8",
             code=MIXED_KV,
-            needed=f"kv_cache_dtype {found.dtype}, the same as dtype",
+            needed=f"kv_cache_dtype {found.dtype}, fp8 or fp8_e5m2",
             found=f"kv_cache_dtype {found.kv_dtype}",
-            fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
+            fix=f"leave --kv-cache-dtype out, or --kv-cache-dtype fp8, or --dtype {found.kv_dtype}",
             field="kv_cache_dtype",
         )
     if not found.fits:
