@@ -12,7 +12,10 @@ from holdfast.checkpoints import StoredTensor
 from holdfast.config.engine import EngineConfig
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu as footprint
+from holdfast.footprint.cpu import Limits
+from holdfast.footprint.gpu import activations_bytes
 from holdfast.footprint.identity_key import Same
+from holdfast.footprint.rounded import workspace_bytes
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import QuantSpec, catalogue, describe_config
@@ -23,7 +26,7 @@ from holdfast.planner.models.quantize import as_plain, quantized_as
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.sizing.engine_weights import described, engine_weights, held_or_not
-from holdfast.units import GIB, MIB
+from holdfast.units import GIB
 
 Ask = Callable[..., Question]
 
@@ -101,10 +104,10 @@ def test_what_is_made_while_loading_is_made_of_the_files_that_are_there(ask: Ask
 
 def test_plans_say_how_fp8_is_multiplied(ask: Ask) -> None:
     for gpu, value in (("rtx3090", "weight-only"), ("rtx4090", "fp8"), ("a100-80", "weight-only"), ("h200", "fp8")):
-        (said,) = (one for one in fit(ask("llama-3.1-8b-fp8", gpu)).decisions if one.field == "fp8_products")
+        (said,) = (one for one in fit(ask("llama-3.1-8b-fp8", gpu)).decisions if one.field == "products")
         assert said.value == value
     for name, gpu in (("llama-3.1-8b-awq", "rtx3090"), ("llama-3.1-8b", "rtx3090"), ("llama-3.1-8b-fp8", "mi300x")):
-        assert not [one for one in fit(ask(name, gpu)).decisions if one.field == "fp8_products"]
+        assert not [one for one in fit(ask(name, gpu)).decisions if one.field == "products"]
 
 
 SIZES = (None, "fp8", "int8", "awq", "int4", "nf4", "Q4_K_M")
@@ -150,20 +153,34 @@ def test_how_weights_are_held_is_a_decision_with_its_reason() -> None:
     assert awq.engine.weights_format == "AWQ int4 g128"
     assert said(awq)["weights"][0].startswith("AWQ int4 g128, 5.")
     assert said(awq)["quantization"][0] == "awq"
-    assert "fp8_products" not in said(awq)
+    assert "products" not in said(awq)
     made = served("llama-3.1-8b", quantization="fp8")
-    value, reason = said(made)["fp8_products"]
+    value, reason = said(made)["products"]
     assert value == "weight-only"
-    assert "no FP8 units before compute capability 8.9 (RTX 3090 has 8.6)" in reason
+    assert "RTX 3090: compute capability 8.6 has no FP8 arithmetic (8.9 has)" in reason
     assert "while they are loaded" in said(made)["quantization"][1]
     newer = served("qwen3-8b-fp8", replace(GPU, name="L4", capability=(8, 9)), quantization="fp8")
-    assert said(newer)["fp8_products"][0] == "fp8"
+    assert said(newer)["products"][0] == "fp8"
     assert newer.engine.weights_format == "FP8 128x128"
 
 
 def test_a_tile_for_expansion_is_counted_where_weights_are_quantized() -> None:
-    plain, made = (served("llama-3.2-3b", **more) for more in ({}, {"quantization": "int4"}))
-    assert made.terms["activations"] - plain.terms["activations"] == 64 * MIB
+    limits = Limits(max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=512)
+    settings = {"max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    spec = known("llama-3.2-3b").spec
+    for quantize, rounded in ((None, False), ("int4", False), ("fp8", True)):
+        plan = served("llama-3.2-3b", quantization=quantize, **settings)
+        expected = activations_bytes(spec, limits, dtype="bfloat16", quantized=quantize is not None, rounded=rounded)
+        assert plan.terms["activations"] == expected, "of a GPU that is not known, inputs may be rounded"
+
+
+def test_inputs_have_a_workspace_only_where_they_are_rounded(ask: Ask) -> None:
+    def activations(gpu: str) -> int:
+        limits = {"max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+        found = fit(ask("llama-3.1-8b-fp8", gpu, **limits))
+        return next(term.nbytes for term in found.ranks[0].terms if term.name == "activations")
+
+    assert activations("rtx4090") - activations("rtx3090") == workspace_bytes(512, 14336, 4096, 2)
 
 
 def test_on_a_cpu_they_are_expanded_only_where_there_is_room(ask: Ask, cpu: Callable[..., Device]) -> None:

@@ -143,6 +143,7 @@ def _share(
         layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
         cost = layout_cost(layout, limits.max_num_batched_tokens)
         weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
+        capability = None if device.gpu is None else device.gpu.compute_capability
         found = byte_terms.engine_gpu_terms(
             spec,
             limits,
@@ -150,6 +151,7 @@ def _share(
             weights_bytes=held,
             block_tokens=settings.block_tokens,
             quantized=weights is not None and weights.quantized,
+            rounded=weights is not None and weights.rounds_inputs(capability),
             max_loras=settings.max_loras,
             max_lora_rank=settings.max_lora_rank,
             graphs=settings.graphs,

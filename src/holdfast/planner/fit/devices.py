@@ -17,7 +17,7 @@ from holdfast.planner.fit.count import count_plan as counted_fit
 from holdfast.planner.fit.count import counted_for, plain_type
 from holdfast.planner.fit.result import Plan, describe_devices, device_budget
 from holdfast.planner.inputs.question import Device, Question
-from holdfast.planner.sizing.dtype import chosen_dtype, chosen_kv_dtype, fp8_products, outgrows_half
+from holdfast.planner.sizing.dtype import chosen_dtype, chosen_kv_dtype, outgrows_half
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.sharded_weights import AS_STORED
 from holdfast.planner.sizing.terms import encoder_images
@@ -154,14 +154,14 @@ def engine(found: Plan) -> Iterator[Decision]:
     yield Decision("engine", "llama.cpp", f"{why}: memory is counted as llama.cpp allocates it, {said}", source)
 
 
-def fp8(found: Plan) -> Iterator[Decision]:
-    """How this engine multiplies weights in FP8 on a GPU that is known."""
+def products(found: Plan) -> Iterator[Decision]:
+    """How this engine multiplies weights of eight bits on a GPU that is known."""
     question, rank = found.question, found.ranks[0]
     held, gpu = engine_weights(Same(question.model)), rank.device.gpu
-    if gpu is None or held is None or not held.in_fp8:
+    if gpu is None or gpu.compute_capability is None or held is None or not held.quantized:
         return
     if counted_for(question, rank.device, len(found.ranks)) == "holdfast":
-        yield fp8_products(gpu.compute_capability, rank.device.name)
+        yield from held.products(gpu.compute_capability, rank.device.name)
 
 
 def weights(found: Plan) -> Iterator[Decision]:

@@ -185,7 +185,7 @@ def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: 
             *choices.engine(found),
             *choices.number_types(found),
             *choices.weights(found),
-            *choices.fp8(found),
+            *choices.products(found),
         ]
     if settings.max_model_len is None:
         chosen = length_decision(served, question.model.spec.max_position, longest, fits=found.fits)

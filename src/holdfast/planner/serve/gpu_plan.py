@@ -34,7 +34,7 @@ from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
-from holdfast.planner.sizing.dtype import check_type, fp8_products, is_fp8
+from holdfast.planner.sizing.dtype import check_type, is_fp8
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.units import MIB, counted, format_bytes
 
@@ -224,8 +224,8 @@ def _weights_decisions(weights: EngineWeights, found: Plan, chosen: NvidiaGpu) -
         size = format_bytes(found.weights_bytes)
         reason = "kept as codes with their scales, which kernels read: fewer bytes for each token"
         yield Decision("weights", f"{weights.format}, {size}", reason, "model")
-    if weights.in_fp8 and found.device.gpu is None:  # Of a GPU that is known, the plan says it.
-        yield fp8_products(chosen.capability, chosen.name)
+    if chosen.capability is not None and found.device.gpu is None:  # Of a GPU that is known, the plan says it.
+        yield from weights.products(chosen.capability, chosen.name)
 
 
 def _within_pool(plan: Plan) -> Plan:

@@ -14,8 +14,6 @@ from holdfast.planner.inputs.question import Device, Question
 _SHORT_NAMES = {"half": "float16", "float": "float32"}
 _OUTGROW_HALF = ("gemma2", "gemma3")
 """Architectures whose activations pass 65,504, the largest number of float16."""
-FP8_CAPABILITY = (8, 9)
-"""Ada and later multiply FP8 in hardware."""
 
 
 def asked_type(asked: str) -> str | None:
@@ -77,16 +75,6 @@ def gpu_type(spec: ModelSpec, devices: Sequence[Device]) -> Decision:
         return Decision("dtype", "bfloat16", "the model's dtype", "model")
     reason = f"half the width of the model's {stored}, and GPUs are built for it"
     return Decision("dtype", "bfloat16", reason, "planner")
-
-
-def fp8_products(capability: tuple[int, int] | None, name: str) -> Decision:
-    """How a GPU of ours multiplies with weights in FP8."""
-    if capability is None or capability >= FP8_CAPABILITY:
-        reason = f"{name} multiplies FP8 in hardware; inputs are rounded to it as the format says"
-        return Decision("fp8_products", "fp8", reason, "hardware")
-    has = ".".join(map(str, capability))
-    reason = f"no FP8 units before compute capability 8.9 ({name} has {has}): weights are decoded in the kernel"
-    return Decision("fp8_products", "weight-only", reason, "hardware")
 
 
 def compute_dtype(question: Question, ranks: int = 1) -> str:

@@ -7,7 +7,7 @@ weights, and how they are split over GPUs, is counted in sharded_weights.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -20,8 +20,11 @@ from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.errors import CheckpointError
 from holdfast.footprint import cpu
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.layouts import Quantize, is_quantized, quantized_layout
+from holdfast.footprint.layouts import Quantize, is_quantized, memory_layout, quantized_layout
+from holdfast.footprint.rounded import rounding_of
+from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import ModelSpec, QuantSpec, TensorSpec
+from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.units import MIB
 
@@ -59,12 +62,21 @@ class EngineWeights:
         """Of a GGUF file."""
         return any(is_quantized(tensor.layout) for tensor in (self.stored or {}).values() if tensor.packed is None)
 
-    @property
-    def in_fp8(self) -> bool:
-        """Some of it is."""
-        stored = self.spec.quantization
-        kinds = () if stored is None else (stored, *stored.others)
-        return self.quantize == "fp8" or any(kind.method == "fp8" for kind in kinds)
+    def rounds_inputs(self, capability: tuple[int, int] | None) -> bool:
+        """Whether products of layers without experts round their inputs on such a GPU; None: on any."""
+        layouts = _layouts(Same(self.spec), Same(self.stored), self.quantize)
+        return any(
+            layout.inputs != "plain" if capability is None else rounding_of(layout, capability).inputs != "plain"
+            for layout in layouts
+        )
+
+    def products(self, capability: tuple[int, int], gpu: str) -> Iterator[Decision]:
+        """How weights of eight bits are multiplied on a GPU, each way with its reason."""
+        layouts = _layouts(Same(self.spec), Same(self.stored), self.quantize)
+        eight = [rounding_of(layout, capability) for layout in layouts if not layout.four_bits]
+        for rounding in dict.fromkeys(eight):
+            how = "weight-only" if rounding.inputs == "plain" else rounding.inputs
+            yield Decision("products", how, f"{gpu}: {rounding.reason}", "hardware")
 
     @property
     def largest_quantized_bytes(self) -> int:
@@ -101,6 +113,29 @@ class EngineWeights:
             if is_quantized(tensor.layout):
                 sizes[tensor.layout] += tensor.nbytes
         return f"GGUF {' and '.join(layout for layout, _ in sizes.most_common(2))}" if sizes else ""
+
+
+@lru_cache(maxsize=64)
+def _layouts(
+    spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], quantize: Quantize | None
+) -> tuple[ScaledLayout, ...]:
+    """Of matrices that are no experts', each once."""
+    found: dict[ScaledLayout, None] = {}
+    for tensor in spec.held.tensors:
+        kept = None if stored.held is None else stored.held.get(tensor.name)
+        if tensor.linear and not tensor.experts and (kept is not None or stored.held is None):
+            layout = memory_layout(
+                tensor,
+                kept,
+                dtype="bfloat16",
+                expand=False,
+                compiled=False,
+                quantization=spec.held.quantization,
+                quantize=quantize,
+            )
+            if isinstance(layout, ScaledLayout):
+                found[layout] = None
+    return tuple(found)
 
 
 def described(quantization: QuantSpec) -> str:
