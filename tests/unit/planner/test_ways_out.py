@@ -152,7 +152,11 @@ def test_fp8_kv_only_where_the_gpu_has_it(ask: Ask) -> None:
     """A 4090 has FP8 units, a 3090 of the same size has none."""
     settings = {"max_model_len": 60000}
     assert only(fit(ask("llama-3.1-8b", "rtx4090", **settings)), "kv_cache_dtype")
-    assert not only(fit(ask("llama-3.1-8b", "rtx3090", **settings)), "kv_cache_dtype")
+    question = ask("llama-3.1-8b", "rtx3090", **settings)
+    assert not only(fit(question), "kv_cache_dtype")
+    assert not only(fit(replace(question, engine="vllm")), "kv_cache_dtype")
+    (way,) = only(fit(replace(question, engine="holdfast")), "kv_cache_dtype")  # It decodes it there.
+    assert way.commands()["holdfast"].available
 
 
 def test_traffic_that_is_too_much_may_wait(ask: Ask) -> None:

@@ -46,9 +46,11 @@ COARSE = "; two bits noticeably reduce quality: compare its output with a smalle
 
 
 def smaller_kv(found: Plan) -> str | None:
-    """What KV could be stored in instead; None: it is that already, or the GPU has no such units."""
-    on_gpu = found.question.machine.kind == "gpu"
-    able = on_gpu and all(rank.device.gpu is not None and rank.device.gpu.fp8 for rank in found.ranks)
+    """What KV could be stored in instead; None: it is that already, or the GPU has no such units. Holdfast decodes it
+    on every GPU that it runs on."""
+    on_gpu, gpus = found.question.machine.kind == "gpu", [rank.device.gpu for rank in found.ranks]
+    decoded = found.question.engine == "holdfast" and lacks_engine("holdfast", gpus) is None
+    able = on_gpu and all(gpu is not None and (gpu.fp8 or decoded) for gpu in gpus)
     smaller = "fp8" if able else "float16" if not on_gpu and found.kv_dtype == "float32" else None
     return None if smaller == found.kv_dtype else smaller
 
