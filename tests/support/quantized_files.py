@@ -240,7 +240,7 @@ def nf4(*, nested: bool = True) -> Encoder:
             table = numpy.linspace(-1, 1, 256).astype(numpy.float32)
             centred = numpy.pad(absmax - numpy.float32(offset), (0, -len(absmax) % 256)).reshape(-1, 256)
             outer = numpy.abs(centred).max(1).astype(numpy.float32)
-            small = numpy.abs(centred[..., None] / outer[:, None, None] - table).argmin(-1).astype(numpy.uint8)
+            small = numpy.round((centred / outer[:, None] + 1) * 127.5).astype(numpy.uint8)
             absmax = (table[small] * outer[:, None]).reshape(-1)[: len(absmax)] + numpy.float32(offset)
             state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
             parts |= {
@@ -250,14 +250,14 @@ def nf4(*, nested: bool = True) -> Encoder:
             }
         else:
             parts["weight.absmax"] = torch.from_numpy(absmax)
-        codes = numpy.abs(blocks[..., None] / absmax[:, None, None] - NF4).argmin(-1).reshape(-1)
+        middles = (NF4[1:] + NF4[:-1]) / 2
+        codes = numpy.searchsorted(middles, (blocks / absmax[:, None]).reshape(-1))
         parts["weight"] = torch.from_numpy((codes[0::2] << 4 | codes[1::2]).astype(numpy.uint8)).view(-1, 1)
         text = json.dumps(state).encode()
         parts["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         packed, read = parts["weight"].numpy().reshape(-1), numpy.zeros(rows * columns, dtype=numpy.float32)
-        for place in range(len(packed)):
-            scale = absmax[2 * place // 64]
-            read[2 * place], read[2 * place + 1] = NF4[packed[place] >> 4] * scale, NF4[packed[place] & 15] * scale
+        read[0::2], read[1::2] = NF4[packed >> 4], NF4[packed & 15]
+        read *= absmax.repeat(64)
         return parts, read.reshape(rows, columns)
 
     return encode

@@ -25,7 +25,7 @@ from holdfast.execution.layers.rounding import rounded_inputs
 from holdfast.execution.weights.load import load_weights
 from holdfast.execution.weights.packed import PackedSource
 from holdfast.execution.weights.quantize import fill_quantized
-from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix, fp8_values
 from holdfast.footprint.cpu import weights_bytes
 from holdfast.footprint.layouts import Quantize, scaled_layout
 from holdfast.footprint.scaled_layouts import ScaledLayout
@@ -126,6 +126,16 @@ def test_mxfp4_of_gpt_oss() -> None:
     layout = scaled_layout(Packing("mxfp4"), tensor)
     source = PackedSource(Packing("mxfp4"), headers, layout, 6, 96, lambda part: tensors[part.name[2:]])
     assert torch.equal(numbers_of(source), torch.from_numpy(expected))
+
+
+def test_every_number_of_e4m3() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    found = fp8_values(codes.view(torch.float8_e4m3fn))
+    for code in range(256):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        if (exponent, mantissa) != (15, 7):  # NaN, which loading refuses.
+            size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+            assert float(found[code]) == (-size if code >> 7 else size)
 
 
 # Broken files

@@ -13,6 +13,7 @@ import quantized_files as written
 import torch
 import transformers
 from quantized_files import Format, compressed, write_quantized
+from quantized_models import log_chances, round_inputs
 from safetensors.torch import load_file, save_file
 
 from holdfast.checkpoints import Checkpoint, StoredTensor, extra_tensors, match, packing_of, stored_parts
@@ -23,15 +24,12 @@ from holdfast.execution import native
 from holdfast.execution.layers.experts import QuantizedStack
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.memory import PeakMemory
-from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import Weights, load_weights
 from holdfast.execution.weights.packed import PackedSource
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.cpu import STAGING_BYTES, weights_bytes
 from holdfast.footprint.layouts import scaled_layout
-from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, TensorSpec, describe_config, from_config
-from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(3, 300, (21,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -200,53 +198,6 @@ def plain_twin(source: Path, folder: Path, means: dict[str, Any]) -> Any:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((source / "config.json").read_text())
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def round_inputs(model: Any, made: Format) -> None:
-    """Every linear layer that was quantized rounds what it takes, by the formats' own words."""
-
-    def rounded(module: Any, arguments: tuple[torch.Tensor]) -> torch.Tensor:
-        (x,) = arguments
-        parts = x.double().reshape(*x.shape[:-1], -1, made.input_group or x.shape[-1])
-        largest = 448 if made.inputs == "fp8" else 127
-        if made.static is None:
-            scale = parts.float().abs().max(-1, keepdim=True).values / largest
-        else:
-            scale = torch.tensor(made.static)
-        steps = (parts.float() / scale).clamp(-largest - (made.inputs == "int8"), largest)
-        codes = steps.to(torch.float8_e4m3fn).float() if made.inputs == "fp8" else torch.round(steps)
-        return (codes * scale).reshape(x.shape)
-
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name.endswith("_proj"):
-            module.register_forward_pre_hook(rounded)
-
-
-def log_chances(spec: ModelSpec, weights: Weights, prompt: list[int]) -> torch.Tensor:
-    groups, places = form_groups([layer.window for layer in spec.layers])
-    layout = KVLayout(
-        groups=groups,
-        block_tokens=16,
-        layers_per_page=places,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        element_bytes=4,
-    )
-    limits = RunnerLimits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64)
-    runner = Runner(spec, weights, layout, limits, CPU)
-    runner.back_kv(5)
-    captured: list[torch.Tensor] = []
-    original = runner._sampler.sample
-
-    def capture(logits: torch.Tensor, *rest: Any) -> Any:
-        captured.append(logits.clone())
-        return original(logits, *rest)
-
-    runner._sampler.sample = capture  # type: ignore[method-assign]
-    start = SequenceStart(0, "r", prompt, len(prompt), SamplingParams(temperature=0.0))
-    rows = [Row(0, 0, len(prompt), True)]
-    runner.execute(StepPlan(step_id=0, starts=[start], table_writes=[TableWrite(0, 0, 0, [1, 2, 3])], rows=rows))
-    return captured[0][0].log_softmax(-1)
 
 
 @torch.inference_mode()
