@@ -43,10 +43,10 @@ def normal(source: torch.Generator, *shape: int) -> torch.Tensor:
 def rounded(x: torch.Tensor, kind: torch.dtype, grouped: bool, static: float | None = None) -> Any:
     """What codes stand for, and their scales: by torch's conversions."""
     wide = x.float().view(len(x), -1, 128 if grouped else x.shape[1])
-    scales = wide.abs().amax(-1).clamp(min=1e-10) / MOST[kind]
+    scales = (wide.abs().amax(-1) / MOST[kind]).clamp(min=1e-12)
     if static is not None:
         scales = torch.full_like(scales, static)
-    inner = (wide * scales.reciprocal()[..., None]).clamp(-MOST[kind], MOST[kind])
+    inner = (wide / scales[..., None]).clamp(-448.0 if kind == FP8 else -128.0, MOST[kind])
     codes = inner.to(FP8).float() if kind == FP8 else inner.round()
     return codes.view(x.shape), scales
 
