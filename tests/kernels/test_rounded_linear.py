@@ -56,10 +56,10 @@ def exact(linear: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
     matrix.dequantize(0, matrix.rows, weight)
     most = 448.0 if layout.codes == "fp8" else 127.0
     wide = x.float().view(len(x), -1, layout.group or x.shape[1])
-    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-10) / most
+    scale = (wide.abs().amax(-1, keepdim=True) / most).clamp(min=1e-12)
     if matrix.inputs is not None:
         scale = matrix.inputs.view(1, 1, 1).expand_as(scale)
-    inner = (wide * scale.reciprocal()).clamp(-most, most)
+    inner = (wide / scale).clamp(-448.0 if layout.codes == "fp8" else -128.0, most)
     inner = inner.to(torch.float8_e4m3fn).float() if layout.codes == "fp8" else inner.round()
     found = (inner.double() * scale.double()).view(x.shape) @ weight.double().T
     return found if linear.bias is None else found + linear.bias.double()

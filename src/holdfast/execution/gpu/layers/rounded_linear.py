@@ -97,15 +97,15 @@ class RoundedGpuLinear:
         return self._matrix.layout, self._codes.shape, self.bias is None
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._multiply(x, out)
+        self._multiply(*self._rounded(x), out, accumulate=False)
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._multiply(x, out, accumulate=True)
+        self._multiply(*self._rounded(x), out, accumulate=True)
 
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
     ) -> None:
-        self._multiply(x, out, norm=norm, epsilon=epsilon)
+        self._multiply(*self._rounded(x, norm=norm, epsilon=epsilon), out, accumulate=False)
 
     def gated(
         self,
@@ -117,32 +117,45 @@ class RoundedGpuLinear:
         gate_up: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        self.write_normed(x, norm, epsilon, normed, gate_up)
-        kernels.gate(gate_up, activation, out)
+        if len(x) > SKINNY_ROWS:
+            self.write_normed(x, norm, epsilon, normed, gate_up)
+            kernels.gate(gate_up, activation, out)
+            return
+        room = self._workspace
+        codes, scales = self._rounded(x, norm=norm, epsilon=epsilon)
+        rounded_product(
+            codes, scales, self._codes, self._scales, out, room.parts, room.arrivals, grouped=self._grouped,
+            bias=self.bias, activation=activation,
+        )  # fmt: skip
+
+    def takes_gates(self, rows: int) -> bool:
+        """Whether inputs of so many rows are better gated where they are rounded than by the product before."""
+        return rows > SKINNY_ROWS
 
     def add_gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
         """out += (activation(gate)·up)·Wᵀ, where what is between is only ever written as codes."""
-        self._multiply(gate_up, out, activation=activation, accumulate=True)
+        self._multiply(*self._rounded(gate_up, activation=activation), out, accumulate=True)
 
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         raise EngineError(f"a matrix in {self._matrix.layout} with rounded inputs cannot be looked up by rows")
 
-    def _multiply(
+    def _rounded(
         self,
         x: torch.Tensor,
-        out: torch.Tensor,
         *,
         norm: torch.Tensor | None = None,
         epsilon: float = 0.0,
         activation: Activation | None = None,
-        accumulate: bool = False,
-    ) -> None:
-        rows, room = len(x), self._workspace
-        codes, scales = room.inputs(rows, self._matrix.columns, self._codes.dtype, grouped=self._grouped)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = self._workspace.inputs(len(x), self._matrix.columns, self._codes.dtype, grouped=self._grouped)
         round_rows(
             x, codes, scales, norm=norm, epsilon=epsilon, activation=activation, static=self._static,
             grouped=self._grouped,
         )  # fmt: skip
+        return codes, scales
+
+    def _multiply(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+        rows, room = len(codes), self._workspace
         if self._library and rows > SKINNY_ROWS and rows % 16 == 0 and out.dtype == torch.bfloat16:
             self._multiply_by_library(codes, scales, out, accumulate)
         else:

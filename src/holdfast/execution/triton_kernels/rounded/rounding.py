@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 """Inputs of a product rounded to one byte each (float8_e4m3fn or int8), with the norm or the gate before it.
 
-    largest = max |x| of the row, or of each 128 columns of it; at least 1e-10, so that zeros stay zeros
-    scale   = largest / most         most: 448 of float8_e4m3fn, 127 of int8; or the checkpoint's own scale
-    code    = x · (1 / scale), clamped to ±most, rounded to nearest, ties to even
+    scale = max |x| / most       of the row, or of each 128 columns of it; most: 448 of float8_e4m3fn, 127 of int8; at
+                                 least 1e-12, so that zeros stay zeros. Or the checkpoint's own scale
+    code  = x / scale            clamped to what codes can say (-128 of int8 too), rounded to nearest, ties to even
 
 All of it in float32, from x as its own type has it: after a norm or a gate x is rounded to that type first, as the
 plain forms do. A row with a number that is not finite gets a scale that is none either, and so do its products.
@@ -22,9 +22,10 @@ from holdfast.execution.triton_kernels.layer import activate, activation_code
 from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 from holdfast.footprint.rounded import GROUP
 
-LEAST = tl.constexpr(1e-10)
+LEAST_SCALE = tl.constexpr(1e-12)
 FP8_MOST = tl.constexpr(448.0)
 INT8_MOST = tl.constexpr(127.0)
+INT8_LEAST = tl.constexpr(-128.0)
 NO_GATE = -1
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -38,7 +39,21 @@ def magnitude(x):
 @triton.jit
 def dynamic_scale(largest, FP8: tl.constexpr):
     most = FP8_MOST if FP8 else INT8_MOST
-    return tl.div_rn(tl.maximum(largest, LEAST), most + tl.zeros_like(largest))
+    return tl.maximum(tl.div_rn(largest, most + tl.zeros_like(largest)), LEAST_SCALE)
+
+
+@triton.jit
+def _quotient(x, scale):
+    """x / scale as float32 rounds it. What lies between two codes is often just between them, bfloat16 having few
+    bits: a quotient that is off by one unit would go the other way."""
+    if INTERPRETED:
+        found = x / scale
+    else:
+        # Two steps from the rounded inverse, which is one division for all of a row.
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        near = x * inverse
+        found = tl.fma(tl.fma(-near, scale, x), inverse, near)
+    return found
 
 
 @triton.jit
@@ -46,8 +61,9 @@ def on_grid(x, FP8: tl.constexpr):
     """The nearest number that a code stands for, still in float32: converting it is exact, so that no conversion's own
     way of rounding matters."""
     most = FP8_MOST if FP8 else INT8_MOST
+    least = -FP8_MOST if FP8 else INT8_LEAST
     x = tl.where(x > most, most, x)
-    x = tl.where(x < -most, -most, x)
+    x = tl.where(x < least, least, x)
     if FP8:
         # Adding 1.5 · 2^20 times x's power of two leaves three bits of its fraction, and below 2^-6 steps of 2^-9.
         power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -92,7 +108,7 @@ def _round_rows(
         scale = tl.load(static) + (largest - largest)
     else:
         scale = dynamic_scale(largest, FP8)
-    found = wide * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    found = _quotient(wide, scale[:, None])
     # A GPU's own conversion to float8 clamps and rounds so in half an instruction; Triton's interpreter cuts off.
     if INTERPRETED or not FP8:
         found = on_grid(found, FP8)
