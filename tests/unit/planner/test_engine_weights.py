@@ -191,8 +191,12 @@ def test_on_a_cpu_they_are_expanded_only_where_there_is_room(ask: Ask, cpu: Call
         assert decision.value == how
         assert found.engine.expand_weights == (how == "expanded")
     # Inputs of FP8 are rounded too, which belongs to the product: expanding would change it.
-    found = fit(ask("llama-3.1-8b-fp8", device=cpu(200, 200)))
-    assert not found.engine.expand_weights
+    rounded = ask("llama-3.1-8b-fp8", device=cpu(200, 200))
+    assert not fit(rounded).engine.expand_weights
+    made = replace(rounded, model=quantized_as(known("llama-3-8b"), "int4"))
+    for question in (rounded, made):
+        with pytest.raises(ConfigurationError, match="expand_weights is always, but these weights are not expanded"):
+            fit(replace(question, settings=replace(question.settings, expand_weights="always")))
 
 
 def test_names_of_kernels_are_planned_as_their_formats() -> None:

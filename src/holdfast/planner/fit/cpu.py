@@ -354,9 +354,17 @@ def _expanded_or_not(count: CpuCount) -> tuple[CpuCount, Decision]:
     """Of weights that are quantized: as `count` has them, or expanded where that is left to us and worth its memory."""
     weights, setting, dtype = count.weights, count.settings.expand_weights, count.dtype
     spec, stored, most = weights.spec, weights.stored, count.limits.max_model_len
-    if stored is None or weights.quantize is not None or not _can_expand(count):
-        how = weights.format or "quantized"
-        return replace(count, expand=False), Decision("weights", how, "multiplied as they are held", "model")
+    kept = _why_kept(count)
+    if kept is not None and setting == "always":
+        raise ConfigurationError(
+            f"expand_weights is always, but these weights are not expanded: {kept}",
+            needed="auto or never",
+            found="always",
+            fix="leave --expand-weights out",
+            field="expand_weights",
+        )
+    if stored is None or kept is not None:
+        return count, Decision("weights", weights.format or "quantized", kept or "dummies of that format", "model")
     sizes = reason = cpu.weight_sizes(spec, stored, dtype)
     if setting == "auto":
         fast = count.compiled and count.question.machine.processor.fast_block_products
@@ -370,9 +378,11 @@ def _expanded_or_not(count: CpuCount) -> tuple[CpuCount, Decision]:
     return count, Decision("weights", how, reason, "planner" if setting == "auto" else "set")
 
 
-def _can_expand(count: CpuCount) -> bool:
-    """Not where inputs are rounded too: that belongs to the product, and such weights are kept in any case."""
+def _why_kept(count: CpuCount) -> str | None:
+    """Why quantized weights are held so in any case; None: they can be expanded."""
+    if count.weights.quantize is not None:
+        return "they are quantized while loading, as set"
     kept, expanded = (
         count.weights.nbytes(dtype=count.dtype, expand=expand, compiled=count.compiled) for expand in (False, True)
     )
-    return expanded != kept
+    return "their inputs are rounded too, which belongs to the product" if expanded == kept else None
