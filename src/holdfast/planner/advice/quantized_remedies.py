@@ -82,6 +82,8 @@ def _variants(key: Same[Question]) -> list[Variant]:
         files: tuple[str, ...] = HOLDFAST_GGUF_TYPES if model.spec.runnable else GGUF_TYPES
     elif lacks_engine("vllm", gpus) is None:
         ready = [one for one in published_variants(model) if lacks_method(one.model, gpus) is None]
+        if question.engine == "holdfast":
+            ready = [one for one in ready if one.model.spec.runnable]
         files = ("Q4_K_M",)
     else:
         return list(derived_variants(model, GGUF_TYPES))
@@ -197,6 +199,12 @@ def _is_ready(variant: Variant) -> bool:
 
 def _kv_beside(found: Plan) -> str | None:
     """What KV may be stored in as well, where that alone is not enough."""
+    return _kv_beside_once(Same(found))
+
+
+@lru_cache(maxsize=4)
+def _kv_beside_once(key: Same[Plan]) -> str | None:
+    found = key.held
     smaller = smaller_kv(found) if found.question.machine.kind == "gpu" else None
     if smaller is not None and planned(with_settings(found.question, kv_cache_dtype=smaller)) is not None:
         return None
