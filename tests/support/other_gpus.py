@@ -30,6 +30,8 @@ from holdfast.execution.triton_kernels.attention.prefill import prefill_attentio
 from holdfast.execution.triton_kernels.experts import blocks as expert_blocks
 from holdfast.execution.triton_kernels.experts import launch as experts
 from holdfast.execution.triton_kernels.quantized import blocks, products
+from holdfast.execution.triton_kernels.rounded.products import rounded_product, scale_sums
+from holdfast.execution.triton_kernels.rounded.rounding import round_rows
 from holdfast.execution.triton_kernels.sampling import adjust
 from holdfast.execution.triton_kernels.sampling import launch as sampling
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix
@@ -137,6 +139,22 @@ def block_products(rows: int, layout: str, dtype: torch.dtype) -> None:
     blocks.embed_blocks(empty(4, 64), empty(8), empty(8), planes, empty(8, 32 * count, dtype=dtype))
 
 
+def rounded_products(rows: int, kind: torch.dtype, dtype: torch.dtype) -> None:
+    if kind != torch.int8 and OtherGpu.capability < 89:
+        return  # There inputs are not rounded: see `footprint.rounded`.
+    outputs, inputs = 6144, 4096
+    x, out, codes = empty(rows, inputs, dtype=dtype), empty(rows, outputs, dtype=dtype), empty(rows, inputs, dtype=kind)
+    norm, wide, parts = empty(inputs, dtype=dtype), empty(rows, 2 * inputs, dtype=dtype), empty(99, dtype=FP32)
+    for group in (0, 128) if kind != torch.int8 else (0,):
+        x_scales = empty(rows, inputs // group if group else 1, dtype=FP32)
+        scales = empty(outputs // (group or 1), inputs // group if group else 1, dtype=FP32)
+        round_rows(x, codes, x_scales, norm=norm, grouped=group > 0)
+        round_rows(wide, codes, x_scales, activation="silu", grouped=group > 0)
+        matrix = empty(outputs, inputs, dtype=kind)
+        rounded_product(codes, x_scales, matrix, scales, out, parts, empty(99), grouped=group > 0, accumulate=True)
+    scale_sums(out, empty(rows, 1, dtype=FP32), empty(outputs, 1, dtype=FP32), out)
+
+
 def expert_kernels(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     count, chosen, hidden, inner = shape
     x, rows = empty(tokens, hidden, dtype=dtype), empty(tokens * chosen, hidden, dtype=dtype)
@@ -199,6 +217,9 @@ def everything() -> Cases:
         for layout in sorted(QUANTIZED_LAYOUTS):
             for rows in (1, 2, 16):
                 yield f"{layout}, {rows} rows, {dtype}", lambda some=(rows, layout, dtype): block_products(*some)
+        for rows in (1, 32, 64, 500):
+            for kind in (torch.int8, torch.float8_e4m3fn):
+                yield f"{kind}, {rows} rows, {dtype}", lambda some=(rows, kind, dtype): rounded_products(*some)
         for tokens in (1, 500, 4000):
             for shape in ((128, 8, 2048, 768), (8, 2, 4096, 14336)):
                 name = f"{tokens} tokens, {shape[1]} of {shape[0]} experts, {dtype}"
@@ -221,6 +242,7 @@ def main(cases: Callable[[], Cases], compile_one: Callable[..., int]) -> None:
     JITFunction.run = compile_only
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = gpu.get_current_device
+    torch.cuda.get_device_capability = lambda index: divmod(OtherGpu.capability, 10)
     torch.cuda.get_device_properties = lambda index: SimpleNamespace(shared_memory_per_block_optin=LIMITS[index])
     for OtherGpu.capability, limit in LIMITS.items():
         for name, launch in cases():

@@ -15,6 +15,7 @@ from functools import cache
 from holdfast.footprint import sampling as sampling_sizes
 from holdfast.footprint.cpu import ELEMENT_BYTES, Limits, sums_apart
 from holdfast.footprint.experts import gpu_bytes, mlp_width
+from holdfast.footprint.rounded import workspace_bytes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.records.sampling import MAX_LOGPROBS
@@ -90,7 +91,8 @@ def sampling_lanes(rows: int) -> int:
     return rows
 
 
-def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized: bool) -> int:
+def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized: bool, rounded: bool = False) -> int:
+    """`rounded`: inputs of products are rounded to one byte, see `footprint.rounded`."""
     tokens, rows, size = limits.max_num_batched_tokens, limits.max_num_seqs, ELEMENT_BYTES[dtype]
     query, key_value = spec.heads * spec.head_dim, 2 * spec.kv_heads * spec.head_dim
     streams = 3 if sums_apart(spec) else 2
@@ -99,7 +101,9 @@ def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized:
     buffers = tokens * (columns * size + angles * 4) + 2 * rows * spec.hidden_size * size
     attention = decode_workspace_bytes(rows, spec.heads, spec.kv_heads, spec.head_dim)
     experts = gpu_bytes(spec, tokens, size, quantized=quantized)
-    return buffers + attention + experts + CUBLAS_BYTES + (EXPANDED_BYTES if quantized else 0)
+    inputs = workspace_bytes(tokens, max(spec.hidden_size, query, mlp_width(spec)), spec.hidden_size, size)
+    shared = (EXPANDED_BYTES if quantized else 0) + (inputs if rounded else 0)
+    return buffers + attention + experts + CUBLAS_BYTES + shared
 
 
 def logits_bytes(spec: ModelSpec, limits: Limits, *, dtype: str) -> int:

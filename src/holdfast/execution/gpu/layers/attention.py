@@ -63,8 +63,11 @@ class GpuAttention:
         decode: DecodeRows | None,
         prefill: PrefillRows | None,
         out: torch.Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
+        """`scales`: keys and values are so many times what float8 pages hold."""
         heads, _, width = self._shape
+        key_scale, value_scale = scales
         query = qkv[:, : heads * width].view(-1, heads, width)
         attended = out.view(-1, heads, width)
         table, window = self._tables[group], self._windows[group]
@@ -82,6 +85,8 @@ class GpuAttention:
                 softcap=self._softcap,
                 out=attended[:rows],
                 workspace=self._workspace,
+                key_scale=key_scale,
+                value_scale=value_scale,
             )
         if prefill is not None:
             prefill_attention(
@@ -99,4 +104,6 @@ class GpuAttention:
                 window=window,
                 softcap=self._softcap,
                 out=attended,
+                key_scale=key_scale,
+                value_scale=value_scale,
             )

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear, RoundedWorkspace, rounds_inputs
 from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinear, StackedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -21,10 +22,11 @@ from holdfast.footprint.gpu import EXPANDED_BYTES, LARGE_BYTES, SKINNY_BLOCK_ROW
 
 
 class Scratch:
-    """What all products share, one after the other on one stream."""
+    """What all products share, one after the other on one stream. `tokens`: the most of a step."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, tokens: int = 0) -> None:
         self._dtype, self._device = dtype, device
+        self.rounded = RoundedWorkspace(tokens, dtype, device)
         self._expanded: torch.Tensor | None = None
 
     def expanded(self, columns: int) -> torch.Tensor:
@@ -70,6 +72,8 @@ class GpuLinear(Protocol):
 def gpu_linear(linear: Linear, scratch: Scratch) -> GpuLinear:
     if isinstance(linear, DenseLinear):
         return DenseGpuLinear(linear)
+    if isinstance(linear, QuantizedLinear) and rounds_inputs(linear.matrix):
+        return RoundedGpuLinear(linear, scratch.rounded)
     if isinstance(linear, QuantizedLinear):
         return BlockGpuLinear(linear, scratch)
     if isinstance(linear, StackedLinear):

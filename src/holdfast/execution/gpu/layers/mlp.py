@@ -16,6 +16,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.layers.experts import ExpertGpuMaker
 from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
+from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear
 from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -61,6 +62,11 @@ class GatedGpuMlp:
 
     def add_normed(self, stream: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor) -> None:
         gate_up, inner = self._buffers.gate_up[: len(stream)], self._buffers.inner[: len(stream)]
+        if isinstance(self._down, RoundedGpuLinear) and self._down.takes_gates(len(stream)):
+            # It rounds its inputs anyway: gated in the same kernel, they are not written and read once more.
+            self._gate_up.write_normed(stream, norm, epsilon, normed, gate_up)
+            self._down.add_gated(gate_up, self._activation, stream)
+            return
         self._gate_up.gated(stream, norm, epsilon, self._activation, normed, gate_up, inner)
         self._down.add(inner, stream)
 

@@ -1,0 +1,221 @@
+"""Products on a GPU whose inputs are rounded to one byte like their matrix: FP8, and INT8 (W8A8).
+
+    few rows    a kernel that rounds, with the norm or the gate before it, and one that multiplies, scales and adds
+    more        the same with torch's product, and scales or sums onto a stream in a kernel of their own
+
+How inputs are rounded is told in `triton_kernels.rounded.rounding`. Knows nothing of what a matrix is for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.layers.linear import QuantizedLinear
+from holdfast.execution.ops.interface import Activation
+from holdfast.execution.triton_kernels import layer as kernels
+from holdfast.execution.triton_kernels.rounded.products import rounded_product, scale_sums
+from holdfast.execution.triton_kernels.rounded.rounding import round_rows
+from holdfast.execution.triton_kernels.rounded.tiles import SCALED_OUTPUTS, SCALED_ROWS, SKINNY_ROWS
+from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.rounded import GROUP, MOST_PARTS, PART_BYTES, rounding_of
+
+HOPPER = (9, 0)
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Hopper's where there is no GPU: the interpreter knows all types."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
+
+
+def rounds_inputs(matrix: QuantizedMatrix | ScaledMatrix) -> bool:
+    """Whether products with it round their inputs on the GPU that it lies on."""
+    if not isinstance(matrix, ScaledMatrix):
+        return False
+    return rounding_of(matrix.layout, capability_of(matrix.codes.device)).inputs != "plain"
+
+
+class RoundedWorkspace:
+    """What all such products share, one after the other on one stream: rounded inputs, scales, sums. As large as the
+    widest product needs, of those that were made; products are made before the first step."""
+
+    def __init__(self, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._tokens, self._dtype, self._device = tokens, dtype, device
+        self._codes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._scales = torch.empty(0, dtype=torch.float32, device=device)
+        self._sums = torch.empty(0, dtype=dtype, device=device)
+        self.one = torch.ones((), dtype=torch.float32, device=device)
+        """The scale of products that are scaled afterwards."""
+        self.parts = torch.empty(0, dtype=torch.float32, device=device)
+        self.arrivals = torch.empty(0, dtype=torch.int32, device=device)
+
+    def make_room(self, columns: int) -> None:
+        """For products with inputs of so many columns."""
+        if not self._tokens:
+            raise EngineError("a product with rounded inputs has no room for them", needed="the tokens of a step")
+        if self._tokens * columns > len(self._codes):
+            self._codes = self._codes.new_empty(self._tokens * columns)
+            self._scales = self._scales.new_empty(self._tokens * -(-columns // GROUP))
+        if not len(self.parts):
+            self.parts = self.parts.new_empty(MOST_PARTS * PART_BYTES // 4)
+            self.arrivals = torch.zeros(MOST_PARTS, dtype=torch.int32, device=self._device)
+
+    @property
+    def nbytes(self) -> int:
+        kept = (self._codes, self._scales, self._sums, self.one, self.parts, self.arrivals)
+        return sum(part.nbytes for part in kept)
+
+    def inputs(self, rows: int, columns: int, kind: torch.dtype, *, grouped: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [rows, columns] and scales [rows, 1] or [rows, columns / 128], the latter with rows side by side."""
+        codes = self._codes[: rows * columns].view(kind).view(rows, columns)
+        groups = columns // GROUP if grouped else 1
+        return codes, self._scales[: rows * groups].view(groups, rows).t()
+
+    def sums(self, rows: int, outputs: int) -> torch.Tensor:
+        """Made when it is first asked for, in the first step that is tried: few products add."""
+        if self._tokens * outputs > len(self._sums):
+            self._sums = self._sums.new_empty(self._tokens * outputs)
+        return self._sums[: rows * outputs].view(rows, outputs)
+
+
+class RoundedGpuLinear:
+    def __init__(self, linear: QuantizedLinear, workspace: RoundedWorkspace) -> None:
+        matrix = linear.matrix
+        if not isinstance(matrix, ScaledMatrix):
+            raise EngineError(f"a matrix in {matrix.layout} has no products with rounded inputs")
+        _check(matrix)
+        self._matrix, self.bias, self._workspace = matrix, linear.bias, workspace
+        self._codes, self._scales, self._static = matrix.codes, matrix.scales, matrix.inputs
+        self._turned, self._scales_turned = matrix.codes.t(), matrix.scales.t()
+        self._grouped = matrix.layout.group == GROUP
+        self._library = _library_multiplies(matrix)
+        workspace.make_room(matrix.columns)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self._matrix.layout, self._codes.shape, self.bias is None
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._multiply(*self._rounded(x), out, accumulate=False)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._multiply(*self._rounded(x), out, accumulate=True)
+
+    def write_normed(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self._multiply(*self._rounded(x, norm=norm, epsilon=epsilon), out, accumulate=False)
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        epsilon: float,
+        activation: Activation,
+        normed: torch.Tensor,
+        gate_up: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        if len(x) > SKINNY_ROWS:
+            self.write_normed(x, norm, epsilon, normed, gate_up)
+            kernels.gate(gate_up, activation, out)
+            return
+        room = self._workspace
+        codes, scales = self._rounded(x, norm=norm, epsilon=epsilon)
+        rounded_product(
+            codes, scales, self._codes, self._scales, out, room.parts, room.arrivals, grouped=self._grouped,
+            bias=self.bias, activation=activation,
+        )  # fmt: skip
+
+    def takes_gates(self, rows: int) -> bool:
+        """Whether inputs of so many rows are better gated where they are rounded than by the product before."""
+        return rows > SKINNY_ROWS
+
+    def add_gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+        """out += (activation(gate)·up)·Wᵀ, where what is between is only ever written as codes."""
+        self._multiply(*self._rounded(gate_up, activation=activation), out, accumulate=True)
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        raise EngineError(f"a matrix in {self._matrix.layout} with rounded inputs cannot be looked up by rows")
+
+    def _rounded(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        epsilon: float = 0.0,
+        activation: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = self._workspace.inputs(len(x), self._matrix.columns, self._codes.dtype, grouped=self._grouped)
+        round_rows(
+            x, codes, scales, norm=norm, epsilon=epsilon, activation=activation, static=self._static,
+            grouped=self._grouped,
+        )  # fmt: skip
+        return codes, scales
+
+    def _multiply(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+        rows, room = len(codes), self._workspace
+        if self._library and rows > SKINNY_ROWS and rows % 16 == 0 and out.dtype == torch.bfloat16:
+            self._multiply_by_library(codes, scales, out, accumulate)
+        else:
+            rounded_product(
+                codes, scales, self._codes, self._scales, out, room.parts, room.arrivals, grouped=self._grouped,
+                bias=self.bias, accumulate=accumulate,
+            )  # fmt: skip
+
+    def _multiply_by_library(
+        self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, accumulate: bool
+    ) -> None:
+        """cuBLAS's product cannot add to what is there. With scales of rows it was slower for few rows and outputs: 128
+        rows of 4096 x 14336 took an H200 44 us, and 24 without them, the kernel that scales included."""
+        rows = len(codes)
+        target = self._workspace.sums(rows, self._matrix.rows) if accumulate else out
+        apart = not self._grouped and rows < SCALED_ROWS and self._matrix.rows < SCALED_OUTPUTS
+        torch._scaled_mm(
+            codes,
+            self._turned,
+            self._workspace.one if apart else scales,
+            self._workspace.one if apart else self._scales_turned,
+            bias=None if apart else self.bias,
+            out_dtype=out.dtype,
+            use_fast_accum=not self._grouped,
+            out=target,
+        )
+        if apart:
+            scale_sums(target, scales, self._scales, out, bias=self.bias, accumulate=accumulate)
+        elif accumulate:
+            out += target
+
+
+def _library_multiplies(matrix: ScaledMatrix) -> bool:
+    """Whether torch's products take this matrix: float8_e4m3fn on Hopper, for whose cuBLAS row and block scales are."""
+    device, layout = matrix.codes.device, matrix.layout
+    if device.type != "cuda" or layout.inputs != "fp8" or capability_of(device) != HOPPER:
+        return False
+    whole = matrix.rows % 16 == 0 and matrix.columns % 16 == 0
+    return whole and not (layout.group and matrix.columns // GROUP % 4)
+
+
+def _check(matrix: ScaledMatrix) -> None:
+    """By name what there is no kernel for."""
+    layout = matrix.layout
+    inputs, shape = layout.inputs, (layout.group_rows, layout.group)
+    if layout.codes != inputs:
+        found, needed = f"{layout.codes} with inputs in {inputs}", "a matrix of the type that its inputs are rounded to"
+    elif layout.zeros:
+        found, needed = "zero points", "codes around zero"
+    elif layout.ordered:
+        found, needed = "columns in an order of their own", "columns in the order of the inputs"
+    elif layout.scales != "float32":
+        found, needed = f"scales in {layout.scales}", "scales in float32"
+    elif shape != (1, 0) and not (inputs == "fp8" and shape == (GROUP, GROUP)):
+        found, needed = (
+            f"scales for {layout.group_rows} x {layout.group}",
+            "a scale a row, or blocks of 128 x 128 of FP8",
+        )
+    elif layout.static_inputs and layout.group:
+        found, needed = "one scale for all inputs, and blocks", "a scale for each 128 inputs"
+    else:
+        return
+    raise EngineError(f"a matrix in {layout} has no products with rounded inputs on a GPU", needed=needed, found=found)

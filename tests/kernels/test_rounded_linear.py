@@ -1,0 +1,168 @@
+"""Products of rounded inputs as a decoder calls them: every form, for few rows and more, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from holdfast.errors import EngineError
+from holdfast.execution.gpu.layers.linear import Scratch, gpu_linear
+from holdfast.execution.gpu.layers.mlp import GatedGpuMlp, MlpBuffers
+from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear, RoundedWorkspace
+from holdfast.execution.layers.linear import QuantizedLinear
+from holdfast.execution.ops.reference import activate
+from holdfast.execution.weights.load import GatedWeights
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.rounded import GROUP, workspace_bytes
+from holdfast.footprint.scaled_layouts import ScaledLayout
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# Triton's interpreter cuts bfloat16 off where the GPU rounds it.
+TYPE = torch.bfloat16 if ON_GPU else torch.float32
+CLOSE = 0.01 if ON_GPU else 1e-3
+"""Of the result: an input that lies between two codes may go either way after a norm."""
+TOKENS = 1024 if ON_GPU else 3
+EPSILON = 1e-5
+FP8 = ScaledLayout(codes="fp8", inputs="fp8")
+LAYOUTS = {
+    "fp8": FP8,
+    "fp8 static": ScaledLayout(codes="fp8", inputs="fp8", static_inputs=True),
+    "fp8 blocks": ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128),
+    "int8": ScaledLayout(codes="int8", inputs="int8"),
+    "int8 static": ScaledLayout(codes="int8", inputs="int8", static_inputs=True),
+}
+
+
+def quantized(layout: ScaledLayout, rows: int, columns: int, bias: bool = False) -> QuantizedLinear:
+    matrix = ScaledMatrix(layout, rows, columns, DEVICE)
+    most = 448.0 if layout.codes == "fp8" else 127.0
+    wide = (torch.randn(rows, columns, device=DEVICE) * most / 4).clamp(-most, most)
+    matrix.codes.copy_(wide.to(matrix.codes.dtype))
+    matrix.scales.copy_(torch.rand_like(matrix.scales) * 4 / most / columns**0.5 + 1e-5)
+    if matrix.inputs is not None:
+        matrix.inputs.fill_(6.0 / most)
+    return QuantizedLinear(matrix, TYPE, torch.randn(rows, device=DEVICE).to(TYPE) if bias else None)
+
+
+def exact(linear: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
+    """By float64, of x rounded as the checkpoint wants it."""
+    matrix = linear.matrix
+    assert isinstance(matrix, ScaledMatrix)
+    layout = matrix.layout
+    weight = torch.empty(matrix.rows, matrix.columns, device=DEVICE)
+    matrix.dequantize(0, matrix.rows, weight)
+    most = 448.0 if layout.codes == "fp8" else 127.0
+    wide = x.float().view(len(x), -1, layout.group or x.shape[1])
+    scale = (wide.abs().amax(-1, keepdim=True) / most).clamp(min=1e-12)
+    if matrix.inputs is not None:
+        scale = matrix.inputs.view(1, 1, 1).expand_as(scale)
+    inner = (wide / scale).clamp(-448.0 if layout.codes == "fp8" else -128.0, most)
+    inner = inner.to(torch.float8_e4m3fn).float() if layout.codes == "fp8" else inner.round()
+    found = (inner.double() * scale.double()).view(x.shape) @ weight.double().T
+    return found if linear.bias is None else found + linear.bias.double()
+
+
+def normed(x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
+    return (unit.to(norm.dtype).float() * norm.float()).to(x.dtype)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert torch.isfinite(found).all()
+    error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert (error < CLOSE).all(), error.tolist()
+
+
+def poisoned(rows: int, columns: int) -> torch.Tensor:
+    return torch.full((rows, columns), float("nan"), dtype=TYPE, device=DEVICE)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_form_of_a_product(name: str) -> None:
+    torch.manual_seed(len(name))
+    inner, columns = 128, 256
+    linear = quantized(LAYOUTS[name], 2 * inner, columns, bias=True)
+    ours = gpu_linear(linear, Scratch(TYPE, DEVICE, TOKENS))
+    assert isinstance(ours, RoundedGpuLinear)
+    norm = (torch.randn(columns, device=DEVICE) * 0.2 + 1).to(TYPE)
+    for rows in (1, TOKENS, *((2, 16, 64, 128, 256, 1024) if ON_GPU else ())):
+        x = torch.randn(rows, columns, device=DEVICE).to(TYPE)
+        wanted, wanted_normed = exact(linear, x), exact(linear, normed(x, norm))
+        out = poisoned(rows, 2 * inner)
+        ours.write(x, out)
+        near(out, wanted)
+        before = torch.randn(rows, 2 * inner, device=DEVICE).to(TYPE)
+        out.copy_(before)
+        ours.add(x, out)
+        near(out, wanted + before.double())
+        out = poisoned(rows, 2 * inner)
+        ours.write_normed(x, norm, EPSILON, poisoned(rows, columns), out)
+        near(out, wanted_normed)
+        gate, up = wanted_normed.chunk(2, -1)
+        out = poisoned(rows, inner)
+        ours.gated(x, norm, EPSILON, "silu", poisoned(rows, columns), poisoned(rows, 2 * inner), out)
+        near(out, activate(gate, "silu") * up)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8"])
+def test_an_mlp_rounds_what_it_gated(name: str) -> None:
+    torch.manual_seed(3)
+    inner, hidden = 256, 128
+    gate_up, down = quantized(LAYOUTS[name], 2 * inner, hidden), quantized(LAYOUTS[name], hidden, inner)
+    buffers = MlpBuffers(poisoned(TOKENS, 2 * inner), poisoned(TOKENS, inner))
+    scratch = Scratch(TYPE, DEVICE, TOKENS)
+    mlp = GatedGpuMlp(GatedWeights(gate_up, down), "silu", buffers, scratch, lambda _, base: base)
+    norm = torch.ones(hidden, device=DEVICE).to(TYPE)
+    for rows in (1, TOKENS):
+        stream = torch.randn(rows, hidden, device=DEVICE).to(TYPE)
+        gate, up = exact(gate_up, normed(stream, norm)).to(TYPE).float().chunk(2, -1)
+        middle = (activate(gate, "silu").to(TYPE).float() * up).to(TYPE)
+        wanted = exact(down, middle)
+        before = stream.clone()
+        mlp.add_normed(stream, norm, EPSILON, poisoned(rows, hidden))
+        near(stream.double() - before.double(), (before.double() + wanted).to(TYPE).double() - before.double())
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (ScaledLayout(codes="int8", inputs="int8", zeros=True), "zero points"),
+        (ScaledLayout(codes="int8", inputs="fp8"), "int8 with inputs in fp8"),
+        (ScaledLayout(codes="fp8", inputs="fp8", group=32), "scales for 1 x 32"),
+        (ScaledLayout(codes="int8", inputs="int8", group=128, group_rows=128), "scales for 128 x 128"),
+        (ScaledLayout(codes="fp8", inputs="fp8", scales="bfloat16"), "scales in bfloat16"),
+        (ScaledLayout(codes="fp8", inputs="fp8", ordered=True), "order"),
+        (ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128, static_inputs=True), "one scale for all"),
+    ],
+)
+def test_what_has_no_kernel_is_refused_by_name(layout: ScaledLayout, said: str) -> None:
+    linear = QuantizedLinear(ScaledMatrix(layout, 128, 128, DEVICE), TYPE)
+    with pytest.raises(EngineError) as refused:
+        gpu_linear(linear, Scratch(TYPE, DEVICE, TOKENS))
+    assert said in str(refused.value.found)
+
+
+def test_without_room_and_for_lookups_it_says_so() -> None:
+    linear = quantized(FP8, 64, 128)
+    with pytest.raises(EngineError, match="no room"):
+        gpu_linear(linear, Scratch(TYPE, DEVICE))
+    ours, ids = gpu_linear(linear, Scratch(TYPE, DEVICE, 2)), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(EngineError, match="looked up"):
+        ours.embed(ids[None], ids, ids, poisoned(1, 128))
+
+
+def test_the_workspace_takes_what_was_planned() -> None:
+    tokens, hidden, widest = 5, 128, 300
+    room = RoundedWorkspace(tokens, TYPE, DEVICE)
+    for columns in (hidden, widest, hidden):
+        room.make_room(columns)
+    room.sums(tokens, hidden)
+    assert room.nbytes == workspace_bytes(tokens, widest, hidden, TYPE.itemsize)
+    codes, scales = room.inputs(4, 256, torch.int8, grouped=True)
+    assert codes.shape == (4, 256)
+    assert scales.shape == (4, 256 // GROUP)
+    assert scales.stride() == (1, 4)

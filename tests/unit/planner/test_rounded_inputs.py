@@ -1,0 +1,37 @@
+"""Where inputs are rounded, with the reason, and what their workspaces take in a plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.footprint.rounded import rounding_of, workspace_bytes
+from holdfast.footprint.scaled_layouts import ScaledLayout
+
+FP8 = ScaledLayout(codes="fp8", inputs="fp8")
+INT8 = ScaledLayout(codes="int8", inputs="int8")
+
+
+@pytest.mark.parametrize(
+    ("layout", "capability", "inputs", "reason"),
+    [
+        (FP8, (8, 0), "plain", "compute capability 8.0 has no FP8 arithmetic"),
+        (FP8, (8, 6), "plain", "decoded in the kernel"),
+        (FP8, (8, 9), "fp8", "asks for inputs in fp8"),
+        (FP8, (9, 0), "fp8", "asks for inputs in fp8"),
+        (FP8, (12, 0), "fp8", "asks for inputs in fp8"),
+        (INT8, (8, 0), "int8", "asks for inputs in int8"),
+        (ScaledLayout(codes="fp8"), (9, 0), "plain", "does not ask"),
+    ],
+)
+def test_inputs_are_rounded_where_the_gpu_can(
+    layout: ScaledLayout, capability: tuple[int, int], inputs: str, reason: str
+) -> None:
+    found = rounding_of(layout, capability)
+    assert found.inputs == inputs
+    assert reason in found.reason
+
+
+def test_workspaces_grow_with_tokens_and_widths() -> None:
+    """An 8B model's largest step: codes of 14,336 columns, a scale for each 128 of them, and sums of 4,096."""
+    found = workspace_bytes(8192, 14336, 4096, 2) - workspace_bytes(0, 14336, 4096, 2)
+    assert found == 8192 * (14336 + 112 * 4 + 4096 * 2)
