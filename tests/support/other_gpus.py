@@ -42,6 +42,7 @@ SHAPES = ((32, 8, 64), (71, 1, 64), (32, 8, 128), (48, 1, 128), (8, 8, 96), (16,
 """(heads, KV heads, head width) of attention."""
 META = torch.device("meta")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3 = torch.float8_e4m3fn
 
 
 class OtherGpu:
@@ -110,8 +111,16 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def attention(kind: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int = 0) -> None:
-    ints, pages = empty(64), empty(8, 2, 2, 16, kv_heads, dim, dtype=dtype)
+def attention(
+    kind: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    window: int = 0,
+    stored: torch.dtype | None = None,
+) -> None:
+    ints, pages = empty(64), empty(8, 2, 2, 16, kv_heads, dim, dtype=stored or dtype)
     query, out = empty(64, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads], empty(64, heads, dim, dtype=dtype)
     shared: dict[str, Any] = {"place": 1, "scale": 0.1, "window": window, "softcap": 30.0, "out": out}
     if kind == "prefill":
@@ -175,7 +184,8 @@ def layer_kernels(hidden: int, dim: int, dtype: torch.dtype) -> None:
     layer.rms_norm(stream, empty(hidden, dtype=dtype), 1e-5, stream)
     pages, angles = empty(8, 2, 2, 16, 8, dim, dtype=dtype), empty(8, dim, dtype=FP32)
     qkv = empty(8, 48 * dim, dtype=dtype)
-    layer.rotate_and_store(qkv, angles, ints, ints, pages, empty(4, 64), place=0)
+    for kept in (pages, pages.to(E4M3), pages.to(torch.float8_e5m2)):
+        layer.rotate_and_store(qkv, angles, ints, ints, kept, empty(4, 64), place=0)
     layer.gate(empty(8, 28672, dtype=dtype), "silu", empty(8, 14336, dtype=dtype))
     layer.embed(empty(4, 64), ints, ints, empty(99, hidden, dtype=dtype), stream)
     layer.fill_cos_sin(ints, angles[0, : dim // 2], 1.0, angles)
@@ -201,6 +211,8 @@ def worst() -> Cases:
         yield f"prefill, head {dim}", lambda dim=dim: attention("prefill", 32, 8, dim, BF16)
     yield "prefill in float32", lambda: attention("prefill", 32, 1, 256, FP32)
     yield "decode", lambda: attention("decode", 48, 1, 128, BF16)
+    for kind in ("prefill", "decode"):
+        yield f"{kind} over FP8 pages", lambda kind=kind: attention(kind, 32, 8, 128, BF16, stored=E4M3)
 
 
 def everything() -> Cases:
@@ -211,6 +223,11 @@ def everything() -> Cases:
                     yield (
                         f"{kind} {heads}/{kv_heads} of {dim}, window {window}, {dtype}",
                         lambda some=(kind, heads, kv_heads, dim, dtype, window): attention(*some),
+                    )
+                for stored in (E4M3, torch.float8_e5m2):
+                    yield (
+                        f"{kind} {heads}/{kv_heads} of {dim}, {dtype} over {stored}",
+                        lambda some=(kind, heads, kv_heads, dim, dtype, 0, stored): attention(*some),
                     )
         for rows in (1, 2):
             yield f"dense, {rows} rows, {dtype}", lambda some=(rows, dtype): dense_products(*some)
@@ -242,7 +259,7 @@ def main(cases: Callable[[], Cases], compile_one: Callable[..., int]) -> None:
     JITFunction.run = compile_only
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = gpu.get_current_device
-    torch.cuda.get_device_capability = lambda index: divmod(OtherGpu.capability, 10)
+    torch.cuda.get_device_capability = lambda index=None: divmod(OtherGpu.capability, 10)
     torch.cuda.get_device_properties = lambda index: SimpleNamespace(shared_memory_per_block_optin=LIMITS[index])
     for OtherGpu.capability, limit in LIMITS.items():
         for name, launch in cases():

@@ -46,6 +46,8 @@ PROCESSORS = 132
 """Multiprocessors that decode is cut for; another number costs speed, not correctness."""
 PROGRAMS_PER_PROCESSOR = 8
 """Enough that the last wave is a small share of all."""
+CODES_PROGRAMS_PER_PROCESSOR = 4
+"""The same over FP8 pages, where rows alone do not fill the device."""
 MOST_SPLITS = 64
 
 
@@ -75,8 +77,11 @@ def whole_lines(words: int) -> int:
     return -(-words // LINE_WORDS) * LINE_WORDS
 
 
-def decode_splits(rows: int, kv_heads: int) -> int:
-    """Into how many parts each row's keys are cut at most, by the padded number of rows alone."""
+def decode_splits(rows: int, kv_heads: int, *, codes: bool = False) -> int:
+    """Into how many parts each row's keys are cut at most, by the padded number of rows alone. `codes`: of pages in
+    FP8, of which a program reads as many keys in half the time."""
+    if codes and rows * kv_heads < PROCESSORS:
+        return min(MOST_SPLITS, PROCESSORS * CODES_PROGRAMS_PER_PROCESSOR // (rows * kv_heads))
     return min(MOST_SPLITS, -(-PROCESSORS * PROGRAMS_PER_PROCESSOR // (rows * kv_heads)))
 
 
