@@ -305,16 +305,18 @@ def _multiply_more(
     """As `_multiply_few`, the pieces of a step in one product."""
     LANES: tl.constexpr = 32 if BITS == 8 else 16
     BYTES: tl.constexpr = LANES * PIECES
+    COLUMNS: tl.constexpr = 32 * PIECES
     kind = x.dtype.element_ty
     tile = tl.program_id(0)
     row = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS), outputs - 1).to(tl.int64)[:, None]
-    byte, lane = tl.arange(0, BYTES)[None, :], tl.arange(0, BYTES)[:, None]
-    x_row = tl.arange(0, ROWS)[None, :]
-    live, x_row = x_row < rows, x_row * x_stride
-    own_piece = lane // LANES
+    byte, lane = tl.arange(0, BYTES)[None, :], tl.arange(0, COLUMNS)[:, None]
     width = columns
     if BITS < 8:
-        lane, width = lane // 16 * 32 + lane % 16, columns // 2
+        # Low halves of all bytes, then high ones. The compiler does not see by itself that sixteen are neighbours.
+        lane, width = lane % BYTES // 16 * 32 + lane % 16 + lane // BYTES * 16, columns // 2
+        lane = tl.max_contiguous(tl.multiple_of(lane, (16, 1)), (16, 1))
+    x_row = tl.arange(0, ROWS)[None, :]
+    live, x_row = x_row < rows, x_row * x_stride
     words = high if BITS > 4 else quants
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(pieces, PIECES))
@@ -322,9 +324,8 @@ def _multiply_more(
     for index in tl.range(0, last - first):
         step = turned(index, tile, first, last)
         here = tl.minimum(step * PIECES + tl.arange(0, PIECES)[None, :], pieces - 1)
-        inside = live & (step * PIECES + own_piece < pieces)
-        column = step * (PIECES * 32) + lane
-        low, _ = inputs(x, x, x_row + column, column, inside, live, False, EVEN)
+        column = step * COLUMNS + lane
+        part, _ = inputs(x, x, x_row + column, column, live & (column < columns), live, False, EVEN)
         place = row * pieces + here
         scale, other_scale, added, other_added = load_scales(
             scales, minimums, small, place, place >= 0, KIND, IN_BLOCK, SMALL, MINIMUM
@@ -333,15 +334,13 @@ def _multiply_more(
         if BITS > 3:
             packed = tl.load(quants + (row * width + step * BYTES + byte), mask=step * BYTES + byte < width, other=0)
         if BITS == 8:
-            tile_of = _elements(_signed_bytes(packed, kind), scale, added, kind, MINIMUM, LANES)
-            sums = tl.dot(tile_of, low, sums, input_precision="ieee")
+            elements = _elements(_signed_bytes(packed, kind), scale, added, kind, MINIMUM, LANES)
         else:
-            upper, _ = inputs(x, x, x_row + column + 16, column, inside, live, False, EVEN)
             values, others = _halves(packed, words, place, byte % 16, kind, BITS, OFFSET, TABLE, ASSEMBLY, True)
-            tile_of = _elements(values, scale, added, kind, MINIMUM, LANES)
-            sums = tl.dot(tile_of, low, sums, input_precision="ieee")
-            tile_of = _elements(others, other_scale, other_added, kind, MINIMUM, LANES)
-            sums = tl.dot(tile_of, upper, sums, input_precision="ieee")
+            values = _elements(values, scale, added, kind, MINIMUM, LANES)
+            others = _elements(others, other_scale, other_added, kind, MINIMUM, LANES)
+            elements = tl.join(values, others).permute(0, 2, 1).reshape(OUTPUTS, COLUMNS)
+        sums = tl.dot(elements, part, sums, input_precision="ieee")
     if SPLIT:
         leave_sums(workspace, tile, sums, sums, sums, False, False)
         tl.debug_barrier()

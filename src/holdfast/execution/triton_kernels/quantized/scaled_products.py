@@ -2,7 +2,7 @@
 """Products of up to MOST_QUANTIZED_ROWS rows with a matrix of codes and scales, read once and decoded in registers.
 
     few    products of each piece of columns that shares a scale apart, and the scale on their sums
-    more   scales on the sums where a step has one group, else on the elements, which are then rounded to x's type
+    more   scales on the elements, which are rounded to x's type
 
 Both hand matrix rows to tensor cores as the left side, so that decoded elements need not leave registers. Where outputs
 alone would not fill the GPU, columns are split among programs (split_sums.py). Sums are float32. Safe in a CUDA graph.
@@ -165,42 +165,51 @@ def _multiply_few(
 
 
 @triton.jit
-def _scaled_tile(values, scale, PIECE_BYTES: tl.constexpr):
-    """Elements [outputs, bytes] of values and scales [outputs, pieces], rounded once."""
-    OUTPUTS: tl.constexpr = scale.shape[0]
-    PIECES: tl.constexpr = scale.shape[1]
-    wide = tl.broadcast_to(scale[:, :, None], (OUTPUTS, PIECES, PIECE_BYTES)).reshape(OUTPUTS, PIECES * PIECE_BYTES)
-    return (values.to(tl.float32) * wide).to(values.dtype)
+def _spread(part, LANES: tl.constexpr):
+    """[outputs, pieces] to every byte of each piece."""
+    OUTPUTS: tl.constexpr = part.shape[0]
+    PIECES: tl.constexpr = part.shape[1]
+    return tl.broadcast_to(part[:, :, None], (OUTPUTS, PIECES, LANES)).reshape(OUTPUTS, PIECES * LANES)
 
 
 @triton.jit
-def _more_part(
-    sums, codes, low, high, scale, zero, kind: tl.constexpr, CODES: tl.constexpr, FOUR: tl.constexpr,
-    ZEROS: tl.constexpr, OFFSET: tl.constexpr, ASSEMBLY: tl.constexpr, PIECE_BYTES: tl.constexpr,
+def _scaled(values, scale, EXACT: tl.constexpr, PIECE_BYTES: tl.constexpr):
+    """Elements [outputs, bytes] of values and scales [outputs, pieces], rounded to the values' type.
+
+    bfloat16 is multiplied two at a time, by the scale's upper and lower half: what is lost is far below what rounding
+    the element costs. EXACT: the scale has no lower half."""
+    kind = values.dtype
+    if kind == tl.bfloat16 or EXACT:
+        upper = scale.to(kind)
+        found = values * _spread(upper, PIECE_BYTES)
+        if not EXACT:
+            lower = (scale - upper.to(tl.float32)).to(kind)
+            found = tl.fma(values, _spread(upper, PIECE_BYTES), values * _spread(lower, PIECE_BYTES))
+        return found
+    else:
+        return values.to(tl.float32) * _spread(scale, PIECE_BYTES)
+
+
+@triton.jit
+def _elements(
+    codes, scale, zero, kind: tl.constexpr, CODES: tl.constexpr, FOUR: tl.constexpr, ZEROS: tl.constexpr,
+    OFFSET: tl.constexpr, EXACT: tl.constexpr, ASSEMBLY: tl.constexpr, PIECE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Sums [outputs, rows] and those of one step; scale and zero [outputs, pieces]."""
-    OUTPUTS: tl.constexpr = scale.shape[0]
-    PIECES: tl.constexpr = scale.shape[1]
+    """[outputs, columns]; of four-bit codes the low halves of all bytes, then the high ones. Scale and zero [outputs,
+    pieces]."""
+    OUTPUTS: tl.constexpr = codes.shape[0]
+    BYTES: tl.constexpr = codes.shape[1]
+    # NF4's values are rounded with their scale, once.
+    VALUES: tl.constexpr = tl.float32 if CODES == "nf4" else kind
     scale = scale_values(scale)
     if FOUR:
-        zero = _zero_values(zero, ZEROS, OFFSET)
-        if PIECES > 1:
-            zero = tl.broadcast_to(zero[:, :, None], (OUTPUTS, PIECES, PIECE_BYTES))
-            zero = zero.reshape(OUTPUTS, PIECES * PIECE_BYTES)
-        first, second = four_bit_values(codes, zero, kind, CODES, ASSEMBLY)
-        if PIECES > 1:
-            first, second = _scaled_tile(first, scale, PIECE_BYTES), _scaled_tile(second, scale, PIECE_BYTES)
-            sums = tl.dot(first, low, sums, input_precision="ieee")
-            return tl.dot(second, high, sums, input_precision="ieee")
-        else:
-            part = tl.dot(first, low, input_precision="ieee")
-            return sums + tl.dot(second, high, part, input_precision="ieee") * scale
+        zero = _spread(_zero_values(zero, ZEROS, OFFSET), PIECE_BYTES)
+        low, high = four_bit_values(codes, zero, VALUES, CODES, ASSEMBLY)
+        low = _scaled(low, scale, EXACT and CODES != "nf4", PIECE_BYTES).to(kind)
+        high = _scaled(high, scale, EXACT and CODES != "nf4", PIECE_BYTES).to(kind)
+        return tl.join(low, high).permute(0, 2, 1).reshape(OUTPUTS, 2 * BYTES)
     else:
-        first = eight_bit_values(codes, kind, CODES)
-        if PIECES > 1:
-            return tl.dot(_scaled_tile(first, scale, PIECE_BYTES), low, sums, input_precision="ieee")
-        else:
-            return sums + tl.dot(first, low, input_precision="ieee") * scale
+        return _scaled(eight_bit_values(codes, VALUES, CODES), scale, EXACT, PIECE_BYTES).to(kind)
 
 
 @triton.jit(do_not_specialize=["rows", "steps", "pieces"])
@@ -209,49 +218,45 @@ def _multiply_more(
     x_stride, out_stride,
     CODES: tl.constexpr, FOUR: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, ZEROS: tl.constexpr,
     OFFSET: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr,
-    ASSEMBLY: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    EXACT: tl.constexpr, ASSEMBLY: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
-    """As `_multiply_few`, the pieces of a step in one product."""
+    """As `_multiply_few`, all of a step in one product: with its left side in registers the next step is decoded while
+    it runs."""
     PIECE_BYTES: tl.constexpr = PIECE // 2 if FOUR else PIECE
     BYTES: tl.constexpr = PIECE_BYTES * PIECES
+    COLUMNS: tl.constexpr = PIECE * PIECES
     kind = x.dtype.element_ty
     tile = tl.program_id(0)
     output = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS), outputs - 1)
-    byte, lane = tl.arange(0, BYTES)[None, :], tl.arange(0, BYTES)[:, None]
+    byte, lane = tl.arange(0, BYTES)[None, :], tl.arange(0, COLUMNS)[:, None]
+    if FOUR:
+        # Low halves of all bytes, then high ones. The compiler does not see by itself that sixteen are neighbours.
+        lane = lane % BYTES // 16 * 32 + lane % 16 + lane // BYTES * 16
+        lane = tl.max_contiguous(tl.multiple_of(lane, (16, 1)), (16, 1))
     x_row = tl.arange(0, ROWS)[None, :]
     live, x_row = x_row < rows, x_row * x_stride
-    own_piece = lane // PIECE_BYTES
-    if FOUR:
-        lane = lane // 16 * 32 + lane % 16
     width = pieces * PIECE_BYTES
     line = codes + output.to(tl.int64)[:, None] * width + byte
     wide_piece = tl.arange(0, PIECES)[None, :]
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(pieces, PIECES))
-
-    at = tl.minimum(turned(0, tile, first, last) * PIECES + wide_piece, pieces - 1)
-    scale, zero = _stored_scales(scales, zeros, output[:, None], at * PIECE // GROUP, groups, GROUP_ROWS, ZEROS)
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for index in tl.range(0, last - first):
         step = turned(index, tile, first, last)
-        at = tl.minimum(turned(index + 1, tile, first, last) * PIECES + wide_piece, pieces - 1)
-        next_scale, next_zero = _stored_scales(
-            scales, zeros, output[:, None], at * PIECE // GROUP, groups, GROUP_ROWS, ZEROS
-        )  # fmt: skip
-        inside = live & (step * PIECES + own_piece < pieces)
-        column = step * (PIECES * PIECE) + lane
-        low, _ = inputs(x, x, x_row + column, column, inside, live, False, EVEN)
-        high = low
-        if FOUR:
-            high, _ = inputs(x, x, x_row + column + 16, column, inside, live, False, EVEN)
+        at = tl.minimum(step * PIECES + wide_piece, pieces - 1)
+        scale, zero = _stored_scales(scales, zeros, output[:, None], at * PIECE // GROUP, groups, GROUP_ROWS, ZEROS)
+        column = step * COLUMNS + lane
+        inside = live & (column < pieces * PIECE)
+        part, _ = inputs(x, x, x_row + column, column, inside, live, False, EVEN)
         if EVEN:
-            part = tl.load(line + step * BYTES)
+            found = tl.load(line + step * BYTES)
         else:
-            part = tl.load(line + step * BYTES, mask=step * BYTES + byte < width, other=0)
-        sums = _more_part(
-            sums, part, low, high, scale, zero, kind, CODES, FOUR, ZEROS, OFFSET, ASSEMBLY, PIECE_BYTES
+            found = tl.load(line + step * BYTES, mask=step * BYTES + byte < width, other=0)
+        elements = _elements(
+            found, scale, zero, kind, CODES, FOUR, ZEROS, OFFSET, EXACT, ASSEMBLY, PIECE_BYTES
         )  # fmt: skip
-        scale, zero = next_scale, next_zero
+        sums = tl.dot(elements, part, sums, input_precision="ieee")
     if SPLIT:
         leave_sums(workspace, tile, sums, sums, sums, False, False)
         tl.debug_barrier()
@@ -338,6 +343,8 @@ def _launch(
             NORM=normed, ACTIVATION=activation, **known,
         )  # fmt: skip
         return
+    # Scales that elements' type holds need no second half; those of a byte are powers of two.
+    known["EXACT"] = matrix.scales.dtype in (x.dtype, torch.uint8 if x.dtype == torch.bfloat16 else x.dtype)
     _multiply_more[(tiles, splits)](
         x, codes, matrix.scales, zeros, out, added, workspace.sums, workspace.counters, rows, outputs, pieces, steps,
         groups, x.stride(0), out.stride(0), **known,
