@@ -29,6 +29,7 @@ from holdfast.execution.triton_kernels.quantized.products import NOT_GATED
 from holdfast.execution.triton_kernels.quantized.scaled_codes import spread_halves
 from holdfast.execution.triton_kernels.quantized.split_sums import (
     Workspace,
+    ask_ahead,
     cut_columns,
     finish,
     gather_sums,
@@ -175,6 +176,22 @@ def _halves(
 
 
 @triton.jit
+def _ask_for_scales(
+    scales, minimums, small, row, first, last, pieces, IN_BLOCK: tl.constexpr, SMALL: tl.constexpr,
+    MINIMUM: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Of steps first..last-1."""
+    LINES: tl.constexpr = 8 if IN_BLOCK == 1 else 2
+    blocks = pieces // IN_BLOCK
+    start, end = first * PIECES // IN_BLOCK, tl.minimum(last * PIECES // IN_BLOCK + 1, blocks)
+    ask_ahead(scales, row, blocks, start, end, LINES)
+    if MINIMUM:
+        ask_ahead(minimums, row, blocks, start, end, LINES)
+    if SMALL:
+        ask_ahead(small, row, blocks * SMALL, start * SMALL, end * SMALL, 8)
+
+
+@triton.jit
 def _signed_bytes(codes, kind: tl.constexpr):
     return as_float((codes.to(tl.int32) & 255) ^ 128, 128).to(kind)
 
@@ -245,6 +262,10 @@ def _multiply_few(
     width = columns if BITS == 8 else columns // 2
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(pieces, PIECES))
+    if ASSEMBLY:
+        _ask_for_scales(scales, minimums, small, output, first, last, pieces, IN_BLOCK, SMALL, MINIMUM, PIECES)
+        if GATED:
+            _ask_for_scales(scales, minimums, small, up_output, first, last, pieces, IN_BLOCK, SMALL, MINIMUM, PIECES)
     sums = tl.zeros((PIECES, OUTPUTS, ROWS), tl.float32)
     up = sums
     squares = tl.zeros((PIECES, BYTES, ROWS), tl.float32)
@@ -320,6 +341,10 @@ def _multiply_more(
     words = high if BITS > 4 else quants
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(pieces, PIECES))
+    if ASSEMBLY:
+        _ask_for_scales(
+            scales, minimums, small, tl.reshape(row, (OUTPUTS,)), first, last, pieces, IN_BLOCK, SMALL, MINIMUM, PIECES
+        )  # fmt: skip
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for index in tl.range(0, last - first):
         step = turned(index, tile, first, last)

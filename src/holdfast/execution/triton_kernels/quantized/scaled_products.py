@@ -32,6 +32,7 @@ from holdfast.execution.triton_kernels.quantized.scaled_codes import (
 )
 from holdfast.execution.triton_kernels.quantized.split_sums import (
     Workspace,
+    ask_ahead,
     cut_columns,
     finish,
     gather_sums,
@@ -50,6 +51,19 @@ def _stored_scales(scales, zeros, row, group, groups, GROUP_ROWS: tl.constexpr, 
     if ZEROS:
         zero = tl.load(zeros + place)
     return scale, zero
+
+
+@triton.jit
+def _ask_for_scales(
+    scales, zeros, row, first, last, groups, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Of steps first..last-1."""
+    LINES: tl.constexpr = 4 if PIECE == 128 else 8
+    start, end = first * (PIECES * PIECE) // GROUP, tl.minimum(last * (PIECES * PIECE) // GROUP + 1, groups)
+    ask_ahead(scales, row // GROUP_ROWS, groups, start, end, LINES)
+    if ZEROS:
+        ask_ahead(zeros, row // GROUP_ROWS, groups, start, end, LINES)
 
 
 @triton.jit
@@ -107,6 +121,14 @@ def _multiply_few(
     wide_output, wide_piece = output[None, :], tl.arange(0, PIECES)[:, None]
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(pieces, PIECES))
+    if ASSEMBLY:
+        _ask_for_scales(
+            scales, zeros, output, first, last, groups, GROUP, GROUP_ROWS, ZEROS, PIECE, PIECES
+        )  # fmt: skip
+        if GATED:
+            _ask_for_scales(
+                scales, zeros, output + outputs, first, last, groups, GROUP, GROUP_ROWS, ZEROS, PIECE, PIECES
+            )  # fmt: skip
 
     at = tl.minimum(turned(0, tile, first, last) * PIECES + wide_piece, pieces - 1)
     scale, zero = _stored_scales(scales, zeros, wide_output, at * PIECE // GROUP, groups, GROUP_ROWS, ZEROS)
@@ -241,6 +263,10 @@ def _multiply_more(
     wide_piece = tl.arange(0, PIECES)[None, :]
     first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(pieces, PIECES))
+    if ASSEMBLY:
+        _ask_for_scales(
+            scales, zeros, output, first, last, groups, GROUP, GROUP_ROWS, ZEROS, PIECE, PIECES
+        )  # fmt: skip
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for index in tl.range(0, last - first):
         step = turned(index, tile, first, last)

@@ -39,6 +39,18 @@ def turned(index, tile, first, last):
 
 
 @triton.jit
+def ask_ahead(plane, row, stride, first, last, LINES: tl.constexpr):
+    """Elements first..last-1 of these rows are brought to the second level cache, and nobody waits for them: scales are
+    read a few bytes at a time, each from a line of its own that would otherwise come from memory while a step waits."""
+    APART: tl.constexpr = 1024 // plane.dtype.element_ty.primitive_bitwidth
+    at = tl.minimum(first + tl.arange(0, LINES)[None, :] * APART, last - 1)
+    address = (plane + (row[:, None].to(tl.int64) * stride + at)).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
 def inputs(x, norm, place, column, inside, live, NORM: tl.constexpr, EVEN: tl.constexpr):
     """Inputs times the norm's weight in their type, and their squares before it. `live`: those of rows that there are;
     `inside`: those of columns too, where not all are (EVEN)."""
