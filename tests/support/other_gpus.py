@@ -30,11 +30,18 @@ from holdfast.execution.triton_kernels.attention.prefill import prefill_attentio
 from holdfast.execution.triton_kernels.experts import blocks as expert_blocks
 from holdfast.execution.triton_kernels.experts import launch as experts
 from holdfast.execution.triton_kernels.quantized import blocks, products
+from holdfast.execution.triton_kernels.quantized.block_products import block_gate_up, block_product
+from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_QUANTIZED_ROWS
+from holdfast.execution.triton_kernels.quantized.scaled_products import scaled_gate_up, scaled_product
+from holdfast.execution.triton_kernels.quantized.scaled_rows import expand_scaled, gather_columns
+from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
 from holdfast.execution.triton_kernels.rounded.products import rounded_product, scale_sums
 from holdfast.execution.triton_kernels.rounded.rounding import round_rows
 from holdfast.execution.triton_kernels.sampling import adjust
 from holdfast.execution.triton_kernels.sampling import launch as sampling
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.scaled_layouts import ScaledLayout
 
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes that one program may have, by compute capability."""
@@ -43,6 +50,14 @@ SHAPES = ((32, 8, 64), (71, 1, 64), (32, 8, 128), (48, 1, 128), (8, 8, 96), (16,
 META = torch.device("meta")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3 = torch.float8_e4m3fn
+SCALED = (
+    ScaledLayout(codes="int4", scales="float16", group=128, zeros=True),
+    ScaledLayout(codes="int4", scales="bfloat16", group=32),
+    ScaledLayout(codes="nf4", group=64),
+    ScaledLayout(codes="mxfp4", scales="uint8", group=32),
+    ScaledLayout(codes="int8"),
+    ScaledLayout(codes="fp8", group=128, group_rows=128),
+)
 
 
 class OtherGpu:
@@ -111,6 +126,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
+WORKSPACE = Workspace(empty(1 << 24, dtype=FP32), empty(1 << 13))
+
+
 def attention(
     kind: str,
     heads: int,
@@ -143,7 +161,14 @@ def block_products(rows: int, layout: str, dtype: torch.dtype) -> None:
     outputs, count = 6144, 128
     matrix = QuantizedMatrix(layout, outputs, 32 * count, META)
     planes = blocks.BlockPlanes(layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small)
-    blocks.block_product(empty(rows, 32 * count, dtype=dtype), planes, empty(rows, outputs, dtype=dtype))
+    x, out, norm = (
+        empty(rows, 32 * count, dtype=dtype),
+        empty(rows, outputs, dtype=dtype),
+        empty(32 * count, dtype=dtype),
+    )
+    block_product(x, planes, out, WORKSPACE)
+    if rows <= FEW_QUANTIZED_ROWS:
+        block_gate_up(x, planes, out[:, : outputs // 2], WORKSPACE, norm_weight=empty(32 * count, dtype=dtype))
     blocks.dequantize_tile(planes, 0, outputs, empty(outputs, 32 * count, dtype=dtype))
     blocks.embed_blocks(empty(4, 64), empty(8), empty(8), planes, empty(8, 32 * count, dtype=dtype))
 
@@ -162,6 +187,17 @@ def rounded_products(rows: int, kind: torch.dtype, dtype: torch.dtype) -> None:
         matrix = empty(outputs, inputs, dtype=kind)
         rounded_product(codes, x_scales, matrix, scales, out, parts, empty(99), grouped=group > 0, accumulate=True)
     scale_sums(out, empty(rows, 1, dtype=FP32), empty(outputs, 1, dtype=FP32), out)
+
+
+def scaled_kernels(rows: int, layout: ScaledLayout, dtype: torch.dtype) -> None:
+    outputs, inputs = 6144, 4096
+    matrix = ScaledMatrix(layout, outputs, inputs, META)
+    x, out, norm = empty(rows, inputs, dtype=dtype), empty(rows, outputs, dtype=dtype), empty(inputs, dtype=dtype)
+    scaled_product(x, matrix, out, WORKSPACE)
+    if rows <= FEW_QUANTIZED_ROWS:
+        scaled_gate_up(x, matrix, out[:, : outputs // 2], WORKSPACE, norm_weight=norm)
+    expand_scaled(matrix, 0, outputs, empty(outputs, inputs, dtype=dtype))
+    gather_columns(x, empty(inputs), x)
 
 
 def expert_kernels(tokens: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
@@ -232,11 +268,14 @@ def everything() -> Cases:
         for rows in (1, 2):
             yield f"dense, {rows} rows, {dtype}", lambda some=(rows, dtype): dense_products(*some)
         for layout in sorted(QUANTIZED_LAYOUTS):
-            for rows in (1, 2, 16):
+            for rows in (1, 2, 8, 16, 64, 128):
                 yield f"{layout}, {rows} rows, {dtype}", lambda some=(rows, layout, dtype): block_products(*some)
         for rows in (1, 32, 64, 500):
             for kind in (torch.int8, torch.float8_e4m3fn):
                 yield f"{kind}, {rows} rows, {dtype}", lambda some=(rows, kind, dtype): rounded_products(*some)
+        for scaled in SCALED:
+            for rows in (1, 2, 8, 16, 64, 128):
+                yield f"{scaled}, {rows} rows, {dtype}", lambda some=(rows, scaled, dtype): scaled_kernels(*some)
         for tokens in (1, 500, 4000):
             for shape in ((128, 8, 2048, 768), (8, 2, 4096, 14336)):
                 name = f"{tokens} tokens, {shape[1]} of {shape[0]} experts, {dtype}"

@@ -27,10 +27,15 @@ SKINNY_ROWS = 2
 """Up to so many rows, products with a dense matrix come from a kernel of our own: with more, cuBLAS was faster."""
 LARGE_BYTES = 16 * MIB
 """From this size on cuBLAS is the faster one with two rows already (H200)."""
-SKINNY_BLOCK_ROWS = 16
-"""Up to so many, products with quantized blocks: for cuBLAS they would have to be expanded first."""
-EXPANDED_BYTES = 64 * MIB
-"""Of the tile that quantized matrices are expanded to, for products with many rows."""
+SKINNY_BLOCK_ROWS = 64
+"""Up to so many, products with quantized matrices: for cuBLAS they would have to be expanded first."""
+EXPANDED_BYTES = 32 * MIB
+"""Of the tile that quantized matrices are expanded to, for products with many rows: what stays in the second level
+cache. Products with fewer rows use the same memory."""
+SUMS_BYTES = 16 * MIB
+"""Of that, sums of products whose columns are split among programs."""
+SPLIT_COUNTERS = 4096
+"""Tiles of outputs that such a product may have."""
 CUBLAS_BYTES = 64 * MIB
 """torch gives cuBLAS 32 MiB on Hopper for each stream that multiplies: the engine's, and that of captures."""
 LOGPROB_ROWS = 16
@@ -107,7 +112,7 @@ def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized:
     attention = decode_workspace_bytes(rows, spec.heads, spec.kv_heads, spec.head_dim)
     experts = gpu_bytes(spec, tokens, size, quantized=quantized)
     inputs = workspace_bytes(tokens, max(spec.hidden_size, query, mlp_width(spec)), spec.hidden_size, size)
-    shared = (EXPANDED_BYTES if quantized else 0) + (inputs if rounded else 0)
+    shared = (EXPANDED_BYTES + SPLIT_COUNTERS * 4 if quantized else 0) + (inputs if rounded else 0)
     return buffers + attention + experts + CUBLAS_BYTES + shared
 
 
