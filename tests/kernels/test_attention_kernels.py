@@ -112,6 +112,18 @@ class Case:
             window=self.window, softcap=self.softcap, out=self.out[..., : self.width], tile=tile,
         )  # fmt: skip
 
+    def prefill_hopper(self) -> None:
+        from holdfast.execution.triton_kernels.attention.prefill_hopper import page_descriptor, prefill_attention_hopper
+
+        starts, counts = numpy.array(self.rows).T
+        tile_rows, tile_starts = tiles.prefill_tiles(counts, starts, tiles.HOPPER_ROWS // (self.heads // self.kv_heads))
+        firsts = numpy.cumsum(counts) - counts
+        prefill_attention_hopper(
+            self.query, self.pages, self.tables, self.ints(tile_rows), self.ints(tile_starts), self.slots,
+            self.ints(starts), self.ints(counts), self.ints(firsts), descriptor=page_descriptor(self.pages),
+            place=self.place, scale=self.scale, window=self.window, out=self.out[..., : self.width],
+        )  # fmt: skip
+
     def decode(self, tile: tiles.Tile | None = SMALL, splits: int | None = None) -> None:
         """Rows must be of one token."""
         size = gpu.decode_workspace_bytes(len(self.rows), self.heads, self.kv_heads, self.width) // 4
@@ -281,3 +293,45 @@ def test_the_workspace_is_enough_for_every_number_of_rows() -> None:
             assert rows * heads * gpu.decode_splits(rows, kv_heads) * (width + 1) * 4 <= largest
     assert gpu.decode_splits(1, 8) > 16
     assert gpu.decode_splits(4096, 8) == 1
+
+
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+LARGE = [(start * 9, count * 9) for start, count in RAGGED]
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "dtype"),
+    [
+        (4, 4, 128, torch.bfloat16),
+        (16, 8, 128, torch.bfloat16),
+        (32, 8, 128, torch.bfloat16),
+        (32, 4, 128, torch.float16),
+        (9, 3, 64, torch.bfloat16),
+        (16, 1, 64, torch.float16),
+    ],
+    ids=str,
+)
+def test_prefill_for_hopper(device: torch.device, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    case = Case(device, LARGE, heads, kv_heads, width, dtype)
+    case.prefill_hopper()
+    case.check()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("window", [1, 16, 100, 128, 300, 9999])
+@pytest.mark.parametrize("block_tokens", [16, 64])
+def test_prefill_for_hopper_in_windows(device: torch.device, window: int, block_tokens: int) -> None:
+    rows = [*LARGE, (1500, 700), (0, 1030), (127, 129)]
+    case = Case(device, rows, 8, 2, 128, torch.bfloat16, window=window, block_tokens=block_tokens)
+    case.prefill_hopper()
+    case.check()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+def test_prefill_for_hopper_takes_more_tiles_than_there_are_programs(device: torch.device) -> None:
+    """Each program goes through several tiles, of few keys and of many."""
+    rows = [(0, 1200), (3000, 64), (0, 2), (1, 1), (900, 777), (128, 128), (0, 128), (0, 127), (0, 129)]
+    case = Case(device, rows, 32, 8, 128, torch.bfloat16)
+    case.prefill_hopper()
+    case.check()

@@ -39,6 +39,7 @@ from holdfast.execution.weights.load import Weights
 from holdfast.footprint.gpu import sampling_lanes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 from holdfast.records import AdapterArrival, Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 log = logging.getLogger("holdfast")
@@ -179,6 +180,10 @@ class GpuRunner:
     @property
     def attention_backend(self) -> str:
         return "triton"
+
+    @property
+    def decisions(self) -> list[Decision]:
+        return [self.decoder.attention.decision]
 
     @property
     def kv(self) -> KVRange:

@@ -6,10 +6,12 @@ Holds the workspace of the first kind, and says where rows lie on the device. Kn
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu.layers.prefill_kernel import HOPPER, choose_prefill_kernel
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.triton_kernels.attention.decode import decode_attention
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
@@ -53,6 +55,9 @@ class GpuAttention:
         self._windows = [group.window or 0 for group in layout.groups]
         size = decode_workspace_bytes(limits.max_num_seqs, *self._shape)
         self._workspace = torch.empty(size // 4, dtype=torch.float32, device=device)
+        self.decision = choose_prefill_kernel(spec, layout, device)
+        """Which kernel attends for prompts."""
+        self._described: tuple[torch.Tensor, Any] | None = None
 
     def run(
         self,
@@ -84,19 +89,45 @@ class GpuAttention:
                 workspace=self._workspace,
             )
         if prefill is not None:
-            prefill_attention(
-                query,
-                pages,
-                table,
-                prefill.tile_rows,
-                prefill.tile_starts,
-                prefill.slots,
-                prefill.starts,
-                prefill.counts,
-                prefill.firsts,
+            self._prefill(query, pages, table, place, window, prefill, attended)
+
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        table: torch.Tensor,
+        place: int,
+        window: int,
+        rows: PrefillRows,
+        out: torch.Tensor,
+    ) -> None:
+        arguments = (
+            query,
+            pages,
+            table,
+            rows.tile_rows,
+            rows.tile_starts,
+            rows.slots,
+            rows.starts,
+            rows.counts,
+            rows.firsts,
+        )
+        if self.decision.value == HOPPER:
+            # Imported here: there is no such thing for other GPUs, nor for Triton's interpreter.
+            from holdfast.execution.triton_kernels.attention.prefill_hopper import (
+                page_descriptor,
+                prefill_attention_hopper,
+            )
+
+            if self._described is None or self._described[0] is not pages:
+                self._described = (pages, page_descriptor(pages))
+            prefill_attention_hopper(
+                *arguments,
+                descriptor=self._described[1],
                 place=place,
                 scale=self._scale,
                 window=window,
-                softcap=self._softcap,
-                out=attended,
+                out=out,
             )
+        else:
+            prefill_attention(*arguments, place=place, scale=self._scale, window=window, softcap=self._softcap, out=out)
