@@ -6,7 +6,7 @@ Written in Gluon, Triton's lower level, because it says who does what. A program
     attend    twice four warps, 64 query rows each: scores of tile i are multiplied while the values of tile i - 1 are
               gathered, and weighed while those are still on their way; the two take turns at the tensor cores
 
-Programs stay: there is one for each multiprocessor, and each takes tiles of the list until there are none. Knows no
+Programs stay: there is one for each multiprocessor, and each takes its share of the tile list. Knows no
 softcap, no FP8 and no head width but 64 and 128: those are for `prefill`, which always works. Writes no pages.
 """
 
@@ -39,6 +39,20 @@ _STAGES = 2
 
 
 @gluon.jit
+def _works(works):
+    """How many tiles are this program's."""
+    programs = gl.num_programs(0)
+    return works // programs + (_work(works // programs) < works).to(gl.int32)
+
+
+@gluon.jit
+def _work(n):
+    """Its n-th tile: forth and back over the list, the largest first, so that all programs get about the same."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return n * programs + gl.where((n & 1) == 1, programs - 1 - program, program)
+
+
+@gluon.jit
 def _tile(work, tile_rows, tile_starts, starts, counts, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr):
     """(row, KV head, first token within the row, its position, position after the last token, after the row's last)."""
     row, tile_start = gl.load(tile_rows + work // KV_HEADS), gl.load(tile_starts + work // KV_HEADS)
@@ -66,8 +80,8 @@ def _fetch(
     PAGES: gl.constexpr = KEYS // BLOCK_TOKENS
     PARTS: gl.constexpr = DIM // 64
     done = 0
-    for work in range(gl.program_id(0), works, gl.num_programs(0)):
-        row, kv_head, _, lowest, limit, end = _tile(work, tile_rows, tile_starts, starts, counts, KV_HEADS, TOKENS)
+    for n in range(_works(works)):
+        row, kv_head, _, lowest, limit, end = _tile(_work(n), tile_rows, tile_starts, starts, counts, KV_HEADS, TOKENS)
         first, tiles, _, _ = _key_tiles(lowest, limit, window, KEYS, WINDOWED)
         table = tables + gl.load(slots + row).to(gl.int64) * table_stride
         used = gl.cdiv(end, BLOCK_TOKENS)
@@ -185,16 +199,23 @@ def _load_queries(
 @gluon.jit
 def _begin(
     done, first, end, queries, keys, values, keys_here, keys_free, values_here, turns, inner, positions, window,
-    PART: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr, SCORES: gl.constexpr,
-    WEIGHTS: gl.constexpr, WIDE: gl.constexpr,
+    following, query, buffer, tile_rows, tile_starts, starts, counts, firsts, token_stride, head_stride,
+    PART: gl.constexpr, KV_HEADS: gl.constexpr, RATIO: gl.constexpr, TOKENS: gl.constexpr, DIM: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr, SCORES: gl.constexpr, WEIGHTS: gl.constexpr,
+    WIDE: gl.constexpr,
 ):  # fmt: skip
-    """The first tile of keys, which is the last one seen: (best, total, weights). Its values are here then."""
+    """The first tile of keys, which is the last one seen: (best, total, weights, the next queries). Its values are here
+    then, and the queries of tile `following` on their way."""
     stage, parity = done % STAGES, done // STAGES & 1
     nothing = gl.zeros((64, KEYS), gl.float32, layout=SCORES)
     mbarrier.wait(keys_here.index(stage), parity)
     mbarrier.wait(turns.index(PART), (done & 1) ^ (1 - PART))
     scores = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.arrive(turns.index(1 - PART), count=1)
+    loading = _load_queries(
+        following, query, buffer, tile_rows, tile_starts, starts, counts, firsts, token_stride, head_stride, PART,
+        KV_HEADS, RATIO, TOKENS, DIM, WIDE,
+    )  # fmt: skip
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(keys_free.index(stage), count=1)
     best = gl.full((64,), _UNSEEN, gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -203,7 +224,7 @@ def _begin(
     mbarrier.wait(values_here.index(stage), parity)
     if first + KEYS > end:
         _blank(values.index(stage), first, 0, end, KEYS, WIDE)
-    return best, total, gl.convert_layout(new.to(keys.dtype), WEIGHTS)
+    return best, total, gl.convert_layout(new.to(keys.dtype), WEIGHTS), loading
 
 
 @gluon.jit
@@ -219,28 +240,23 @@ def _attend(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     member = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     first, kv_head, lowest, limit, end = _load_queries(
-        gl.program_id(0), query, halves.index(PART), tile_rows, tile_starts, starts, counts, firsts,
+        _work(0), query, halves.index(PART), tile_rows, tile_starts, starts, counts, firsts,
         query_token_stride, query_head_stride, PART, KV_HEADS, RATIO, TOKENS, DIM, WIDE,
     )  # fmt: skip
-    done, turn = 0, 0
-    for work in range(gl.program_id(0), works, gl.num_programs(0)):
-        queries = halves.index(2 * turn + PART)
+    done, mine = 0, _works(works)
+    for n in range(mine):
+        queries = halves.index(2 * (n & 1) + PART)
         async_copy.wait_group(0)
         fence_async_shared()
         _barrier()
-        # The queries of the next tile, if there is one, are on their way meanwhile.
-        next_first, next_kv_head, next_lowest, next_limit, next_end = _load_queries(
-            gl.minimum(work + gl.num_programs(0), works - 1), query, halves.index(2 * (turn ^ 1) + PART), tile_rows,
-            tile_starts, starts, counts, firsts, query_token_stride, query_head_stride, PART, KV_HEADS, RATIO, TOKENS,
-            DIM, WIDE,
-        )  # fmt: skip
-
         #   tiles of keys, from the last to the first: tiles ─ masked ─ whole_to ─ whole_from ─ masked ─ first_tile
         positions = gl.minimum(lowest + member // RATIO, limit - 1)
         first_tile, tiles, whole_from, whole_to = _key_tiles(lowest, limit, window, KEYS, WINDOWED)
-        best, total, weights = _begin(
+        best, total, weights, loading = _begin(
             done, (tiles - 1) * KEYS, end, queries, keys, values, keys_here, keys_free, values_here, turns, inner,
-            positions, window, PART, KEYS, STAGES, WINDOWED, SCORES, WEIGHTS, WIDE,
+            positions, window, _work(gl.minimum(n + 1, mine - 1)), query, halves.index(2 * (n + 1 & 1) + PART),
+            tile_rows, tile_starts, starts, counts, firsts, query_token_stride, query_head_stride, PART, KV_HEADS,
+            RATIO, TOKENS, DIM, KEYS, STAGES, WINDOWED, SCORES, WEIGHTS, WIDE,
         )  # fmt: skip
         gathered = gl.zeros((64, DIM), gl.float32, layout=GATHERED)
         for i in range(1, tiles - whole_to):
@@ -270,13 +286,12 @@ def _attend(
         gathering = warpgroup_mma(weights, values.index(last), gathered, is_async=True)
         gathered, _ = warpgroup_mma_wait(0, deps=(gathering, weights))
         mbarrier.arrive(values_free.index(last), count=1)
-        gathered = gathered / gl.convert_layout(total, gl.SliceLayout(1, GATHERED))[:, None]
+        gathered = gathered * gl.convert_layout(1.0 / total, gl.SliceLayout(1, GATHERED))[:, None]
         # Through shared memory, so that whole lines are written.
         queries.store(gathered.to(out.dtype.element_ty))
         at, real = _places(first, lowest, limit, kv_head, out_token_stride, out_head_stride, PART, RATIO, DIM, WIDE)
         gl.store(out + at, queries.load(WIDE), mask=real)
-        first, kv_head, lowest, limit, end = next_first, next_kv_head, next_lowest, next_limit, next_end
-        turn ^= 1
+        first, kv_head, lowest, limit, end = loading
 
 
 @gluon.jit(do_not_specialize=["place", "places", "works", "window", "table_stride"])
