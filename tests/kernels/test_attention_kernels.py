@@ -38,6 +38,8 @@ class Case:
     block_tokens: int = 16
     places: int = 3
     place: int = 1
+    stored: torch.dtype | None = None
+    """Of pages, where it is not the queries'; keys and values then have scales."""
     seed: int = field(
         default_factory=lambda: int(os.environ.get("KERNEL_SEED", random.SystemRandom().randrange(1 << 30)))
     )
@@ -49,10 +51,12 @@ class Case:
         blocks = -(-max(start + count for start, count in self.rows) // self.block_tokens)
         slots = torch.randperm(len(self.rows) + 2, generator=self.generator)[: len(self.rows)]
         free = (torch.randperm((len(self.rows) * blocks) + 3, generator=self.generator) + 1).tolist()
-        self.keys = [self._random(start + count, self.kv_heads) for start, count in self.rows]
-        self.values = [self._random(start + count, self.kv_heads) for start, count in self.rows]
+        kept = self.stored or self.dtype
+        self.scales = (1.0, 1.0) if self.stored is None else (0.037, 2.6)
+        self.keys = [self._random(start + count, self.kv_heads).to(kept) for start, count in self.rows]
+        self.values = [self._random(start + count, self.kv_heads).to(kept) for start, count in self.rows]
         pages = torch.full(
-            (len(free) + 1, self.places, 2, self.block_tokens, self.kv_heads, self.width), torch.nan, dtype=self.dtype
+            (len(free) + 1, self.places, 2, self.block_tokens, self.kv_heads, self.width), torch.nan, dtype=kept
         )
         # Entries nobody may follow point at page 0, which is NaN here.
         tables = torch.zeros((len(self.rows) + 2, blocks), dtype=torch.int32)
@@ -86,7 +90,9 @@ class Case:
             query = self.query[first : first + count].cpu().double()
             first += count
             ratio = self.heads // self.kv_heads
-            keys, values = (x.double().repeat_interleave(ratio, dim=1) for x in (keys, values))
+            key_scale, value_scale = self.scales
+            keys = key_scale * keys.double().repeat_interleave(ratio, dim=1)
+            values = value_scale * values.double().repeat_interleave(ratio, dim=1)
             scores = torch.einsum("qhd,khd->hqk", query, keys) * self.scale
             if self.softcap:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -109,7 +115,8 @@ class Case:
         prefill_attention(
             self.query, self.pages, self.tables, self.ints(tile_rows), self.ints(tile_starts), self.slots,
             self.ints(starts), self.ints(counts), self.ints(firsts), place=self.place, scale=self.scale,
-            window=self.window, softcap=self.softcap, out=self.out[..., : self.width], tile=tile,
+            window=self.window, softcap=self.softcap, out=self.out[..., : self.width], key_scale=self.scales[0],
+            value_scale=self.scales[1], tile=tile,
         )  # fmt: skip
 
     def prefill_hopper(self) -> None:
@@ -131,7 +138,8 @@ class Case:
         decode_attention(
             self.query, self.pages, self.tables, self.slots, self.ints([start + 1 for start, _ in self.rows]),
             place=self.place, scale=self.scale, window=self.window, softcap=self.softcap,
-            out=self.out[..., : self.width], workspace=workspace, tile=tile, splits=splits,
+            out=self.out[..., : self.width], workspace=workspace, key_scale=self.scales[0],
+            value_scale=self.scales[1], tile=tile, splits=splits,
         )  # fmt: skip
 
 
@@ -170,6 +178,39 @@ def test_decode_in_windows(device: torch.device, window: int, softcap: float) ->
     case = Case(device, SINGLE, 6, 2, 64, window=window, softcap=softcap)
     case.decode(splits=3)
     case.check()
+
+
+FLOAT8 = [
+    (torch.float8_e4m3fn, torch.float32),
+    (torch.float8_e5m2, torch.float32),
+    (torch.float8_e4m3fn, torch.float16),
+]
+if ON_GPU:
+    FLOAT8 += [(stored, torch.bfloat16) for stored in (torch.float8_e4m3fn, torch.float8_e5m2)]
+
+
+@pytest.mark.parametrize(("stored", "dtype"), FLOAT8, ids=str)
+@pytest.mark.parametrize(("window", "softcap", "width"), [(0, 0.0, 64), (20, 2.5, 80)])
+def test_pages_of_float8(
+    device: torch.device, stored: torch.dtype, dtype: torch.dtype, window: int, softcap: float, width: int
+) -> None:
+    """Keys and values are scaled codes; a key that is NaN in a page nobody sees stays unseen."""
+    case = Case(device, RAGGED, 6, 2, width, dtype, window=window, softcap=softcap, stored=stored)
+    case.prefill(tile=None if ON_GPU else SMALL)
+    case.check()
+    case = Case(device, SINGLE, 6, 2, width, dtype, window=window, softcap=softcap, stored=stored)
+    case.decode(None, None) if ON_GPU else case.decode(SMALL, 3)
+    case.check()
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_key_that_is_no_number_is_not_hidden_by_float8(device: torch.device, stored: torch.dtype) -> None:
+    """So that the row is found to be broken."""
+    case = Case(device, [(5, 1), (9, 1)], 4, 2, 64, stored=stored)
+    case.pages[int(case.tables[int(case.slots[0]), 0]), case.place, 0, 3, :, 5] = torch.nan
+    case.decode(splits=1)
+    assert case.out[0, ..., :64].isnan().all()
+    assert not case.out[1, ..., :64].isnan().any()
 
 
 @pytest.mark.parametrize("block_tokens", [4, 8, 32])

@@ -34,6 +34,15 @@ REFUSED: Mapping[str, str] = unsupported.ENGINE
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
 
 
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def kv_dtype(field: str, value: Any) -> str:
+    """fp8 is vLLM's other name for fp8_e4m3, and the one kept."""
+    found = str(choice(*KV_DTYPES)(field, value))
+    return "fp8" if found == "fp8_e4m3" else found
+
+
 def _attention_backend(field: str, value: Any) -> str:
     if isinstance(value, str) and value.upper() == "TORCH_SDPA":
         return "torch"
@@ -87,8 +96,15 @@ class EngineConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "data type of the KV cache: auto (same as dtype), float32, bfloat16 or float16",
-        choice("auto", "float32", "bfloat16", "float16"),
+        "data type of the KV cache: auto (same as dtype, or fp8 if the checkpoint says so), float32, bfloat16, "
+        "float16, fp8 (e4m3: twice the tokens of bfloat16) or fp8_e5m2",
+        kv_dtype,
+    )
+    calculate_kv_scales: bool = setting(
+        False,
+        "calibrate the scales of an FP8 KV cache at start even if the checkpoint has them; without any that is done "
+        "anyway",
+        flag,
     )
     expand_weights: str = setting(
         "auto",

@@ -41,8 +41,7 @@ ENGINE: Mapping[str, str] = {
     "quantization_config": "the layout is read from the checkpoint",
     "allow_deprecated_quantization": "the layout is read from the checkpoint",
     "quantization_param_path": "scales are read from the checkpoint",
-    "calculate_kv_scales": "the KV cache is not quantized",
-    "kv_cache_dtype_skip_layers": "the KV cache is not quantized",
+    "kv_cache_dtype_skip_layers": "all layers keep keys and values in one type; see kv_cache_dtype",
     "swap_space": "the KV cache is not swapped to RAM yet; a preempted request is recomputed",
     **_each(
         _NO_OFFLOAD,
@@ -227,7 +226,7 @@ SWITCHES = frozenset(
     for name in (*ENGINE, *SERVER)
     if name.startswith(("enable_", "disable_", "use_", "return_", "skip_", "exclude_", "allow_deprecated", "trust_"))
 ) | _names(
-    """async_scheduling fully_sharded_loras calculate_kv_scales log_error_stack headless grpc language_model_only
+    """async_scheduling fully_sharded_loras log_error_stack headless grpc language_model_only
     mm_encoder_only mm_device_do_normalize interleave_mm_strings numa_bind dcp_q_replicate data_parallel_hybrid_lb
     data_parallel_external_lb data_parallel_multi_port_external_lb kv_cache_metrics cudagraph_metrics
     aggregate_engine_logging jit_monitor_verbose sleep_mode_offload_cudagraph specialize_active_lora

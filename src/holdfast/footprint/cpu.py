@@ -35,6 +35,8 @@ from holdfast.models import ModelSpec, TensorSpec
 from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_ELEMENT_BYTES: Mapping[str, int] = {**ELEMENT_BYTES, "fp8": 1, "fp8_e5m2": 1}
+"""Keys and values may be kept in FP8 as well: fp8 is e4m3."""
 
 FRAMEWORK_BYTES = 172 * MIB
 """154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
@@ -195,7 +197,7 @@ def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:
         layers_per_page=places,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
-        element_bytes=ELEMENT_BYTES[kv_dtype],
+        element_bytes=KV_ELEMENT_BYTES[kv_dtype],
     )
 
 

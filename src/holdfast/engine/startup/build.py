@@ -28,6 +28,7 @@ from holdfast.checkpoints.sources.builtin import refuse_revision
 from holdfast.checkpoints.sources.resolve import refuse_known
 from holdfast.config import EngineConfig
 from holdfast.engine.requests.adapters import check_lora_dtype
+from holdfast.engine.startup.kv_scales import WHOLE_NAMES, find_kv_scales
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
@@ -246,7 +247,7 @@ def build_core(
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
         from holdfast.execution import native
-        from holdfast.execution.device import CPU, DTYPES, set_threads, warm_up
+        from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, set_threads, warm_up
         from holdfast.execution.lora.slots import LoraLimits
         from holdfast.execution.runner import Runner, RunnerLimits
         from holdfast.execution.weights.load import load_weights
@@ -280,7 +281,7 @@ def build_core(
         plan.engine.layout,
         limits,
         CPU,
-        kv_dtype=DTYPES[plan.kv_dtype],
+        kv_dtype=KV_DTYPES[plan.kv_dtype],
         compiled=plan.engine.compiled_attention,
         lora=LoraLimits.of(config),
         beat=beat,
@@ -291,6 +292,7 @@ def build_core(
     began_s = time.monotonic()
     profile = runner.profile_run()
     profile_run_s = time.monotonic() - began_s
+    plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
     plan, report = _settled(plan, runner, profile, before, loaded)
     runner.back_kv(plan.engine.blocks)
     core = EngineCore(_scheduler(config, plan), runner)
@@ -403,7 +405,7 @@ def _info(
         model=model.files.name,
         device="cpu" if plan.engine.gpu is None else f"cuda ({plan.engine.gpu.name})",
         dtype=plan.dtype,
-        kv_dtype=plan.kv_dtype,
+        kv_dtype=WHOLE_NAMES.get(plan.kv_dtype, plan.kv_dtype),
         block_size=plan.engine.layout.block_tokens,
         blocks=plan.engine.blocks - 1,
         max_model_len=plan.limits.max_model_len,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
+from holdfast.footprint.cpu import KV_ELEMENT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.planner.advice.remedy import (
     Change,
@@ -24,7 +25,6 @@ from holdfast.planner.advice.remedy import (
 from holdfast.planner.compat.gpu_kernels import lacks_engine, lacks_method
 from holdfast.planner.fit.count import least_bytes
 from holdfast.planner.fit.search import Plan, Question
-from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
 from holdfast.planner.models.model_sources import MADE_WHILE_LOADING
 from holdfast.planner.models.variants import (
     GGUF_TYPES,

@@ -39,6 +39,7 @@ from holdfast.planner.fit.search import fit as fit_again
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.model_sources import holdfast_source, llama_source, near_gguf, torch_source
 from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import format_bytes
 
 ENGINES = ("holdfast", "vllm", "sglang", "llama.cpp")
@@ -131,8 +132,8 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
     if lacking is not None:
         problems.append(lacking)
-    if fit.question.machine.kind == "gpu" and fit.kv_dtype not in (fit.dtype, "fp8"):  # That one is refused above.
-        problems.append(f"on a GPU Holdfast stores KV in dtype, {fit.dtype}: not in {fit.kv_dtype}")
+    if fit.question.machine.kind == "gpu" and fit.kv_dtype != fit.dtype and not is_fp8(fit.kv_dtype):
+        problems.append(f"on a GPU Holdfast stores KV in dtype, {fit.dtype}, or in fp8: not in {fit.kv_dtype}")
     if not spec.runnable:
         problems.append(f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}")
     return problems

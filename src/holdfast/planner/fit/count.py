@@ -13,14 +13,14 @@ from typing import Literal
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu
-from holdfast.footprint.cpu import Limits
+from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.fit.result import Plan, Rank, device_budget, needed_bytes
-from holdfast.planner.inputs.question import KV_ELEMENT_BYTES, Device, PlannedModel, Question
+from holdfast.planner.inputs.question import Device, PlannedModel, Question
 from holdfast.planner.sizing import terms as byte_terms
 from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
@@ -139,9 +139,8 @@ def _share(
         )
         return tuple(found), cost, ()
     if whose == "holdfast":
-        if stored_kv in cpu.ELEMENT_BYTES:
-            layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
-            cost = layout_cost(layout, limits.max_num_batched_tokens)
+        layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
+        cost = layout_cost(layout, limits.max_num_batched_tokens)
         largest = _largest_quantized(Same(model))
         found = byte_terms.engine_gpu_terms(
             spec,

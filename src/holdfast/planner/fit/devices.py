@@ -17,7 +17,7 @@ from holdfast.planner.fit.count import count_plan as counted_fit
 from holdfast.planner.fit.count import counted_for, plain_type
 from holdfast.planner.fit.result import Plan, describe_devices, device_budget
 from holdfast.planner.inputs.question import Device, Question
-from holdfast.planner.sizing.dtype import chosen_dtype, outgrows_half
+from holdfast.planner.sizing.dtype import chosen_dtype, chosen_kv_dtype, outgrows_half
 from holdfast.planner.sizing.sharded_weights import AS_STORED
 from holdfast.planner.sizing.terms import encoder_images
 from holdfast.units import counted, format_bytes
@@ -185,4 +185,4 @@ def number_types(found: Plan) -> Iterator[Decision]:
     if asked.dtype == "auto":
         yield chosen_dtype(found.question, len(found.ranks))
     if asked.kv_cache_dtype == "auto":
-        yield Decision("kv_cache_dtype", found.kv_dtype, "same as dtype", "default")
+        yield chosen_kv_dtype(found.question, len(found.ranks))

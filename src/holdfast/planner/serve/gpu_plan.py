@@ -33,7 +33,7 @@ from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
-from holdfast.planner.sizing.dtype import check_type
+from holdfast.planner.sizing.dtype import check_type, is_fp8
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import MIB, counted, format_bytes
 
@@ -125,13 +125,13 @@ def _gpu_plan(
         ),
     )
     found = fit(question)
-    if found.kv_dtype != found.dtype:
+    if found.kv_dtype != found.dtype and not is_fp8(found.kv_dtype):
         raise ConfigurationError(
-            "kv_cache_dtype must equal dtype on a GPU",
+            f"on a GPU the KV cache is kept in dtype, {found.dtype}, or in fp8",
             code=MIXED_KV,
-            needed=f"kv_cache_dtype {found.dtype}, the same as dtype",
+            needed=f"kv_cache_dtype {found.dtype}, fp8 or fp8_e5m2",
             found=f"kv_cache_dtype {found.kv_dtype}",
-            fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
+            fix=f"leave --kv-cache-dtype out, or --kv-cache-dtype fp8, or --dtype {found.kv_dtype}",
             field="kv_cache_dtype",
         )
     if not found.fits:

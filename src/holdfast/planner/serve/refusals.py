@@ -245,6 +245,8 @@ def cpu_candidates(config: EngineConfig, attempt: Attempt, machine: Memory) -> I
         yield {"expand_weights": "never"}
     if config.kv_cache_dtype in ("auto", "float32"):
         yield {"kv_cache_dtype": "float16"}
+    if not config.kv_cache_dtype.startswith("fp8"):
+        yield {"kv_cache_dtype": "fp8"}
     if config.max_model_len is not None:
         yield {"max_model_len": None}
 
@@ -255,6 +257,8 @@ def gpu_candidates(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsC
     yield from _lower_limits(config, attempt)
     if config.vram is None and config.gpu_memory_utilization < MOST_UTILIZATION:
         yield {"gpu_memory_utilization": MOST_UTILIZATION}
+    if not config.kv_cache_dtype.startswith("fp8"):
+        yield {"kv_cache_dtype": "fp8"}
     if config.max_model_len is not None:
         yield {"max_model_len": None}
 

@@ -68,8 +68,11 @@ class GpuAttention:
         decode: DecodeRows | None,
         prefill: PrefillRows | None,
         out: torch.Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
+        """`scales`: keys and values are so many times what float8 pages hold."""
         heads, _, width = self._shape
+        key_scale, value_scale = scales
         query = qkv[:, : heads * width].view(-1, heads, width)
         attended = out.view(-1, heads, width)
         table, window = self._tables[group], self._windows[group]
@@ -87,9 +90,11 @@ class GpuAttention:
                 softcap=self._softcap,
                 out=attended[:rows],
                 workspace=self._workspace,
+                key_scale=key_scale,
+                value_scale=value_scale,
             )
         if prefill is not None:
-            self._prefill(query, pages, table, place, window, prefill, attended)
+            self._prefill(query, pages, table, place, window, prefill, attended, scales)
 
     def _prefill(
         self,
@@ -100,6 +105,7 @@ class GpuAttention:
         window: int,
         rows: PrefillRows,
         out: torch.Tensor,
+        scales: tuple[float, float],
     ) -> None:
         arguments = (
             query,
@@ -130,4 +136,13 @@ class GpuAttention:
                 out=out,
             )
         else:
-            prefill_attention(*arguments, place=place, scale=self._scale, window=window, softcap=self._softcap, out=out)
+            prefill_attention(
+                *arguments,
+                place=place,
+                scale=self._scale,
+                window=window,
+                softcap=self._softcap,
+                out=out,
+                key_scale=scales[0],
+                value_scale=scales[1],
+            )
