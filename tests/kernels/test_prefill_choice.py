@@ -17,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 
 def chosen(
     *, heads: int = 32, kv_heads: int = 8, width: int = 128, softcap: float = 0.0, block: int = 16, size: int = 2,
-    device: torch.device = CUDA,
+    device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[object, str]:  # fmt: skip
     spec: Any = SimpleNamespace(
         heads=heads, kv_heads=kv_heads, head_dim=width, decoder=SimpleNamespace(attention_softcap=softcap)
@@ -30,7 +30,7 @@ def chosen(
         head_dim=width,
         element_bytes=size,
     )
-    decision = choose_prefill_kernel(spec, layout, device)
+    decision = choose_prefill_kernel(spec, layout, device, dtype)
     assert decision.field == "prefill_attention"
     return decision.value, decision.reason
 
@@ -45,6 +45,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_for_hopper_where_it_can() -> None:
     for heads, kv_heads, width in ((32, 8, 128), (16, 16, 64), (9, 3, 64), (128, 1, 128)):
         assert chosen(heads=heads, kv_heads=kv_heads, width=width)[0] == "hopper"
+    assert "expanded" not in chosen()[1]
+    assert chosen(size=1)[0] == "hopper"
+    assert "expanded" in chosen(size=1)[1]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -54,8 +57,7 @@ def test_the_kernel_for_hopper_where_it_can() -> None:
         ({"width": 96}, "these have 96"),
         ({"width": 256}, "these have 256"),
         ({"softcap": 50.0}, "softcap"),
-        ({"size": 1}, "this has 1"),
-        ({"size": 4}, "this has 4"),
+        ({"size": 4, "dtype": torch.float32}, "these have 4"),
         ({"block": 4}, "this is 4"),
         ({"block": 24}, "this is 24"),
         ({"heads": 256, "kv_heads": 1}, "128 query heads"),

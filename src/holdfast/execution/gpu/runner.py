@@ -149,7 +149,7 @@ class GpuRunner:
         tile_tokens = prefill_tile_tokens(
             spec.heads, spec.kv_heads, spec.head_dim, weights.dtype.itemsize, codes=self.kv_dtype in LARGEST
         )
-        self._forms = BatchBuilder(limits, device, tile_tokens)
+        self._forms = BatchBuilder(limits, device, tile_tokens, layout.block_tokens)
         self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
         self._decoder: GpuDecoder | None = GpuDecoder(
             spec, weights, layout, limits, self._slots, device, self._adapters

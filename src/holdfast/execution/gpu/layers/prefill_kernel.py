@@ -21,14 +21,18 @@ TESTED = ((3, 6), (3, 9))
 """Releases of Triton, the last one excluded: Gluon may change from one to the next."""
 
 
-def choose_prefill_kernel(spec: ModelSpec, layout: KVLayout, device: torch.device) -> Decision:
-    against = _against_hopper(spec, layout, device)
+def choose_prefill_kernel(spec: ModelSpec, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> Decision:
+    """`dtype`: of queries."""
+    against = _against_hopper(spec, layout, device, dtype)
     if against is None:
-        return Decision("prefill_attention", HOPPER, "1.3 times as fast as the Triton kernel on this GPU", "measured")
+        reason = "1.3 times as fast as the Triton kernel on this GPU"
+        if layout.element_bytes < dtype.itemsize:
+            reason += ", though pages are expanded for it"
+        return Decision("prefill_attention", HOPPER, reason, "measured")
     return Decision("prefill_attention", TRITON, f"the kernel for Hopper {against}", "planner")
 
 
-def _against_hopper(spec: ModelSpec, layout: KVLayout, device: torch.device) -> str | None:
+def _against_hopper(spec: ModelSpec, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why not; None: nothing is against it."""
     if device.type != "cuda":
         return "needs a GPU"
@@ -39,11 +43,11 @@ def _against_hopper(spec: ModelSpec, layout: KVLayout, device: torch.device) -> 
         return f"needs heads of 64 or 128 dimensions; these have {spec.head_dim}"
     if spec.decoder.attention_softcap:
         return "knows no softcap"
-    if layout.element_bytes != 2:
-        return f"needs KV of 2 bytes an element; this has {layout.element_bytes}"
+    if dtype.itemsize != 2:
+        return f"multiplies numbers of 2 bytes; these have {dtype.itemsize}"
     if layout.block_tokens not in (8, 16, 32, 64, 128):
         return f"needs a block size that is a power of two from 8 to 128; this is {layout.block_tokens}"
-    if prefill_tile(spec.heads // spec.kv_heads, spec.head_dim, layout.element_bytes).rows != HOPPER_ROWS:
+    if prefill_tile(spec.heads // spec.kv_heads, spec.head_dim, dtype.itemsize).rows != HOPPER_ROWS:
         return f"takes {HOPPER_ROWS} query heads for each KV head at most"
     return _against_triton()
 

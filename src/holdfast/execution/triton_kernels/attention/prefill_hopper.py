@@ -6,8 +6,9 @@ Written in Gluon, Triton's lower level, because it says who does what. A program
     attend    twice four warps, 64 query rows each: scores of tile i are multiplied while the values of tile i - 1 are
               gathered, and weighed while those are still on their way; the two take turns at the tensor cores
 
-Programs stay: there is one for each multiprocessor, and each takes its share of the tile list. Knows no
-softcap, no FP8 and no head width but 64 and 128: those are for `prefill`, which always works. Writes no pages.
+Programs stay: there is one for each multiprocessor, and each takes its share of the tile list. Knows no softcap, no
+codes (see `expand_pages`) and no head width but 64 and 128: those are for `prefill`, which always works. Writes no
+pages.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def _fetch(
     pages, tables, slots, tile_rows, tile_starts, starts, counts, works, window, table_stride, place, places, keys,
     values, keys_here, keys_free, values_here, values_free, KV_HEADS: gl.constexpr, TOKENS: gl.constexpr,
     DIM: gl.constexpr, BLOCK_TOKENS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr,
+    IN_ORDER: gl.constexpr,
 ):  # fmt: skip
     PAGES: gl.constexpr = KEYS // BLOCK_TOKENS
     PARTS: gl.constexpr = DIM // 64
@@ -83,14 +85,17 @@ def _fetch(
     for n in range(_works(works)):
         row, kv_head, _, lowest, limit, end = _tile(_work(n), tile_rows, tile_starts, starts, counts, KV_HEADS, TOKENS)
         first, tiles, _, _ = _key_tiles(lowest, limit, window, KEYS, WINDOWED)
-        table = tables + gl.load(slots + row).to(gl.int64) * table_stride
+        slot = gl.load(slots + row)
+        table = tables + slot.to(gl.int64) * table_stride
         used = gl.cdiv(end, BLOCK_TOKENS)
         for i in range(tiles - first):
             page_at = (tiles - 1 - i) * PAGES
             stage, parity = (done + i) % STAGES, (done + i) // STAGES & 1
             rows = ()
             for p in gl.static_range(PAGES):
-                page = gl.load(table + page_at + p, mask=page_at + p < used, other=0)
+                page = slot + page_at + p
+                if not IN_ORDER:
+                    page = gl.load(table + page_at + p, mask=page_at + p < used, other=0)
                 rows += ((page * places + place) * (2 * BLOCK_TOKENS),)  # type: ignore[assignment]
             mbarrier.wait(keys_free.index(stage), parity ^ 1)
             mbarrier.expect(keys_here.index(stage), KEYS * DIM * 2)
@@ -229,7 +234,7 @@ def _begin(
 
 @gluon.jit
 def _attend(
-    query, out, tile_rows, tile_starts, starts, counts, firsts, works, window, inner, query_token_stride,
+    query, out, tile_rows, tile_starts, starts, counts, firsts, works, window, inner, value_scale, query_token_stride,
     query_head_stride, out_token_stride, out_head_stride, halves, keys, values, keys_here, keys_free, values_here,
     values_free, turns, PART: gl.constexpr, KV_HEADS: gl.constexpr, RATIO: gl.constexpr, TOKENS: gl.constexpr,
     DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr,
@@ -286,7 +291,7 @@ def _attend(
         gathering = warpgroup_mma(weights, values.index(last), gathered, is_async=True)
         gathered, _ = warpgroup_mma_wait(0, deps=(gathering, weights))
         mbarrier.arrive(values_free.index(last), count=1)
-        gathered = gathered * gl.convert_layout(1.0 / total, gl.SliceLayout(1, GATHERED))[:, None]
+        gathered = gathered * gl.convert_layout(value_scale / total, gl.SliceLayout(1, GATHERED))[:, None]
         # Through shared memory, so that whole lines are written.
         queries.store(gathered.to(out.dtype.element_ty))
         at, real = _places(first, lowest, limit, kv_head, out_token_stride, out_head_stride, PART, RATIO, DIM, WIDE)
@@ -296,10 +301,10 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["place", "places", "works", "window", "table_stride"])
 def _prefill_hopper(
-    query, pages, tables, tile_rows, tile_starts, slots, starts, counts, firsts, out, inner, place, places, works,
-    window, table_stride, query_token_stride, query_head_stride, out_token_stride, out_head_stride,
+    query, pages, tables, tile_rows, tile_starts, slots, starts, counts, firsts, out, inner, value_scale, place, places,
+    works, window, table_stride, query_token_stride, query_head_stride, out_token_stride, out_head_stride,
     KV_HEADS: gl.constexpr, RATIO: gl.constexpr, TOKENS: gl.constexpr, DIM: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr, IN_ORDER: gl.constexpr,
 ):  # fmt: skip
     PAGES: gl.constexpr = KEYS // BLOCK_TOKENS
     PARTS: gl.constexpr = DIM // 64
@@ -329,7 +334,7 @@ def _prefill_hopper(
             (
                 _attend,
                 (
-                    query, out, tile_rows, tile_starts, starts, counts, firsts, works, window, inner,
+                    query, out, tile_rows, tile_starts, starts, counts, firsts, works, window, inner, value_scale,
                     query_token_stride, query_head_stride, out_token_stride, out_head_stride, halves, keys, values,
                     keys_here, keys_free, values_here, values_free, turns, gl.constexpr(0), KV_HEADS, RATIO, TOKENS,
                     DIM, KEYS, STAGES, WINDOWED,
@@ -338,7 +343,7 @@ def _prefill_hopper(
             (
                 _attend,
                 (
-                    query, out, tile_rows, tile_starts, starts, counts, firsts, works, window, inner,
+                    query, out, tile_rows, tile_starts, starts, counts, firsts, works, window, inner, value_scale,
                     query_token_stride, query_head_stride, out_token_stride, out_head_stride, halves, keys, values,
                     keys_here, keys_free, values_here, values_free, turns, gl.constexpr(1), KV_HEADS, RATIO, TOKENS,
                     DIM, KEYS, STAGES, WINDOWED,
@@ -349,7 +354,7 @@ def _prefill_hopper(
                 (
                     pages, tables, slots, tile_rows, tile_starts, starts, counts, works, window, table_stride, place,
                     places, key_pages, value_pages, keys_here, keys_free, values_here, values_free, KV_HEADS, TOKENS,
-                    DIM, BLOCK_TOKENS, KEYS, STAGES, WINDOWED,
+                    DIM, BLOCK_TOKENS, KEYS, STAGES, WINDOWED, IN_ORDER,
                 ),
             ),
         ],
@@ -386,9 +391,12 @@ def prefill_attention_hopper(
     scale: float,
     window: int,
     out: torch.Tensor,
+    value_scale: float = 1.0,
+    page_firsts: torch.Tensor | None = None,
 ) -> None:
     """As `prefill_attention`, without softcap; the tile list must be one for HOPPER_ROWS query rows. `descriptor`: that
-    of these pages."""
+    of these pages. `value_scale`: values are so many times what pages hold. `page_firsts`: int32 [rows]; the pages of a
+    row lie one after the other from there on, and tables are not asked."""
     if not len(tile_rows):
         return
     heads, width = query.shape[1:]
@@ -396,8 +404,9 @@ def prefill_attention_hopper(
     ratio, works = heads // kv_heads, len(tile_rows) * kv_heads
     inner, _ = score_factors(scale, None)
     _prefill_hopper[(min(works, _processors(torch.cuda.current_device())),)](
-        query, descriptor, tables, tile_rows, tile_starts, slots, starts, counts, firsts, out, inner, place, places,
-        works, window, tables.stride(0), query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        query, descriptor, tables, tile_rows, tile_starts, slots if page_firsts is None else page_firsts, starts,
+        counts, firsts, out, inner, value_scale, place, places, works, window, tables.stride(0), query.stride(0),
+        query.stride(1), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, RATIO=ratio, TOKENS=HOPPER_ROWS // ratio, DIM=width, BLOCK_TOKENS=block_tokens, KEYS=_KEYS,
-        STAGES=_STAGES, WINDOWED=window > 0, num_warps=4,
+        STAGES=_STAGES, WINDOWED=window > 0, IN_ORDER=page_firsts is not None, num_warps=4,
     )  # fmt: skip
