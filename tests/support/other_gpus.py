@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from holdfast.execution.triton_kernels import layer, scatter
 from holdfast.execution.triton_kernels.attention.decode import decode_attention
+from holdfast.execution.triton_kernels.attention.expand_pages import expand_pages
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
 from holdfast.execution.triton_kernels.attention.prefill_hopper import page_descriptor, prefill_attention_hopper
 from holdfast.execution.triton_kernels.experts import blocks as expert_blocks
@@ -42,6 +43,7 @@ SHAPES = ((32, 8, 64), (71, 1, 64), (32, 8, 128), (48, 1, 128), (8, 8, 96), (16,
 """(heads, KV heads, head width) of attention."""
 META = torch.device("meta")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3 = torch.float8_e4m3fn
 
 
 class OtherGpu:
@@ -110,8 +112,16 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def attention(kind: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int = 0) -> None:
-    ints, pages = empty(64), empty(8, 2, 2, 16, kv_heads, dim, dtype=dtype)
+def attention(
+    kind: str,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    window: int = 0,
+    stored: torch.dtype | None = None,
+) -> None:
+    ints, pages = empty(64), empty(8, 2, 2, 16, kv_heads, dim, dtype=stored or dtype)
     query, out = empty(64, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads], empty(64, heads, dim, dtype=dtype)
     shared: dict[str, Any] = {"place": 1, "scale": 0.1, "window": window, "softcap": 30.0, "out": out}
     if kind == "prefill":
@@ -121,12 +131,17 @@ def attention(kind: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
         decode_attention(query, pages, empty(4, 128), ints, ints, workspace=workspace, splits=4, **shared)
 
 
-def hopper_attention(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int) -> None:
+def hopper_attention(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int, expanded: bool = False
+) -> None:
+    """`expanded`: over pages of float8."""
     ints, pages = empty(64), empty(8, 2, 2, 16, kv_heads, dim, dtype=dtype)
     query, out = empty(64, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads], empty(64, heads, dim, dtype=dtype)
+    if expanded:
+        expand_pages(pages.to(E4M3), empty(4, 128), *[ints] * 4, 4, place=1, window=window, out=pages)
     prefill_attention_hopper(
         query, pages, empty(4, 128), *[ints] * 6, descriptor=page_descriptor(pages), place=1, scale=0.1,
-        window=window, out=out,
+        window=window, out=out, page_firsts=ints if expanded else None,
     )  # fmt: skip
 
 
@@ -168,7 +183,8 @@ def layer_kernels(hidden: int, dim: int, dtype: torch.dtype) -> None:
     layer.rms_norm(stream, empty(hidden, dtype=dtype), 1e-5, stream)
     pages, angles = empty(8, 2, 2, 16, 8, dim, dtype=dtype), empty(8, dim, dtype=FP32)
     qkv = empty(8, 48 * dim, dtype=dtype)
-    layer.rotate_and_store(qkv, angles, ints, ints, pages, empty(4, 64), place=0)
+    for kept in (pages, pages.to(E4M3), pages.to(torch.float8_e5m2)):
+        layer.rotate_and_store(qkv, angles, ints, ints, kept, empty(4, 64), place=0)
     layer.gate(empty(8, 28672, dtype=dtype), "silu", empty(8, 14336, dtype=dtype))
     layer.embed(empty(4, 64), ints, ints, empty(99, hidden, dtype=dtype), stream)
     layer.fill_cos_sin(ints, angles[0, : dim // 2], 1.0, angles)
@@ -194,15 +210,17 @@ def worst() -> Cases:
         yield f"prefill, head {dim}", lambda dim=dim: attention("prefill", 32, 8, dim, BF16)
     yield "prefill in float32", lambda: attention("prefill", 32, 1, 256, FP32)
     yield "decode", lambda: attention("decode", 48, 1, 128, BF16)
+    for kind in ("prefill", "decode"):
+        yield f"{kind} over FP8 pages", lambda kind=kind: attention(kind, 32, 8, 128, BF16, stored=E4M3)
     yield from for_hopper()
 
 
 def for_hopper() -> Cases:
     if OtherGpu.capability == 90:
-        for window in (0, 1000):
+        for window, expanded in ((0, False), (1000, False), (0, True)):
             yield (
-                f"prefill for Hopper, window {window}",
-                lambda window=window: hopper_attention(32, 8, 128, BF16, window),
+                f"prefill for Hopper, window {window}{', expanded' if expanded else ''}",
+                lambda some=(window, expanded): hopper_attention(32, 8, 128, BF16, *some),
             )
 
 
@@ -214,6 +232,11 @@ def everything() -> Cases:
                     yield (
                         f"{kind} {heads}/{kv_heads} of {dim}, window {window}, {dtype}",
                         lambda some=(kind, heads, kv_heads, dim, dtype, window): attention(*some),
+                    )
+                for stored in (E4M3, torch.float8_e5m2):
+                    yield (
+                        f"{kind} {heads}/{kv_heads} of {dim}, {dtype} over {stored}",
+                        lambda some=(kind, heads, kv_heads, dim, dtype, 0, stored): attention(*some),
                     )
         if OtherGpu.capability == 90 and dtype != FP32:
             for heads, kv_heads, dim in ((32, 8, 64), (9, 3, 64), (8, 8, 128), (32, 4, 128)):
@@ -249,6 +272,7 @@ def main(cases: Callable[[], Cases], compile_one: Callable[..., int]) -> None:
     JITFunction.run = compile_only
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = gpu.get_current_device
+    torch.cuda.get_device_capability = lambda index: divmod(index, 10)
     torch.cuda.get_device_properties = lambda index: SimpleNamespace(
         shared_memory_per_block_optin=LIMITS[index], multi_processor_count=132
     )
