@@ -9,8 +9,11 @@ import pytest
 import torch
 import triton
 
+from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.layers.prefill_kernel import choose_prefill_kernel
+from holdfast.execution.gpu.step import BatchBuilder
 from holdfast.kvcache.groups import KVGroup, KVLayout
+from holdfast.records import Row
 
 CUDA = torch.device("cuda", 0)
 
@@ -79,3 +82,16 @@ def test_other_gpus_and_other_releases_of_triton(monkeypatch: pytest.MonkeyPatch
         assert release in chosen()[1]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert chosen() == ("triton", "the kernel for Hopper needs compute capability 9.0; this GPU has 8.9")
+
+
+def test_where_the_pages_of_prompts_go_when_they_are_expanded(device: torch.device) -> None:
+    """One row after the other; rows of a single token have none."""
+    limits = RunnerLimits(max_num_seqs=8, max_model_len=512, max_num_batched_tokens=256)
+    forms = BatchBuilder(limits, device, tile_tokens=32, block_tokens=16)
+    rows = [Row(3, 0, 16, True), Row(1, 40, 1, True), Row(0, 31, 2, True), Row(2, 100, 60, False)]
+    prefill = forms.mixed(rows).rows.prefill
+    assert prefill is not None
+    assert prefill.slots.tolist() == [3, 0, 2]
+    assert prefill.page_firsts.tolist() == [0, 1, 4]
+    assert (prefill.total_pages, prefill.most_pages) == (14, 10)
+    assert forms.mixed([Row(1, 40, 1, True)]).rows.prefill is None
