@@ -1,8 +1,9 @@
 """Compiles this project's kernels for GPUs that are not here, as far as their shared memory is known, and prints that.
 
-    python other_gpus.py worst|all      lines of: capability, case, kernel, bytes, limit
+    python other_gpus.py worst|hopper|all       lines of: capability, case, kernel, bytes, limit
 
-`worst` runs the passes that give shared memory its places and no further; `all` the whole stage, and compares.
+`worst`, and `hopper`, which is that kernel alone, run the passes that give shared memory its places and no further;
+`all` the whole stage, and compares.
 
 A process of its own, without Triton's interpreter: the wrappers run as they are, over tensors without memory, on a
 driver that names another GPU and launches nothing.
@@ -26,7 +27,9 @@ from triton.runtime.jit import JITFunction
 
 from holdfast.execution.triton_kernels import layer, scatter
 from holdfast.execution.triton_kernels.attention.decode import decode_attention
+from holdfast.execution.triton_kernels.attention.expand_pages import expand_pages
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
+from holdfast.execution.triton_kernels.attention.prefill_hopper import page_descriptor, prefill_attention_hopper
 from holdfast.execution.triton_kernels.experts import blocks as expert_blocks
 from holdfast.execution.triton_kernels.experts import launch as experts
 from holdfast.execution.triton_kernels.quantized import blocks, products
@@ -100,7 +103,7 @@ def _lowered(source: Any, target: GPUTarget, options: dict[str, Any]) -> tuple[A
     metadata: dict[str, Any] = {"target": target, **parsed.__dict__}
     code = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
     for stage in ("ttir", "ttgir"):
-        code = stages[stage](code, metadata)
+        code = stages[stage](code, metadata) if stage in stages else code  # Gluon begins with the second.
 
     def finish(module: Any) -> int:
         stages["llir"](module, metadata)
@@ -146,6 +149,20 @@ def attention(
     else:
         workspace = empty(9999, dtype=FP32)
         decode_attention(query, pages, empty(4, 128), ints, ints, workspace=workspace, splits=4, **shared)
+
+
+def hopper_attention(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int, expanded: bool = False
+) -> None:
+    """`expanded`: over pages of float8."""
+    ints, pages = empty(64), empty(8, 2, 2, 16, kv_heads, dim, dtype=dtype)
+    query, out = empty(64, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads], empty(64, heads, dim, dtype=dtype)
+    if expanded:
+        expand_pages(pages.to(E4M3), empty(4, 128), *[ints] * 4, 4, place=1, window=window, out=pages)
+    prefill_attention_hopper(
+        query, pages, empty(4, 128), *[ints] * 6, descriptor=page_descriptor(pages), place=1, scale=0.1,
+        window=window, out=out, page_firsts=ints if expanded else None,
+    )  # fmt: skip
 
 
 def dense_products(rows: int, dtype: torch.dtype) -> None:
@@ -249,6 +266,16 @@ def worst() -> Cases:
     yield "decode", lambda: attention("decode", 48, 1, 128, BF16)
     for kind in ("prefill", "decode"):
         yield f"{kind} over FP8 pages", lambda kind=kind: attention(kind, 32, 8, 128, BF16, stored=E4M3)
+    yield from for_hopper()
+
+
+def for_hopper() -> Cases:
+    if OtherGpu.capability == 90:
+        for window, expanded in ((0, False), (1000, False), (0, True)):
+            yield (
+                f"prefill for Hopper, window {window}{', expanded' if expanded else ''}",
+                lambda some=(window, expanded): hopper_attention(32, 8, 128, BF16, *some),
+            )
 
 
 def everything() -> Cases:
@@ -264,6 +291,13 @@ def everything() -> Cases:
                     yield (
                         f"{kind} {heads}/{kv_heads} of {dim}, {dtype} over {stored}",
                         lambda some=(kind, heads, kv_heads, dim, dtype, 0, stored): attention(*some),
+                    )
+        if OtherGpu.capability == 90 and dtype != FP32:
+            for heads, kv_heads, dim in ((32, 8, 64), (9, 3, 64), (8, 8, 128), (32, 4, 128)):
+                for window in (0, 1000):
+                    yield (
+                        f"prefill for Hopper {heads}/{kv_heads} of {dim}, window {window}, {dtype}",
+                        lambda some=(heads, kv_heads, dim, dtype, window): hopper_attention(*some),
                     )
         for rows in (1, 2):
             yield f"dense, {rows} rows, {dtype}", lambda some=(rows, dtype): dense_products(*some)
@@ -299,7 +333,9 @@ def main(cases: Callable[[], Cases], compile_one: Callable[..., int]) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = gpu.get_current_device
     torch.cuda.get_device_capability = lambda index=None: divmod(OtherGpu.capability, 10)
-    torch.cuda.get_device_properties = lambda index: SimpleNamespace(shared_memory_per_block_optin=LIMITS[index])
+    torch.cuda.get_device_properties = lambda index: SimpleNamespace(
+        shared_memory_per_block_optin=LIMITS[index], multi_processor_count=132
+    )
     for OtherGpu.capability, limit in LIMITS.items():
         for name, launch in cases():
             found.clear()
@@ -309,4 +345,5 @@ def main(cases: Callable[[], Cases], compile_one: Callable[..., int]) -> None:
 
 
 if __name__ == "__main__":
-    main(*((worst, compile_in_part) if sys.argv[1] == "worst" else (everything, compile_further)))
+    chosen = {"worst": (worst, compile_in_part), "hopper": (for_hopper, compile_in_part)}
+    main(*chosen.get(sys.argv[1], (everything, compile_further)))

@@ -143,8 +143,8 @@ def decode_packet_words(rows: int) -> int:
 
 def mixed_packet_words(rows: int, tokens: int) -> int:
     """A token's slot and position, its place if it is scored, and two of each tile, of which there are no more than
-    tokens; nine of each row."""
-    return 5 * whole_lines(tokens) + 9 * whole_lines(rows)
+    tokens; ten of each row."""
+    return 5 * whole_lines(tokens) + 10 * whole_lines(rows)
 
 
 def buffers_bytes(layout: KVLayout, limits: Limits) -> int:

@@ -40,6 +40,8 @@ _PREFILL = {
     (128, 4): Tile(32, 16, 8, 2),
     (256, 4): Tile(16, 32, 8, 2),
 }
+HOPPER_ROWS = 128
+"""Of a program of `prefill_hopper`, which takes the same tile lists."""
 _LARGE_SHARED_BYTES = 163 * 1024
 """What the tiles above need: A100, Orin, Hopper and later in data centres. The others have 99 KiB."""
 _PREFILL_IN_LITTLE = _PREFILL | {
