@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +80,15 @@ def test_quantized_experts_say_what_they_say_on_a_cpu(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tokens", [8, 5000])
 def test_buffers_are_those_that_are_planned(model: str, tokens: int, tmp_path: Path) -> None:
-    """To the byte; where gate and up are quantized, with room for both."""
+    """To the byte, however experts are kept."""
     tiny = Tiny(tmp_path, **MODELS[model])
     experts = tiny.weights(CPU).layers[-1].mlp
     assert isinstance(experts, ExpertWeights)
     scratch = Scratch(torch.float32, CPU)
-    split = replace(experts, gate_up=(experts.gate_up[0], experts.gate_up[0]))
-    for weights, quantized in ((experts, False), (split, True)):
-        maker = ExpertGpuMaker(tiny.spec.hidden_size, "silu", torch.empty(tokens, 0), scratch)
-        made = maker.make(weights)
-        buffers = made._buffers
-        kept = [*buffers.lines, buffers.logits, made._apart, buffers.inner, buffers.rows, buffers.shared]
-        held = sum(tensor.nbytes for tensor in kept if tensor is not None)
-        assert held == expert_sizes.gpu_bytes(tiny.spec, tokens, 4, quantized=quantized)
+    made = ExpertGpuMaker(tiny.spec.hidden_size, "silu", torch.empty(tokens, 0), scratch).make(experts)
+    buffers = made._buffers
+    kept = [*buffers.lines, buffers.logits, buffers.inner, buffers.rows, buffers.shared]
+    assert sum(tensor.nbytes for tensor in kept) == expert_sizes.gpu_bytes(tiny.spec, tokens, 4)
 
 
 def test_more_tokens_than_buffers_hold_are_taken_in_turns(

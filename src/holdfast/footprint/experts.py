@@ -47,14 +47,14 @@ def _cpu_bytes(spec: ModelSpec, experts: ExpertsSpec, tokens: int, element_bytes
     return lines + routing + sorting + shared + TILE_COPIES * TILE_BYTES
 
 
-def gpu_bytes(spec: ModelSpec, tokens: int, element_bytes: int, *, quantized: bool) -> int:
-    """`quantized`: gate and up are multiplied apart from their gate. All kinds keep their buffers."""
+def gpu_bytes(spec: ModelSpec, tokens: int, element_bytes: int) -> int:
+    """All kinds keep their buffers; inputs that are rounded lie in them too."""
     tokens = min(tokens, GPU_TOKENS)
     total = 0
     for experts in kinds(spec):
-        pairs, inner = tokens * experts.per_token, experts.intermediate_size
+        pairs = tokens * experts.per_token
         lines = (tokens + 1) * experts.count * 4 + pairs * 4
-        columns = spec.hidden_size + (3 if quantized else 1) * inner
+        columns = spec.hidden_size + experts.intermediate_size
         beside = experts.count + 3 * experts.shared_intermediate_size + 1
         total += lines + (pairs * columns + tokens * beside) * element_bytes
     return total

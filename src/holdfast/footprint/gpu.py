@@ -98,7 +98,7 @@ def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized:
     angles = sum(rope.dim for rope in {spec.rope_of(layer) for layer in spec.layers} if rope is not None)
     buffers = tokens * (columns * size + angles * 4) + 2 * rows * spec.hidden_size * size
     attention = decode_workspace_bytes(rows, spec.heads, spec.kv_heads, spec.head_dim)
-    experts = gpu_bytes(spec, tokens, size, quantized=quantized)
+    experts = gpu_bytes(spec, tokens, size)
     return buffers + attention + experts + CUBLAS_BYTES + (EXPANDED_BYTES if quantized else 0)
 
 
