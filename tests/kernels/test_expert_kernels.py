@@ -223,9 +223,7 @@ def test_no_tokens_at_all() -> None:
     empty = torch.empty(0, 40, device=DEVICE)
     kernels.route(case.logits[:0], case.lines, normalized=True)
     assert not case.lines.counts.any()
-    multiply_dense(
-        empty, case.gate_up, case.lines, torch.empty(0, 24, device=DEVICE), by_token=True, activation="silu"
-    )
+    multiply_dense(empty, case.gate_up, case.lines, torch.empty(0, 24, device=DEVICE), by_token=True, activation="silu")
     multiply_dense(torch.empty(0, 24, device=DEVICE), case.down, case.lines, empty, by_token=False)
     kernels.add_pairs(empty, case.lines, empty, add=True)
 

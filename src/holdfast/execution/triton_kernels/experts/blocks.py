@@ -114,7 +114,7 @@ def multiply_blocks(
     gates: Gates = "matrix",
     tile: ExpertTile | None = None,
 ) -> None:
-    """out [pairs, outputs] = x · the matrix of each pair's expert, transposed; with an activation activation(gate) · up.
+    """out [pairs, outputs] = x · the matrix of each pair's expert, transposed; with an activation activation(gate)·up.
     `by_token`: a row of x is a token's, and all its pairs take it; else it is a pair's. `tile` replaces the table's,
     its `inputs` counted in blocks of 32."""
     experts, per_token = len(lines.counts), lines.weights.shape[1]

@@ -2,7 +2,7 @@
 """What the codes of scaled matrices stand for, in kernels with experts: before scales, in the type that is multiplied.
 
 Codes lie as `footprint.scaled_layouts` draws them. Whole numbers, MXFP4 and FP8 are exact in every type; NF4's values
-are rounded to it. Knows no addresses and no products.
+are rounded to it. Knows no products.
 """
 
 from __future__ import annotations
@@ -76,29 +76,29 @@ def _to_fp16(codes, zero, CODE: tl.constexpr):
 
 
 @triton.jit
-def int4_values(codes, zero, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """(low, high): the codes in the halves of each byte, less zero (float32, whole numbers, which broadcast to `codes`).
+def int4_values(codes, zero, kind: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """(low, high): codes in the halves of each byte, less zero (whole numbers in float32, which broadcast to `codes`).
     A piece of assembly for each: the compiler moves either to where it is multiplied, but not one with two results."""
-    if ASSEMBLED and KIND == tl.bfloat16:
+    if ASSEMBLED and kind == tl.bfloat16:
         return _to_bf16(codes, zero, _BF16_LOW), _to_bf16(codes, zero, _BF16_HIGH)
-    elif ASSEMBLED and KIND == tl.float16:
+    elif ASSEMBLED and kind == tl.float16:
         return _to_fp16(codes, zero, _FP16_LOW), _to_fp16(codes, zero, _FP16_HIGH)
     else:
-        return ((codes & 15).to(tl.float32) - zero).to(KIND), ((codes >> 4).to(tl.float32) - zero).to(KIND)
+        return ((codes & 15).to(tl.float32) - zero).to(kind), ((codes >> 4).to(tl.float32) - zero).to(kind)
 
 
 @triton.jit
-def mxfp4_value(code, KIND: tl.constexpr):
+def mxfp4_value(code, kind: tl.constexpr):
     """A sign, two bits of exponent, one of mantissa; an exponent of 0 is that of 1, without the leading one."""
     code = code.to(tl.int32)
     size = code & 7
     whole = ((size >> 1) + 126) << 23 | (size & 1) << 22
     value = tl.where(size > 1, whole.to(tl.float32, bitcast=True), size.to(tl.float32) * 0.5)
-    return tl.where(code > 7, -value, value).to(KIND)
+    return tl.where(code > 7, -value, value).to(kind)
 
 
 @triton.jit
-def nf4_value(code, KIND: tl.constexpr):
+def nf4_value(code, kind: tl.constexpr):
     """By the four bits of a code, one after the other: a lookup in memory would take longer."""
     one, two, four = (code & 1) != 0, (code & 2) != 0, (code & 4) != 0
     lowest = tl.where(
@@ -115,18 +115,18 @@ def nf4_value(code, KIND: tl.constexpr):
         two, tl.where(one, 1.0, 0.7229568362236023), tl.where(one, 0.5626170039176941, 0.44070982933044434)
     )
     negative, positive = tl.where(four, low, lowest), tl.where(four, highest, high)
-    return tl.where((code & 8) != 0, positive, negative).to(tl.float32).to(KIND)
+    return tl.where((code & 8) != 0, positive, negative).to(tl.float32).to(kind)
 
 
 @triton.jit
-def fp8_value(code, KIND: tl.constexpr):
+def fp8_value(code, kind: tl.constexpr):
     """e4m3 by its bits (uint8), as below compute capability 8.9 nothing converts them. 127 and 255 are no numbers."""
     code = code.to(tl.int32)
     size = code & 127
     # The exponent is written as it is, 120 too small.
     value = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
     value = tl.where(size == 127, float("nan"), value)
-    return tl.where(code > 127, -value, value).to(KIND)
+    return tl.where(code > 127, -value, value).to(kind)
 
 
 @triton.jit
@@ -141,7 +141,34 @@ def fp8_code(value):
 
 
 @triton.jit
-def power_of_two(scale):
-    """2 ** (scale - 127) of a byte."""
-    scale = scale.to(tl.int32)
-    return tl.where(scale == 0, 0x00400000, scale << 23).to(tl.float32, bitcast=True)
+def scales_of(scales, at, POWERS: tl.constexpr):
+    """float32. POWERS: stored as bytes, 2 ** (byte - 127)."""
+    found = tl.load(scales + at)
+    if POWERS:
+        found = found.to(tl.int32)
+        return tl.where(found == 0, 0x00400000, found << 23).to(tl.float32, bitcast=True)
+    else:
+        return found.to(tl.float32)
+
+
+@triton.jit
+def scaled_factors(
+    codes, zeros, zero_at, FORM: tl.constexpr, kind: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr
+):  # fmt: skip
+    """What codes [lines, bytes] stand for: (of the first halves of pieces, of the second) where they have four bits,
+    else the same twice."""
+    if FORM == "int4":
+        zero = tl.full((1, 1), 8.0, tl.float32)
+        if ZEROS:
+            zero = tl.load(zeros + zero_at).to(tl.float32)[:, None]
+        return int4_values(codes, zero, kind, ASSEMBLED)
+    elif FORM == "nf4":
+        return nf4_value(codes & 15, kind), nf4_value(codes >> 4, kind)
+    elif FORM == "mxfp4":
+        return mxfp4_value(codes & 15, kind), mxfp4_value(codes >> 4, kind)
+    elif FORM == "fp8":
+        values = fp8_value(codes, kind)
+        return values, values
+    else:
+        values = codes.to(kind)
+        return values, values

@@ -8,8 +8,8 @@ exist, matrices come by them; which rows of x a tile has is known on the device 
 
     out[p, o] = sum of x[p, i] · w[o, i] · scale of (p, group of i) · scale of (o, group of i)
 
-Hopper's tensor cores add products of fp8 with about 14 bits: every 128 columns the sum is taken over into float32. Below
-compute capability 8.9 both factors become float16, which holds every e4m3 number. Safe in a CUDA graph.
+Hopper's tensor cores add products of fp8 with about 14 bits: every 128 columns the sum is taken over into float32.
+Below compute capability 8.9 both factors become float16, which holds every e4m3 number. Safe in a CUDA graph.
 """
 
 from __future__ import annotations

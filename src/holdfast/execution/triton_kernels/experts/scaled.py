@@ -21,13 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.codes import (
-    fp8_value,
-    int4_values,
-    mxfp4_value,
-    nf4_value,
-    power_of_two,
-)
+from holdfast.execution.triton_kernels.experts.codes import scaled_factors, scales_of
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.launch import (
     GATES_IN_MATRIX,
@@ -50,39 +44,6 @@ SPAN = 128
 
 
 @triton.jit
-def _left(codes, at, inside, zeros, zero_at, FORM: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr,
-          ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr):  # fmt: skip
-    """Codes as factors: (of the first halves of pieces, of the second) where they have four bits."""
-    if WHOLE:
-        tile = tl.load(codes + at)
-    else:
-        tile = tl.load(codes + at, mask=inside, other=0)
-    if FORM == "int4":
-        zero = tl.full((1, 1), 8.0, tl.float32)
-        if ZEROS:
-            zero = tl.load(zeros + zero_at).to(tl.float32)[:, None]
-        return int4_values(tile, zero, KIND, ASSEMBLED)
-    elif FORM == "nf4":
-        return nf4_value(tile & 15, KIND), nf4_value(tile >> 4, KIND)
-    elif FORM == "mxfp4":
-        return mxfp4_value(tile & 15, KIND), mxfp4_value(tile >> 4, KIND)
-    elif FORM == "fp8":
-        values = fp8_value(tile, KIND)
-        return values, values
-    else:
-        values = tile.to(KIND)
-        return values, values
-
-
-@triton.jit
-def _scale(scales, at, POWERS: tl.constexpr):
-    if POWERS:
-        return power_of_two(tl.load(scales + at))
-    else:
-        return tl.load(scales + at).to(tl.float32)
-
-
-@triton.jit
 def _product(
     x, codes, scales, zeros, out, counts, pairs, x_stride, codes_stride, scales_stride, out_stride, pairs_stride,
     outputs,
@@ -94,7 +55,7 @@ def _product(
 ):  # fmt: skip
     """GROUP 0: a scale for a row. Where the matrix has gates, half of a tile's LINES are gates, and the others their
     ups."""
-    KIND: tl.constexpr = x.dtype.element_ty
+    kind: tl.constexpr = x.dtype.element_ty
     GATED: tl.constexpr = GATES == GATES_IN_MATRIX
     OUTPUTS: tl.constexpr = LINES // 2 if GATED else LINES
     LENGTH: tl.constexpr = COLUMNS // SEGMENTS
@@ -130,32 +91,36 @@ def _product(
             group = tl.minimum(begin, LENGTH - 1) // GROUP if GROUP > 0 else 0
             at = begin // 2 if FOUR_BITS else begin
             part = tl.load(x + x_at + begin, mask=wanted, other=0.0).T
-            low, high = _left(codes, code_at + at, inside, zeros, scale_at + group, FORM, KIND, WHOLE, ZEROS, ASSEMBLED)
+            if WHOLE:
+                tile = tl.load(codes + code_at + at)
+            else:
+                tile = tl.load(codes + code_at + at, mask=inside, other=0)
+            low, high = scaled_factors(tile, zeros, scale_at + group, FORM, kind, ZEROS, ASSEMBLED)
             found = tl.dot(low, part, input_precision="ieee")
             if FOUR_BITS:
                 part = tl.load(x + x_at + (begin + 16), mask=wanted, other=0.0).T
                 found = tl.dot(high, part, found, input_precision="ieee")
             if GROUP > 0:
-                found *= _scale(scales, scale_at + group, POWERS)[:, None]
+                found *= scales_of(scales, scale_at + group, POWERS)[:, None]
             sums += found
     if GROUP == 0:
-        sums *= _scale(scales, scale_at, POWERS)[:, None]
+        sums *= scales_of(scales, scale_at, POWERS)[:, None]
     if SEGMENTS > 1:
         # Lines of a segment with x of the same segment; what else was multiplied counts for nothing.
         same = (left // LINES)[:, None] == (right // ROWS)[None, :]
         sums = tl.where(same, sums, 0.0).reshape(SEGMENTS, LINES, SEGMENTS, ROWS)
         sums = tl.sum(tl.sum(sums, 2), 0)
-    kind: tl.constexpr = out.dtype.element_ty
+    target: tl.constexpr = out.dtype.element_ty
     pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
     output = first_output + tl.arange(0, OUTPUTS)
     index = pair[None, :] * out_stride + output[:, None]
     inside = live[None, :] & (output < outputs)[:, None]
     if GATED:
-        gate, up = tl.split(sums.to(kind).reshape(2, OUTPUTS, ROWS).permute(1, 2, 0))
-        sums = gated(gate, up, kind, ACTIVATION)
+        gate, up = tl.split(sums.to(target).reshape(2, OUTPUTS, ROWS).permute(1, 2, 0))
+        sums = gated(gate, up, target, ACTIVATION)
     elif GATES == GATES_IN_OUT:
         sums = gated_by_out(out, index, inside, sums, ACTIVATION)
-    tl.store(out + index, sums.to(kind), mask=inside)
+    tl.store(out + index, sums.to(target), mask=inside)
 
 
 def multiply_scaled(
@@ -169,7 +134,7 @@ def multiply_scaled(
     gates: Gates = "matrix",
     tile: ScaledTile | None = None,
 ) -> None:
-    """out [pairs, outputs] = x · the matrix of each pair's expert, transposed; with an activation activation(gate) · up.
+    """out [pairs, outputs] = x · the matrix of each pair's expert, transposed; with an activation activation(gate)·up.
     `by_token`: a row of x is a token's, and all its pairs take it; else it is a pair's. `tile` replaces the table's."""
     layout, experts, per_token = matrix.layout, len(lines.counts), lines.weights.shape[1]
     pairs, outputs, columns = len(out), out.shape[1], x.shape[1]
@@ -184,7 +149,7 @@ def multiply_scaled(
     if layout.codes == "fp8":
         codes = codes.view(torch.uint8)
     _product[grid](
-        x, codes, matrix.scales, matrix.codes if matrix.zeros is None else matrix.zeros, out, lines.counts,
+        x, codes, matrix.scales, codes if matrix.zeros is None else matrix.zeros, out, lines.counts,
         lines.pairs, x.stride(0), codes.stride(0), matrix.scales.stride(0), out.stride(0), lines.pairs.stride(0),
         outputs, COLUMNS=columns, GROUP=layout.group, GROUP_ROWS=layout.group_rows, FORM=layout.codes,
         FOUR_BITS=layout.four_bits, POWERS=layout.scales == "uint8", ZEROS=matrix.zeros is not None,
