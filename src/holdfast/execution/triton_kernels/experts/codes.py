@@ -7,9 +7,13 @@ are rounded to it. Knows no products.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from holdfast.execution.weights.scaled_matrix import MXFP4_VALUES, NF4_VALUES
+
+_NF4: tl.constexpr = tl.constexpr(NF4_VALUES)
 _BF16_LOW: tl.constexpr = tl.constexpr("""
 {
 .reg .b32 a, b, one;
@@ -63,6 +67,63 @@ add.rn.f16x2 $1, b, $4;
 """)
 
 
+def _lookup(values: tuple[float, ...], kind: torch.dtype, *, high: bool) -> tl.constexpr:
+    """Assembly that looks four codes up in a table of sixteen numbers, which it keeps in registers, low bytes and high
+    bytes apart: a byte permutation takes four bytes out of eight by the last three bits of each code, and the fourth
+    bit says which half of the table counts."""
+    numbers = torch.tensor(values, dtype=torch.float32).to(kind).view(torch.int16).tolist()
+    words = [
+        sum((number >> shift & 255) << 8 * place for place, number in enumerate(numbers[first : first + 4]))
+        for shift in (0, 8)
+        for first in (0, 4, 8, 12)
+    ]
+    names = ("l0", "l1", "l2", "l3", "h0", "h1", "h2", "h3")
+    table = "\n".join(f"mov.b32 {name}, {word};" for name, word in zip(names, words, strict=True))
+    code = "shr.u32 code, $2, 4;" if high else "mov.b32 code, $2;"
+    return tl.constexpr(f"""
+{{
+.reg .b32 code, chosen, upper, low, other, l0, l1, l2, l3, h0, h1, h2, h3;
+{table}
+{code}
+and.b32 code, code, 0x0F0F0F0F;
+shl.b32 upper, code, 4;
+prmt.b32 upper, upper, 0, 0xBA98;
+shr.u32 chosen, code, 4;
+or.b32 chosen, chosen, code;
+prmt.b32 chosen, chosen, 0, 0x4420;
+and.b32 chosen, chosen, 0x7777;
+prmt.b32 low, l0, l1, chosen;
+prmt.b32 other, l2, l3, chosen;
+lop3.b32 low, upper, other, low, 0xCA;
+prmt.b32 code, h0, h1, chosen;
+prmt.b32 other, h2, h3, chosen;
+lop3.b32 code, upper, other, code, 0xCA;
+prmt.b32 $0, low, code, 0x5140;
+prmt.b32 $1, low, code, 0x7362;
+}}
+""")
+
+
+_NF4_BF16_LOW: tl.constexpr = _lookup(NF4_VALUES, torch.bfloat16, high=False)
+_NF4_BF16_HIGH: tl.constexpr = _lookup(NF4_VALUES, torch.bfloat16, high=True)
+_NF4_FP16_LOW: tl.constexpr = _lookup(NF4_VALUES, torch.float16, high=False)
+_NF4_FP16_HIGH: tl.constexpr = _lookup(NF4_VALUES, torch.float16, high=True)
+_MXFP4_BF16_LOW: tl.constexpr = _lookup(MXFP4_VALUES, torch.bfloat16, high=False)
+_MXFP4_BF16_HIGH: tl.constexpr = _lookup(MXFP4_VALUES, torch.bfloat16, high=True)
+_MXFP4_FP16_LOW: tl.constexpr = _lookup(MXFP4_VALUES, torch.float16, high=False)
+_MXFP4_FP16_HIGH: tl.constexpr = _lookup(MXFP4_VALUES, torch.float16, high=True)
+
+
+@triton.jit
+def _bf16_from(codes, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(CODE, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def _fp16_from(codes, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(CODE, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+
+
 @triton.jit
 def _to_bf16(codes, zero, CODE: tl.constexpr):
     added = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), codes.shape)
@@ -88,7 +149,7 @@ def int4_values(codes, zero, kind: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 
 @triton.jit
-def mxfp4_value(code, kind: tl.constexpr):
+def _mxfp4_value(code, kind: tl.constexpr):
     """A sign, two bits of exponent, one of mantissa; an exponent of 0 is that of 1, without the leading one."""
     code = code.to(tl.int32)
     size = code & 7
@@ -98,24 +159,34 @@ def mxfp4_value(code, kind: tl.constexpr):
 
 
 @triton.jit
-def nf4_value(code, kind: tl.constexpr):
-    """By the four bits of a code, one after the other: a lookup in memory would take longer."""
-    one, two, four = (code & 1) != 0, (code & 2) != 0, (code & 4) != 0
-    lowest = tl.where(
-        two, tl.where(one, -0.39491748809814453, -0.5250730514526367), tl.where(one, -0.6961928009986877, -1.0)
-    )
-    low = tl.where(
-        two, tl.where(one, 0.0, -0.09105003625154495), tl.where(one, -0.18477343022823334, -0.28444138169288635)
-    )
-    high = tl.where(
-        two, tl.where(one, 0.33791524171829224, 0.24611230194568634),
-        tl.where(one, 0.16093020141124725, 0.07958029955625534),
-    )  # fmt: skip
-    highest = tl.where(
-        two, tl.where(one, 1.0, 0.7229568362236023), tl.where(one, 0.5626170039176941, 0.44070982933044434)
-    )
-    negative, positive = tl.where(four, low, lowest), tl.where(four, highest, high)
-    return tl.where((code & 8) != 0, positive, negative).to(tl.float32).to(kind)
+def mxfp4_values(codes, kind: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """As `int4_values`."""
+    if ASSEMBLED and kind == tl.bfloat16:
+        return _bf16_from(codes, _MXFP4_BF16_LOW), _bf16_from(codes, _MXFP4_BF16_HIGH)
+    elif ASSEMBLED and kind == tl.float16:
+        return _fp16_from(codes, _MXFP4_FP16_LOW), _fp16_from(codes, _MXFP4_FP16_HIGH)
+    else:
+        return _mxfp4_value(codes & 15, kind), _mxfp4_value(codes >> 4, kind)
+
+
+@triton.jit
+def _nf4_value(code, kind: tl.constexpr):
+    """One after the other: exact in float32."""
+    value = tl.zeros(code.shape, tl.float32)
+    for number in tl.static_range(16):
+        value = tl.where(code == number, _NF4[number], value)
+    return value.to(kind)
+
+
+@triton.jit
+def nf4_values(codes, kind: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """As `int4_values`."""
+    if ASSEMBLED and kind == tl.bfloat16:
+        return _bf16_from(codes, _NF4_BF16_LOW), _bf16_from(codes, _NF4_BF16_HIGH)
+    elif ASSEMBLED and kind == tl.float16:
+        return _fp16_from(codes, _NF4_FP16_LOW), _fp16_from(codes, _NF4_FP16_HIGH)
+    else:
+        return _nf4_value(codes & 15, kind), _nf4_value(codes >> 4, kind)
 
 
 @triton.jit
@@ -163,9 +234,9 @@ def scaled_factors(
             zero = tl.load(zeros + zero_at).to(tl.float32)[:, None]
         return int4_values(codes, zero, kind, ASSEMBLED)
     elif FORM == "nf4":
-        return nf4_value(codes & 15, kind), nf4_value(codes >> 4, kind)
+        return nf4_values(codes, kind, ASSEMBLED)
     elif FORM == "mxfp4":
-        return mxfp4_value(codes & 15, kind), mxfp4_value(codes >> 4, kind)
+        return mxfp4_values(codes, kind, ASSEMBLED)
     elif FORM == "fp8":
         values = fp8_value(codes, kind)
         return values, values
