@@ -136,10 +136,11 @@ class Case:
     def check(self, found: torch.Tensor, x: torch.Tensor, by_token: bool, unit: float) -> None:
         """`x`: the numbers that were multiplied, float64; `unit`: what a factor may be off by."""
         rows = x.repeat_interleave(self.shape.per_token, 0) if by_token else x
-        weights = self.weights[self.experts]
-        wanted = torch.einsum("pi,poi->po", rows, weights)
-        # Sums of many terms err by the root of their number rather than by their sum.
-        off = torch.einsum("pi,poi->po", rows.abs(), weights.abs()) * unit
+        wanted = rows.new_empty(self.pairs, self.weights.shape[1])
+        off = torch.empty_like(wanted)
+        for expert in self.experts.unique().tolist():
+            mine, weights = self.experts == expert, self.weights[expert]
+            wanted[mine], off[mine] = rows[mine] @ weights.T, rows[mine].abs() @ weights.abs().T * unit
         rounding = UNIT[found.dtype]
         if self.gated:
             (gate, up), (gate_off, up_off) = wanted.chunk(2, -1), off.chunk(2, -1)
@@ -289,10 +290,14 @@ def test_inputs_are_rounded_as_torch_rounds(groups: int) -> None:
         torch.testing.assert_close(found[whole], exact[whole], atol=0, rtol=0)
 
 
-def test_rounded_inputs_may_replace_the_numbers_themselves() -> None:
+@pytest.mark.parametrize("many", [False, True])
+def test_rounded_inputs_may_replace_the_numbers_themselves(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row in a program, or several."""
+    monkeypatch.setattr("holdfast.execution.triton_kernels.experts.rounding.MANY_ROWS", 20 if many else 99)
     x = torch.randn(33, 768, generator=seeded()).to(torch.float16).to(DEVICE)
     codes, scales = torch.empty(33, 768, dtype=torch.uint8, device=DEVICE), torch.empty(33, 6, device=DEVICE)
-    round_rows(x, codes, scales)
+    for row in range(33):
+        round_rows(x[row : row + 1], codes[row : row + 1], scales[row : row + 1])
     line = x.view(torch.uint8)
     here, scales_here = line[:, :768], line[:, 768 : 768 + 24].view(torch.float32)
     round_rows(x, here, scales_here)

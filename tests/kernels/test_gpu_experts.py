@@ -82,7 +82,7 @@ def test_quantized_experts_say_what_they_say_on_a_cpu(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("tokens", [8, 5000])
+@pytest.mark.parametrize("tokens", [8, 9000])
 def test_buffers_are_those_that_are_planned(model: str, tokens: int, tmp_path: Path) -> None:
     """To the byte, however experts are kept."""
     tiny = Tiny(tmp_path, **MODELS[model])

@@ -13,8 +13,10 @@ TILE_BYTES = 8 * MIB
 TILE_COPIES = 4
 """Quants as they lie, their expansion, it in another number type, and the product of a tile."""
 
-GPU_TOKENS = 4096
-"""That a GPU's experts take at a time: enough that reading every expert is not what takes longest."""
+GPU_TOKENS = 8192
+"""That a GPU's experts take at a time: enough that reading every expert is not what takes longest, and that tiles of a
+line are full. 128 experts of which a token takes 8 took 2 x 1.08 ms for twice 4,096 tokens of a layer on an H200, and
+1.68 ms for 8,192."""
 
 
 def mlp_width(spec: ModelSpec) -> int:

@@ -212,27 +212,36 @@ def fp8_code(value):
 
 
 @triton.jit
-def scales_of(scales, at, POWERS: tl.constexpr):
+def wide_scales(stored, POWERS: tl.constexpr):
     """float32. POWERS: stored as bytes, 2 ** (byte - 127)."""
-    found = tl.load(scales + at)
     if POWERS:
-        found = found.to(tl.int32)
-        return tl.where(found == 0, 0x00400000, found << 23).to(tl.float32, bitcast=True)
+        stored = stored.to(tl.int32)
+        return tl.where(stored == 0, 0x00400000, stored << 23).to(tl.float32, bitcast=True)
     else:
-        return found.to(tl.float32)
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def load_scales(scales, zeros, at, ZEROS: tl.constexpr):
+    """(scales, zero points) as they are stored; without zero points the scales twice."""
+    scale = tl.load(scales + at)
+    zero = scale
+    if ZEROS:
+        zero = tl.load(zeros + at)
+    return scale, zero
 
 
 @triton.jit
 def scaled_factors(
-    codes, zeros, zero_at, FORM: tl.constexpr, kind: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr
+    codes, zero, FORM: tl.constexpr, kind: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
     """What codes [lines, bytes] stand for: (of the first halves of pieces, of the second) where they have four bits,
-    else the same twice."""
+    else the same twice. `zero` [lines]: of whole numbers of four bits, where ZEROS are stored."""
     if FORM == "int4":
-        zero = tl.full((1, 1), 8.0, tl.float32)
+        taken = tl.full((1, 1), 8.0, tl.float32)
         if ZEROS:
-            zero = tl.load(zeros + zero_at).to(tl.float32)[:, None]
-        return int4_values(codes, zero, kind, ASSEMBLED)
+            taken = zero.to(tl.float32)[:, None]
+        return int4_values(codes, taken, kind, ASSEMBLED)
     elif FORM == "nf4":
         return nf4_values(codes, kind, ASSEMBLED)
     elif FORM == "mxfp4":

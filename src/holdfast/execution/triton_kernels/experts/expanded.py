@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.codes import scaled_factors, scales_of
+from holdfast.execution.triton_kernels.experts.codes import load_scales, scaled_factors, wide_scales
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.launch import (
     GATES_IN_MATRIX,
@@ -60,9 +60,14 @@ def _product(
     scale_at = row // GROUP_ROWS * scales_stride
     x_at = x + (pair // SHARED_BY)[:, None] * x_stride + column[None, :]
     sums = tl.zeros((ROWS, LINES), tl.float32)
+    # Scales are too small for copies that run ahead: those of the next step are loaded before this one is multiplied.
+    next_scale, next_zero = load_scales(scales, zeros, scale_at, ZEROS)
     for start in tl.range(0, COLUMNS, SPAN):
         inside = (start + column < COLUMNS)[None, :]
-        group = start // GROUP if GROUP > 0 else 0
+        scale, zero = wide_scales(next_scale, POWERS)[:, None].to(kind), next_zero
+        if GROUP > 0:
+            group = tl.minimum(start + SPAN, COLUMNS - 1) // GROUP
+            next_scale, next_zero = load_scales(scales, zeros, scale_at + group, ZEROS)
         at = start // 2 if FOUR_BITS else start
         if WHOLE:
             tile = tl.load(code_at + at)
@@ -70,8 +75,7 @@ def _product(
         else:
             tile = tl.load(code_at + at, mask=inside, other=0)
             part = tl.load(x_at + start, mask=inside, other=0.0)
-        scale = scales_of(scales, scale_at + group, POWERS)[:, None].to(kind)
-        low, high = scaled_factors(tile, zeros, scale_at + group, FORM, kind, ZEROS, ASSEMBLED)
+        low, high = scaled_factors(tile, zero, FORM, kind, ZEROS, ASSEMBLED)
         sums = tl.dot(part, (low * scale).T, sums, input_precision="ieee")
         if FOUR_BITS:
             if WHOLE:

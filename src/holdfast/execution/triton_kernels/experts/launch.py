@@ -22,8 +22,9 @@ import triton.language as tl
 from holdfast.execution.triton_kernels.layer import activate, activation_code
 
 SUMMED_COLUMNS = 1024
-ROUTED_TOGETHER = 8192
-"""Logits that one program takes: the more tokens it has, the fewer wait for the same line."""
+ROUTED_TOGETHER, MANY_ROUTED = (8, 32), 2048
+"""Tokens that one program takes, of few and of so many and more: the more it has, the fewer programs wait for the same
+line, and the longer each takes."""
 NO_GATES, GATES_IN_MATRIX, GATES_IN_OUT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -97,7 +98,7 @@ def route(logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool) -
     least as many tokens. `normalized`: the weights of a token add up to one."""
     (tokens, experts), per_token = logits.shape, lines.weights.shape[1]
     block = triton.next_power_of_2(experts)
-    together = max(1, min(triton.next_power_of_2(tokens), ROUTED_TOGETHER // block))
+    together = max(1, min(triton.next_power_of_2(tokens), ROUTED_TOGETHER[tokens >= MANY_ROUTED]))
     alone = 0 < tokens <= together
     if not alone:
         lines.counts.zero_()
@@ -105,7 +106,7 @@ def route(logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool) -
         _route[(triton.cdiv(tokens, together),)](
             logits, lines.counts, lines.pairs, lines.weights, tokens, logits.stride(0), lines.pairs.stride(0),
             EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token),
-            BLOCK=block, TOKENS=together, ALONE=alone, num_warps=1 if together * block <= 256 else 8,
+            BLOCK=block, TOKENS=together, ALONE=alone, num_warps=min(8, max(1, together * block // 128)),
         )  # fmt: skip
 
 

@@ -18,17 +18,23 @@ import triton.language as tl
 from holdfast.execution.triton_kernels.experts.codes import fp8_code
 
 
+ROUNDED_TOGETHER = 4096
+"""Numbers that one program takes, where there are many rows."""
+MANY_ROWS = 1024
+
+
 @triton.jit
 def _round_rows(
-    x, codes, scales, static, x_stride, codes_stride, scales_stride, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, MOST: tl.constexpr, STATIC: tl.constexpr,
+    x, codes, scales, static, rows, x_stride, codes_stride, scales_stride, GROUPS: tl.constexpr, LENGTH: tl.constexpr,
+    TOGETHER: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """A row as [GROUPS, WIDTH]."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS)
-    column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    inside = column < COLUMNS
-    wide = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    """TOGETHER rows as [UNITS, WIDTH], a unit a group of LENGTH columns."""
+    unit, lane = tl.arange(0, UNITS), tl.arange(0, WIDTH)
+    row, group = (tl.program_id(0) * TOGETHER + unit // GROUPS).to(tl.int64), unit % GROUPS
+    there = (unit < TOGETHER * GROUPS) & (row < rows)
+    inside = there[:, None] & (lane < LENGTH)[None, :]
+    column = (group * LENGTH)[:, None] + lane[None, :]
+    wide = tl.load(x + row[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     # A maximum may drop what is no number.
     largest = tl.max(tl.where(wide == wide, tl.abs(wide), float("inf")), 1)
     if STATIC:
@@ -42,10 +48,10 @@ def _round_rows(
     else:
         # Adding 1.5 * 2**23 rounds to whole numbers.
         found = ((value + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
-    # Codes may replace the row itself: all of it is read before any is written.
+    # Codes may replace the rows themselves: all of them are read before any is written.
     tl.debug_barrier()
-    tl.store(codes + row * codes_stride + column, found, mask=inside)
-    tl.store(scales + row * scales_stride + group, scale, mask=group * WIDTH < COLUMNS)
+    tl.store(codes + row[:, None] * codes_stride + column, found, mask=inside)
+    tl.store(scales + row * scales_stride + group, scale, mask=there)
 
 
 def round_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, static: torch.Tensor | None = None) -> None:
@@ -55,10 +61,12 @@ def round_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, stati
     if rows == 0:
         return
     groups = scales.shape[1]
-    width = triton.next_power_of_2(triton.cdiv(columns, groups))
-    _round_rows[(rows,)](
-        x, codes, scales, scales if static is None else static, x.stride(0), codes.stride(0), scales.stride(0),
-        COLUMNS=columns, GROUPS=triton.next_power_of_2(groups), WIDTH=width,
+    length = columns // groups
+    width = triton.next_power_of_2(length)
+    together = max(1, ROUNDED_TOGETHER // (width * groups)) if rows >= MANY_ROWS else 1
+    _round_rows[(triton.cdiv(rows, together),)](
+        x, codes, scales, scales if static is None else static, rows, x.stride(0), codes.stride(0), scales.stride(0),
+        GROUPS=groups, LENGTH=length, TOGETHER=together, UNITS=triton.next_power_of_2(together * groups), WIDTH=width,
         MOST=448.0 if codes.dtype == torch.uint8 else 127.0, STATIC=static is not None,
         num_warps=4 if columns <= 4096 else 8,
     )  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.codes import scaled_factors, scales_of
+from holdfast.execution.triton_kernels.experts.codes import load_scales, scaled_factors, wide_scales
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.launch import (
     GATES_IN_MATRIX,
@@ -82,29 +82,34 @@ def _product(
         scale_at += left // LINES * (LENGTH // GROUP)
     x_at = (source * x_stride + right // ROWS * LENGTH)[:, None] + column[None, :]
     sums = tl.zeros((SEGMENTS * LINES, SEGMENTS * ROWS), tl.float32)
+    # Scales are too small for copies that run ahead: those of the next part are loaded before this one is multiplied.
+    next_scale, next_zero = load_scales(scales, zeros, scale_at, ZEROS)
     for start in tl.range(0, LENGTH, SPAN * PARTS):
         for number in tl.static_range(PARTS):
             begin = start + number * SPAN
+            scale, zero = next_scale, next_zero
+            if GROUP > 0:
+                group = tl.minimum(begin + SPAN, LENGTH - 1) // GROUP
+                next_scale, next_zero = load_scales(scales, zeros, scale_at + group, ZEROS)
             inside = (begin + column < LENGTH)[None, :]
             # Rows of no pair are not read: programs with few rows would wait for them longer than for the matrix.
             wanted = live[:, None] if WHOLE else live[:, None] & inside
-            group = tl.minimum(begin, LENGTH - 1) // GROUP if GROUP > 0 else 0
             at = begin // 2 if FOUR_BITS else begin
             part = tl.load(x + x_at + begin, mask=wanted, other=0.0).T
             if WHOLE:
                 tile = tl.load(codes + code_at + at)
             else:
                 tile = tl.load(codes + code_at + at, mask=inside, other=0)
-            low, high = scaled_factors(tile, zeros, scale_at + group, FORM, kind, ZEROS, ASSEMBLED)
+            low, high = scaled_factors(tile, zero, FORM, kind, ZEROS, ASSEMBLED)
             found = tl.dot(low, part, input_precision="ieee")
             if FOUR_BITS:
                 part = tl.load(x + x_at + (begin + 16), mask=wanted, other=0.0).T
                 found = tl.dot(high, part, found, input_precision="ieee")
             if GROUP > 0:
-                found *= scales_of(scales, scale_at + group, POWERS)[:, None]
+                found *= wide_scales(scale, POWERS)[:, None]
             sums += found
     if GROUP == 0:
-        sums *= scales_of(scales, scale_at, POWERS)[:, None]
+        sums *= wide_scales(next_scale, POWERS)[:, None]
     if SEGMENTS > 1:
         # Lines of a segment with x of the same segment; what else was multiplied counts for nothing.
         same = (left // LINES)[:, None] == (right // ROWS)[None, :]
