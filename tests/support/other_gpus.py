@@ -31,7 +31,11 @@ from holdfast.execution.triton_kernels.attention.expand_pages import expand_page
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
 from holdfast.execution.triton_kernels.attention.prefill_hopper import page_descriptor, prefill_attention_hopper
 from holdfast.execution.triton_kernels.experts import blocks as expert_blocks
+from holdfast.execution.triton_kernels.experts import direct as expert_numbers
 from holdfast.execution.triton_kernels.experts import launch as experts
+from holdfast.execution.triton_kernels.experts import rounding as expert_rounding
+from holdfast.execution.triton_kernels.experts import scaled as expert_codes
+from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.quantized import blocks, products
 from holdfast.execution.triton_kernels.quantized.block_products import block_gate_up, block_product
 from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_QUANTIZED_ROWS
@@ -51,6 +55,19 @@ LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227
 SHAPES = ((32, 8, 64), (71, 1, 64), (32, 8, 128), (48, 1, 128), (8, 8, 96), (16, 8, 256), (32, 1, 256))
 """(heads, KV heads, head width) of attention."""
 META = torch.device("meta")
+PLAIN_CODES = (
+    ScaledLayout(codes="int4", scales="float16", group=128),
+    ScaledLayout(codes="int4", scales="float16", group=32, zeros=True),
+    ScaledLayout(codes="mxfp4", scales="uint8", group=32),
+    ScaledLayout(codes="nf4", group=64),
+    ScaledLayout(codes="int8"),
+    ScaledLayout(codes="fp8", group=128, group_rows=128),
+)
+ROUNDED_CODES = (
+    ScaledLayout(codes="fp8", inputs="fp8"),
+    ScaledLayout(codes="fp8", group=128, group_rows=128, inputs="fp8"),
+    ScaledLayout(codes="int8", inputs="int8"),
+)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3 = torch.float8_e4m3fn
 SCALED = (
@@ -223,9 +240,22 @@ def expert_kernels(tokens: int, shape: tuple[int, int, int, int], dtype: torch.d
     middle = empty(tokens * chosen, inner, dtype=dtype)
     lines = experts.ExpertAssignments.allocate(tokens, count, chosen, META)
     experts.route(empty(tokens, count, dtype=dtype), lines, normalized=True)
-    experts.gate_up(x, empty(count, 2 * inner, hidden, dtype=dtype), lines, middle, "silu")
-    experts.multiply(middle, empty(count, hidden, inner, dtype=dtype), lines, rows, by_token=False)
+    gate_up = empty(count, 2 * inner, hidden, dtype=dtype)
+    expert_numbers.multiply_dense(x, gate_up, lines, middle, by_token=True, activation="silu")
+    expert_numbers.multiply_dense(middle, empty(count, hidden, inner, dtype=dtype), lines, rows, by_token=False)
     experts.add_pairs(rows, lines, x, add=True)
+    for layout in PLAIN_CODES:
+        matrix = ScaledMatrix(layout, count * 2 * inner, hidden, META)
+        codes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros)
+        expert_codes.multiply_scaled(x, codes, lines, middle, by_token=True, activation="silu")
+    for layout in ROUNDED_CODES:
+        matrix = ScaledMatrix(layout, count * hidden, inner, META)
+        codes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros)
+        kind = torch.uint8 if layout.inputs == "fp8" else torch.int8
+        groups = inner // layout.group if layout.group else 1
+        rounded = RoundedRows(empty(tokens * chosen, inner, dtype=kind), empty(tokens * chosen, groups, dtype=FP32))
+        expert_rounding.round_rows(middle, rounded.codes, rounded.scales)
+        expert_numbers.multiply_rounded(rounded, codes, lines, rows, by_token=False)
     for layout in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS"):
         kept = QuantizedMatrix(layout, count * inner, hidden, META)
         planes = blocks.BlockPlanes(layout, kept.quants, kept.scales, kept.minimums, kept.high, kept.small)

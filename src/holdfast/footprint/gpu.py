@@ -110,7 +110,7 @@ def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized:
     angles = sum(rope.dim for rope in {spec.rope_of(layer) for layer in spec.layers} if rope is not None)
     buffers = tokens * (columns * size + angles * 4) + 2 * rows * spec.hidden_size * size
     attention = decode_workspace_bytes(rows, spec.heads, spec.kv_heads, spec.head_dim)
-    experts = gpu_bytes(spec, tokens, size, quantized=quantized)
+    experts = gpu_bytes(spec, tokens, size)
     inputs = workspace_bytes(tokens, max(spec.hidden_size, query, mlp_width(spec)), spec.hidden_size, size)
     shared = (EXPANDED_BYTES + SPLIT_COUNTERS * 4 if quantized else 0) + (inputs if rounded else 0)
     return buffers + attention + experts + CUBLAS_BYTES + shared
