@@ -190,9 +190,12 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     scratch = adapters = 0
     if question.machine.processor.copies_matrices(dtype):
         scratch = cpu.scratch_bytes(spec, stored, limits, dtype=dtype, expand=expand, compiled=compiled)
+    attention, scaled = _compiled_attention(settings, compiled), weights.in_codes(expand=expand)
     activations = cpu.activations_bytes(
-        spec, limits, dtype=dtype, compiled_attention=_compiled_attention(settings, compiled), compiled=compiled
+        spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not scaled
     )
+    if scaled:
+        activations += cpu.decoding_bytes(spec, limits, dtype=dtype, rounded=weights.rounds_inputs(None))
     if settings.max_loras:
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
         adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
