@@ -4,8 +4,9 @@
     python -m benchmarks.gpu_kernels_attention --sweep    other constants for the two that matter most
     python -m benchmarks.gpu_kernels_attention --kv fp8_e4m3   either, over float8 pages
 
-Every launch works on another layer place, so that nothing is served from the cache; launches are replayed as one graph.
-Random data, the median of repeats, and limits measured in the same run. Knows no model and no engine.
+Prefill is measured with every kernel that can: the one in Triton, and on Hopper that for Hopper. Every launch works on
+another layer place, so that nothing is served from the cache; launches are replayed as one graph. Random data, the
+median of repeats, and limits measured in the same run. Knows no model and no engine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy
 import torch
 import triton
 
+from holdfast.execution.gpu.layers.prefill_kernel import CAPABILITY, WIDTHS
 from holdfast.execution.triton_kernels import tiles
 from holdfast.execution.triton_kernels.attention.decode import decode_attention
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
@@ -43,6 +45,7 @@ class Shape:
 
 LLAMA_8B = Shape("Llama-8B", 32, 8, 128)
 SMALL = Shape("0.6B", 16, 8, 128)
+EXPERTS = Shape("30B-A3B", 32, 4, 128)
 SMOL = Shape("SmolLM2", 9, 3, 64)
 GEMMA = Shape("Gemma-like", 16, 8, 256)
 
@@ -66,10 +69,15 @@ PREFILL: list[tuple[Shape, list[tuple[int, int]], int]] = [
     (LLAMA_8B, [(0, 8192)], 0),
     (LLAMA_8B, [(0, 4000)] * 2, 0),
     (LLAMA_8B, [(0, 512)] * 16, 0),
+    # The last chunk of prompts of 30k and 60k tokens.
+    (LLAMA_8B, [(21808, 8192)], 0),
+    (LLAMA_8B, [(51808, 8192)], 0),
     (LLAMA_8B, [(30000, 2048)], 0),
     (LLAMA_8B, [(700 * i, 37 * i + 1) for i in range(12)], 0),
     (LLAMA_8B, [(0, 8192)], 1024),
     (SMALL, [(0, 8192)], 0),
+    (SMALL, [(0, 4000)] * 2, 0),
+    (EXPERTS, [(0, 4000)] * 2, 0),
     (SMOL, [(0, 8192)], 0),
     (GEMMA, [(0, 8192)], 0),
 ]
@@ -214,6 +222,35 @@ class Prefill:
 
         return seconds([launch(place) for place in range(min(4, self.pool.places))])
 
+    def hopper_seconds(self) -> float | None:
+        """None: this GPU or this shape has no such kernel."""
+        here = torch.cuda.get_device_capability() == CAPABILITY and self.shape.width in WIDTHS
+        if not here or self.pool.pages.dtype != DTYPE:
+            return None
+        from holdfast.execution.triton_kernels.attention.prefill_hopper import page_descriptor, prefill_attention_hopper
+
+        ratio = self.shape.heads // self.shape.kv_heads
+        tile_lists = tiles.prefill_tiles(self.counts, self.starts, tiles.HOPPER_ROWS // ratio)
+        tile_rows, tile_starts = (ints(x) for x in tile_lists)
+        descriptor = page_descriptor(self.pool.pages)
+
+        def launch(place: int) -> Callable[[], None]:
+            return lambda: prefill_attention_hopper(
+                self.query,
+                self.pool.pages,
+                self.pool.tables,
+                tile_rows,
+                tile_starts,
+                *self.row_arguments,
+                descriptor=descriptor,
+                place=place,
+                scale=self.shape.width**-0.5,
+                window=self.window,
+                out=self.out,
+            )
+
+        return seconds([launch(place) for place in range(min(4, self.pool.places))])
+
 
 def table(bandwidth: float, arithmetic: float, stored: torch.dtype) -> None:
     print(f"\n{'decode':<12}{'rows':>5}{'tokens':>8}{'window':>8}{'splits':>8}{'us':>10}{'GB/s':>9}{'of copy':>9}")
@@ -226,16 +263,20 @@ def table(bandwidth: float, arithmetic: float, stored: torch.dtype) -> None:
             f"{gpu.decode_splits(rows, shape.kv_heads):>8}{taken * 1e6:>10.1f}{rate / 1e9:>9.0f}"
             f"{rate / bandwidth:>9.1%}"
         )
-    print(f"\n{'prefill':<12}{'rows':>5}{'tokens':>8}{'before':>8}{'window':>8}{'us':>10}{'TFLOP/s':>9}{'of mm':>9}")
+    print(
+        f"\n{'prefill':<12}{'rows':>5}{'tokens':>8}{'before':>8}{'window':>8}{'kernel':>8}{'us':>10}{'TFLOP/s':>9}"
+        f"{'of mm':>9}"
+    )
     for shape, ragged, window in PREFILL:
         prefill = Prefill(shape, ragged, window, stored)
-        taken = prefill.seconds()
-        rate = prefill.operations / taken
         tokens, before = sum(count for _, count in ragged), sum(start for start, _ in ragged)
-        print(
-            f"{shape.name:<12}{len(ragged):>5}{tokens:>8}{before:>8}{window or '-':>8}{taken * 1e6:>10.1f}"
-            f"{rate / 1e12:>9.1f}{rate / arithmetic:>9.1%}"
-        )
+        for kernel, found in (("triton", prefill.seconds()), ("hopper", prefill.hopper_seconds())):
+            if found is not None:
+                rate = prefill.operations / found
+                print(
+                    f"{shape.name:<12}{len(ragged):>5}{tokens:>8}{before:>8}{window or '-':>8}{kernel:>8}"
+                    f"{found * 1e6:>10.1f}{rate / 1e12:>9.1f}{rate / arithmetic:>9.1%}"
+                )
 
 
 def tried(measure: Callable[[], float]) -> float | None:

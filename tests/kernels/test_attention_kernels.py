@@ -13,6 +13,7 @@ import torch
 
 from holdfast.execution.triton_kernels import tiles
 from holdfast.execution.triton_kernels.attention.decode import decode_attention
+from holdfast.execution.triton_kernels.attention.expand_pages import expand_pages
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
 from holdfast.footprint import gpu
 
@@ -117,6 +118,33 @@ class Case:
             self.ints(starts), self.ints(counts), self.ints(firsts), place=self.place, scale=self.scale,
             window=self.window, softcap=self.softcap, out=self.out[..., : self.width], key_scale=self.scales[0],
             value_scale=self.scales[1], tile=tile,
+        )  # fmt: skip
+
+    def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of float8 as queries are, one row's after the other's among garbage, and where each row's begin."""
+        starts, counts = numpy.array(self.rows).T
+        pages = -(-(starts + counts) // self.block_tokens)
+        firsts = self.ints(numpy.cumsum(pages) - pages)
+        shape = (int(pages.sum()) + 1, 1, *self.pages.shape[2:])
+        out = torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
+        expand_pages(
+            self.pages, self.tables, self.slots, self.ints(starts), self.ints(counts), firsts, int(pages.max()),
+            place=self.place, window=self.window, out=out,
+        )  # fmt: skip
+        return out, firsts
+
+    def prefill_hopper(self) -> None:
+        from holdfast.execution.triton_kernels.attention.prefill_hopper import page_descriptor, prefill_attention_hopper
+
+        starts, counts = numpy.array(self.rows).T
+        tile_rows, tile_starts = tiles.prefill_tiles(counts, starts, tiles.HOPPER_ROWS // (self.heads // self.kv_heads))
+        firsts = numpy.cumsum(counts) - counts
+        (pages, page_firsts), place = (self.pages, None) if self.stored is None else self.expanded(), self.place
+        prefill_attention_hopper(
+            self.query, pages, self.tables, self.ints(tile_rows), self.ints(tile_starts), self.slots,
+            self.ints(starts), self.ints(counts), self.ints(firsts), descriptor=page_descriptor(pages),
+            place=place if self.stored is None else 0, scale=self.scale * self.scales[0], window=self.window,
+            out=self.out[..., : self.width], value_scale=self.scales[1], page_firsts=page_firsts,
         )  # fmt: skip
 
     def decode(self, tile: tiles.Tile | None = SMALL, splits: int | None = None) -> None:
@@ -322,3 +350,67 @@ def test_the_workspace_is_enough_for_every_number_of_rows() -> None:
             assert rows * heads * gpu.decode_splits(rows, kv_heads) * (width + 1) * 4 <= largest
     assert gpu.decode_splits(1, 8) > 16
     assert gpu.decode_splits(4096, 8) == 1
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("window", [0, 30])
+def test_pages_of_float8_expanded(device: torch.device, stored: torch.dtype, window: int) -> None:
+    case = Case(device, [(0, 20), (70, 1), (0, 1), (40, 9)], 6, 3, 80, torch.bfloat16, window=window, stored=stored)
+    found, firsts = case.expanded()
+    wanted = torch.full_like(found, torch.nan)
+    for (start, count), slot, first in zip(case.rows, case.slots.tolist(), firsts.tolist(), strict=True):
+        for block in range(max(0, start - window + 1) // 16 if window else 0, -(-(start + count) // 16)):
+            page = case.pages.view(torch.uint8)[case.tables[slot, block], case.place]
+            wanted[first + block, 0] = page.cpu().view(stored).to(wanted)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+LARGE = [(start * 9, count * 9) for start, count in RAGGED]
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "dtype"),
+    [
+        (4, 4, 128, torch.bfloat16),
+        (16, 8, 128, torch.bfloat16),
+        (32, 8, 128, torch.bfloat16),
+        (32, 4, 128, torch.float16),
+        (9, 3, 64, torch.bfloat16),
+        (16, 1, 64, torch.float16),
+    ],
+    ids=str,
+)
+def test_prefill_for_hopper(device: torch.device, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    case = Case(device, LARGE, heads, kv_heads, width, dtype)
+    case.prefill_hopper()
+    case.check()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("window", [1, 16, 100, 128, 300, 9999])
+@pytest.mark.parametrize("block_tokens", [16, 64])
+def test_prefill_for_hopper_in_windows(device: torch.device, window: int, block_tokens: int) -> None:
+    rows = [*LARGE, (1500, 700), (0, 1030), (127, 129)]
+    case = Case(device, rows, 8, 2, 128, torch.bfloat16, window=window, block_tokens=block_tokens)
+    case.prefill_hopper()
+    case.check()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_prefill_for_hopper_over_float8(device: torch.device, stored: torch.dtype, window: int) -> None:
+    case = Case(device, LARGE, 16, 4, 128, torch.bfloat16, window=window, stored=stored)
+    case.prefill_hopper()
+    case.check()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+def test_prefill_for_hopper_takes_more_tiles_than_there_are_programs(device: torch.device) -> None:
+    """Each program goes through several tiles, of few keys and of many."""
+    rows = [(0, 1200), (3000, 64), (0, 2), (1, 1), (900, 777), (128, 128), (0, 128), (0, 127), (0, 129)]
+    case = Case(device, rows, 32, 8, 128, torch.bfloat16)
+    case.prefill_hopper()
+    case.check()

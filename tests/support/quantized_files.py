@@ -62,7 +62,8 @@ def quantize_integers(
             scale = (numpy.abs(part).max(1) / (2 ** (bits - 1) - 1)).astype(numpy.float16)
         else:
             scale = ((high - low) / most).astype(numpy.float16)
-            zeros[:, number] = numpy.clip(numpy.round(-low / scale.astype(numpy.float64)), 0, most)
+            # Zero itself cannot be told in GPTQ's first format.
+            zeros[:, number] = numpy.clip(numpy.round(-low / scale.astype(numpy.float64)), 1, most)
         scales[:, number] = scale
         steps = part / scale[:, None].astype(numpy.float64)
         codes[:, index == number] = numpy.clip(numpy.round(steps) + zeros[:, number, None], 0, most)

@@ -31,6 +31,7 @@ from holdfast.execution.weights.load import Weights
 from holdfast.footprint.cpu import logits_rows
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 from holdfast.records import StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 __all__ = ["ProfileRun", "Runner", "RunnerLimits"]
@@ -115,6 +116,11 @@ class Runner:
     @property
     def attention_backend(self) -> str:
         return self._decoder.attention.name
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What is chosen here, not in the plan: nothing."""
+        return []
 
     @property
     def kv(self) -> KVStore:

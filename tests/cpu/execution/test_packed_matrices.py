@@ -394,6 +394,12 @@ def test_inputs_are_rounded_row_by_row(kind: Any, group: int) -> None:
             else:
                 error = (found[row, first : first + (group or 96)].double() - part).abs()
                 assert bool((error <= part.abs() / 16 + scale * 2**-9).all())
+    x[1, 5] = float("nan")
+    for scale in (None, torch.tensor([0.01])):
+        # What cannot be computed must stay visible, and in its row.
+        seen = rounded_inputs(x, layout, scale).isnan().any(1)
+        assert seen.tolist() == [False, True, False, False, False]
+    x[1, 5] = 0
     static = rounded_inputs(x, layout, torch.tensor([0.01]))
     assert float(static.abs().max()) == pytest.approx(4.48 if kind == "fp8" else 1.28)
 

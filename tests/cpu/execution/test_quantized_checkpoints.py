@@ -16,7 +16,15 @@ from quantized_files import Format, compressed, write_quantized
 from quantized_models import log_chances, round_inputs
 from safetensors.torch import load_file, save_file
 
-from holdfast.checkpoints import Checkpoint, StoredTensor, extra_tensors, match, packing_of, stored_parts
+from holdfast.checkpoints import (
+    Checkpoint,
+    StoredTensor,
+    extra_tensors,
+    match,
+    packing_of,
+    require_agreement,
+    stored_parts,
+)
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.validation.packed_parts import find_packed
 from holdfast.errors import CheckpointError
@@ -185,6 +193,7 @@ def loaded(folder: Path, **more: Any) -> tuple[ModelSpec, Weights]:
     settings = {"expand": False, "compiled": False, **more}
     with checkpoint:
         assert extra_tensors(spec, checkpoint) == ()
+        assert require_agreement(spec, checkpoint) == ()
         weights = load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, **settings)
         assert weights.nbytes == weights_bytes(spec, match(spec, checkpoint), dtype="float32", **settings)
     return spec, weights
@@ -268,6 +277,16 @@ def test_what_is_kept_in_which_way(oracles: Callable[..., Any], tmp_path: Path) 
     assert kinds["gptq-ordered"] == (apart, ("float32", "int4 g32"))
     assert kinds["fp8-uneven-blocks"] == (apart, ("float32", "fp8 48x32"))
     assert kinds["mixed"] == (one, ("float32", "fp8", "int4 g32"))
+
+
+def test_matrices_that_the_checkpoint_keeps_fused(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    oracle = oracles("Phi3", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    for name in ("awq", "gptq-asymmetric", "fp8-weights-only"):
+        means = write_quantized(oracle.folder, tmp_path / name, FORMATS[name])
+        assert "model.layers.0.self_attn.qkv_proj.weight" in means
+        expected = expected_chances(plain_twin(oracle.folder, tmp_path / f"plain-{name}", means), PROMPT)
+        spec, weights = loaded(tmp_path / name)
+        torch.testing.assert_close(log_chances(spec, weights, PROMPT), expected, atol=2e-4, rtol=0)
 
 
 def test_heads_and_biases(oracles: Callable[..., Any], tmp_path: Path) -> None:

@@ -445,7 +445,7 @@ def _info(
         hidden_size=model.spec.hidden_size,
         max_loras=config.lora_places,
         kv_groups=len(plan.engine.layout.groups),
-        decisions=[decision.line() for decision in (*plan.decisions, *_kernel_decision(plan))],
+        decisions=[decision.line() for decision in (*plan.decisions, *_kernel_decision(plan), *runner.decisions)],
         lowered=[decision.line() for decision in last.values() if decision.lowered],
         profile_run_s=profile_run_s,
         memory=report,

@@ -92,7 +92,9 @@ class GpuDecoder:
         ]
         self._sampling = buffer(limits.max_num_seqs, spec.hidden_size)
         self._sampling_normed = buffer(limits.max_num_seqs, spec.hidden_size)
-        self.attention = GpuAttention(spec, layout, limits, slots, device)
+        # Nobody needs these while attention runs.
+        spare = max(inner.gate_up, self._normed, key=torch.Tensor.numel)
+        self.attention = GpuAttention(spec, layout, limits, slots, device, spare)
         scratch = Scratch(weights.dtype, device, tokens)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._final_norm = weights.final_norm

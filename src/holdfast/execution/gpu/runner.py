@@ -41,6 +41,7 @@ from holdfast.execution.weights.load import Weights
 from holdfast.footprint.gpu import sampling_lanes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 from holdfast.records import AdapterArrival, Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 log = logging.getLogger("holdfast")
@@ -148,7 +149,7 @@ class GpuRunner:
         tile_tokens = prefill_tile_tokens(
             spec.heads, spec.kv_heads, spec.head_dim, weights.dtype.itemsize, codes=self.kv_dtype in LARGEST
         )
-        self._forms = BatchBuilder(limits, device, tile_tokens)
+        self._forms = BatchBuilder(limits, device, tile_tokens, layout.block_tokens)
         self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
         self._decoder: GpuDecoder | None = GpuDecoder(
             spec, weights, layout, limits, self._slots, device, self._adapters
@@ -184,6 +185,10 @@ class GpuRunner:
     @property
     def attention_backend(self) -> str:
         return "triton"
+
+    @property
+    def decisions(self) -> list[Decision]:
+        return [self.decoder.attention.decision]
 
     @property
     def kv(self) -> KVRange:

@@ -40,6 +40,8 @@ _PREFILL = {
     (128, 4): Tile(32, 16, 8, 2),
     (256, 4): Tile(16, 32, 8, 2),
 }
+HOPPER_ROWS = 128
+"""Of a program of `prefill_hopper`, which takes the same tile lists."""
 _LARGE_SHARED_BYTES = 163 * 1024
 """What the tiles above need: A100, Orin, Hopper and later in data centres. The others have 99 KiB."""
 _PREFILL_IN_LITTLE = _PREFILL | {
@@ -108,9 +110,13 @@ def prefill_tiles(counts: Integers, starts: Integers, tile_tokens: int) -> tuple
     return rows[order].astype(numpy.int32), firsts[order].astype(numpy.int32)
 
 
-def decode_share_tokens(rows: int, kv_heads: int) -> int:
+def decode_share_tokens(rows: int, kv_heads: int, *, codes: bool = False) -> int:
     """Fewest tokens worth a split of their own (one tile of keys, if that is more)."""
-    return _FULL_SHARE_TOKENS if rows * kv_heads >= PROCESSORS else 0
+    if rows * kv_heads < PROCESSORS:
+        return 0
+    if not codes:
+        return _FULL_SHARE_TOKENS
+    return (4 if rows * kv_heads >= 3 * PROCESSORS else 2) * _FULL_SHARE_TOKENS
 
 
 def _for_ratio(tile: Tile, ratio: int) -> Tile:

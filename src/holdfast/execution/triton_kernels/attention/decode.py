@@ -145,9 +145,10 @@ def decode_attention(
     _, places, _, block_tokens, kv_heads, _ = pages.shape
     ratio, padded = heads // kv_heads, padded_width(width)
     kept = format_of(pages.dtype)
-    tile = tile or decode_tile(ratio, width, query.element_size(), codes=kept != PLAIN.value)
-    splits = splits or decode_splits(rows, kv_heads)
-    least = max(1, decode_share_tokens(rows, kv_heads) // tile.keys)
+    codes = kept != PLAIN.value
+    tile = tile or decode_tile(ratio, width, query.element_size(), codes=codes)
+    splits = splits or decode_splits(rows, kv_heads, codes=codes)
+    least = max(1, decode_share_tokens(rows, kv_heads, codes=codes) // tile.keys)
     inner, outer = score_factors(scale * key_scale, softcap)
     strides = (tables.stride(0), query.stride(0), query.stride(1), out.stride(0), out.stride(1))
     sizes = {
@@ -155,7 +156,7 @@ def decode_attention(
         "BLOCK_TOKENS": block_tokens, "KEYS": tile.keys, "WINDOWED": window > 0, "CAPPED": softcap > 0,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
-    if kept == PLAIN.value:
+    if not codes:
         _attend[(kv_heads, rows, splits)](
             query, pages, tables, slots, lengths, out, workspace, inner, outer, place, places, window, least, *strides,
             **sizes,
