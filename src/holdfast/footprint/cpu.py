@@ -287,19 +287,18 @@ def activations_bytes(
 
 DECODED_BYTES = 12 * MIB
 """Of a tile of codes on its way to numbers: 2 MiB in float32, as nibbles, spread, less zero points and scaled."""
-ROUNDED_COPIES = 4
-"""Of the inputs of a product that are rounded, in float32: their sizes, scaled, as codes, and rounded; one more where
-they are not float32 already."""
+ROUNDED_COPIES, ROUNDED_BYTES = 2, 24 * MIB
+"""Of the inputs of a product that are rounded, in float32, with what the allocator keeps of the one before; and of the
+pieces that are rounded at a time."""
 
 
-def decoding_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, rounded: bool) -> int:
+def decoding_bytes(spec: ModelSpec, limits: Limits, *, rounded: bool) -> int:
     """Beside `activations_bytes`, of products with codes and their scales. `rounded`: and with rounded inputs."""
     tokens, query = limits.max_num_batched_tokens, spec.heads * spec.head_dim
     tile = min(tokens, MLP_TILE)
     lines = (tile * kind.per_token * spec.hidden_size for kind in experts.kinds(spec))
     widest = max(tokens * spec.hidden_size, tokens * query, tile * mlp_width(spec), *lines)
-    copies = ROUNDED_COPIES + (dtype != "float32")
-    return DECODED_BYTES + (copies * widest * 4 if rounded else 0)
+    return DECODED_BYTES + (ROUNDED_COPIES * widest * 4 + ROUNDED_BYTES if rounded else 0)
 
 
 def logits_rows(vocab_size: int, max_num_seqs: int) -> int:

@@ -195,7 +195,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not scaled
     )
     if scaled:
-        activations += cpu.decoding_bytes(spec, limits, dtype=dtype, rounded=weights.rounds_inputs(None))
+        activations += cpu.decoding_bytes(spec, limits, rounded=weights.rounds_inputs(None))
     if settings.max_loras:
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
         adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
