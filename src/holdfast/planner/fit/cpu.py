@@ -29,7 +29,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import EngineChoices, Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import PlannedModel, Question, Settings
 from holdfast.planner.sizing.default_limits import prompt_tokens_beside
-from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, compute_dtype, kv_dtype
+from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, chosen_kv_dtype, compute_dtype, kv_dtype
 from holdfast.planner.sizing.kv_cost import largest, layout_cost
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import GIB, counted, format_bytes
@@ -334,6 +334,8 @@ def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision
     spec, settings = question.model.spec, question.settings
     check_type(settings.dtype, spec)
     decisions = [chosen_dtype(question)] if asked_type(settings.dtype) is None else []
+    if settings.kv_cache_dtype == "auto" and spec.kv_cache_fp8:
+        decisions.append(chosen_kv_dtype(question))
     setting, most = settings.expand_weights, limits.max_model_len
     count = count_on_cpu(question, limits, expand=setting == "always")
     stored, dtype = count.stored, count.dtype
