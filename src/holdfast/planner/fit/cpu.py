@@ -24,7 +24,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import EngineChoices, Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import Question, Settings
 from holdfast.planner.sizing.default_limits import prompt_tokens_beside
-from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, compute_dtype, kv_dtype
+from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, chosen_kv_dtype, compute_dtype, kv_dtype
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.planner.sizing.kv_cost import largest, layout_cost
 from holdfast.planner.sizing.terms import Term
@@ -332,6 +332,8 @@ def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision
     spec, settings = question.model.spec, question.settings
     check_type(settings.dtype, spec)
     decisions = [chosen_dtype(question)] if asked_type(settings.dtype) is None else []
+    if settings.kv_cache_dtype == "auto" and spec.kv_cache_fp8:
+        decisions.append(chosen_kv_dtype(question))
     count = count_on_cpu(question, limits, expand=settings.expand_weights == "always")
     weights, dtype = count.weights, count.dtype
     if weights.quantized:
