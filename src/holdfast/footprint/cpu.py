@@ -285,6 +285,22 @@ def activations_bytes(
     return buffers + inner + apart + turned + sampling + attention + tokens * STEP_TOKEN_BYTES + STEP_BYTES
 
 
+DECODED_BYTES = 12 * MIB
+"""Of a tile of codes on its way to numbers: 2 MiB in float32, as nibbles, spread, less zero points and scaled."""
+ROUNDED_COPIES, ROUNDED_BYTES = 2, 24 * MIB
+"""Of the inputs of a product that are rounded, in float32, with what the allocator keeps of the one before; and of the
+pieces that are rounded at a time."""
+
+
+def decoding_bytes(spec: ModelSpec, limits: Limits, *, rounded: bool) -> int:
+    """Beside `activations_bytes`, of products with codes and their scales. `rounded`: and with rounded inputs."""
+    tokens, query = limits.max_num_batched_tokens, spec.heads * spec.head_dim
+    tile = min(tokens, MLP_TILE)
+    lines = (tile * kind.per_token * spec.hidden_size for kind in experts.kinds(spec))
+    widest = max(tokens * spec.hidden_size, tokens * query, tile * mlp_width(spec), *lines)
+    return DECODED_BYTES + (ROUNDED_COPIES * widest * 4 + ROUNDED_BYTES if rounded else 0)
+
+
 def logits_rows(vocab_size: int, max_num_seqs: int) -> int:
     """Sampled in one turn."""
     return max(1, min(max_num_seqs, LOGITS_BYTES // (4 * vocab_size)))

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 
+import msgspec
 import pytest
 
 from holdfast.observability.decisions import Decision
@@ -101,6 +102,12 @@ def test_ready_lines_have_what_people_look_for():
     ):
         assert part in text
     assert "served as" not in ready_lines(info, ["smollm2"])[0]
+    for dtype, line in (
+        ("bfloat16", "in fp8_e4m3: twice bfloat16's"),
+        ("float32", "in fp8_e4m3: four times float32's"),
+    ):
+        smaller = msgspec.structs.replace(info, dtype=dtype, kv_dtype="fp8_e4m3")
+        assert f"KV cache size: 16,384 tokens, {line}" in ready_lines(smaller)
     details = "\n".join(detail_lines(info))
     for part in ("Parallel size: 1", "paged (torch)", "only one"):
         assert part in details

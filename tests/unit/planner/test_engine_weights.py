@@ -26,7 +26,7 @@ from holdfast.planner.models.quantize import as_plain, quantized_as
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.sizing.engine_weights import described, engine_weights, held_or_not
-from holdfast.units import GIB
+from holdfast.units import GIB, MIB
 
 Ask = Callable[..., Question]
 
@@ -220,6 +220,19 @@ def test_what_the_engine_cannot_hold_is_planned_for_others() -> None:
     model = PlannedModel(name="m", spec=spec, origin="folder")
     assert as_plain(model).spec.runnable
     assert held_or_not(describe_config(config), None).runnable
+
+
+def test_on_a_cpu_what_decoding_and_rounding_take_is_counted(ask: Ask, cpu: Callable[..., Device]) -> None:
+    def activations(name: str, expand: str = "never") -> int:
+        limits = {"max_model_len": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 256, "dtype": "bfloat16"}
+        found = fit(ask(name, device=cpu(200, 200), expand_weights=expand, **limits))
+        return next(term.nbytes for term in found.ranks[0].terms if term.name == "activations")
+
+    plain, awq, fp8 = (activations(name) for name in ("llama-3.1-8b", "llama-3.1-8b-awq", "llama-3.1-8b-fp8"))
+    assert awq - plain == 12 * MIB, "a tile of codes on its way to numbers"
+    # Two copies in float32 of the widest input, 256 tokens of 14,336 columns, and the pieces that are rounded.
+    assert fp8 - awq == 2 * 256 * 14336 * 4 + 24 * MIB
+    assert activations("llama-3.1-8b-awq", "always") == plain
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"max_num_seqs": 4, "max_num_batched_tokens": 64},
     {"dtype": "bfloat16"},
     {"dtype": "float32", "kv_cache_dtype": "float16"},
+    {"dtype": "float32", "kv_cache_dtype": "fp8"},
 ]
 
 

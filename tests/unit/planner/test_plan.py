@@ -391,6 +391,36 @@ def test_a_gpu_keeps_kv_in_what_it_computes_in(spec: ModelSpec) -> None:
     assert made(kv_cache_dtype="float16", dtype="float16").kv_dtype == "float16"
 
 
+def test_fp8_holds_twice_the_tokens_in_the_same_pool(spec: ModelSpec) -> None:
+    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(8, 6))
+
+    def made(of: ModelSpec = spec, **settings: object) -> Plan:
+        config = EngineConfig.from_arguments(device="cuda", kv_cache_memory_bytes="300MiB", **settings)
+        return make_gpu_plan(of, None, config, [gpu])
+
+    plain = made()
+    for name, kept in (("fp8", "fp8"), ("fp8_e4m3", "fp8"), ("fp8_e5m2", "fp8_e5m2")):
+        plan = made(kv_cache_dtype=name)
+        assert plan.kv_dtype == kept
+        assert 2 * plan.engine.layout.page_bytes == plain.engine.layout.page_bytes
+        assert plan.engine.blocks in (2 * plain.engine.blocks, 2 * plain.engine.blocks + 1)
+        assert plan.terms["kv_pool"] <= 300 << 20
+        assert {name: size for name, size in plan.terms.items() if name != "kv_pool"} == {
+            name: size for name, size in plain.terms.items() if name != "kv_pool"
+        }
+    of_checkpoint = made(replace(spec, kv_cache_fp8=True))
+    assert of_checkpoint.kv_dtype == "fp8"
+    assert "kv_cache_dtype = fp8 (model): the checkpoint's kv_cache_scheme" in [
+        decision.line() for decision in of_checkpoint.decisions
+    ]
+    assert made(replace(spec, kv_cache_fp8=True), kv_cache_dtype="bfloat16").kv_dtype == "bfloat16"
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype"):
+        made(kv_cache_dtype="fp4")
+    with pytest.raises(ConfigurationError, match="all layers keep"):
+        made(kv_cache_dtype_skip_layers=["0"])
+    assert made(kv_cache_dtype="fp8", calculate_kv_scales=True).terms == made(kv_cache_dtype="fp8").terms
+
+
 def _refused(make: Callable[[], object]) -> ConfigurationError:
     with pytest.raises(ConfigurationError) as caught:
         make()
@@ -406,7 +436,7 @@ def test_a_checkpoint_that_a_gpu_cannot_hold_is_refused_with_what_is_short(spec:
     """Its tensors come under the spec's own names: remedies divide them by layer."""
     gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=8 * GIB, free_bytes=8 * GIB, capability=(9, 0))
     config = EngineConfig.from_arguments(device="cuda", max_model_len=8192)
-    for mib in range(5000, 7000, 250):  # From one that does not hold the weights to one that lacks only KV.
+    for mib in range(5000, 6750, 250):  # From one that does not hold the weights to one that lacks only KV.
         few = replace(gpu, free_bytes=mib * MIB)
         refusal = _refused(partial(make_gpu_plan, spec, quantized(spec, tmp_path), config, [few]))
         assert "short" in str(refusal.found)

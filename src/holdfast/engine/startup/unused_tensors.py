@@ -37,8 +37,10 @@ def refuse_unclaimed(spec: ModelSpec, files: ModelFiles) -> None:
 
 
 def warn_of_unused(spec: ModelSpec, files: ModelFiles) -> None:
+    from holdfast.execution.weights.kv_scales import is_kv_scale  # Not before torch is wanted.
+
     with open_checkpoint(files) as checkpoint:
-        unused = extra_tensors(spec, checkpoint)
+        unused = [name for name in extra_tensors(spec, checkpoint) if not is_kv_scale(name)]
     if unused:
         names = shorten(", ".join(unused[:3]), 240)
         log.warning("%d tensors in the checkpoint are unused: %s ...", len(unused), names)

@@ -24,7 +24,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import EngineChoices, Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import Question, Settings
 from holdfast.planner.sizing.default_limits import prompt_tokens_beside
-from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, compute_dtype, kv_dtype
+from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, chosen_kv_dtype, compute_dtype, kv_dtype
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.planner.sizing.kv_cost import largest, layout_cost
 from holdfast.planner.sizing.terms import Term
@@ -190,9 +190,12 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     scratch = adapters = 0
     if question.machine.processor.copies_matrices(dtype):
         scratch = cpu.scratch_bytes(spec, stored, limits, dtype=dtype, expand=expand, compiled=compiled)
+    attention, scaled = _compiled_attention(settings, compiled), weights.in_codes(expand=expand)
     activations = cpu.activations_bytes(
-        spec, limits, dtype=dtype, compiled_attention=_compiled_attention(settings, compiled), compiled=compiled
+        spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not scaled
     )
+    if scaled:
+        activations += cpu.decoding_bytes(spec, limits, rounded=weights.rounds_inputs(None))
     if settings.max_loras:
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
         adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
@@ -329,6 +332,8 @@ def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision
     spec, settings = question.model.spec, question.settings
     check_type(settings.dtype, spec)
     decisions = [chosen_dtype(question)] if asked_type(settings.dtype) is None else []
+    if settings.kv_cache_dtype == "auto" and spec.kv_cache_fp8:
+        decisions.append(chosen_kv_dtype(question))
     count = count_on_cpu(question, limits, expand=settings.expand_weights == "always")
     weights, dtype = count.weights, count.dtype
     if weights.quantized:

@@ -62,6 +62,12 @@ class EngineWeights:
         """Of a GGUF file."""
         return any(is_quantized(tensor.layout) for tensor in (self.stored or {}).values() if tensor.packed is None)
 
+    def in_codes(self, *, expand: bool) -> bool:
+        """Whether matrices are held as codes with scales. `expand`: all are expanded whose inputs are not rounded."""
+        if self.quantize is not None:
+            return True
+        return self.spec.quantization is not None and (not expand or self.rounds_inputs(None))
+
     def rounds_inputs(self, capability: tuple[int, int] | None) -> bool:
         """Whether products of layers without experts round their inputs on such a GPU; None: on any."""
         layouts = _layouts(Same(self.spec), Same(self.stored), self.quantize)
