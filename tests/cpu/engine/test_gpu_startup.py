@@ -89,6 +89,7 @@ class FakeRunner:
     """Takes what the plan says of each term, a little more while it profiles, and code that no term accounts for."""
 
     attention_backend = "fake"
+    kv_dtype = torch.bfloat16
 
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page
