@@ -1,5 +1,5 @@
-"""Products with quantized matrices on a GPU, shapes of an 8B model: microseconds, GB/s of codes and scales, the share of
-what memory gives, and cuBLAS's product with the same matrix in bfloat16.
+"""Products with quantized matrices on a GPU, shapes of an 8B model: microseconds, GB/s of codes and scales, the share
+of what memory gives, and cuBLAS's product with the same matrix in bfloat16.
 
 Launches run in a CUDA graph, as decoding runs them, over enough copies of a matrix that none is still in cache. From
 `SKINNY_BLOCK_ROWS` on a product expands its matrix first: the column says what the layers do. Owns no model: a whole

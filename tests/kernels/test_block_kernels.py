@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 from holdfast.errors import EngineError
 from holdfast.execution.triton_kernels.quantized import blocks
 from holdfast.execution.triton_kernels.quantized.block_products import block_gate_up, block_product
-from holdfast.execution.triton_kernels.quantized.product_tiles import QuantizedTile
+from holdfast.execution.triton_kernels.quantized.product_tiles import QuantizedTile, VectorTile
 from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
+from holdfast.execution.triton_kernels.quantized.vector_products import vector_product, vectors_of_blocks
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 
 ON_GPU = torch.cuda.is_available()
@@ -107,31 +108,56 @@ def test_rows_are_expanded_bit_for_bit(dtype: torch.dtype, layout: str) -> None:
     assert not rows[1:4].any(), "no such row"
 
 
-@pytest.mark.parametrize("layout", ["Q4_K", "Q6_K", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_norm_and_gate_ride_along(layout: str, rows: int) -> None:
+@pytest.mark.parametrize("layout", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("rows", [5, 16])
+def test_whole_blocks_of_a_step_and_a_gate(layout: str, rows: int) -> None:
     dtype, inner = (torch.bfloat16, 14336) if ON_GPU else (torch.float32, 20)
-    case = Case(layout, 2 * inner, 128 if ON_GPU else 8)
-    tile = None if ON_GPU else QuantizedTile(8, 16, 32, 4, 2, 4, 2)
-    x, norm = case.normal(rows, case.inputs, dtype=dtype), case.normal(case.inputs, dtype=dtype)
-    wide = x.double()
-    normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-5) * norm.double()
-    wanted = normed @ case.exact.double().to(DEVICE).T
+    case = Case(layout, 2 * inner, 128 if ON_GPU else 16)
+    tile = None if ON_GPU else QuantizedTile(8 if rows <= 8 else 16, 16, 32, 8, 2, 4, 2)
+    x, shared = case.normal(rows, case.inputs, dtype=dtype), workspace()
+    wanted = x.double() @ case.exact.double().to(DEVICE).T
     out = torch.full((rows, 2 * inner), NAN, dtype=dtype, device=DEVICE)
-    block_product(x, case.planes, out, workspace(), norm_weight=norm, epsilon=1e-5, tile=tile)
+    block_product(x, case.planes, out, shared, tile=tile)
     assert (out.double() - wanted).norm() <= 2 * UNIT[dtype] * wanted.norm() + 2.0**-18 * wanted.norm()
-    gated = torch.full((rows, inner), NAN, dtype=dtype, device=DEVICE)
-    block_gate_up(x, case.planes, gated, workspace(), norm_weight=norm, epsilon=1e-5, tile=tile)
-    wanted = torch.nn.functional.silu(wanted[:, :inner]) * wanted[:, inner:]
-    assert (gated.double() - wanted).norm() <= 4 * UNIT[dtype] * wanted.norm() + 2.0**-16 * wanted.norm()
+    if rows <= 8:
+        gated = torch.full((rows, inner), NAN, dtype=dtype, device=DEVICE)
+        block_gate_up(x, case.planes, gated, shared, tile=tile)
+        wanted = torch.nn.functional.silu(wanted[:, :inner]) * wanted[:, inner:]
+        assert (gated.double() - wanted).norm() <= 4 * UNIT[dtype] * wanted.norm() + 2.0**-16 * wanted.norm()
+    assert not shared.counters.any(), "counters are left as they were found"
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("layout", ["Q4_K", "Q4_0", "Q4_1"])
+def test_products_with_a_vector(dtype: torch.dtype, layout: str) -> None:
+    case = Case(layout, *((6144, 128) if ON_GPU else (10, 10)))
+    vectors = vectors_of_blocks(case.planes)
+    assert vectors is not None
+    tile = None if ON_GPU else VectorTile(4, 8, 1)
+    x, norm = case.normal(1, case.inputs, dtype=dtype), case.normal(case.inputs, dtype=dtype)
+    before, out = case.normal(1, case.outputs, dtype=dtype), torch.full((1, case.outputs), NAN, dtype=dtype)
+    out = out.to(DEVICE)
+    exact = case.exact.double().to(DEVICE)
+    wide = x.double() * torch.rsqrt(x.double().square().mean() + 1e-5) * norm.double()
+    for normed, accumulate in ((False, False), (True, False), (False, True)):
+        if accumulate:
+            out.copy_(before)
+        vector_product(
+            x, vectors, out, accumulate=accumulate, norm_weight=norm if normed else None, epsilon=1e-5, tile=tile
+        )  # fmt: skip
+        taken = wide if normed else x.double()
+        wanted = taken @ exact.T + (before.double() if accumulate else 0)
+        terms = taken.abs() @ exact.abs().T
+        error = (out.double() - wanted).abs()
+        assert (error <= 1.1 * UNIT[dtype] * wanted.abs() + 2.0**-17 * terms).all()
+    assert vectors_of_blocks(Case("Q6_K", 4, 8).planes) is None
 
 
 def test_limits() -> None:
     case = Case("Q8_0", 4, 1)
-    for rows, norm in ((129, None), (9, torch.ones(32, device=DEVICE))):
-        with pytest.raises(EngineError, match="at most" if norm is not None else "128"):
-            block_product(
-                torch.zeros(rows, 32, device=DEVICE), case.planes, torch.zeros(rows, 4, device=DEVICE), workspace(),
-                norm_weight=norm,
-            )  # fmt: skip
+    for rows, multiply in ((129, block_product), (9, block_gate_up)):
+        with pytest.raises(EngineError, match=r"at most|128"):
+            multiply(
+                torch.zeros(rows, 32, device=DEVICE), case.planes, torch.zeros(rows, 2, device=DEVICE), workspace()
+            )
     block_product(torch.zeros(0, 32, device=DEVICE), case.planes, torch.zeros(0, 4, device=DEVICE), workspace())

@@ -14,8 +14,9 @@ from holdfast.errors import EngineError
 from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear, QuantizedWorkspace
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.triton_kernels.quantized import scaled_products, scaled_rows
-from holdfast.execution.triton_kernels.quantized.product_tiles import QuantizedTile
+from holdfast.execution.triton_kernels.quantized.product_tiles import QuantizedTile, VectorTile
 from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
+from holdfast.execution.triton_kernels.quantized.vector_products import vector_product, vectors_of_codes
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
@@ -37,7 +38,7 @@ LAYOUTS = {
     "fp8": ScaledLayout(codes="fp8"),
     "fp8 blocks": ScaledLayout(codes="fp8", group=128, group_rows=128),
 }
-SHAPES = [(70, 384), *([(1000, 4096), (6144, 4096), (4096, 14336)] if ON_GPU else [])]
+SHAPES = [(35, 384), *([(1000, 4096), (6144, 4096), (4096, 14336)] if ON_GPU else [])]
 """(outputs, inputs): no whole number of tiles, nor of steps."""
 
 
@@ -94,7 +95,7 @@ def on_device(matrix: ScaledMatrix) -> ScaledMatrix:
     return moved
 
 
-def small_tile(rows: int, layout: ScaledLayout, inputs: int) -> QuantizedTile | None:
+def small_tile(rows: int, layout: ScaledLayout) -> QuantizedTile | None:
     """In the interpreter: every tile, split and step is there, but small."""
     if ON_GPU:
         return None
@@ -129,7 +130,7 @@ def test_products(dtype: torch.dtype, name: str, rows: int, outputs: int, inputs
             wanted = wanted + before.double() + bias.double()
         scaled_products.scaled_product(
             x, case.matrix, target, shared, accumulate=accumulate, bias=bias if accumulate else None,
-            tile=small_tile(rows, LAYOUTS[name], inputs),
+            tile=small_tile(rows, LAYOUTS[name]),
         )  # fmt: skip
         assert_close(target, wanted, terms, inputs)
         assert torch.isnan(out[:, outputs:]).all()
@@ -139,30 +140,45 @@ def test_products(dtype: torch.dtype, name: str, rows: int, outputs: int, inputs
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", ["awq", "gptq 32", "int8"])
 @pytest.mark.parametrize("rows", [1, 7])
-def test_norm_and_gate_ride_along(dtype: torch.dtype, name: str, rows: int) -> None:
+def test_gate_rides_along(dtype: torch.dtype, name: str, rows: int) -> None:
     inner, inputs = (40, 256) if not ON_GPU else (14336, 4096)
     case, shared = Case.draw(LAYOUTS[name], 2 * inner, inputs), workspace()
-    x, norm = case.normal(rows, inputs, dtype=dtype), case.normal(inputs, dtype=dtype)
-    bias = case.normal(2 * inner, dtype=dtype)
-    wide = x.double()
-    normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-5) * norm.double()
-    wanted, terms = normed @ case.exact.T + bias.double(), normed.abs() @ case.exact.abs().T
-    tile = small_tile(rows, LAYOUTS[name], inputs)
-    out = torch.full((rows, 2 * inner), NAN, dtype=dtype, device=DEVICE)
-    scaled_products.scaled_product(
-        x, case.matrix, out, shared, norm_weight=norm, epsilon=1e-5, bias=bias, tile=tile
-    )  # fmt: skip
-    assert_close(out, wanted, terms, inputs)
+    x, bias = case.normal(rows, inputs, dtype=dtype), case.normal(2 * inner, dtype=dtype)
+    wanted, terms = x.double() @ case.exact.T + bias.double(), x.double().abs() @ case.exact.abs().T
     gated = torch.full((rows, inner), NAN, dtype=dtype, device=DEVICE)
-    scaled_products.scaled_gate_up(
-        x, case.matrix, gated, shared, norm_weight=norm, epsilon=1e-5, bias=bias, tile=tile
-    )  # fmt: skip
+    tile = small_tile(rows, LAYOUTS[name])
+    scaled_products.scaled_gate_up(x, case.matrix, gated, shared, bias=bias, tile=tile)
     gate, up = wanted[:, :inner], wanted[:, inner:]
     error = (gated.double() - torch.nn.functional.silu(gate) * up).abs()
     # A gate and an up, each off by what a product may be.
     size = terms / inputs**0.5 + wanted.abs()
     allowed = 8 * UNIT[dtype] * (size[:, :inner] * up.abs() + size[:, inner:] * gate.abs()) + 16 * UNIT[dtype]
     assert (error <= allowed).all()
+    assert not shared.counters.any()
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, *([] if ON_GPU else [torch.float32])], ids=str)
+@pytest.mark.parametrize("name", ["awq", "gptq 32", "gptq 64", "whole rows"])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES[: 3 if ON_GPU else 1])
+def test_products_with_a_vector(dtype: torch.dtype, name: str, outputs: int, inputs: int) -> None:
+    case = Case.draw(LAYOUTS[name], outputs, inputs)
+    planes = vectors_of_codes(case.matrix)
+    assert planes is not None
+    tile = None if ON_GPU else VectorTile(8, 8, 1)
+    x, norm = case.normal(1, inputs, dtype=dtype), case.normal(inputs, dtype=dtype)
+    bias, before = case.normal(outputs, dtype=dtype), case.normal(1, outputs, dtype=dtype)
+    out = torch.full((1, outputs + 4), NAN, dtype=dtype, device=DEVICE)
+    target = out[:, :outputs]
+    vector_product(x, planes, target, tile=tile)
+    wanted, terms = x.double() @ case.exact.T, x.double().abs() @ case.exact.abs().T
+    assert_close(target, wanted, terms, inputs)
+    target.copy_(before)
+    vector_product(x, planes, target, accumulate=True, bias=bias, tile=tile)
+    assert_close(target, wanted + before.double() + bias.double(), terms, inputs)
+    wide = x.double() * torch.rsqrt(x.double().square().mean() + 1e-5) * norm.double()
+    vector_product(x, planes, target, norm_weight=norm, epsilon=1e-5, tile=tile)
+    assert_close(target, wide @ case.exact.T, wide.abs() @ case.exact.abs().T, inputs)
+    assert torch.isnan(out[:, outputs:]).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -42,6 +42,11 @@ from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_QUANTI
 from holdfast.execution.triton_kernels.quantized.scaled_products import scaled_gate_up, scaled_product
 from holdfast.execution.triton_kernels.quantized.scaled_rows import expand_scaled, gather_columns
 from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
+from holdfast.execution.triton_kernels.quantized.vector_products import (
+    vector_product,
+    vectors_of_blocks,
+    vectors_of_codes,
+)
 from holdfast.execution.triton_kernels.rounded.products import rounded_product, scale_sums
 from holdfast.execution.triton_kernels.rounded.rounding import round_rows
 from holdfast.execution.triton_kernels.sampling import adjust
@@ -195,14 +200,12 @@ def block_products(rows: int, layout: str, dtype: torch.dtype) -> None:
     outputs, count = 6144, 128
     matrix = QuantizedMatrix(layout, outputs, 32 * count, META)
     planes = blocks.BlockPlanes(layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small)
-    x, out, norm = (
-        empty(rows, 32 * count, dtype=dtype),
-        empty(rows, outputs, dtype=dtype),
-        empty(32 * count, dtype=dtype),
-    )
+    x, out = empty(rows, 32 * count, dtype=dtype), empty(rows, outputs, dtype=dtype)
     block_product(x, planes, out, WORKSPACE)
     if rows <= FEW_QUANTIZED_ROWS:
-        block_gate_up(x, planes, out[:, : outputs // 2], WORKSPACE, norm_weight=empty(32 * count, dtype=dtype))
+        block_gate_up(x, planes, out[:, : outputs // 2], WORKSPACE)
+    if rows == 1 and (vectors := vectors_of_blocks(planes)):
+        vector_product(x, vectors, out, norm_weight=empty(32 * count, dtype=dtype))
     blocks.dequantize_tile(planes, 0, outputs, empty(outputs, 32 * count, dtype=dtype))
     blocks.embed_blocks(empty(4, 64), empty(8), empty(8), planes, empty(8, 32 * count, dtype=dtype))
 
@@ -226,10 +229,12 @@ def rounded_products(rows: int, kind: torch.dtype, dtype: torch.dtype) -> None:
 def scaled_kernels(rows: int, layout: ScaledLayout, dtype: torch.dtype) -> None:
     outputs, inputs = 6144, 4096
     matrix = ScaledMatrix(layout, outputs, inputs, META)
-    x, out, norm = empty(rows, inputs, dtype=dtype), empty(rows, outputs, dtype=dtype), empty(inputs, dtype=dtype)
+    x, out = empty(rows, inputs, dtype=dtype), empty(rows, outputs, dtype=dtype)
     scaled_product(x, matrix, out, WORKSPACE)
     if rows <= FEW_QUANTIZED_ROWS:
-        scaled_gate_up(x, matrix, out[:, : outputs // 2], WORKSPACE, norm_weight=norm)
+        scaled_gate_up(x, matrix, out[:, : outputs // 2], WORKSPACE)
+    if rows == 1 and (vectors := vectors_of_codes(matrix)):
+        vector_product(x, vectors, out, norm_weight=empty(inputs, dtype=dtype))
     expand_scaled(matrix, 0, outputs, empty(outputs, inputs, dtype=dtype))
     gather_columns(x, empty(inputs), x)
 

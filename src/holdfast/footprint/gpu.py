@@ -27,7 +27,7 @@ SKINNY_ROWS = 2
 """Up to so many rows, products with a dense matrix come from a kernel of our own: with more, cuBLAS was faster."""
 LARGE_BYTES = 16 * MIB
 """From this size on cuBLAS is the faster one with two rows already (H200)."""
-SKINNY_BLOCK_ROWS = 64
+SKINNY_BLOCK_ROWS = 128
 """Up to so many, products with quantized matrices: for cuBLAS they would have to be expanded first."""
 EXPANDED_BYTES = 32 * MIB
 """Of the tile that quantized matrices are expanded to, for products with many rows: what stays in the second level

@@ -1,7 +1,8 @@
 """Products on a GPU with matrices that stay quantized, GGUF's blocks or codes with scales, and inputs as they are.
 
-    to FEW_QUANTIZED_ROWS    one kernel: norm, product, gate or sum, decoded in registers
-    to SKINNY_BLOCK_ROWS     the same without norm and gate, which are kernels of their own
+    1                        one kernel: norm and product, where codes are of four bits (`vector_products`)
+    to FEW_QUANTIZED_ROWS    product and gate, or sum, decoded in registers
+    to SKINNY_BLOCK_ROWS     the same without the gate, which is a kernel of its own
     more                     expanded to a tile of rows at a time, which the second level cache holds, and cuBLAS
 
 Knows nothing of what a matrix is for.
@@ -22,6 +23,11 @@ from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_QUANTI
 from holdfast.execution.triton_kernels.quantized.scaled_products import scaled_gate_up, scaled_product
 from holdfast.execution.triton_kernels.quantized.scaled_rows import embed_scaled, expand_scaled, gather_columns
 from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
+from holdfast.execution.triton_kernels.quantized.vector_products import (
+    vector_product,
+    vectors_of_blocks,
+    vectors_of_codes,
+)
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.gpu import EXPANDED_BYTES, SKINNY_BLOCK_ROWS, SPLIT_COUNTERS, SUMS_BYTES
@@ -66,30 +72,27 @@ class _Blocks:
     order = None
 
     def __init__(self, matrix: QuantizedMatrix) -> None:
-        self.planes = BlockPlanes(
+        self._planes = BlockPlanes(
             matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small
         )
         self.kind: tuple[object, ...] = (matrix.layout, matrix.quants.shape)
+        self.vectors = vectors_of_blocks(self._planes)
 
     def multiply(
-        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, *,
-        norm: torch.Tensor | None = None, epsilon: float = 0.0, add: bool = False,
-    ) -> None:  # fmt: skip
-        block_product(x, self.planes, out, workspace, bias=bias, norm_weight=norm, epsilon=epsilon, accumulate=add)
+        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, add: bool
+    ) -> None:
+        block_product(x, self._planes, out, workspace, bias=bias, accumulate=add)
 
     def gate_up(
-        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None,
-        norm: torch.Tensor, epsilon: float, activation: Activation,
-    ) -> None:  # fmt: skip
-        block_gate_up(
-            x, self.planes, out, workspace, bias=bias, norm_weight=norm, epsilon=epsilon, activation=activation
-        )
+        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, kind: Activation
+    ) -> None:
+        block_gate_up(x, self._planes, out, workspace, bias=bias, activation=kind)
 
     def expand(self, first: int, last: int, out: torch.Tensor) -> None:
-        dequantize_tile(self.planes, first, last, out)
+        dequantize_tile(self._planes, first, last, out)
 
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
-        embed_blocks(tokens, slots, positions, self.planes, out)
+        embed_blocks(tokens, slots, positions, self._planes, out)
 
 
 class _Codes:
@@ -98,20 +101,17 @@ class _Codes:
     def __init__(self, matrix: ScaledMatrix) -> None:
         self._matrix, self.order = matrix, matrix.order
         self.kind: tuple[object, ...] = (matrix.layout, matrix.rows, matrix.columns)
+        self.vectors = vectors_of_codes(matrix)
 
     def multiply(
-        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, *,
-        norm: torch.Tensor | None = None, epsilon: float = 0.0, add: bool = False,
-    ) -> None:  # fmt: skip
-        scaled_product(x, self._matrix, out, workspace, bias=bias, norm_weight=norm, epsilon=epsilon, accumulate=add)
+        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, add: bool
+    ) -> None:
+        scaled_product(x, self._matrix, out, workspace, bias=bias, accumulate=add)
 
     def gate_up(
-        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None,
-        norm: torch.Tensor, epsilon: float, activation: Activation,
-    ) -> None:  # fmt: skip
-        scaled_gate_up(
-            x, self._matrix, out, workspace, bias=bias, norm_weight=norm, epsilon=epsilon, activation=activation
-        )
+        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, kind: Activation
+    ) -> None:
+        scaled_gate_up(x, self._matrix, out, workspace, bias=bias, activation=kind)
 
     def expand(self, first: int, last: int, out: torch.Tensor) -> None:
         expand_scaled(self._matrix, first, last, out)
@@ -133,7 +133,7 @@ class QuantizedGpuLinear:
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= SKINNY_BLOCK_ROWS:
-            self._form.multiply(self._in_order(x), out, self._splits, self.bias)
+            self._multiply(x, out, add=False)
             return
         for first, last, tile in self._tiles():
             torch.mm(x, tile.t(), out=out[:, first:last])
@@ -143,15 +143,15 @@ class QuantizedGpuLinear:
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if len(x) <= FEW_QUANTIZED_ROWS and self._form.order is None:
-            self._form.multiply(x, out, self._splits, self.bias, norm=norm, epsilon=epsilon)
+        if len(x) == 1 and self._form.vectors is not None:
+            vector_product(x, self._form.vectors, out, bias=self.bias, norm_weight=norm, epsilon=epsilon)
             return
         kernels.rms_norm(x, norm, epsilon, normed)
         self.write(normed, out)
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= SKINNY_BLOCK_ROWS:
-            self._form.multiply(self._in_order(x), out, self._splits, self.bias, add=True)
+            self._multiply(x, out, add=True)
             return
         for first, last, tile in self._tiles():
             out[:, first:last].addmm_(x, tile.t())
@@ -168,14 +168,21 @@ class QuantizedGpuLinear:
         gate_up: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        if len(x) <= FEW_QUANTIZED_ROWS and self._form.order is None:
-            self._form.gate_up(x, out, self._splits, self.bias, norm, epsilon, activation)
+        if len(x) > FEW_QUANTIZED_ROWS or (len(x) == 1 and self._form.vectors is not None):
+            self.write_normed(x, norm, epsilon, normed, gate_up)
+            kernels.gate(gate_up, activation, out)
             return
-        self.write_normed(x, norm, epsilon, normed, gate_up)
-        kernels.gate(gate_up, activation, out)
+        kernels.rms_norm(x, norm, epsilon, normed)
+        self._form.gate_up(self._in_order(normed), out, self._splits, self.bias, activation)
 
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         self._form.embed(tokens, slots, positions, out)
+
+    def _multiply(self, x: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+        if len(x) == 1 and self._form.vectors is not None:
+            vector_product(x, self._form.vectors, out, bias=self.bias, accumulate=add)
+        else:
+            self._form.multiply(self._in_order(x), out, self._splits, self.bias, add)
 
     def _in_order(self, x: torch.Tensor) -> torch.Tensor:
         if self._form.order is None:

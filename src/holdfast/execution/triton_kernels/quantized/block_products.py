@@ -18,7 +18,13 @@ import triton.language as tl
 from holdfast.errors import EngineError
 from holdfast.execution.triton_kernels.layer import activation_code
 from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
-from holdfast.execution.triton_kernels.quantized.kquant_codes import BLOCK_FORMS, as_float, iq4_value, load_scales
+from holdfast.execution.triton_kernels.quantized.kquant_codes import (
+    BLOCK_FORMS,
+    as_float,
+    iq4_value,
+    load_block_scales,
+    load_scales,
+)
 from holdfast.execution.triton_kernels.quantized.product_tiles import (
     FEW_QUANTIZED_ROWS,
     MOST_QUANTIZED_ROWS,
@@ -198,17 +204,23 @@ def _signed_bytes(codes, kind: tl.constexpr):
 
 @triton.jit
 def _few_part(
-    quants, high, scales, minimums, small, row, here, byte, low, upper, kind: tl.constexpr, width, pieces,
+    quants, high, scales, minimums, small, row, step, here, byte, low, upper, kind: tl.constexpr, width, pieces,
     KIND: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, IN_BLOCK: tl.constexpr,
-    SMALL: tl.constexpr, MINIMUM: tl.constexpr, ASSEMBLY: tl.constexpr,
+    SMALL: tl.constexpr, MINIMUM: tl.constexpr, ASSEMBLY: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Sums [pieces, outputs, rows] of one step with matrix rows [outputs] and pieces [pieces, 1]."""
+    """Sums [pieces, outputs, rows] of one step with matrix rows [outputs] and pieces [pieces, 1]. WHOLE: the pieces are
+    those of one block."""
     SHORT: tl.constexpr = BITS == 6 or BITS < 4  # groups of 16
     words = high if BITS > 4 else quants
     place = row[None, :] * pieces + here
-    scale, other_scale, added, other_added = load_scales(
-        scales, minimums, small, place, place >= 0, KIND, IN_BLOCK, SMALL, MINIMUM
-    )  # fmt: skip
+    if WHOLE:
+        scale, other_scale, added, other_added = load_block_scales(
+            scales, minimums, small, row[None, :] * (pieces // 8) + step, tl.arange(0, 8)[:, None], KIND
+        )  # fmt: skip
+    else:
+        scale, other_scale, added, other_added = load_scales(
+            scales, minimums, small, place, place >= 0, KIND, IN_BLOCK, SMALL, MINIMUM
+        )  # fmt: skip
     if BITS == 8:
         codes = tl.load(quants + (row[None, :, None] * width + here[:, :, None] * 32 + byte))
         part = tl.dot(_signed_bytes(codes, kind), low, input_precision="ieee") * scale[:, :, None]
@@ -239,15 +251,16 @@ def _few_part(
 
 @triton.jit(do_not_specialize=["rows", "steps", "pieces"])
 def _multiply_few(
-    x, quants, high, scales, minimums, small, out, norm, bias, workspace, counters, rows, outputs, columns, pieces,
-    steps, x_stride, out_stride, epsilon,
+    x, quants, high, scales, minimums, small, out, bias, workspace, counters, rows, outputs, columns, pieces,
+    steps, x_stride, out_stride,
     KIND: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, IN_BLOCK: tl.constexpr,
-    SMALL: tl.constexpr, MINIMUM: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    SMALL: tl.constexpr, MINIMUM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     ACTIVATION: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """A step is PIECES pieces of 32 columns; `steps` of each split, `pieces` of a matrix row."""
     GATED: tl.constexpr = ACTIVATION >= 0
+    WHOLE: tl.constexpr = PIECES == 8 and (KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K")
     BYTES: tl.constexpr = 32 if BITS == 8 else 16
     kind = x.dtype.element_ty
     tile = tl.program_id(0)
@@ -268,43 +281,35 @@ def _multiply_few(
             _ask_for_scales(scales, minimums, small, up_output, first, last, pieces, IN_BLOCK, SMALL, MINIMUM, PIECES)
     sums = tl.zeros((PIECES, OUTPUTS, ROWS), tl.float32)
     up = sums
-    squares = tl.zeros((PIECES, BYTES, ROWS), tl.float32)
     for index in tl.range(0, last - first):
         step = turned(index, tile, first, last)
         here = step * PIECES + piece
         inside = live & (here < pieces)[:, :, None]
         column = here[:, :, None] * 32 + lane
-        low, low_squares = inputs(x, norm, x_row + column, column, inside, live, NORM, EVEN)
+        low = inputs(x, x_row + column, inside, live, EVEN)
         upper = low
         if BITS < 8:
-            upper, upper_squares = inputs(x, norm, x_row + column + 16, column + 16, inside, live, NORM, EVEN)
-            if NORM:
-                squares += low_squares + upper_squares
-        elif NORM:
-            squares += low_squares
+            upper = inputs(x, x_row + column + 16, inside, live, EVEN)
         if not EVEN:
             here = tl.minimum(here, pieces - 1)
         sums += _few_part(
-            quants, high, scales, minimums, small, output, here, byte, low, upper, kind, width, pieces,
-            KIND, BITS, OFFSET, TABLE, IN_BLOCK, SMALL, MINIMUM, ASSEMBLY,
+            quants, high, scales, minimums, small, output, step, here, byte, low, upper, kind, width, pieces,
+            KIND, BITS, OFFSET, TABLE, IN_BLOCK, SMALL, MINIMUM, ASSEMBLY, WHOLE,
         )  # fmt: skip
         if GATED:
             up += _few_part(
-                quants, high, scales, minimums, small, up_output, here, byte, low, upper, kind, width, pieces,
-                KIND, BITS, OFFSET, TABLE, IN_BLOCK, SMALL, MINIMUM, ASSEMBLY,
+                quants, high, scales, minimums, small, up_output, step, here, byte, low, upper, kind, width, pieces,
+                KIND, BITS, OFFSET, TABLE, IN_BLOCK, SMALL, MINIMUM, ASSEMBLY, WHOLE,
             )  # fmt: skip
-    total, up_total, square = tl.sum(sums, 0), tl.sum(up, 0), tl.sum(tl.sum(squares, 1), 0)
+    total, up_total = tl.sum(sums, 0), tl.sum(up, 0)
     if SPLIT:
-        leave_sums(workspace, tile, total, up_total, square, GATED, NORM)
+        leave_sums(workspace, tile, total, up_total, GATED)
         tl.debug_barrier()
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") != tl.num_programs(1) - 1:
             return
-        total, up_total, square = gather_sums(workspace, tile, total, up_total, square, GATED, NORM)
+        total, up_total = gather_sums(workspace, tile, total, up_total, GATED)
         tl.store(counters + tile, 0)
-    finish(
-        out, total, up_total, square, bias, tile, rows, outputs, columns, out_stride, epsilon,
-        NORM, BIAS, ADD, ACTIVATION,
-    )  # fmt: skip
+    finish(out, total, up_total, bias, tile, rows, outputs, out_stride, BIAS, ADD, ACTIVATION)
 
 
 @triton.jit
@@ -324,6 +329,7 @@ def _multiply_more(
     EVEN: tl.constexpr, ASSEMBLY: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """As `_multiply_few`, the pieces of a step in one product."""
+    WHOLE: tl.constexpr = PIECES == 8 and (KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q6_K")
     LANES: tl.constexpr = 32 if BITS == 8 else 16
     BYTES: tl.constexpr = LANES * PIECES
     COLUMNS: tl.constexpr = 32 * PIECES
@@ -350,11 +356,16 @@ def _multiply_more(
         step = turned(index, tile, first, last)
         here = tl.minimum(step * PIECES + tl.arange(0, PIECES)[None, :], pieces - 1)
         column = step * COLUMNS + lane
-        part, _ = inputs(x, x, x_row + column, column, live & (column < columns), live, False, EVEN)
+        part = inputs(x, x_row + column, live & (column < columns), live, EVEN)
         place = row * pieces + here
-        scale, other_scale, added, other_added = load_scales(
-            scales, minimums, small, place, place >= 0, KIND, IN_BLOCK, SMALL, MINIMUM
-        )  # fmt: skip
+        if WHOLE:
+            scale, other_scale, added, other_added = load_block_scales(
+                scales, minimums, small, row * (pieces // 8) + step, tl.arange(0, 8)[None, :], KIND
+            )  # fmt: skip
+        else:
+            scale, other_scale, added, other_added = load_scales(
+                scales, minimums, small, place, place >= 0, KIND, IN_BLOCK, SMALL, MINIMUM
+            )  # fmt: skip
         packed = byte
         if BITS > 3:
             packed = tl.load(quants + (row * width + step * BYTES + byte), mask=step * BYTES + byte < width, other=0)
@@ -367,13 +378,13 @@ def _multiply_more(
             elements = tl.join(values, others).permute(0, 2, 1).reshape(OUTPUTS, COLUMNS)
         sums = tl.dot(elements, part, sums, input_precision="ieee")
     if SPLIT:
-        leave_sums(workspace, tile, sums, sums, sums, False, False)
+        leave_sums(workspace, tile, sums, sums, False)
         tl.debug_barrier()
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") != tl.num_programs(1) - 1:
             return
-        sums, _, _ = gather_sums(workspace, tile, sums, sums, sums, False, False)
+        sums, _ = gather_sums(workspace, tile, sums, sums, False)
         tl.store(counters + tile, 0)
-    finish(out, sums, sums, sums, bias, tile, rows, outputs, 1, out_stride, 0.0, False, BIAS, ADD, -1)
+    finish(out, sums, sums, bias, tile, rows, outputs, out_stride, BIAS, ADD, -1)
 
 
 def block_product(
@@ -382,18 +393,15 @@ def block_product(
     out: torch.Tensor,
     workspace: Workspace,
     *,
-    norm_weight: torch.Tensor | None = None,
-    epsilon: float = 0.0,
     accumulate: bool = False,
     bias: torch.Tensor | None = None,
     tile: QuantizedTile | None = None,
 ) -> None:
-    """out [rows, outputs] = (or +=) norm(x) [rows, inputs] · matrixᵀ + bias, for at most MOST_QUANTIZED_ROWS rows; with
-    a norm at most FEW_QUANTIZED_ROWS.
+    """out [rows, outputs] = (or +=) x [rows, inputs] · matrixᵀ + bias, for at most MOST_QUANTIZED_ROWS rows.
 
     Columns of x and out lie side by side; rows may be apart. `tile` replaces the table's.
     """
-    _launch(x, matrix, out, workspace, norm_weight, epsilon, bias, NOT_GATED, accumulate, tile)
+    _launch(x, matrix, out, workspace, bias, NOT_GATED, accumulate, tile)
 
 
 def block_gate_up(
@@ -403,14 +411,12 @@ def block_gate_up(
     workspace: Workspace,
     *,
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu",
-    norm_weight: torch.Tensor | None = None,
-    epsilon: float = 0.0,
     bias: torch.Tensor | None = None,
     tile: QuantizedTile | None = None,
 ) -> None:
-    """out [rows, inner] = activation(gate) · up, where gate beside up = norm(x) · matrixᵀ + bias; for at most
+    """out [rows, inner] = activation(gate) · up, where gate beside up = x · matrixᵀ + bias; for at most
     FEW_QUANTIZED_ROWS rows."""
-    _launch(x, matrix, out, workspace, norm_weight, epsilon, bias, activation_code(activation), False, tile)
+    _launch(x, matrix, out, workspace, bias, activation_code(activation), False, tile)
 
 
 def _launch(
@@ -418,21 +424,19 @@ def _launch(
     matrix: BlockPlanes,
     out: torch.Tensor,
     workspace: Workspace,
-    norm_weight: torch.Tensor | None,
-    epsilon: float,
     bias: torch.Tensor | None,
     activation: int,
     accumulate: bool,
     tile: QuantizedTile | None,
 ) -> None:
     (rows, columns), outputs, form = x.shape, out.shape[1], BLOCK_FORMS[matrix.layout]
-    gated, normed, biased = activation != NOT_GATED, norm_weight is not None, bias is not None
-    most = FEW_QUANTIZED_ROWS if gated or normed else MOST_QUANTIZED_ROWS
+    gated, biased = activation != NOT_GATED, bias is not None
+    most = FEW_QUANTIZED_ROWS if gated else MOST_QUANTIZED_ROWS
     if rows > most:
         raise EngineError("too many rows for a product with blocks", needed=f"at most {most}", found=str(rows))
     if rows == 0:
         return
-    tile = tile or block_tile(rows, outputs, columns, form.bits, gated=gated)
+    tile = tile or block_tile(rows, outputs, columns, form.bits, x.element_size(), gated=gated)
     pieces = columns // 32
     tiles, splits, steps = cut_columns(workspace, pieces, outputs, tile, gated=gated)
     known: dict[str, Any] = {
@@ -449,8 +453,8 @@ def _launch(
     )  # fmt: skip
     if tile.rows <= FEW_QUANTIZED_ROWS:
         _multiply_few[(tiles, splits)](
-            x, *planes, out, norm_weight if normed else x, added, workspace.sums, workspace.counters, rows, outputs,
-            columns, pieces, steps, x.stride(0), out.stride(0), epsilon, NORM=normed, ACTIVATION=activation, **known,
+            x, *planes, out, added, workspace.sums, workspace.counters, rows, outputs, columns, pieces, steps,
+            x.stride(0), out.stride(0), ACTIVATION=activation, **known,
         )  # fmt: skip
         return
     _multiply_more[(tiles, splits)](

@@ -157,3 +157,38 @@ def load_scales(
             scale * first.to(tl.float32), scale * second.to(tl.float32),
             added * low.to(tl.float32), added * second_low.to(tl.float32),
         )  # fmt: skip
+
+
+@triton.jit
+def _six_bits_of_words(scale_word, minimum_word, rest, piece):
+    """`_six_bits_q4_k` from words of four bytes."""
+    at = piece % 4 * 8
+    scale, minimum, rest = scale_word >> at, minimum_word >> at, rest >> at
+    last = piece >= 4
+    units = tl.where(last, (rest & 15) | (((scale >> 6) & 3) << 4), scale & 63)
+    minimum_units = tl.where(last, ((rest >> 4) & 15) | (((minimum >> 6) & 3) << 4), minimum & 63)
+    return units, minimum_units
+
+
+@triton.jit
+def load_block_scales(scales, minimums, small, block, piece, KIND: tl.constexpr):
+    """`load_scales` of all eight pieces of blocks of Q4_K, Q5_K or Q6_K: `block` counts blocks of the matrix, `piece`
+    is along another dimension. Each number is read once for the eight."""
+    words = small.to(tl.pointer_type(tl.int32))
+    scale = tl.load(scales + block).to(tl.float32)
+    if KIND == "Q6_K":
+        first, second = tl.load(words + block * 4), tl.load(words + (block * 4 + 1))
+        third, fourth = tl.load(words + (block * 4 + 2)), tl.load(words + (block * 4 + 3))
+        word = tl.where(piece < 4, tl.where(piece < 2, first, second), tl.where(piece < 6, third, fourth))
+        pair = word >> (piece % 2 * 16)
+        # Signed bytes.
+        low, high = ((pair & 255) ^ 128) - 128, (((pair >> 8) & 255) ^ 128) - 128
+        low_scale = scale * low.to(tl.float32)
+        return low_scale, scale * high.to(tl.float32), low_scale, low_scale
+    else:
+        units, lows = _six_bits_of_words(
+            tl.load(words + block * 3), tl.load(words + (block * 3 + 1)), tl.load(words + (block * 3 + 2)), piece
+        )  # fmt: skip
+        added = tl.load(minimums + block).to(tl.float32) * -lows.to(tl.float32)
+        both = scale * units.to(tl.float32)
+        return both, both, added, added

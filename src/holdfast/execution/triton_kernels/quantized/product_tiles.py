@@ -14,9 +14,15 @@ from holdfast.footprint.scaled_layouts import ScaledLayout
 FEW_ROWS = 2
 """So many are multiplied with a dense matrix and summed by plain arithmetic; more go to cuBLAS."""
 FEW_QUANTIZED_ROWS = 8
-"""Up to so many rows of a product with a quantized matrix scales are applied to sums alone, and norm and gate may ride
+"""Up to so many rows of a product with a quantized matrix scales are applied to sums alone, and a gate may ride
 along."""
 MOST_QUANTIZED_ROWS = 128
+FEW_COLUMNS = 256
+MORE_COLUMNS = 128
+"""Of a step of few rows, and of more."""
+VECTOR_ELEMENTS = 1 << 25
+"""Up to so many of a matrix of int4 codes one row is multiplied by plain arithmetic: it begins and ends sooner; tensor
+cores read larger ones faster."""
 WIDE_BYTES = 8192
 """Of a matrix row: wider ones are read in pieces of half of this."""
 VOCABULARY = 65536
@@ -74,36 +80,58 @@ def _wide_tile(row_bytes: int, element_bytes: int, gated: bool) -> ProductTile:
     return ProductTile(2, 4096 // element_bytes, 8)
 
 
-def scaled_tile(rows: int, outputs: int, columns: int, layout: ScaledLayout, *, gated: bool = False) -> QuantizedTile:
+def scaled_tile(
+    rows: int, outputs: int, columns: int, layout: ScaledLayout, element_bytes: int, *, gated: bool = False
+) -> QuantizedTile:
     """For codes with scales."""
-    piece = _piece(layout.group or columns, columns)
-    return _quantized_tile(rows, outputs, columns, piece, 4 if layout.four_bits else 8, gated)
-
-
-def block_tile(rows: int, outputs: int, columns: int, bits: int, *, gated: bool = False) -> QuantizedTile:
-    """For GGUF's blocks."""
-    return _quantized_tile(rows, outputs, columns, 32, bits, gated)
-
-
-def _quantized_tile(rows: int, outputs: int, columns: int, piece: int, bits: int, gated: bool) -> QuantizedTile:
-    padded = max(FEW_QUANTIZED_ROWS, 1 << (rows - 1).bit_length())
-    few = padded <= FEW_QUANTIZED_ROWS
-    taken = (32 if gated else 64) if few else 64 if padded < 64 else 128
-    pieces = 4 if few else max(1, (128 if bits < 8 else 64) // piece)
-    tiles = -(-outputs // taken)
-    programs = PROCESSORS * (4 if few else 2)
-    room = SUMS_BYTES // (tiles * taken * padded * 8)
-    splits = max(1, min(programs // tiles, columns // (piece * pieces) // 2, room))
-    if tiles > SPLIT_COUNTERS:
-        splits = 1
-    return QuantizedTile(padded, taken, piece, pieces, splits, 4 if few else taken // 16, 4 if few else 3)
-
-
-def _piece(group: int, columns: int) -> int:
-    piece = 128
-    while group % piece or columns % piece:
+    piece = 128 if element_bytes == 2 else 64
+    while columns % piece or (layout.group or columns) % piece:
         piece //= 2
-    return piece
+    if rows <= FEW_QUANTIZED_ROWS:
+        return _few_tile(outputs, columns, piece, 2 if piece == 128 else 4, element_bytes, gated)
+    return _more_tile(rows, outputs, columns, piece, element_bytes, 3)
+
+
+def block_tile(
+    rows: int, outputs: int, columns: int, bits: int, element_bytes: int, *, gated: bool = False
+) -> QuantizedTile:
+    """For GGUF's blocks: pieces of 32, in a step of few rows as many as the larger blocks have."""
+    if rows <= FEW_QUANTIZED_ROWS:
+        return _few_tile(outputs, columns, 32, 4, element_bytes, gated or bits > 4)
+    # Words of further bits take shared memory too, of which GPUs for desktops have less.
+    return _more_tile(rows, outputs, columns, 32, element_bytes, 2 if 4 < bits < 8 else 3)
+
+
+def _few_tile(outputs: int, columns: int, piece: int, warps: int, element_bytes: int, narrow: bool) -> QuantizedTile:
+    """A warp has whole pieces. Of 30 tiles for each product of an 8B shape's layer in int4 the fastest on an H200."""
+    taken, pieces = 32 if narrow or element_bytes > 2 else 64, FEW_COLUMNS // piece
+    tiles = -(-outputs // taken)
+    most = min(PROCESSORS * 4 // tiles, columns // FEW_COLUMNS // 2)
+    return QuantizedTile(FEW_QUANTIZED_ROWS, taken, piece, pieces, _splits(most, tiles, taken, 8), warps, 3)
+
+
+def _more_tile(rows: int, outputs: int, columns: int, piece: int, element_bytes: int, stages: int) -> QuantizedTile:
+    """More than 32 rows are read by more outputs at a time: the second level cache would be asked too often for them.
+    Programs are as many as run at once, so that none is left for a second round."""
+    padded = max(16, 1 << (rows - 1).bit_length())
+    wide = padded > 32 and element_bytes == 2
+    taken = 128 if wide else 64
+    tiles = -(-outputs // taken)
+    most = PROCESSORS * 3 // tiles
+    if wide:
+        once = PROCESSORS // tiles
+        most = once if 10 * once * tiles >= 9 * PROCESSORS else 2 * PROCESSORS // tiles
+    most = min(most, columns // MORE_COLUMNS // 4)
+    pieces = max(1, (MORE_COLUMNS if element_bytes == 2 else 64) // piece)
+    splits = _splits(most, tiles, taken, padded)
+    return QuantizedTile(padded, taken, piece, pieces, splits, taken // 16, stages if element_bytes == 2 else 2)
+
+
+def _splits(most: int, tiles: int, outputs: int, rows: int) -> int:
+    """No more than there is room for sums, of gates and ups both."""
+    if tiles > SPLIT_COUNTERS:
+        return 1
+    return max(1, min(most, SUMS_BYTES // (tiles * rows * (2 * outputs + 1) * 4)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +143,6 @@ class VectorTile:
     warps: int
 
 
-def vector_tile(outputs: int, columns: int, element_bytes: int, *, gated: bool, rows: int) -> VectorTile:
+def vector_tile(element_bytes: int) -> VectorTile:
     """One tile row is one load of all threads, so that inputs and codes lie alike over them."""
-    warps = 4
-    pieces = warps * 32 * 16 // element_bytes // 16
-    return VectorTile(4 if gated else 8, pieces, warps)
+    return VectorTile(8, 2 * WARP_BYTES // element_bytes // 16, 2)

@@ -92,10 +92,10 @@ def _few_part(
 
 @triton.jit(do_not_specialize=["rows", "steps", "pieces"])
 def _multiply_few(
-    x, codes, scales, zeros, out, norm, bias, workspace, counters, rows, outputs, columns, pieces, steps, groups,
-    x_stride, out_stride, epsilon,
+    x, codes, scales, zeros, out, bias, workspace, counters, rows, outputs, columns, pieces, steps, groups,
+    x_stride, out_stride,
     CODES: tl.constexpr, FOUR: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, ZEROS: tl.constexpr,
-    OFFSET: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     SPLIT: tl.constexpr, EVEN: tl.constexpr, ASSEMBLY: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,6 @@ def _multiply_few(
         )  # fmt: skip
     sums = tl.zeros((PIECES, OUTPUTS, ROWS), tl.float32)
     up = sums
-    squares = tl.zeros((PIECES, BYTES, ROWS), tl.float32)
     for index in tl.range(0, last - first):
         step = turned(index, tile, first, last)
         # Scales of the next step are on their way while this one is multiplied.
@@ -155,14 +154,10 @@ def _multiply_few(
         here = step * PIECES + piece
         inside = live & (here < pieces)
         column = here * PIECE + lane
-        low, low_squares = inputs(x, norm, x_row + column, column, inside, live, NORM, EVEN)
+        low = inputs(x, x_row + column, inside, live, EVEN)
         high = low
         if FOUR:
-            high, high_squares = inputs(x, norm, x_row + column + 16, column + 16, inside, live, NORM, EVEN)
-            if NORM:
-                squares += low_squares + high_squares
-        elif NORM:
-            squares += low_squares
+            high = inputs(x, x_row + column + 16, inside, live, EVEN)
         read = here
         if not EVEN:
             read = tl.minimum(here, pieces - 1)
@@ -172,18 +167,15 @@ def _multiply_few(
             part = tl.load(up_line + read * BYTES)
             up += _few_part(part, low, high, up_scale, up_zero, kind, CODES, FOUR, ZEROS, OFFSET, ASSEMBLY)
         scale, zero, up_scale, up_zero = next_scale, next_zero, next_up_scale, next_up_zero
-    total, up_total, square = tl.sum(sums, 0), tl.sum(up, 0), tl.sum(tl.sum(squares, 1), 0)
+    total, up_total = tl.sum(sums, 0), tl.sum(up, 0)
     if SPLIT:
-        leave_sums(workspace, tile, total, up_total, square, GATED, NORM)
+        leave_sums(workspace, tile, total, up_total, GATED)
         tl.debug_barrier()
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") != tl.num_programs(1) - 1:
             return
-        total, up_total, square = gather_sums(workspace, tile, total, up_total, square, GATED, NORM)
+        total, up_total = gather_sums(workspace, tile, total, up_total, GATED)
         tl.store(counters + tile, 0)
-    finish(
-        out, total, up_total, square, bias, tile, rows, outputs, columns, out_stride, epsilon,
-        NORM, BIAS, ADD, ACTIVATION,
-    )  # fmt: skip
+    finish(out, total, up_total, bias, tile, rows, outputs, out_stride, BIAS, ADD, ACTIVATION)
 
 
 @triton.jit
@@ -274,7 +266,7 @@ def _multiply_more(
         scale, zero = _stored_scales(scales, zeros, output[:, None], at * PIECE // GROUP, groups, GROUP_ROWS, ZEROS)
         column = step * COLUMNS + lane
         inside = live & (column < pieces * PIECE)
-        part, _ = inputs(x, x, x_row + column, column, inside, live, False, EVEN)
+        part = inputs(x, x_row + column, inside, live, EVEN)
         if EVEN:
             found = tl.load(line + step * BYTES)
         else:
@@ -284,13 +276,13 @@ def _multiply_more(
         )  # fmt: skip
         sums = tl.dot(elements, part, sums, input_precision="ieee")
     if SPLIT:
-        leave_sums(workspace, tile, sums, sums, sums, False, False)
+        leave_sums(workspace, tile, sums, sums, False)
         tl.debug_barrier()
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") != tl.num_programs(1) - 1:
             return
-        sums, _, _ = gather_sums(workspace, tile, sums, sums, sums, False, False)
+        sums, _ = gather_sums(workspace, tile, sums, sums, False)
         tl.store(counters + tile, 0)
-    finish(out, sums, sums, sums, bias, tile, rows, outputs, 1, out_stride, 0.0, False, BIAS, ADD, -1)
+    finish(out, sums, sums, bias, tile, rows, outputs, out_stride, BIAS, ADD, -1)
 
 
 def scaled_product(
@@ -299,19 +291,16 @@ def scaled_product(
     out: torch.Tensor,
     workspace: Workspace,
     *,
-    norm_weight: torch.Tensor | None = None,
-    epsilon: float = 0.0,
     accumulate: bool = False,
     bias: torch.Tensor | None = None,
     tile: QuantizedTile | None = None,
 ) -> None:
-    """out [rows, outputs] = (or +=) norm(x) [rows, inputs] · matrixᵀ + bias, for at most MOST_QUANTIZED_ROWS rows; with
-    a norm at most FEW_QUANTIZED_ROWS.
+    """out [rows, outputs] = (or +=) x [rows, inputs] · matrixᵀ + bias, for at most MOST_QUANTIZED_ROWS rows.
 
     Columns of x and out lie side by side; rows may be apart. A matrix with an `order` takes x in that order already.
     `tile` replaces the table's.
     """
-    _launch(x, matrix, out, workspace, norm_weight, epsilon, bias, NOT_GATED, accumulate, tile)
+    _launch(x, matrix, out, workspace, bias, NOT_GATED, accumulate, tile)
 
 
 def scaled_gate_up(
@@ -321,14 +310,12 @@ def scaled_gate_up(
     workspace: Workspace,
     *,
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu",
-    norm_weight: torch.Tensor | None = None,
-    epsilon: float = 0.0,
     bias: torch.Tensor | None = None,
     tile: QuantizedTile | None = None,
 ) -> None:
-    """out [rows, inner] = activation(gate) · up, where gate beside up = norm(x) · matrixᵀ + bias; for at most
+    """out [rows, inner] = activation(gate) · up, where gate beside up = x · matrixᵀ + bias; for at most
     FEW_QUANTIZED_ROWS rows."""
-    _launch(x, matrix, out, workspace, norm_weight, epsilon, bias, activation_code(activation), False, tile)
+    _launch(x, matrix, out, workspace, bias, activation_code(activation), False, tile)
 
 
 def _launch(
@@ -336,21 +323,19 @@ def _launch(
     matrix: ScaledMatrix,
     out: torch.Tensor,
     workspace: Workspace,
-    norm_weight: torch.Tensor | None,
-    epsilon: float,
     bias: torch.Tensor | None,
     activation: int,
     accumulate: bool,
     tile: QuantizedTile | None,
 ) -> None:
     (rows, columns), outputs, layout = x.shape, out.shape[1], matrix.layout
-    gated, normed, biased = activation != NOT_GATED, norm_weight is not None, bias is not None
-    most = FEW_QUANTIZED_ROWS if gated or normed else MOST_QUANTIZED_ROWS
+    gated, biased = activation != NOT_GATED, bias is not None
+    most = FEW_QUANTIZED_ROWS if gated else MOST_QUANTIZED_ROWS
     if rows > most:
         raise EngineError("too many rows for a product with codes", needed=f"at most {most}", found=str(rows))
     if rows == 0:
         return
-    tile = tile or scaled_tile(rows, outputs, columns, layout, gated=gated)
+    tile = tile or scaled_tile(rows, outputs, columns, layout, x.element_size(), gated=gated)
     pieces, group = columns // tile.piece, layout.group or columns
     tiles, splits, steps = cut_columns(workspace, pieces, outputs, tile, gated=gated)
     known: dict[str, Any] = {
@@ -364,9 +349,8 @@ def _launch(
     zeros, added = matrix.scales if matrix.zeros is None else matrix.zeros, bias if biased else x
     if tile.rows <= FEW_QUANTIZED_ROWS:
         _multiply_few[(tiles, splits)](
-            x, codes, matrix.scales, zeros, out, norm_weight if normed else x, added, workspace.sums,
-            workspace.counters, rows, outputs, columns, pieces, steps, groups, x.stride(0), out.stride(0), epsilon,
-            NORM=normed, ACTIVATION=activation, **known,
+            x, codes, matrix.scales, zeros, out, added, workspace.sums, workspace.counters, rows, outputs, columns,
+            pieces, steps, groups, x.stride(0), out.stride(0), ACTIVATION=activation, **known,
         )  # fmt: skip
         return
     # Scales that elements' type holds need no second half; those of a byte are powers of two.

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""What products with quantized matrices share: inputs with a norm, sums of programs that split the columns of a tile,
+"""What products with quantized matrices share: the order of steps, sums of programs that split the columns of a tile,
 and how sums are written.
 
-    workspace ─► [tile of outputs][split][outputs, rows (twice where gated) | squares of the rows]
+    workspace ─► [tile of outputs][split][outputs, rows (twice where gated)]
 
 Each program leaves its sums there; the last to arrive at a tile adds them up in order, so that results do not depend on
 who is last, and sets the tile's counter back to zero. Knows no codes.
@@ -51,65 +51,51 @@ def ask_ahead(plane, row, stride, first, last, LINES: tl.constexpr):
 
 
 @triton.jit
-def inputs(x, norm, place, column, inside, live, NORM: tl.constexpr, EVEN: tl.constexpr):
-    """Inputs times the norm's weight in their type, and their squares before it. `live`: those of rows that there are;
-    `inside`: those of columns too, where not all are (EVEN)."""
+def inputs(x, place, inside, live, EVEN: tl.constexpr):
+    """`live`: those of rows that there are; `inside`: those of columns too, where not all are (EVEN)."""
     if EVEN:
-        part = tl.load(x + place, mask=live, other=0.0)
+        return tl.load(x + place, mask=live, other=0.0)
     else:
-        part = tl.load(x + place, mask=inside, other=0.0)
-    if NORM:
-        wide = part.to(tl.float32)
-        weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-        return (wide * weight).to(x.dtype.element_ty), wide * wide
-    else:
-        return part, part
+        return tl.load(x + place, mask=inside, other=0.0)
 
 
 @triton.jit
-def leave_sums(workspace, tile, sums, up, squares, GATED: tl.constexpr, NORM: tl.constexpr):
+def leave_sums(workspace, tile, sums, up, GATED: tl.constexpr):
     OUTPUTS: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
     AREA: tl.constexpr = OUTPUTS * ROWS
-    SHARE: tl.constexpr = AREA * (2 if GATED else 1) + ROWS
+    SHARE: tl.constexpr = 2 * AREA if GATED else AREA
     share = workspace + (tile.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * SHARE
     cell = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     tl.store(share + cell, sums)
     if GATED:
         tl.store(share + AREA + cell, up)
-    if NORM:
-        tl.store(share + SHARE - ROWS + tl.arange(0, ROWS), squares)
 
 
 @triton.jit
-def gather_sums(workspace, tile, sums, up, squares, GATED: tl.constexpr, NORM: tl.constexpr):
+def gather_sums(workspace, tile, sums, up, GATED: tl.constexpr):
     OUTPUTS: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
     AREA: tl.constexpr = OUTPUTS * ROWS
-    SHARE: tl.constexpr = AREA * (2 if GATED else 1) + ROWS
+    SHARE: tl.constexpr = 2 * AREA if GATED else AREA
     cell = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    sums, up, squares = tl.zeros_like(sums), tl.zeros_like(up), tl.zeros_like(squares)
+    sums, up = tl.zeros_like(sums), tl.zeros_like(up)
     for split in tl.range(0, tl.num_programs(1)):
         share = workspace + (tile.to(tl.int64) * tl.num_programs(1) + split) * SHARE
         # Past the first level cache, which may have lines of the last product here.
         sums += tl.load(share + cell, cache_modifier=".cg")
         if GATED:
             up += tl.load(share + AREA + cell, cache_modifier=".cg")
-        if NORM:
-            squares += tl.load(share + SHARE - ROWS + tl.arange(0, ROWS), cache_modifier=".cg")
-    return sums, up, squares
+    return sums, up
 
 
 @triton.jit
 def finish(
-    out, sums, up, squares, bias, tile, rows, outputs, columns, out_stride, epsilon,
-    NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
+    out, sums, up, bias, tile, rows, outputs, out_stride,
+    BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     OUTPUTS: tl.constexpr = sums.shape[0]
     ROWS: tl.constexpr = sums.shape[1]
-    if NORM:
-        scale = tl.rsqrt(squares / columns + epsilon)[None, :]
-        sums, up = sums * scale, up * scale
     output, row = tile * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
     inside = (output < outputs) & (row < rows)
     index = row.to(tl.int64) * out_stride + output
@@ -126,7 +112,7 @@ def cut_columns(
     tiles, whole = triton.cdiv(outputs, tile.outputs), triton.cdiv(pieces, tile.pieces)
     steps = triton.cdiv(whole, tile.splits)
     splits = triton.cdiv(whole, steps)
-    needed = tiles * splits * tile.rows * (tile.outputs * (2 if gated else 1) + 1)
+    needed = tiles * splits * tile.rows * tile.outputs * (2 if gated else 1)
     if splits > 1 and (needed > len(workspace.sums) or tiles > len(workspace.counters)):
         raise EngineError(
             "the workspace of a split product is too small",

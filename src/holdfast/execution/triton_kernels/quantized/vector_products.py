@@ -1,26 +1,29 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Products of one or two rows with matrices of four-bit codes, straight from memory to registers: GGUF's Q4_0, Q4_1 and
-Q4_K, and int4 codes with scales.
+"""Products of one row with matrices of four-bit codes, straight from memory to registers: GGUF's Q4_0, Q4_1 and Q4_K,
+and int4 codes with scales.
 
     element = code · scale + added          both of a piece of 32 columns
 
 A thread has neighbouring codes of one piece and the inputs that lie beside them, so that nothing changes hands before
-the sums do. Sums are float32. A norm of the inputs may ride along: a row's scale is not known before its columns were
-read, so it is applied to the sums. Safe in a CUDA graph.
+the sums do. Sums are float32. A norm of the inputs may ride along: its scale is not known before all columns were read,
+so it is applied to the sums. Safe in a CUDA graph.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.quantized.kquant_codes import as_float, load_scales
-from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_ROWS, VectorTile, vector_tile
-from holdfast.execution.triton_kernels.quantized.products import put, put_gated
+from holdfast.errors import EngineError
+from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
+from holdfast.execution.triton_kernels.quantized.kquant_codes import BLOCK_FORMS, as_float, load_scales
+from holdfast.execution.triton_kernels.quantized.product_tiles import VECTOR_ELEMENTS, VectorTile, vector_tile
+from holdfast.execution.triton_kernels.quantized.products import put
 from holdfast.execution.triton_kernels.quantized.scaled_codes import scale_values
+from holdfast.execution.weights.scaled_matrix import INT4_ZERO, ScaledMatrix
 
 RAISED = tl.constexpr(128.0)
 """A code in the bits of 128.0 that stand for ones, or for sixteenths, adds itself: cheaper than a conversion."""
@@ -117,84 +120,40 @@ def _terms(words, low, high, scale, added, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _finish_row(
-    out, sums, up, squares, bias, row, outputs, columns, epsilon,
-    ROWS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    total, up_total = tl.sum(tl.sum(sums, 2), 0), tl.sum(tl.sum(up, 2), 0)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(tl.sum(tl.sum(squares, 2), 1), 0) / columns + epsilon)
-        total, up_total = total * scale, up_total * scale
-    output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = output < outputs
-    if ACTIVATION >= 0:
-        put_gated(out, row + output, total, up_total, bias, output, outputs, inside, BIAS, ACTIVATION)
-    else:
-        put(out, row + output, total, bias, output, inside, BIAS, ADD)
-
-
-@triton.jit
 def _multiply(
-    x, words, scales, minimums, small, out, norm, bias, outputs, columns, groups, x_stride, out_stride, epsilon,
+    x, words, scales, minimums, small, out, norm, bias, outputs, columns, groups, epsilon,
     KIND: tl.constexpr, GROUP: tl.constexpr, IN_BLOCK: tl.constexpr, SMALL: tl.constexpr, MINIMUM: tl.constexpr,
-    OFFSET: tl.constexpr, TWO: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    ACTIVATION: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
+    OFFSET: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """PIECES of ROWS matrix rows at a time."""
-    GATED: tl.constexpr = ACTIVATION >= 0
     # As many words as there are inputs beside their bytes in a load of 16 bytes: both then lie alike over the threads.
     TOGETHER: tl.constexpr = 32 // x.dtype.element_ty.primitive_bitwidth
     pieces = columns // 32
     # Pieces come before rows: of two dimensions alike to it, the compiler lays threads along the first.
     piece, row = tl.arange(0, PIECES)[:, None], tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :]
     row = tl.minimum(row, outputs - 1).to(tl.int64)
-    up_row = row + outputs
     lane = tl.arange(0, 16)[None, None, :]
     place = row[:, :, None] * (columns // 8) + piece[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     line = words + tl.max_contiguous(place, (1, 1, TOGETHER))
-    up_line = line + tl.cast(outputs, tl.int64) * (columns // 8)
     sums = tl.zeros((PIECES, ROWS, 4), tl.float32)
-    up, second_sums, second_up = sums, sums, sums
     squares = tl.zeros((PIECES, 1, 16), tl.float32)
-    second_squares = squares
     for start in tl.range(0, pieces, PIECES):
         here = start + piece
-        inside = (here < pieces)[:, :, None]
+        known, inside = here < pieces, (here < pieces)[:, :, None]
         found = tl.load(line + start * 4, mask=inside, other=0, eviction_policy="evict_first")
-        known = here < pieces
         scale, added = _scales(
             scales, minimums, small, row, here, pieces, groups, known, KIND, GROUP, IN_BLOCK, SMALL, MINIMUM, OFFSET
         )  # fmt: skip
-        up_scale, up_added = scale, added
-        if GATED:
-            up_scale, up_added = _scales(
-                scales, minimums, small, up_row, here, pieces, groups, known, KIND, GROUP, IN_BLOCK, SMALL, MINIMUM,
-                OFFSET,
-            )  # fmt: skip
-        column = here[:, :, None] * 32 + lane
-        low, high, part_squares = _inputs(x, norm, column, inside, NORM)
+        low, high, part_squares = _inputs(x, norm, here[:, :, None] * 32 + lane, inside, NORM)
         sums += _terms(found, low, high, scale, added, EXACT)
         if NORM:
             squares += part_squares
-        up_found = found
-        if GATED:
-            up_found = tl.load(up_line + start * 4, mask=inside, other=0, eviction_policy="evict_first")
-            up += _terms(up_found, low, high, up_scale, up_added, EXACT)
-        if TWO:
-            low, high, part_squares = _inputs(x + x_stride, norm, column, inside, NORM)
-            second_sums += _terms(found, low, high, scale, added, EXACT)
-            if NORM:
-                second_squares += part_squares
-            if GATED:
-                second_up += _terms(up_found, low, high, up_scale, up_added, EXACT)
-    _finish_row(
-        out, sums, up, squares, bias, 0, outputs, columns, epsilon, ROWS, NORM, BIAS, ADD, ACTIVATION
-    )  # fmt: skip
-    if TWO:
-        _finish_row(
-            out, second_sums, second_up, second_squares, bias, out_stride, outputs, columns, epsilon,
-            ROWS, NORM, BIAS, ADD, ACTIVATION,
-        )  # fmt: skip
+    total = tl.sum(tl.sum(sums, 2), 0)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(tl.sum(tl.sum(squares, 2), 1), 0) / columns + epsilon)
+    output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    put(out, output, total, bias, output, output < outputs, BIAS, ADD)
 
 
 class VectorPlanes(NamedTuple):
@@ -213,31 +172,51 @@ class VectorPlanes(NamedTuple):
     offset: int
 
 
-def multiply_vectors(
+def vector_product(
     x: torch.Tensor,
-    planes: VectorPlanes,
+    matrix: VectorPlanes,
     out: torch.Tensor,
     *,
-    norm_weight: torch.Tensor | None,
-    epsilon: float,
-    bias: torch.Tensor | None,
-    activation: int,
-    accumulate: bool,
+    norm_weight: torch.Tensor | None = None,
+    epsilon: float = 0.0,
+    accumulate: bool = False,
+    bias: torch.Tensor | None = None,
     tile: VectorTile | None = None,
 ) -> None:
-    """One row of x or two; `activation`: as layer.py counts them, below 0: none, and outputs are not gated."""
+    """out [1, outputs] = (or +=) norm(x) [1, inputs] · matrixᵀ + bias. Without norm_weight x is taken as it is. `tile`
+    replaces the table's."""
     (rows, columns), outputs = x.shape, out.shape[1]
-    tile = tile or vector_tile(outputs, columns, x.element_size(), gated=activation >= 0, rows=rows)
-    known: dict[str, Any] = {
-        "KIND": planes.kind, "GROUP": planes.group, "IN_BLOCK": planes.in_block, "SMALL": planes.small_bytes,
-        "MINIMUM": planes.minimums is not None, "OFFSET": planes.offset, "TWO": rows == FEW_ROWS,
-        "NORM": norm_weight is not None, "BIAS": bias is not None, "ADD": accumulate, "ACTIVATION": activation,
-        "EXACT": x.element_size() == 4 or x.device.type == "cpu", "ROWS": tile.outputs, "PIECES": tile.pieces,
-        "num_warps": tile.warps,
-    }  # fmt: skip
-    scales = planes.scales
+    if rows != 1:
+        raise EngineError("a product with a vector has one row", needed="1", found=str(rows))
+    tile = tile or vector_tile(x.element_size())
+    scales = matrix.scales
     _multiply[(triton.cdiv(outputs, tile.outputs),)](
-        x, planes.codes.view(torch.int32), scales, scales if planes.minimums is None else planes.minimums,
-        scales if planes.small is None else planes.small, out, x if norm_weight is None else norm_weight,
-        x if bias is None else bias, outputs, columns, scales.shape[1], x.stride(0), out.stride(0), epsilon, **known,
+        x, matrix.codes.view(torch.int32), scales, scales if matrix.minimums is None else matrix.minimums,
+        scales if matrix.small is None else matrix.small, out, x if norm_weight is None else norm_weight,
+        x if bias is None else bias, outputs, columns, scales.shape[1], epsilon, KIND=matrix.kind, GROUP=matrix.group,
+        IN_BLOCK=matrix.in_block, SMALL=matrix.small_bytes, MINIMUM=matrix.minimums is not None, OFFSET=matrix.offset,
+        NORM=norm_weight is not None, BIAS=bias is not None, ADD=accumulate,
+        EXACT=x.element_size() == 4 or x.device.type == "cpu", ROWS=tile.outputs, PIECES=tile.pieces,
+        num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def vectors_of_codes(matrix: ScaledMatrix) -> VectorPlanes | None:
+    """None where one row is multiplied faster, or only, by scaled_products.py."""
+    layout = matrix.layout
+    small = matrix.rows * matrix.columns <= VECTOR_ELEMENTS
+    if layout.codes != "int4" or layout.group_rows != 1 or matrix.order is not None or not small:
+        return None
+    group = (layout.group or matrix.columns) // 32
+    return VectorPlanes(matrix.codes, matrix.scales, matrix.zeros, None, "", group, 1, 0, INT4_ZERO)
+
+
+def vectors_of_blocks(matrix: BlockPlanes) -> VectorPlanes | None:
+    """None of other kinds than those with four-bit codes and no table."""
+    form = BLOCK_FORMS[matrix.layout]
+    if form.bits != 4 or form.table:
+        return None
+    return VectorPlanes(
+        matrix.quants, matrix.scales, matrix.minimums, matrix.small, matrix.layout, 0, form.pieces, form.small,
+        form.offset,
     )  # fmt: skip
