@@ -6,7 +6,7 @@ every weight expanded, which is what the others are held against.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +16,11 @@ import torch
 
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_store import LARGEST, KVStore
 from holdfast.execution.ops import ops_for
+from holdfast.execution.runner import Runner
 from holdfast.execution.transformer import Transformer
-from holdfast.execution.weights.load import load_weights
+from holdfast.execution.weights.load import Weights, load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
@@ -30,22 +31,35 @@ LOGITS_ROWS = 64
 
 
 def every_logit(
-    model: Path | None, tokens: Sequence[int], *, compiled: bool, kv_dtype: torch.dtype = torch.float32
+    model: Path | None,
+    tokens: Sequence[int],
+    *,
+    compiled: bool,
+    kv_dtype: torch.dtype = torch.float32,
+    calibrated: bool = True,
+    change: Callable[[ModelSpec, Weights], None] | None = None,
 ) -> numpy.typing.NDArray[numpy.float32]:
-    """[tokens, vocabulary] of one chunk with all tokens in it. `model`: a GGUF file; None: the built-in model."""
+    """[tokens, vocabulary] of one chunk with all tokens in it. `model`: a GGUF file; None: the built-in model.
+    `calibrated`: as an engine does with float8 pages; else their scales are 1. `change`: made to the weights first."""
     files = locate(None if model is None else str(model))
     spec = spec_of(files)
     with open_checkpoint(files) as checkpoint:
         weights = load_weights(
             spec, checkpoint, dtype=torch.float32, device=CPU, expand=not compiled, compiled=compiled
         )
+    if change is not None:
+        change(spec, weights)
     layout, count = _layout(spec, kv_dtype.itemsize), len(tokens)
     decoder = Transformer(spec, weights, layout, ops_for(CPU, compiled=compiled), count, CPU)
-    buffers = SlotBuffers(
-        RunnerLimits(max_num_seqs=1, max_num_batched_tokens=count, max_model_len=count), layout, spec.vocab_size
-    )
+    limits = RunnerLimits(max_num_seqs=1, max_num_batched_tokens=count, max_model_len=count)
+    if kv_dtype in LARGEST and calibrated:
+        runner = Runner(spec, weights, layout, limits, CPU, kv_dtype=kv_dtype, compiled=compiled)
+        runner.calibrate_kv()
+        decoder.kv_scales = runner.kv_scales
+    buffers = SlotBuffers(limits, layout, spec.vocab_size)
     blocks = layout.blocks_for(count)
     kv = KVStore(layout, 1 + blocks * len(layout.groups), CPU, kv_dtype)
+    kv.clear(torch.arange(kv.blocks))
     start = SequenceStart(
         slot=0, request_id="text", token_ids=list(tokens), params=SamplingParams(temperature=0.0), prompt_length=count
     )

@@ -2,9 +2,11 @@
 
     python -m benchmarks.gpu_kernels_attention            the shapes that matter, with the constants of the table
     python -m benchmarks.gpu_kernels_attention --sweep    other constants for the two that matter most
+    python -m benchmarks.gpu_kernels_attention --kv fp8_e4m3   either, over float8 pages
 
-Every launch works on another layer place, so that nothing is served from the cache; launches are replayed as one graph.
-Random data, the median of repeats, and limits measured in the same run. Knows no model and no engine.
+Prefill is measured with every kernel that can: the one in Triton, and on Hopper that for Hopper. Every launch works on
+another layer place, so that nothing is served from the cache; launches are replayed as one graph. Random data, the
+median of repeats, and limits measured in the same run. Knows no model and no engine.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import numpy
 import torch
 import triton
 
+from holdfast.execution.gpu.layers.prefill_kernel import CAPABILITY, WIDTHS
 from holdfast.execution.triton_kernels import tiles
 from holdfast.execution.triton_kernels.attention.decode import decode_attention
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
 from holdfast.footprint import gpu
 
 BLOCK_TOKENS, DTYPE, DEVICE = 16, torch.bfloat16, "cuda"
+STORED = {"bfloat16": DTYPE, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 POOL_BYTES = 6 << 30
 REPEATS = 20
 
@@ -41,6 +45,7 @@ class Shape:
 
 LLAMA_8B = Shape("Llama-8B", 32, 8, 128)
 SMALL = Shape("0.6B", 16, 8, 128)
+EXPERTS = Shape("30B-A3B", 32, 4, 128)
 SMOL = Shape("SmolLM2", 9, 3, 64)
 GEMMA = Shape("Gemma-like", 16, 8, 256)
 
@@ -64,10 +69,15 @@ PREFILL: list[tuple[Shape, list[tuple[int, int]], int]] = [
     (LLAMA_8B, [(0, 8192)], 0),
     (LLAMA_8B, [(0, 4000)] * 2, 0),
     (LLAMA_8B, [(0, 512)] * 16, 0),
+    # The last chunk of prompts of 30k and 60k tokens.
+    (LLAMA_8B, [(21808, 8192)], 0),
+    (LLAMA_8B, [(51808, 8192)], 0),
     (LLAMA_8B, [(30000, 2048)], 0),
     (LLAMA_8B, [(700 * i, 37 * i + 1) for i in range(12)], 0),
     (LLAMA_8B, [(0, 8192)], 1024),
     (SMALL, [(0, 8192)], 0),
+    (SMALL, [(0, 4000)] * 2, 0),
+    (EXPERTS, [(0, 4000)] * 2, 0),
     (SMOL, [(0, 8192)], 0),
     (GEMMA, [(0, 8192)], 0),
 ]
@@ -105,14 +115,15 @@ def limits() -> tuple[float, float]:
 class Pool:
     """Pages for rows of these lengths, in random order, with as many layer places as are worth it."""
 
-    def __init__(self, shape: Shape, lengths: Sequence[int]) -> None:
+    def __init__(self, shape: Shape, lengths: Sequence[int], stored: torch.dtype) -> None:
         blocks = [-(-length // BLOCK_TOKENS) for length in lengths]
         page = 2 * BLOCK_TOKENS * shape.kv_heads * shape.width
         total = sum(blocks) + 1
-        self.places = max(1, min(32, POOL_BYTES // (total * page * DTYPE.itemsize)))
-        self.pages = torch.empty(
-            (total, self.places, 2, BLOCK_TOKENS, shape.kv_heads, shape.width), dtype=DTYPE, device=DEVICE
-        ).normal_()
+        self.places = max(1, min(32, POOL_BYTES // (total * page * stored.itemsize)))
+        whole = (total, self.places, 2, BLOCK_TOKENS, shape.kv_heads, shape.width)
+        self.pages = torch.empty(whole, dtype=stored, device=DEVICE)
+        for pages in self.pages.split(max(1, len(self.pages) // 16)):
+            pages.copy_(torch.randn(pages.shape, dtype=DTYPE, device=DEVICE))
         free = numpy.random.default_rng().permutation(total - 1) + 1
         tables = numpy.zeros((len(lengths), max(blocks)), numpy.int32)
         for row, (count, first) in enumerate(zip(blocks, numpy.cumsum(blocks) - blocks, strict=True)):
@@ -131,18 +142,18 @@ def ints(numbers: object) -> torch.Tensor:
 
 
 class Decode:
-    def __init__(self, shape: Shape, rows: int, seen: int, window: int) -> None:
+    def __init__(self, shape: Shape, rows: int, seen: int, window: int, stored: torch.dtype = DTYPE) -> None:
         drawn = numpy.random.default_rng(1).integers(64, 8193, rows)
         self.lengths = [seen or int(length) for length in drawn]
         self.shape, self.window, self.rows = shape, window, rows
-        self.pool = Pool(shape, self.lengths)
+        self.pool = Pool(shape, self.lengths, stored)
         self.query, self.out = self.pool.fused(shape, rows)
         self.slots, self.device_lengths = ints(range(rows)), ints(self.lengths)
 
     @property
     def nbytes(self) -> int:
         tokens = sum(min(length, self.window or length) for length in self.lengths)
-        return tokens * 2 * self.shape.kv_heads * self.shape.width * DTYPE.itemsize
+        return tokens * 2 * self.shape.kv_heads * self.shape.width * self.pool.pages.itemsize
 
     def seconds(self, tile: tiles.Tile | None = None, splits: int | None = None) -> float:
         shape, parts = self.shape, splits or gpu.decode_splits(self.rows, self.shape.kv_heads)
@@ -169,10 +180,10 @@ class Decode:
 
 
 class Prefill:
-    def __init__(self, shape: Shape, rows: list[tuple[int, int]], window: int) -> None:
+    def __init__(self, shape: Shape, rows: list[tuple[int, int]], window: int, stored: torch.dtype = DTYPE) -> None:
         self.shape, self.window, self.rows = shape, window, rows
         self.starts, self.counts = numpy.array(rows).T
-        self.pool = Pool(shape, [start + count for start, count in rows])
+        self.pool = Pool(shape, [start + count for start, count in rows], stored)
         self.query, self.out = self.pool.fused(shape, int(self.counts.sum()))
         firsts = numpy.cumsum(self.counts) - self.counts
         self.row_arguments = [ints(x) for x in (range(len(rows)), self.starts, self.counts, firsts)]
@@ -187,7 +198,9 @@ class Prefill:
 
     def seconds(self, tile: tiles.Tile | None = None) -> float:
         ratio = self.shape.heads // self.shape.kv_heads
-        chosen = tile or tiles.prefill_tile(ratio, self.shape.width, DTYPE.itemsize)
+        chosen = tile or tiles.prefill_tile(
+            ratio, self.shape.width, DTYPE.itemsize, codes=self.pool.pages.itemsize == 1
+        )
         tile_lists = tiles.prefill_tiles(self.counts, self.starts, chosen.rows // ratio)
         tile_rows, tile_starts = (ints(x) for x in tile_lists)
 
@@ -209,11 +222,40 @@ class Prefill:
 
         return seconds([launch(place) for place in range(min(4, self.pool.places))])
 
+    def hopper_seconds(self) -> float | None:
+        """None: this GPU or this shape has no such kernel."""
+        here = torch.cuda.get_device_capability() == CAPABILITY and self.shape.width in WIDTHS
+        if not here or self.pool.pages.dtype != DTYPE:
+            return None
+        from holdfast.execution.triton_kernels.attention.prefill_hopper import page_descriptor, prefill_attention_hopper
 
-def table(bandwidth: float, arithmetic: float) -> None:
+        ratio = self.shape.heads // self.shape.kv_heads
+        tile_lists = tiles.prefill_tiles(self.counts, self.starts, tiles.HOPPER_ROWS // ratio)
+        tile_rows, tile_starts = (ints(x) for x in tile_lists)
+        descriptor = page_descriptor(self.pool.pages)
+
+        def launch(place: int) -> Callable[[], None]:
+            return lambda: prefill_attention_hopper(
+                self.query,
+                self.pool.pages,
+                self.pool.tables,
+                tile_rows,
+                tile_starts,
+                *self.row_arguments,
+                descriptor=descriptor,
+                place=place,
+                scale=self.shape.width**-0.5,
+                window=self.window,
+                out=self.out,
+            )
+
+        return seconds([launch(place) for place in range(min(4, self.pool.places))])
+
+
+def table(bandwidth: float, arithmetic: float, stored: torch.dtype) -> None:
     print(f"\n{'decode':<12}{'rows':>5}{'tokens':>8}{'window':>8}{'splits':>8}{'us':>10}{'GB/s':>9}{'of copy':>9}")
     for shape, rows, seen, window in DECODE:
-        decode = Decode(shape, rows, seen, window)
+        decode = Decode(shape, rows, seen, window, stored)
         taken = decode.seconds()
         rate = decode.nbytes / taken
         print(
@@ -221,16 +263,20 @@ def table(bandwidth: float, arithmetic: float) -> None:
             f"{gpu.decode_splits(rows, shape.kv_heads):>8}{taken * 1e6:>10.1f}{rate / 1e9:>9.0f}"
             f"{rate / bandwidth:>9.1%}"
         )
-    print(f"\n{'prefill':<12}{'rows':>5}{'tokens':>8}{'before':>8}{'window':>8}{'us':>10}{'TFLOP/s':>9}{'of mm':>9}")
+    print(
+        f"\n{'prefill':<12}{'rows':>5}{'tokens':>8}{'before':>8}{'window':>8}{'kernel':>8}{'us':>10}{'TFLOP/s':>9}"
+        f"{'of mm':>9}"
+    )
     for shape, ragged, window in PREFILL:
-        prefill = Prefill(shape, ragged, window)
-        taken = prefill.seconds()
-        rate = prefill.operations / taken
+        prefill = Prefill(shape, ragged, window, stored)
         tokens, before = sum(count for _, count in ragged), sum(start for start, _ in ragged)
-        print(
-            f"{shape.name:<12}{len(ragged):>5}{tokens:>8}{before:>8}{window or '-':>8}{taken * 1e6:>10.1f}"
-            f"{rate / 1e12:>9.1f}{rate / arithmetic:>9.1%}"
-        )
+        for kernel, found in (("triton", prefill.seconds()), ("hopper", prefill.hopper_seconds())):
+            if found is not None:
+                rate = prefill.operations / found
+                print(
+                    f"{shape.name:<12}{len(ragged):>5}{tokens:>8}{before:>8}{window or '-':>8}{kernel:>8}"
+                    f"{found * 1e6:>10.1f}{rate / 1e12:>9.1f}{rate / arithmetic:>9.1%}"
+                )
 
 
 def tried(measure: Callable[[], float]) -> float | None:
@@ -241,10 +287,10 @@ def tried(measure: Callable[[], float]) -> float | None:
         return None
 
 
-def sweep(bandwidth: float, arithmetic: float, width: int, budget_s: float) -> None:
+def sweep(bandwidth: float, arithmetic: float, width: int, budget_s: float, stored: torch.dtype) -> None:
     """Best first. What does not fit in the time is left out, and counted."""
     shape = Shape(f"width {width}", 32, 8, width)
-    decode, single = Decode(shape, 64, 4096, 0), Decode(shape, 1, 4096, 0)
+    decode, single = Decode(shape, 64, 4096, 0, stored), Decode(shape, 1, 4096, 0, stored)
     found: list[tuple[float, str]] = []
     choices = list(itertools.product((32, 64, 128), (4, 8, 2), (3, 2, 4)))
     end = time.monotonic() + budget_s / 2
@@ -259,7 +305,7 @@ def sweep(bandwidth: float, arithmetic: float, width: int, budget_s: float) -> N
                 note = f"rows {case.rows:<3} splits {splits:<3} {tile}  {taken * 1e6:8.1f} us  {rate / bandwidth:.1%}"
                 found.append((-rate - 1e15 * (case is single), note))
     print("\ndecode, single row first\n" + "\n".join(note for _, note in sorted(found)))
-    prefill, found = Prefill(shape, [(0, 8192)], 0), []
+    prefill, found = Prefill(shape, [(0, 8192)], 0, stored), []
     end = time.monotonic() + budget_s / 2
     for rows, keys, warps, stages in itertools.product((128, 64, 256), (128, 64, 32), (8, 4), (2, 3, 4)):
         if time.monotonic() > end:
@@ -277,6 +323,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try other constants, best first")
     parser.add_argument("--width", type=int, default=128, help="head width of the sweep")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds for the sweep")
+    parser.add_argument("--kv", choices=list(STORED), default="bfloat16", help="how pages keep keys and values")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
@@ -285,9 +332,9 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e9:.0f} GB/s, bf16 product {arithmetic / 1e12:.0f} TFLOP/s"
     )
     if arguments.sweep:
-        sweep(bandwidth, arithmetic, arguments.width, arguments.budget)
+        sweep(bandwidth, arithmetic, arguments.width, arguments.budget, STORED[arguments.kv])
     else:
-        table(bandwidth, arithmetic)
+        table(bandwidth, arithmetic, STORED[arguments.kv])
 
 
 if __name__ == "__main__":

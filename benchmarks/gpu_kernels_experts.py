@@ -1,33 +1,48 @@
 """The expert kernels on a GPU: microseconds, and the share of what memory or tensor cores give.
 
 Launches run in a CUDA graph, as decoding runs them, over enough copies of the experts that none is still in cache.
-`--sweep` tries other tiles than the table's and prints the best of each size. Owns no model.
+Rows of `layer` are all kernels of a layer's experts, one after the other. Owns no model.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
 
 import torch
 
 from holdfast.execution.triton_kernels.experts import launch as experts
-from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, expert_tile
+from holdfast.execution.triton_kernels.experts.direct import multiply_dense, multiply_rounded
+from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
+from holdfast.execution.triton_kernels.experts.rounding import round_rows
+from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.scaled_layouts import ScaledLayout
 
-MEMORY_BYTES_S, ARITHMETIC_S = 4.3e12, 752e12
-"""What an H200 gives in bfloat16."""
+MEMORY_BYTES_S, ARITHMETIC_S, FP8_ARITHMETIC_S = 4.3e12, 752e12, 1400e12
+"""What an H200 gives."""
 CACHE_BYTES = 240e6
-LAUNCHES = 12
-KIND = torch.bfloat16
+LAUNCHES, REPLAYS = 12, 5
+GPU, KIND = torch.device("cuda"), torch.bfloat16
 SHAPES = {"30B-A3B": (128, 8, 2048, 768), "8x7B": (8, 2, 4096, 14336)}
 """(experts, chosen of them, hidden, inner)"""
-TOKENS = (1, 8, 64, 512, 4096)
+TOKENS = (1, 8, 64, 512, 4096, 8192)
+LAYOUTS = {
+    "bf16": None,
+    "int4": ScaledLayout(codes="int4", scales="float16", group=128, zeros=True),
+    "fp8": ScaledLayout(codes="fp8", group=128, group_rows=128, inputs="fp8"),
+    "fp8 rows": ScaledLayout(codes="fp8", inputs="fp8"),
+    "mxfp4": ScaledLayout(codes="mxfp4", scales="uint8", group=32),
+}
+
+Launch = Callable[[int], None]
 
 
-def microseconds(launch: Callable[[int], None], copies: int) -> float:
-    """Mean of one launch in a graph, over the best of some replays."""
+def microseconds(launch: Launch, copies: int) -> float:
+    """Of one launch in a graph, the median of some replays."""
     launch(0)
     torch.cuda.synchronize()
     graph, count = torch.cuda.CUDAGraph(), max(copies, LAUNCHES // copies * copies)
@@ -35,102 +50,128 @@ def microseconds(launch: Callable[[int], None], copies: int) -> float:
         for index in range(count):
             launch(index % copies)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    best = float("inf")
-    for _ in range(4):
+    taken = list[float]()
+    for _ in range(REPLAYS):
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1000 / count)
-    return best
+        taken.append(begin.elapsed_time(end) * 1000 / count)
+    return median(taken)
 
 
-@dataclass(frozen=True, slots=True)
+class Stack:
+    """The same matrix of all experts, as it is kept, and its product."""
+
+    def __init__(self, layout: ScaledLayout | None, count: int, rows: int, columns: int) -> None:
+        self.layout, self.rows, self.columns = layout, rows, columns
+        if layout is None:
+            self.weight = torch.randn(count, rows, columns, dtype=KIND, device=GPU)
+            self.nbytes = self.weight.nbytes
+            return
+        matrix = ScaledMatrix(layout, count * rows, columns, GPU)
+        matrix.codes.view(torch.uint8).random_(0, 120)
+        matrix.scales.fill_(1)
+        if matrix.zeros is not None:
+            matrix.zeros.random_(0, 16)
+        self.planes, self.nbytes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros), matrix.nbytes
+
+    def inputs(self, x: torch.Tensor) -> torch.Tensor | RoundedRows:
+        if self.layout is None or self.layout.inputs == "plain":
+            return x
+        groups = x.shape[1] // self.layout.group if self.layout.group else 1
+        codes = torch.empty(x.shape, dtype=torch.uint8, device=GPU)
+        rounded = RoundedRows(codes, torch.empty(len(x), groups, device=GPU))
+        self.round(x, rounded)
+        return rounded
+
+    def round(self, x: torch.Tensor, taken: torch.Tensor | RoundedRows) -> None:
+        if isinstance(taken, RoundedRows):
+            round_rows(x, taken.codes, taken.scales)
+
+    def multiply(
+        self, x: torch.Tensor | RoundedRows, lines: experts.ExpertAssignments, out: torch.Tensor, *, gated: bool
+    ) -> None:
+        activation: experts.Activation | None = "silu" if gated else None
+        if isinstance(x, RoundedRows):
+            multiply_rounded(x, self.planes, lines, out, by_token=gated, activation=activation)
+        elif self.layout is None:
+            multiply_dense(x, self.weight, lines, out, by_token=gated, activation=activation)
+        else:
+            multiply_scaled(x, self.planes, lines, out, by_token=gated, activation=activation)
+
+
 class Layer:
     """Copies of a layer's experts, and tokens that chose among them."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    x: torch.Tensor
-    inner: torch.Tensor
-    rows: torch.Tensor
-    logits: torch.Tensor
-    lines: experts.ExpertAssignments
-
-    @classmethod
-    def of(cls, shape: tuple[int, int, int, int], tokens: int) -> Layer:
+    def __init__(self, name: str, shape: tuple[int, int, int, int], tokens: int) -> None:
         count, chosen, hidden, inner = shape
-        copies = max(1, min(8, round(CACHE_BYTES / (2 * inner * hidden * 2 * min(count, tokens * chosen)))))
+        self.name, layout = name, LAYOUTS[name]
+        self.lines = experts.ExpertAssignments.allocate(tokens, count, chosen, GPU)
+        self.logits = torch.randn(tokens, count, dtype=KIND, device=GPU)
+        experts.route(self.logits, self.lines, normalized=True)
+        self.used = int((self.lines.counts > 0).sum()) / count
+        pairs = tokens * chosen
+        self.x = torch.randn(tokens, hidden, dtype=KIND, device=GPU)
+        self.inner = torch.randn(pairs, inner, dtype=KIND, device=GPU)
+        self.rows = torch.randn(pairs, hidden, dtype=KIND, device=GPU)
+        first = Stack(layout, count, 2 * inner, hidden)
+        copies = max(1, min(8, round(CACHE_BYTES / (first.nbytes * self.used))))
+        self.gate_up = [first, *(Stack(layout, count, 2 * inner, hidden) for _ in range(copies - 1))]
+        self.down = [Stack(layout, count, hidden, inner) for _ in range(copies)]
+        self.taken, self.taken_inner = first.inputs(self.x), self.down[0].inputs(self.inner)
 
-        def normal(*sizes: int) -> torch.Tensor:
-            return torch.randn(sizes, dtype=KIND, device="cuda")
+    def first(self, copy: int) -> None:
+        self.gate_up[copy].multiply(self.taken, self.lines, self.inner, gated=True)
 
-        lines = experts.ExpertAssignments.allocate(tokens, count, chosen, torch.device("cuda"))
-        logits = normal(tokens, count)
-        experts.route(logits, lines, normalized=True)
-        return cls(
-            normal(copies, count, 2 * inner, hidden),
-            normal(copies, count, hidden, inner),
-            normal(tokens, hidden),
-            normal(tokens * chosen, inner),
-            normal(tokens * chosen, hidden),
-            logits,
-            lines,
-        )
+    def second(self, copy: int) -> None:
+        self.down[copy].multiply(self.taken_inner, self.lines, self.rows, gated=False)
 
-    def share(self, taken_us: float, outputs: int, inputs: int) -> str:
+    def route(self, copy: int) -> None:
+        experts.route(self.logits, self.lines, normalized=True)
+
+    def add(self, copy: int) -> None:
+        experts.add_pairs(self.rows, self.lines, self.x, add=False)
+
+    def whole(self, copy: int) -> None:
+        self.route(copy)
+        self.gate_up[copy].round(self.x, self.taken)
+        self.first(copy)
+        self.down[copy].round(self.inner, self.taken_inner)
+        self.second(copy)
+        self.add(copy)
+
+    def share(self, taken_us: float, stacks: Sequence[Stack]) -> str:
         """Of the limit that is nearer: bytes of the chosen experts, or arithmetic."""
-        read = int((self.lines.counts > 0).sum()) * outputs * inputs * 2
-        work = 2 * len(self.rows) * outputs * inputs
-        least_us = 1e6 * max(read / MEMORY_BYTES_S, work / ARITHMETIC_S)
+        read = sum(stack.nbytes for stack in stacks) * self.used
+        work = sum(2 * len(self.rows) * stack.rows * stack.columns for stack in stacks)
+        most = FP8_ARITHMETIC_S if self.name.startswith("fp8") else ARITHMETIC_S
+        least_us = 1e6 * max(read / MEMORY_BYTES_S, work / most)
         rates = f"{read / taken_us / 1e6:6.2f} TB/s {work / taken_us / 1e6:5.0f} TFLOP/s"
         return f"{taken_us:9.1f} us {rates} {least_us / taken_us:5.0%}"
 
-    def measure_routing(self) -> float:
-        return microseconds(lambda _: experts.route(self.logits, self.lines, normalized=True), 1)
-
-    def measure(self, gated: bool, tile: ExpertTile | None) -> float:
+    def report(self, name: str) -> None:
         copies = len(self.gate_up)
-        if gated:
-            return microseconds(
-                lambda copy: experts.gate_up(self.x, self.gate_up[copy], self.lines, self.inner, "silu", tile=tile),
-                copies,
-            )
-        return microseconds(
-            lambda copy: experts.multiply(
-                self.inner, self.down[copy], self.lines, self.rows, by_token=False, tile=tile
-            ),
-            copies,
-        )
-
-
-def tiles(pairs: int, gated: bool) -> list[ExpertTile]:
-    """Those that fit shared memory everywhere."""
-    rows = (16, 32) if pairs <= 1024 else (64, 128)
-    found = []
-    for row, outputs, inputs, warps, stages in itertools.product(rows, (32, 64, 128), (64, 128), (4, 8), (2, 3, 4)):
-        if stages * (row + (2 if gated else 1) * outputs) * inputs * 2 <= 99 * 1024:
-            found.append(ExpertTile(row, outputs, inputs, warps, stages))
-    return found
+        rows: list[tuple[str, Launch, list[Stack]]] = [
+            ("gate_up", self.first, self.gate_up[:1]),
+            ("down", self.second, self.down[:1]),
+            ("layer", self.whole, [self.gate_up[0], self.down[0]]),
+        ]
+        line = partial(print, f"{name:8} {self.name:8} {len(self.x):5} tokens ", flush=True)
+        line(f"{'route':8} {microseconds(self.route, 1):9.1f} us")
+        line(f"{'add':8} {microseconds(self.add, 1):9.1f} us")
+        for what, launch, stacks in rows:
+            line(f"{what:8} {self.share(microseconds(launch, copies), stacks)}")
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--sweep", action="store_true")
-    sweep = arguments.parse_args().sweep
-    for (name, shape), tokens in itertools.product(SHAPES.items(), TOKENS):
-        count, _, hidden, inner = shape
-        layer = Layer.of(shape, tokens)
-        taken = layer.measure_routing()
-        print(f"{name:8} {tokens:5} tokens  route    {taken:9.1f} us")
-        for what, gated, outputs, inputs in (("gate_up", True, 2 * inner, hidden), ("down", False, hidden, inner)):
-            taken = layer.measure(gated, None)
-            chosen = expert_tile(len(layer.rows), count, 2, gated=gated)
-            print(f"{name:8} {tokens:5} tokens  {what:8} {layer.share(taken, outputs, inputs)}  {chosen}", flush=True)
-            if sweep:
-                best = min((layer.measure(gated, tile), str(tile)) for tile in tiles(len(layer.rows), gated))
-                print(f"{'':24}best     {layer.share(best[0], outputs, inputs)}  {best[1]}", flush=True)
-        del layer
+    arguments.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    arguments.add_argument("--kinds", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    arguments.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    chosen = arguments.parse_args()
+    for shape, kind, tokens in itertools.product(chosen.shapes, chosen.kinds, chosen.tokens):
+        Layer(kind, SHAPES[shape], tokens).report(shape)
         torch.cuda.empty_cache()
 
 

@@ -17,14 +17,8 @@ import torch
 from torch.nn import functional
 
 from holdfast.execution.triton_kernels import layer
-from holdfast.execution.triton_kernels.quantized import blocks, products
-from holdfast.execution.triton_kernels.quantized.product_tiles import (
-    WARP_BYTES,
-    ProductTile,
-    few_rows_block_tile,
-    few_rows_tile,
-    more_rows_block_tile,
-)
+from holdfast.execution.triton_kernels.quantized import products
+from holdfast.execution.triton_kernels.quantized.product_tiles import WARP_BYTES, ProductTile, few_rows_tile
 
 MEMORY_BYTES_S = 4.3e12
 """What a copy moves on an H200, bytes read and written."""
@@ -142,50 +136,6 @@ def dense(clock: Clock) -> None:
             print(f"{name:<26}{rows:>5} |" + " |".join(rates(taken, product.bytes) for taken in measured))
 
 
-def planes(layout: str, outputs: int, inputs: int) -> blocks.BlockPlanes:
-    packed, count = layout != "Q8_0", inputs // 32
-    quants = torch.randint(0, 127, (outputs, count, 16 if packed else 32), device="cuda", dtype=torch.uint8)
-    scales = torch.randn(outputs, count, 1, device="cuda", dtype=torch.float16)
-    return blocks.BlockPlanes(
-        layout, quants if packed else quants.view(torch.int8), scales, scales.clone() if layout == "Q4_1" else None
-    )
-
-
-def plane_bytes(matrix: blocks.BlockPlanes) -> int:
-    return sum(part.nbytes for part in matrix[1:] if isinstance(part, torch.Tensor))
-
-
-def multiply_blocks(
-    matrices: list[blocks.BlockPlanes], x: torch.Tensor, out: torch.Tensor, index: int, tile: ProductTile | None = None
-) -> None:
-    blocks.block_product(x, matrices[index], out, tile=tile)
-
-
-def block_matrices(layout: str, outputs: int, inputs: int) -> tuple[list[blocks.BlockPlanes], int]:
-    one = planes(layout, outputs, inputs)
-    size = plane_bytes(one)
-    return [one] + [planes(layout, outputs, inputs) for _ in range(int(CACHE_BYTES) // size)], size
-
-
-def quantized(clock: Clock) -> None:
-    print(f"\n{'product with blocks':<26}{'rows':>5} |{HEADER}")
-    for layout in ("Q8_0", "Q4_0", "Q4_1"):
-        for rows, (outputs, inputs) in itertools.product((1, 8), ((6144, 4096), (1024, 3072))):
-            if clock.over():
-                continue
-            matrices, size = block_matrices(layout, outputs, inputs)
-            launch = partial(multiply_blocks, matrices, random(rows, inputs), random(rows, outputs))
-            taken = clock.microseconds(launch, len(matrices))
-            print(f"{f'{layout} {outputs}x{inputs}':<26}{rows:>5} |{rates(taken, size)}")
-        if clock.over():
-            continue
-        matrix, out = planes(layout, 28672, 4096), random(28672, 4096)
-        taken = clock.microseconds(alone(partial(blocks.dequantize_tile, matrix, 0, 28672, out)), 1)
-        print(
-            f"{f'{layout} 28672x4096':<26}{'all':>5} |{rates(taken, plane_bytes(matrix) + out.nbytes)} expanded to bf16"
-        )
-
-
 def small(clock: Clock) -> None:
     """Norm, rotary with the write, gate, embedding: of an 8B's shape, for one token, a batch, and a prompt's chunk."""
     print(f"\n{'small kernels, 8B':<26}{'rows':>5} |{HEADER}")
@@ -241,39 +191,15 @@ def best_of(
         print(f"{name:<30}{rates(taken, moved_bytes)}  {tile}")
 
 
-def sweep(clock: Clock, part: str | None) -> None:
+def sweep(clock: Clock) -> None:
     for name, (outputs, inputs) in (SHAPES | GATED).items():
-        if part not in (None, "dense") or clock.over():
+        if clock.over():
             continue
         gated = name in GATED
         product = Product(1, outputs, inputs, gated=gated)
         launch = partial(product.ours, normed=False)
         tiles = itertools.chain((few_rows_tile(outputs, inputs, 2, gated=gated),), few_rows_choices(2))
         best_of(clock, f"{name}, 1 row", tiles, launch, product.copies, product.bytes)
-    if part in (None, "blocks"):
-        sweep_blocks(clock)
-
-
-def sweep_blocks(clock: Clock) -> None:
-    outputs, inputs = 6144, 4096
-    for layout, rows in itertools.product(("Q4_1", "Q8_0"), (1, 8)):
-        if clock.over():
-            continue
-        matrices, size = block_matrices(layout, outputs, inputs)
-        x, out = random(rows, inputs), random(rows, outputs)
-        lanes = 32 if layout == "Q8_0" else 16
-        if rows == 1:
-            now = few_rows_block_tile(rows, outputs, inputs // 32, lanes, 2)
-            few = itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
-            choices = (ProductTile(taken, warps * 256 // lanes, warps) for taken, warps in few)
-        else:
-            now = more_rows_block_tile(inputs // 32, 2)
-            more = itertools.product((16, 32, 64), (4, 8, 16), (2, 4))
-            choices = (ProductTile(taken, count, 4, stages=stages) for taken, count, stages in more)
-
-        launch = partial(multiply_blocks, matrices, x, out)
-        tiles = itertools.chain((now,), choices)
-        best_of(clock, f"{layout} {outputs}x{inputs}, {rows} rows", tiles, launch, len(matrices), size)
 
 
 def check(clock: Clock) -> None:
@@ -294,7 +220,6 @@ def check(clock: Clock) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="try other tiles than the table's")
-    parser.add_argument("--only", choices=("dense", "blocks"), help="with --sweep: one kind of product")
     parser.add_argument("--seconds", type=float, default=50, help="no new measurement is begun after this")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -304,9 +229,9 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; share of {MEMORY_BYTES_S / 1e12} TB/s")
     check(clock)
     if options.sweep:
-        sweep(clock, options.only)
+        sweep(clock)
     else:
-        for part in (dense, small, quantized):
+        for part in (dense, small):
             part(clock)
     if clock.left_out:
         print(f"{clock.left_out} measurements left out: --seconds {options.seconds:g} are over")

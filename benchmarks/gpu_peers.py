@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_worker import USUAL
 from benchmarks.machine import commit
 
 WORKER = Path(__file__).with_name("gpu_worker.py")
@@ -24,16 +25,20 @@ ROWS = {
     "mixed": ("256 requests, 100-1,024 in and out, output tok/s", "out_tok_per_s"),
     "one_stream": ("one stream, 32 in, 256 out, tok/s", "out_tok_per_s"),
     "prefill": ("prefill 32 x 4,000, prompt tok/s", "in_tok_per_s"),
+    "streams_8": ("8 streams, 128 in, 256 out, output tok/s", "out_tok_per_s"),
+    "streams_32": ("32 streams, 128 in, 128 out, output tok/s", "out_tok_per_s"),
     "streams_64": ("64 streams, 128 in, 256 out, output tok/s", "out_tok_per_s"),
+    "long_30k": ("one prompt of 30,000, prompt tok/s", "in_tok_per_s"),
+    "long_60k": ("one prompt of 60,000, prompt tok/s", "in_tok_per_s"),
 }
 
 
-def turn(engine: str, model: str, site: Path | None) -> dict[str, Any]:
+def turn(engine: str, model: str, rows: str, site: Path | None) -> dict[str, Any]:
     environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if engine == "vllm" and site is not None:
         environment["PYTHONPATH"] = str(site)
     done = subprocess.run(
-        [sys.executable, str(WORKER), engine, model], env=environment, capture_output=True, text=True, timeout=400
+        [sys.executable, str(WORKER), engine, model, rows], env=environment, capture_output=True, text=True, timeout=400
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -53,6 +58,8 @@ def values(turns: list[dict[str, Any]], row: str, unit: str | None) -> list[floa
 def table(turns: list[dict[str, Any]], engines: list[str]) -> str:
     lines = [f"| work | {' | '.join(engines)} | ratio |", f"|---|{'---:|' * (len(engines) + 1)}"]
     for row, (title, unit) in ROWS.items():
+        if row not in turns[0]:
+            continue
         found = [values([one for one in turns if one["engine"] == name], row, unit) for name in engines]
         middles = [statistics.median(one) for one in found]
         cells = [
@@ -68,6 +75,7 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="folder with vLLM, for PYTHONPATH")
     parser.add_argument("--engines", nargs="+", default=["holdfast", "vllm"])
     parser.add_argument("--models", nargs="+", default=["llama-8b", "llama-0.6b"])
+    parser.add_argument("--rows", default=",".join(USUAL), help="of gpu_worker.py, separated by commas")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -76,7 +84,7 @@ def main() -> None:
         here: list[dict[str, Any]] = []
         for _ in range(asked.rounds):
             for engine in asked.engines:
-                here.append(turn(engine, model, asked.vllm))
+                here.append(turn(engine, model, asked.rows, asked.vllm))
                 print(json.dumps(here[-1]), file=sys.stderr, flush=True)
                 turns.append(here[-1])
                 if asked.out is not None:

@@ -22,7 +22,7 @@ from benchmarks.gpu_worker import LONGEST, SHAPES, Work, start
 
 KINDS = {
     "products": ("nvjet", "gemm", "multiply", "splitK", "cutlass"),
-    "attention": ("_attend", "_join", "_prefill"),
+    "attention": ("_attend", "_join", "_prefill", "_expand"),
     "norm, gate, rotary, embed": ("rms_norm", "_gate", "rotate", "embed", "cos_sin"),
     "sampling": ("pick", "weigh", "scan", "settle", "gather", "stage", "penalize", "mark", "draw"),
     "copies": ("Memcpy", "Memset", "scatter"),

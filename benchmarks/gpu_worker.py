@@ -1,7 +1,11 @@
 """One engine, one model shape, the same offline work for each: `python benchmarks/gpu_worker.py holdfast llama-8b`.
 
-Dummy weights, prompts of token ids, no tokenizer, ends ignored, no prefix cache. The last line is JSON. Needs nothing
-but the engine it is asked for, so that it runs where only that one is installed.
+    python benchmarks/gpu_worker.py ENGINE MODEL[+VARIANT] [ROW,ROW...]
+
+A variant is how the weights are stored: `awq` and `q4_k` are files of random weights, written once into the folder that
+HOLDFAST_BENCHMARK_FILES names; `fp8` quantizes dummies while loading, with KV in FP8 too. Otherwise dummy weights.
+Prompts of token ids, no tokenizer, ends ignored, no prefix cache. The last line is JSON. Needs nothing but the engine
+it is asked for, so that it runs where only that one is installed.
 """
 
 from __future__ import annotations
@@ -34,22 +38,56 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16, "max_position_embeddings": 40960, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-LONGEST = {"llama-8b": 8192, "llama-0.6b": 4096}
+SHAPES["qwen3-30b-a3b"] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+LONGEST = {"llama-8b": 8192, "llama-0.6b": 4096, "qwen3-30b-a3b": 8192}
+LONG_CONTEXT = 65536
+"""For the rows of long prompts."""
 
 
-def start(engine: str, model: str, folder: str) -> tuple[Any, Any, float]:
+def stored(model: str, variant: str, folder: Path) -> str:
+    """Where the weights are: a file that is written if it is not there, or a folder with a config alone."""
+    from benchmarks import quantized_files
+
+    kept = Path(os.environ.get("HOLDFAST_BENCHMARK_FILES", folder))
+    if variant == "q4_k":
+        path = kept / f"{model}-q4_k.gguf"
+        if not path.exists():
+            quantized_files.write_q4_k(SHAPES[model], path)
+        return str(path)
+    path = kept / f"{model}-awq"
+    if not (path / "config.json").exists():
+        quantized_files.write_awq(SHAPES[model], path)
+    return str(path)
+
+
+def start(engine: str, asked: str, folder: str, context: int = 0) -> tuple[Any, Any, float]:
     """The module, its LLM, and the seconds until it was ready."""
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    (Path(folder) / "config.json").write_text(json.dumps(SHAPES[model]))
+    model, _, variant = asked.partition("+")
+    path, more = folder, dict[str, Any]()
+    if variant in ("awq", "q4_k"):
+        path = stored(model, variant, Path(folder))
+    else:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[model]))
+        more["load_format"] = "dummy"
+    if variant == "fp8":
+        more |= {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     module = importlib.import_module(engine)
     begin = time.perf_counter()
     llm = module.LLM(
-        model=folder,
-        load_format="dummy",
+        model=path,
         skip_tokenizer_init=True,
         gpu_memory_utilization=0.9,
-        max_model_len=LONGEST[model],
+        max_model_len=context or LONGEST[model],
         enable_prefix_caching=False,
+        **more,
     )
     return module, llm, time.perf_counter() - begin
 
@@ -79,21 +117,35 @@ class Work:
         return {"s": seconds, "out_tok_per_s": produced / seconds, "in_tok_per_s": read / seconds}
 
 
-def main(engine: str, model: str) -> None:
+ROWS: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
+    "mixed": (256, (100, 1024), (100, 1024)),
+    "one_stream": (1, (32, 32), (256, 256)),
+    "one_stream_again": (1, (32, 32), (256, 256)),
+    "streams_8": (8, (128, 128), (256, 256)),
+    "streams_32": (32, (128, 128), (128, 128)),
+    "streams_64": (64, (128, 128), (256, 256)),
+    "prefill": (32, (4000, 4000), (1, 1)),
+    "long_30k": (1, (30000, 30000), (1, 1)),
+    "long_60k": (1, (60000, 60000), (1, 1)),
+}
+"""Requests, and the least and most tokens of a prompt and of an output."""
+USUAL = ("mixed", "one_stream", "one_stream_again", "prefill", "streams_64")
+
+
+def main(engine: str, model: str, rows: str = ",".join(USUAL)) -> None:
+    asked = rows.split(",")
+    context = LONG_CONTEXT if any(row.startswith("long") for row in asked) else 0
     with tempfile.TemporaryDirectory() as folder:
-        module, llm, ready_s = start(engine, model, folder)
-        work = Work(module, llm, SHAPES[model]["vocab_size"])
+        module, llm, ready_s = start(engine, model, folder, context)
+        work = Work(module, llm, SHAPES[model.partition("+")[0]]["vocab_size"])
         work.run(4, work.between(64, 64), work.between(16, 16))
-        figures = {
-            "engine": engine, "version": module.__version__, "model": model, "ready_s": ready_s,
-            "mixed": work.run(256, work.between(100, 1024), work.between(100, 1024)),
-            "one_stream": work.run(1, work.between(32, 32), work.between(256, 256)),
-            "one_stream_again": work.run(1, work.between(32, 32), work.between(256, 256)),
-            "prefill": work.run(32, work.between(4000, 4000), work.between(1, 1)),
-            "streams_64": work.run(64, work.between(128, 128), work.between(256, 256)),
-        }  # fmt: skip
+        figures = {"engine": engine, "version": module.__version__, "model": model, "ready_s": ready_s}
+        for row in asked:
+            requests, prompt, output = ROWS[row]
+            figures[row] = work.run(requests, work.between(*prompt), work.between(*output))
     print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    main(*sys.argv[1:4])

@@ -196,7 +196,7 @@ def wait_until(happened: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 def test_others_do_not_notice(server: Any, every: int) -> None:
     """And memory comes back: of the front, which only passes such templates on, and of those that ran them."""
     assert chat(server, "{{ messages[0].content }}").status_code == 200

@@ -13,6 +13,7 @@ import torch
 
 from holdfast.execution.triton_kernels import tiles
 from holdfast.execution.triton_kernels.attention.decode import decode_attention
+from holdfast.execution.triton_kernels.attention.expand_pages import expand_pages
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
 from holdfast.footprint import gpu
 
@@ -38,6 +39,8 @@ class Case:
     block_tokens: int = 16
     places: int = 3
     place: int = 1
+    stored: torch.dtype | None = None
+    """Of pages, where it is not the queries'; keys and values then have scales."""
     seed: int = field(
         default_factory=lambda: int(os.environ.get("KERNEL_SEED", random.SystemRandom().randrange(1 << 30)))
     )
@@ -49,10 +52,12 @@ class Case:
         blocks = -(-max(start + count for start, count in self.rows) // self.block_tokens)
         slots = torch.randperm(len(self.rows) + 2, generator=self.generator)[: len(self.rows)]
         free = (torch.randperm((len(self.rows) * blocks) + 3, generator=self.generator) + 1).tolist()
-        self.keys = [self._random(start + count, self.kv_heads) for start, count in self.rows]
-        self.values = [self._random(start + count, self.kv_heads) for start, count in self.rows]
+        kept = self.stored or self.dtype
+        self.scales = (1.0, 1.0) if self.stored is None else (0.037, 2.6)
+        self.keys = [self._random(start + count, self.kv_heads).to(kept) for start, count in self.rows]
+        self.values = [self._random(start + count, self.kv_heads).to(kept) for start, count in self.rows]
         pages = torch.full(
-            (len(free) + 1, self.places, 2, self.block_tokens, self.kv_heads, self.width), torch.nan, dtype=self.dtype
+            (len(free) + 1, self.places, 2, self.block_tokens, self.kv_heads, self.width), torch.nan, dtype=kept
         )
         # Entries nobody may follow point at page 0, which is NaN here.
         tables = torch.zeros((len(self.rows) + 2, blocks), dtype=torch.int32)
@@ -86,7 +91,9 @@ class Case:
             query = self.query[first : first + count].cpu().double()
             first += count
             ratio = self.heads // self.kv_heads
-            keys, values = (x.double().repeat_interleave(ratio, dim=1) for x in (keys, values))
+            key_scale, value_scale = self.scales
+            keys = key_scale * keys.double().repeat_interleave(ratio, dim=1)
+            values = value_scale * values.double().repeat_interleave(ratio, dim=1)
             scores = torch.einsum("qhd,khd->hqk", query, keys) * self.scale
             if self.softcap:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -109,7 +116,35 @@ class Case:
         prefill_attention(
             self.query, self.pages, self.tables, self.ints(tile_rows), self.ints(tile_starts), self.slots,
             self.ints(starts), self.ints(counts), self.ints(firsts), place=self.place, scale=self.scale,
-            window=self.window, softcap=self.softcap, out=self.out[..., : self.width], tile=tile,
+            window=self.window, softcap=self.softcap, out=self.out[..., : self.width], key_scale=self.scales[0],
+            value_scale=self.scales[1], tile=tile,
+        )  # fmt: skip
+
+    def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of float8 as queries are, one row's after the other's among garbage, and where each row's begin."""
+        starts, counts = numpy.array(self.rows).T
+        pages = -(-(starts + counts) // self.block_tokens)
+        firsts = self.ints(numpy.cumsum(pages) - pages)
+        shape = (int(pages.sum()) + 1, 1, *self.pages.shape[2:])
+        out = torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
+        expand_pages(
+            self.pages, self.tables, self.slots, self.ints(starts), self.ints(counts), firsts, int(pages.max()),
+            place=self.place, window=self.window, out=out,
+        )  # fmt: skip
+        return out, firsts
+
+    def prefill_hopper(self) -> None:
+        from holdfast.execution.triton_kernels.attention.prefill_hopper import page_descriptor, prefill_attention_hopper
+
+        starts, counts = numpy.array(self.rows).T
+        tile_rows, tile_starts = tiles.prefill_tiles(counts, starts, tiles.HOPPER_ROWS // (self.heads // self.kv_heads))
+        firsts = numpy.cumsum(counts) - counts
+        (pages, page_firsts), place = (self.pages, None) if self.stored is None else self.expanded(), self.place
+        prefill_attention_hopper(
+            self.query, pages, self.tables, self.ints(tile_rows), self.ints(tile_starts), self.slots,
+            self.ints(starts), self.ints(counts), self.ints(firsts), descriptor=page_descriptor(pages),
+            place=place if self.stored is None else 0, scale=self.scale * self.scales[0], window=self.window,
+            out=self.out[..., : self.width], value_scale=self.scales[1], page_firsts=page_firsts,
         )  # fmt: skip
 
     def decode(self, tile: tiles.Tile | None = SMALL, splits: int | None = None) -> None:
@@ -119,7 +154,8 @@ class Case:
         decode_attention(
             self.query, self.pages, self.tables, self.slots, self.ints([start + 1 for start, _ in self.rows]),
             place=self.place, scale=self.scale, window=self.window, softcap=self.softcap,
-            out=self.out[..., : self.width], workspace=workspace, tile=tile, splits=splits,
+            out=self.out[..., : self.width], workspace=workspace, key_scale=self.scales[0],
+            value_scale=self.scales[1], tile=tile, splits=splits,
         )  # fmt: skip
 
 
@@ -158,6 +194,39 @@ def test_decode_in_windows(device: torch.device, window: int, softcap: float) ->
     case = Case(device, SINGLE, 6, 2, 64, window=window, softcap=softcap)
     case.decode(splits=3)
     case.check()
+
+
+FLOAT8 = [
+    (torch.float8_e4m3fn, torch.float32),
+    (torch.float8_e5m2, torch.float32),
+    (torch.float8_e4m3fn, torch.float16),
+]
+if ON_GPU:
+    FLOAT8 += [(stored, torch.bfloat16) for stored in (torch.float8_e4m3fn, torch.float8_e5m2)]
+
+
+@pytest.mark.parametrize(("stored", "dtype"), FLOAT8, ids=str)
+@pytest.mark.parametrize(("window", "softcap", "width"), [(0, 0.0, 64), (20, 2.5, 80)])
+def test_pages_of_float8(
+    device: torch.device, stored: torch.dtype, dtype: torch.dtype, window: int, softcap: float, width: int
+) -> None:
+    """Keys and values are scaled codes; a key that is NaN in a page nobody sees stays unseen."""
+    case = Case(device, RAGGED, 6, 2, width, dtype, window=window, softcap=softcap, stored=stored)
+    case.prefill(tile=None if ON_GPU else SMALL)
+    case.check()
+    case = Case(device, SINGLE, 6, 2, width, dtype, window=window, softcap=softcap, stored=stored)
+    case.decode(None, None) if ON_GPU else case.decode(SMALL, 3)
+    case.check()
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_key_that_is_no_number_is_not_hidden_by_float8(device: torch.device, stored: torch.dtype) -> None:
+    """So that the row is found to be broken."""
+    case = Case(device, [(5, 1), (9, 1)], 4, 2, 64, stored=stored)
+    case.pages[int(case.tables[int(case.slots[0]), 0]), case.place, 0, 3, :, 5] = torch.nan
+    case.decode(splits=1)
+    assert case.out[0, ..., :64].isnan().all()
+    assert not case.out[1, ..., :64].isnan().any()
 
 
 @pytest.mark.parametrize("block_tokens", [4, 8, 32])
@@ -281,3 +350,67 @@ def test_the_workspace_is_enough_for_every_number_of_rows() -> None:
             assert rows * heads * gpu.decode_splits(rows, kv_heads) * (width + 1) * 4 <= largest
     assert gpu.decode_splits(1, 8) > 16
     assert gpu.decode_splits(4096, 8) == 1
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("window", [0, 30])
+def test_pages_of_float8_expanded(device: torch.device, stored: torch.dtype, window: int) -> None:
+    case = Case(device, [(0, 20), (70, 1), (0, 1), (40, 9)], 6, 3, 80, torch.bfloat16, window=window, stored=stored)
+    found, firsts = case.expanded()
+    wanted = torch.full_like(found, torch.nan)
+    for (start, count), slot, first in zip(case.rows, case.slots.tolist(), firsts.tolist(), strict=True):
+        for block in range(max(0, start - window + 1) // 16 if window else 0, -(-(start + count) // 16)):
+            page = case.pages.view(torch.uint8)[case.tables[slot, block], case.place]
+            wanted[first + block, 0] = page.cpu().view(stored).to(wanted)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+LARGE = [(start * 9, count * 9) for start, count in RAGGED]
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "dtype"),
+    [
+        (4, 4, 128, torch.bfloat16),
+        (16, 8, 128, torch.bfloat16),
+        (32, 8, 128, torch.bfloat16),
+        (32, 4, 128, torch.float16),
+        (9, 3, 64, torch.bfloat16),
+        (16, 1, 64, torch.float16),
+    ],
+    ids=str,
+)
+def test_prefill_for_hopper(device: torch.device, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    case = Case(device, LARGE, heads, kv_heads, width, dtype)
+    case.prefill_hopper()
+    case.check()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("window", [1, 16, 100, 128, 300, 9999])
+@pytest.mark.parametrize("block_tokens", [16, 64])
+def test_prefill_for_hopper_in_windows(device: torch.device, window: int, block_tokens: int) -> None:
+    rows = [*LARGE, (1500, 700), (0, 1030), (127, 129)]
+    case = Case(device, rows, 8, 2, 128, torch.bfloat16, window=window, block_tokens=block_tokens)
+    case.prefill_hopper()
+    case.check()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_prefill_for_hopper_over_float8(device: torch.device, stored: torch.dtype, window: int) -> None:
+    case = Case(device, LARGE, 16, 4, 128, torch.bfloat16, window=window, stored=stored)
+    case.prefill_hopper()
+    case.check()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+def test_prefill_for_hopper_takes_more_tiles_than_there_are_programs(device: torch.device) -> None:
+    """Each program goes through several tiles, of few keys and of many."""
+    rows = [(0, 1200), (3000, 64), (0, 2), (1, 1), (900, 777), (128, 128), (0, 128), (0, 127), (0, 129)]
+    case = Case(device, rows, 32, 8, 128, torch.bfloat16)
+    case.prefill_hopper()
+    case.check()

@@ -12,7 +12,9 @@ pytest.importorskip("triton")
 
 from holdfast.errors import EngineError
 from holdfast.execution.triton_kernels.quantized import blocks
-from holdfast.execution.triton_kernels.quantized.product_tiles import ProductTile
+from holdfast.execution.triton_kernels.quantized.block_products import block_gate_up, block_product
+from holdfast.execution.triton_kernels.quantized.product_tiles import QuantizedTile
+from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 
 ON_GPU = torch.cuda.is_available()
@@ -51,15 +53,19 @@ class Case:
         return torch.randn(*shape, generator=self.source).to(dtype).to(DEVICE)
 
 
+def workspace() -> Workspace:
+    return Workspace(torch.full((1 << 22,), NAN, device=DEVICE), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+@pytest.mark.parametrize("rows", [1, 2, 16] + ([3, 33, 64, 100] if ON_GPU else []))
 @pytest.mark.parametrize(("outputs", "pieces"), SHAPES)
 def test_products(dtype: torch.dtype, layout: str, rows: int, outputs: int, pieces: int) -> None:
     case = Case(layout, outputs, pieces)
     inputs, tile = case.inputs, None
     if not ON_GPU:
-        tile = ProductTile(4, 4, 1) if rows <= 2 else ProductTile(16, 4, 1)
+        tile = QuantizedTile(8 if rows <= 8 else 16, 16, 32, 2, 2, 4, 2)
     x = case.normal(rows, inputs + 32, dtype=dtype)[:, :inputs]
     out = torch.full((rows, outputs + 4), NAN, dtype=dtype, device=DEVICE)
     bias, before = case.normal(outputs, dtype=dtype), case.normal(rows, outputs, dtype=dtype)
@@ -70,8 +76,8 @@ def test_products(dtype: torch.dtype, layout: str, rows: int, outputs: int, piec
         if accumulate:
             target.copy_(before)
             wanted = wanted + before.double() + bias.double()
-        blocks.block_product(
-            x, case.planes, target, accumulate=accumulate, bias=bias if accumulate else None, tile=tile
+        block_product(
+            x, case.planes, target, workspace(), accumulate=accumulate, bias=bias if accumulate else None, tile=tile
         )  # fmt: skip
         # The result and the elements are rounded once each; sums are float32.
         tolerance = 2.2 * UNIT[dtype] * (wanted.abs() + 3 * terms / inputs**0.5) + 2.0**-20 * terms
@@ -101,8 +107,31 @@ def test_rows_are_expanded_bit_for_bit(dtype: torch.dtype, layout: str) -> None:
     assert not rows[1:4].any(), "no such row"
 
 
+@pytest.mark.parametrize("layout", ["Q4_K", "Q6_K", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_norm_and_gate_ride_along(layout: str, rows: int) -> None:
+    dtype, inner = (torch.bfloat16, 14336) if ON_GPU else (torch.float32, 20)
+    case = Case(layout, 2 * inner, 128 if ON_GPU else 8)
+    tile = None if ON_GPU else QuantizedTile(8, 16, 32, 4, 2, 4, 2)
+    x, norm = case.normal(rows, case.inputs, dtype=dtype), case.normal(case.inputs, dtype=dtype)
+    wide = x.double()
+    normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-5) * norm.double()
+    wanted = normed @ case.exact.double().to(DEVICE).T
+    out = torch.full((rows, 2 * inner), NAN, dtype=dtype, device=DEVICE)
+    block_product(x, case.planes, out, workspace(), norm_weight=norm, epsilon=1e-5, tile=tile)
+    assert (out.double() - wanted).norm() <= 2 * UNIT[dtype] * wanted.norm() + 2.0**-18 * wanted.norm()
+    gated = torch.full((rows, inner), NAN, dtype=dtype, device=DEVICE)
+    block_gate_up(x, case.planes, gated, workspace(), norm_weight=norm, epsilon=1e-5, tile=tile)
+    wanted = torch.nn.functional.silu(wanted[:, :inner]) * wanted[:, inner:]
+    assert (gated.double() - wanted).norm() <= 4 * UNIT[dtype] * wanted.norm() + 2.0**-16 * wanted.norm()
+
+
 def test_limits() -> None:
     case = Case("Q8_0", 4, 1)
-    with pytest.raises(EngineError, match="16"):
-        blocks.block_product(torch.zeros(17, 32, device=DEVICE), case.planes, torch.zeros(17, 4, device=DEVICE))
-    blocks.block_product(torch.zeros(0, 32, device=DEVICE), case.planes, torch.zeros(0, 4, device=DEVICE))
+    for rows, norm in ((129, None), (9, torch.ones(32, device=DEVICE))):
+        with pytest.raises(EngineError, match="at most" if norm is not None else "128"):
+            block_product(
+                torch.zeros(rows, 32, device=DEVICE), case.planes, torch.zeros(rows, 4, device=DEVICE), workspace(),
+                norm_weight=norm,
+            )  # fmt: skip
+    block_product(torch.zeros(0, 32, device=DEVICE), case.planes, torch.zeros(0, 4, device=DEVICE), workspace())

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from holdfast.execution.ops.reference import activate
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
+from holdfast.execution.triton_kernels.experts.direct import multiply_dense
 from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, expert_tile, most_tiles
 from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
 from holdfast.execution.weights.gguf_block_types import KINDS
@@ -120,9 +121,11 @@ def test_products_of_experts(
     kernels.route(case.logits, case.lines, normalized=True)
     chosen, pairs = case.chosen().view(-1), case.tokens * case.per_token
     inner = torch.full((pairs + 2, case.inner + 8), NAN, dtype=dtype, device=DEVICE)
-    kernels.gate_up(case.x, case.gate_up, case.lines, inner[:pairs, : case.inner], activation, tile=tile)
+    multiply_dense(
+        case.x, case.gate_up, case.lines, inner[:pairs, : case.inner], by_token=True, activation=activation, tile=tile
+    )
     out = torch.full((pairs + 2, case.hidden + 8), NAN, dtype=dtype, device=DEVICE)
-    kernels.multiply(
+    multiply_dense(
         inner[:pairs, : case.inner], case.down, case.lines, out[:pairs, : case.hidden], by_token=False, tile=tile
     )
     tokens = torch.arange(pairs, device=DEVICE) // case.per_token
@@ -139,6 +142,20 @@ def test_products_of_experts(
     for buffer, columns in ((inner, case.inner), (out, case.hidden)):
         assert torch.isnan(buffer[pairs:]).all()
         assert torch.isnan(buffer[:, columns:]).all()
+
+
+def test_gates_that_are_there_already() -> None:
+    case = Case((23, 3, 2, 80, 40), TYPES[-1])
+    kernels.route(case.logits, case.lines, normalized=True)
+    pairs, tile = 46, None if ON_GPU else TILE
+    weight = case.gate_up[:, case.inner :].contiguous()
+    up = torch.full((pairs, case.inner), NAN, dtype=case.dtype, device=DEVICE)
+    multiply_dense(case.x, weight, case.lines, up, by_token=True, tile=tile)
+    gates = case.normal(pairs, case.inner)
+    found = gates.clone()
+    multiply_dense(case.x, weight, case.lines, found, by_token=True, activation="silu", gates="out", tile=tile)
+    wanted = activate(gates.double(), "silu") * up.double()
+    case.check(found, wanted, wanted.abs() + 1e-3, 4)
 
 
 @pytest.mark.parametrize("layout", sorted(QUANTIZED_LAYOUTS))
@@ -171,6 +188,17 @@ def test_products_of_experts_in_blocks(layout: str) -> None:
         case.check(out[:pairs, :24], wanted, torch.einsum("pi,poi->po", mine.abs(), weight.abs()), 2.2)
         assert torch.isnan(out[pairs:]).all()
         assert torch.isnan(out[:, 24:]).all()
+        if by_token:  # The same matrix as gates above ups, and as ups to gates that are there already.
+            rounded = out[:pairs, :24].clone()
+            gated = torch.full((pairs, 12), NAN, dtype=dtype, device=DEVICE)
+            multiply_blocks(x, planes, case.lines, gated, by_token=True, activation="silu", tile=tile)
+            exactly = activate(rounded[:, :12].double(), "silu") * rounded[:, 12:].double()
+            case.check(gated, exactly, exactly.abs() + 1e-3, 4)
+            there = case.normal(pairs, 24)
+            found = there.clone()
+            multiply_blocks(x, planes, case.lines, found, by_token=True, activation="silu", gates="out", tile=tile)
+            exactly = activate(there.double(), "silu") * rounded.double()
+            case.check(found, exactly, exactly.abs() + 1e-3, 4)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -195,8 +223,8 @@ def test_no_tokens_at_all() -> None:
     empty = torch.empty(0, 40, device=DEVICE)
     kernels.route(case.logits[:0], case.lines, normalized=True)
     assert not case.lines.counts.any()
-    kernels.gate_up(empty, case.gate_up, case.lines, torch.empty(0, 24, device=DEVICE), "silu")
-    kernels.multiply(torch.empty(0, 24, device=DEVICE), case.down, case.lines, empty, by_token=False)
+    multiply_dense(empty, case.gate_up, case.lines, torch.empty(0, 24, device=DEVICE), by_token=True, activation="silu")
+    multiply_dense(torch.empty(0, 24, device=DEVICE), case.down, case.lines, empty, by_token=False)
     kernels.add_pairs(empty, case.lines, empty, add=True)
 
 
@@ -216,7 +244,7 @@ def test_no_lines_have_more_tiles_than_the_grid() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_tiles_fit_where_there_is_little_shared_memory(element_bytes: int, gated: bool) -> None:
     for pairs in (1, 8, 1000, 10**5):
-        tile = expert_tile(pairs, 8, element_bytes, gated=gated)
+        tile = expert_tile(pairs, 8, element_bytes, 99 * 1024, gated=gated)
         columns = tile.rows + (2 if gated else 1) * tile.outputs
         assert tile.stages * columns * tile.inputs * element_bytes <= 99 * 1024
 
@@ -232,8 +260,8 @@ def test_captured_once_and_replayed() -> None:
 
     def work() -> None:
         kernels.route(case.logits, case.lines, normalized=True)
-        kernels.gate_up(case.x, case.gate_up, case.lines, inner, "silu")
-        kernels.multiply(inner, case.down, case.lines, rows, by_token=False)
+        multiply_dense(case.x, case.gate_up, case.lines, inner, by_token=True, activation="silu")
+        multiply_dense(inner, case.down, case.lines, rows, by_token=False)
         kernels.add_pairs(rows, case.lines, out, add=False)
 
     work()

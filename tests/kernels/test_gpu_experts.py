@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,13 @@ from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.execution.gpu.layers.experts import ExpertGpuMaker
 from holdfast.execution.gpu.layers.linear import Scratch
-from holdfast.execution.layers.experts import ExpertWeights
+from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack
+from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint import experts as expert_sizes
+from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.models import ExpertsSpec
 from holdfast.records import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("no_kernel_for_few_rows")
@@ -79,21 +82,64 @@ def test_quantized_experts_say_what_they_say_on_a_cpu(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("tokens", [8, 5000])
+@pytest.mark.parametrize("tokens", [8, 9000])
 def test_buffers_are_those_that_are_planned(model: str, tokens: int, tmp_path: Path) -> None:
-    """To the byte; where gate and up are quantized, with room for both."""
+    """To the byte, however experts are kept."""
     tiny = Tiny(tmp_path, **MODELS[model])
     experts = tiny.weights(CPU).layers[-1].mlp
     assert isinstance(experts, ExpertWeights)
     scratch = Scratch(torch.float32, CPU)
-    split = replace(experts, gate_up=(experts.gate_up[0], experts.gate_up[0]))
-    for weights, quantized in ((experts, False), (split, True)):
-        maker = ExpertGpuMaker(tiny.spec.hidden_size, "silu", torch.empty(tokens, 0), scratch)
-        made = maker.make(weights)
-        buffers = made._buffers
-        kept = [*buffers.lines, buffers.logits, made._apart, buffers.inner, buffers.rows, buffers.shared]
-        held = sum(tensor.nbytes for tensor in kept if tensor is not None)
-        assert held == expert_sizes.gpu_bytes(tiny.spec, tokens, 4, quantized=quantized)
+    made = ExpertGpuMaker(tiny.spec.hidden_size, "silu", torch.empty(tokens, 0), scratch).make(experts)
+    buffers = made._buffers
+    kept = [*buffers.lines, buffers.logits, buffers.inner, buffers.rows, buffers.shared]
+    assert sum(tensor.nbytes for tensor in kept) == expert_sizes.gpu_bytes(tiny.spec, tokens, 4)
+
+
+LAYOUTS = {
+    "int4": ScaledLayout(codes="int4", scales="float16", group=128, zeros=True),
+    "fp8 blocks": ScaledLayout(codes="fp8", group=128, group_rows=128, inputs="fp8"),
+    "fp8 static": ScaledLayout(codes="fp8", inputs="fp8", static_inputs=True),
+    "int8": ScaledLayout(codes="int8", inputs="int8"),
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_experts_in_codes_with_scales(kind: str, split: bool, device: torch.device) -> None:
+    """As near to the same experts expanded as rounded inputs let them be; gate and up in one stack or in two."""
+    if split and kind != "fp8 blocks":
+        pytest.skip("one kind is enough")
+    torch.manual_seed(len(kind))
+    spec, hidden = ExpertsSpec(count=3, per_token=2, intermediate_size=128), 256
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    router = DenseLinear(torch.randn(3, hidden, device=device).to(dtype))
+
+    def stacks(rows: int, columns: int) -> tuple[QuantizedStack, DenseStack]:
+        matrix = ScaledMatrix(LAYOUTS[kind], 3 * rows, columns, device)
+        # Codes that stand for numbers: of fp8 those below 127.
+        matrix.codes.view(torch.uint8).copy_(torch.randint(0, 127, matrix.codes.shape))
+        matrix.scales.copy_(torch.rand(matrix.scales.shape) * 0.002 + 0.001)
+        if matrix.zeros is not None:
+            matrix.zeros.copy_(torch.randint(0, 16, matrix.zeros.shape))
+        if matrix.inputs is not None:
+            matrix.inputs.fill_(1.5)
+        weight = torch.empty(3 * rows, columns, dtype=dtype, device=device)
+        matrix.dequantize(0, 3 * rows, weight)
+        return QuantizedStack(matrix, 3), DenseStack(weight.view(3, rows, columns))
+
+    gate_up = [stacks(128, hidden), stacks(128, hidden)] if split else [stacks(256, hidden)]
+    down = stacks(hidden, 128)
+    x = torch.randn(5, hidden, device=device).to(dtype)
+    found = []
+    for kept in (0, 1):
+        maker = ExpertGpuMaker(hidden, "silu", torch.empty(8, 0, dtype=dtype, device=device), Scratch(dtype, device))
+        gates = tuple(pair[kept] for pair in gate_up)
+        weights = ExpertWeights(spec=spec, router=router, gate_up=gates, down=down[kept], shared=None)
+        out = torch.full((5, hidden), float("nan"), dtype=dtype, device=device)
+        maker.make(weights).run(x, out, add=False)
+        found.append(out.double())
+    allowed = 0.005 if kind == "int4" else 0.1
+    assert (found[0] - found[1]).norm() <= allowed * found[1].norm()
 
 
 def test_more_tokens_than_buffers_hold_are_taken_in_turns(

@@ -169,6 +169,34 @@ def test_heads_are_turned_and_kept(dtype: torch.dtype, heads: int, kv_heads: int
     check_pages(pool, found[:, heads : heads + kv_heads], found[:, heads + kv_heads :])
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("centered", [False, True])
+def test_float8_pages_hold_scaled_keys_and_values(stored: torch.dtype, centered: bool) -> None:
+    """As torch rounds what the buffer holds: divided, without a center of keys, and cut off at the largest number."""
+    source = seeded(stored, centered)
+    tokens, heads, kv_heads, dim = 19, 3, 2, 24
+    pool = Pool(source, tokens, kv_heads, dim, torch.float32)
+    pages = pool.pages.to(stored)
+    qkv = normal(source, tokens, (heads + 2 * kv_heads) * dim)
+    qkv[4, heads * dim : heads * dim + 3] = torch.tensor([1e7, -1e7, 30.0])
+    center = normal(source, kv_heads * dim) if centered else None
+    key_scale, value_scale = 0.25, 0.037
+    positions, slots, tables = (part.to(DEVICE) for part in (pool.positions, pool.slots, pool.tables))
+    layer.rotate_and_store(
+        qkv, angles_of(positions, 16), positions, slots, pages, tables, place=pool.place, key_scale=key_scale,
+        value_scale=value_scale, center=center,
+    )  # fmt: skip
+    kept = qkv.view(tokens, -1, dim)[:, heads:].split((kv_heads, kv_heads), 1)
+    keys = kept[0] * (1 / key_scale) - (0 if center is None else center.view(kv_heads, dim))
+    values = kept[1] * torch.tensor(1 / value_scale, dtype=torch.float32)
+    largest = torch.finfo(stored).max
+    wanted = torch.full_like(pages, NAN)
+    for token, page, place in pool.rows():
+        wanted[page, pool.place, 0, place] = keys[token].clamp(-largest, largest).to(stored)
+        wanted[page, pool.place, 1, place] = values[token].clamp(-largest, largest).to(stored)
+    torch.testing.assert_close(pages.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def check_pages(pool: Pool, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Pages hold the keys and values of every kept token, and NaN everywhere else."""
     wanted = torch.full_like(pool.pages, NAN)

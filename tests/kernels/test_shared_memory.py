@@ -34,6 +34,11 @@ def kernels_that_fit(cases: str, timeout_s: float) -> dict[str, set[str]]:
     return compiled
 
 
+def test_the_kernel_for_hopper_compiles() -> None:
+    """The interpreter does not know it."""
+    assert kernels_that_fit("hopper", timeout_s=200) == {"90": {"_prefill_hopper", "_expand"}}
+
+
 @pytest.mark.long
 def test_the_largest_kernels_fit_every_gpu() -> None:
     compiled = kernels_that_fit("worst", timeout_s=280)

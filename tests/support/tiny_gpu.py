@@ -15,6 +15,7 @@ from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.engine.core.loop import EngineCore
 from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import Weights, load_weights
 from holdfast.kvcache import KVCache
@@ -92,7 +93,7 @@ class Tiny:
         self.folder = folder
         self.spec: ModelSpec = from_config(json.loads((folder / "config.json").read_text()))
 
-    def layout(self) -> KVLayout:
+    def layout(self, element_bytes: int = 4) -> KVLayout:
         groups, places = form_groups([layer.window for layer in self.spec.layers])
         return KVLayout(
             groups=groups,
@@ -100,15 +101,28 @@ class Tiny:
             layers_per_page=places,
             kv_heads=self.spec.kv_heads,
             head_dim=self.spec.head_dim,
-            element_bytes=4,
+            element_bytes=element_bytes,
         )
 
     def core(
-        self, device: torch.device, *, gpu: bool, blocks: int = 64, slots: int = 4, step: int = 16, **more: bool
+        self,
+        device: torch.device,
+        *,
+        gpu: bool,
+        blocks: int = 64,
+        slots: int = 4,
+        step: int = 16,
+        kv_dtype: torch.dtype = torch.float32,
+        **more: bool,
     ) -> EngineCore:
+        layout = self.layout(kv_dtype.itemsize)
         limits = RunnerLimits(max_num_seqs=slots, max_num_batched_tokens=step, max_model_len=96)
         weights = self.weights(device)
-        runner: Any = (GpuRunner if gpu else Runner)(self.spec, weights, self.layout(), limits, device, **more)
+        runner: Any = (GpuRunner if gpu else Runner)(
+            self.spec, weights, layout, limits, device, kv_dtype=kv_dtype, **more
+        )
+        if kv_dtype in LARGEST:
+            runner.calibrate_kv()
         runner.back_kv(blocks)
         ahead = 1 if gpu else 0
         scheduler = Scheduler(
@@ -119,7 +133,7 @@ class Tiny:
                 policy="fcfs",
                 max_steps_in_flight=1 + ahead,
             ),
-            KVCache(self.layout(), blocks, True),
+            KVCache(layout, blocks, True),
         )
         return EngineCore(scheduler, runner, steps_ahead=ahead)
 

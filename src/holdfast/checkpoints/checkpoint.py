@@ -6,7 +6,7 @@ Knows nothing of what the bytes mean beyond their layout's name.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Literal
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 from holdfast.checkpoints.bounded_files import open_file
 from holdfast.checkpoints.files import ModelFiles, StoredTensor
 from holdfast.checkpoints.formats import gguf, safetensors
+from holdfast.checkpoints.formats.quantized_tensors import PART_NAMES
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
 
@@ -107,9 +108,18 @@ def open_checkpoint(files: ModelFiles) -> Checkpoint:
 def extra_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...]:
     """What the checkpoint holds beyond the spec, by its own names."""
     known = {stored_name(tensor, checkpoint) for tensor in spec.tensors}
+    modules: set[str] = set()
     if checkpoint.format == "safetensors":
         known |= {name for tensor in spec.tensors if tensor.experts for name, _ in tensor.in_safetensors()}
-    return tuple(name for name in checkpoint.tensors if name not in known)
+        if spec.quantization is not None:
+            modules = {name.removesuffix(".weight") for name in known if name.endswith(".weight")}
+    return tuple(name for name in checkpoint.tensors if name not in known and not _is_part(name, modules))
+
+
+def _is_part(name: str, modules: Set[str]) -> bool:
+    """Whether it is one of the tensors that a quantizer spread a matrix of these modules over."""
+    found = PART_NAMES.match(name)
+    return found is not None and found[1] in modules
 
 
 def stored_name(tensor: TensorSpec, checkpoint: Checkpoint) -> str:

@@ -7,6 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from holdfast.checkpoints.formats.quantized_tensors import Packing
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """How a quantizer stored a matrix: the tensors it was spread over, by their names after the module's."""
+
+    packing: Packing
+    parts: Mapping[str, StoredTensor] = field(repr=False)
+    """Of experts that lie one by one: those of the first, and {expert} in their names."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -20,6 +31,8 @@ class StoredTensor:
     offset: int
     """Of its first byte in the file."""
     nbytes: int
+    packed: PackedMatrix | None = None
+    """Of a matrix that a quantizer took: this tensor has its codes, and its bytes are those of all parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

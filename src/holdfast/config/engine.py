@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from holdfast.config import quantization as quantization_names
 from holdfast.config import unsupported
 from holdfast.config.setting import (
     Origin,
@@ -32,6 +33,15 @@ LEAST_HANG_TIMEOUT_S = 5.0
 
 REFUSED: Mapping[str, str] = unsupported.ENGINE
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
+
+
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def kv_dtype(field: str, value: Any) -> str:
+    """fp8 is vLLM's other name for fp8_e4m3, and the one kept."""
+    found = str(choice(*KV_DTYPES)(field, value))
+    return "fp8" if found == "fp8_e4m3" else found
 
 
 def _attention_backend(field: str, value: Any) -> str:
@@ -73,8 +83,17 @@ class EngineConfig:
     )
     load_format: str = setting(
         "auto",
-        "weight format: auto, safetensors, gguf, or dummy (random weights in the model's real shapes)",
-        choice("auto", "safetensors", "gguf", "dummy"),
+        "weight format: auto, safetensors, gguf, bitsandbytes (same as --quantization bitsandbytes), or dummy (random "
+        "weights in the model's real shapes)",
+        choice("auto", "safetensors", "gguf", "bitsandbytes", "dummy"),
+    )
+    quantization: str | None = setting(
+        None,
+        "how the weights are quantized: auto (as the checkpoint says), or awq, gptq, compressed-tensors, fp8, "
+        "bitsandbytes, mxfp4 or gguf to check it; fp8 and int4 quantize an unquantized checkpoint while loading",
+        optional(quantization_names.method),
+        flags=("-q",),
+        metavar="METHOD",
     )
     device: str = setting(
         "auto", "device to run on: auto (a GPU if there is one), cuda or cpu", choice("auto", "cpu", "cuda")
@@ -87,8 +106,15 @@ class EngineConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "data type of the KV cache: auto (same as dtype), float32, bfloat16 or float16",
-        choice("auto", "float32", "bfloat16", "float16"),
+        "data type of the KV cache: auto (same as dtype, or fp8 if the checkpoint says so), float32, bfloat16, "
+        "float16, fp8 (e4m3: twice the tokens of bfloat16) or fp8_e5m2",
+        kv_dtype,
+    )
+    calculate_kv_scales: bool = setting(
+        False,
+        "calibrate the scales of an FP8 KV cache at start even if the checkpoint has them; without any that is done "
+        "anyway",
+        flag,
     )
     expand_weights: str = setting(
         "auto",
@@ -224,6 +250,13 @@ class EngineConfig:
             )
 
         self._check_lora()
+        if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
+            raise ConfigurationError(
+                f"load_format is bitsandbytes, but quantization is {self.quantization}",
+                needed="the same format in both",
+                fix="leave --load-format out",
+                field="load_format",
+            )
 
     def _check_lora(self) -> None:
         given = [name for name in ("max_loras", "max_lora_rank", "max_cpu_loras") if getattr(self, name) is not None]
@@ -241,6 +274,11 @@ class EngineConfig:
                 fix="leave max_cpu_loras out",
                 field="max_cpu_loras",
             )
+
+    @property
+    def asked_quantization(self) -> str | None:
+        """As --quantization names it; vLLM's older commands say it with --load-format."""
+        return "bitsandbytes" if self.load_format == "bitsandbytes" else self.quantization
 
     @property
     def lora_places(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.config.engine import DEFAULT_UTILIZATION
+from holdfast.config.engine import DEFAULT_UTILIZATION, kv_dtype
 from holdfast.config.setting import (
     Origin,
     build,
@@ -24,7 +24,6 @@ from holdfast.config.setting import (
 from holdfast.errors import ConfigurationError
 from holdfast.units import parse_tokens, shorten
 
-_KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _CONTRADICTION = "HF143"
 MAX_REQUESTS = 1 << 20
 
@@ -42,7 +41,8 @@ def _amount(field: str, value: Any) -> str | int:
 
 
 def _kv_dtype(field: str, value: Any) -> str:
-    return "fp8" if (found := choice(*_KV_DTYPES)(field, value)).startswith("fp8") else found
+    """Both kinds of fp8 take the same bytes."""
+    return "fp8" if (found := kv_dtype(field, value)).startswith("fp8") else found
 
 
 def _tokens(field: str, value: Any) -> int:

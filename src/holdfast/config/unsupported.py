@@ -37,12 +37,10 @@ def _names(written: str) -> frozenset[str]:
 
 
 ENGINE: Mapping[str, str] = {
-    "quantization": "the layout is read from the checkpoint (GGUF); AWQ, GPTQ and FP8 checkpoints cannot be run yet",
-    "quantization_config": "the layout is read from the checkpoint",
-    "allow_deprecated_quantization": "the layout is read from the checkpoint",
+    "quantization_config": "a checkpoint's own is read; --quantization fp8 and int4 have no options",
+    "allow_deprecated_quantization": "every format that is read is read without it",
     "quantization_param_path": "scales are read from the checkpoint",
-    "calculate_kv_scales": "the KV cache is not quantized",
-    "kv_cache_dtype_skip_layers": "the KV cache is not quantized",
+    "kv_cache_dtype_skip_layers": "all layers keep keys and values in one type; see kv_cache_dtype",
     "swap_space": "the KV cache is not swapped to RAM yet; a preempted request is recomputed",
     **_each(
         _NO_OFFLOAD,
@@ -208,6 +206,7 @@ DONE_ANYWAY: Mapping[str, frozenset[str]] = {
     "use_tqdm_on_load": frozenset({"true", "1"}),
     "log_error_stack": frozenset({"true", "1"}),
     "enable_offline_docs": frozenset({"true", "1"}) | _NO,
+    "allow_deprecated_quantization": frozenset({"true", "1"}) | _NO,
     "use_v2_block_manager": frozenset({"true", "1"}),
     "performance_mode": frozenset({"balanced"}),
     "worker_cls": frozenset({"auto"}),
@@ -227,7 +226,7 @@ SWITCHES = frozenset(
     for name in (*ENGINE, *SERVER)
     if name.startswith(("enable_", "disable_", "use_", "return_", "skip_", "exclude_", "allow_deprecated", "trust_"))
 ) | _names(
-    """async_scheduling fully_sharded_loras calculate_kv_scales log_error_stack headless grpc language_model_only
+    """async_scheduling fully_sharded_loras log_error_stack headless grpc language_model_only
     mm_encoder_only mm_device_do_normalize interleave_mm_strings numa_bind dcp_q_replicate data_parallel_hybrid_lb
     data_parallel_external_lb data_parallel_multi_port_external_lb kv_cache_metrics cudagraph_metrics
     aggregate_engine_logging jit_monitor_verbose sleep_mode_offload_cudagraph specialize_active_lora
@@ -244,7 +243,6 @@ LISTS = _names(
 )
 """Flags with any number of them."""
 SHORT: Mapping[str, tuple[str, ...]] = {
-    "quantization": ("-q",),
     "compilation_config": ("-O", "-cc"),
     "speculative_config": ("-sc",),
     "nnodes": ("-n",),

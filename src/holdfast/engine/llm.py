@@ -26,7 +26,15 @@ from holdfast.engine.requests.embedding import PARAMS, embedding_output, embeddi
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.structured_output import StructuredOutput
-from holdfast.engine.startup.build import build_core, find_model, open_tokenizer, plan_line, plan_model, warn_if_short
+from holdfast.engine.startup.build import (
+    build_core,
+    find_model,
+    open_tokenizer,
+    plan_line,
+    plan_model,
+    warn_if_short,
+    weights_line,
+)
 from holdfast.engine.startup.preload_torch import preload_torch
 from holdfast.engine.startup.progress import RequestProgress
 from holdfast.engine.startup.select_device import settle_device
@@ -77,7 +85,7 @@ class LLM(AbsentMethods):
         config = settle_device(config)
         found = find_model(config)
         plan = plan_model(config, found)
-        print(plan_line(found, plan), file=sys.stderr, flush=True)
+        print(plan_line(found, plan), weights_line(plan), sep="\n", file=sys.stderr, flush=True)
         warn_if_short(plan)
         preload_torch()  # After the plan, which counts what is free.
         self._tokenizer = open_tokenizer(config, found)

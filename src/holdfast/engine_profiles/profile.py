@@ -20,6 +20,10 @@ Release = tuple[int, ...]
 MODEL_FLAGS = ("model", "model-path", "model-id", "hf-repo", "model-tag")
 NEAR = 0.75
 """How like a known flag an unknown one must be to be taken for it."""
+BOOLEAN_STARTS = (
+    "enable-", "disable-", "no-", "trust-remote-code", "enforce-eager", "async-scheduling", "headless",
+)  # fmt: skip
+"""How flags that take no value begin, in the engines that do not say otherwise."""
 _DATA = Path(__file__).parent / "data"
 
 
@@ -44,6 +48,17 @@ class Profile:
         self.name: str = self.data.get("name", engine)
         self._flags: Mapping[str, Any] = self.data.get("flags", {})
         self._firsts: dict[str, dict[str, Release]] = {}
+
+    @property
+    def package(self) -> str:
+        """As pip calls it."""
+        return str(self.data.get("package", self.engine))
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """Our settings where a command leaves them out, as far as they are the same in all releases."""
+        found: Mapping[str, float] = self.data.get("defaults", {})
+        return found
 
     # How it is started
 
@@ -78,7 +93,9 @@ class Profile:
         return word if word.isupper() or word.startswith("-") else f"--{word}"
 
     def is_boolean(self, flag: str) -> bool:
-        return flag in self._flags.get("booleans", ()) or flag.startswith(tuple(self._flags.get("boolean-starts", ())))
+        return flag in self._flags.get("booleans", ()) or flag.startswith(
+            tuple(self._flags.get("boolean-starts", BOOLEAN_STARTS))
+        )
 
     def takes_many(self, flag: str) -> bool:
         """All words up to the next flag."""

@@ -14,6 +14,8 @@ from holdfast.hardware import processor
 Device = torch.device
 CPU = Device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""By the planner's names."""
 
 
 def packs_weights(dtype: torch.dtype, device: torch.device, features: Collection[str] | None = None) -> bool:

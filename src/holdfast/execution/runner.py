@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy
@@ -17,6 +17,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers, StepBatch
 from holdfast.execution.device import lean_products
+from holdfast.execution.kv_scales import Calibration, KVScales
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import AdapterPlaces, LoraLimits
@@ -30,6 +31,7 @@ from holdfast.execution.weights.load import Weights
 from holdfast.footprint.cpu import logits_rows
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 from holdfast.records import StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 __all__ = ["ProfileRun", "Runner", "RunnerLimits"]
@@ -116,6 +118,11 @@ class Runner:
         return self._decoder.attention.name
 
     @property
+    def decisions(self) -> list[Decision]:
+        """What is chosen here, not in the plan: nothing."""
+        return []
+
+    @property
     def kv(self) -> KVStore:
         if self._kv is None:
             raise EngineError("the runner has no KV pages yet", fix="call back_kv before the first step")
@@ -131,6 +138,29 @@ class Runner:
         """Allocates the pool anew, the null page included; what the old one held is gone."""
         self._kv = None
         self._kv = KVStore(self.layout, blocks, self.device, self.kv_dtype)
+
+    @property
+    def kv_scales(self) -> KVScales:
+        return self._decoder.kv_scales
+
+    def use_kv_scales(self, scales: KVScales) -> None:
+        """Of float8 pages; before the first step."""
+        self._decoder.kv_scales = scales
+
+    def calibrate_kv(self) -> None:
+        """Finds the scales of float8 pages, with other pages for a moment."""
+        trial = Calibration(self.spec, self.limits, self.layout)
+        layout = replace(self.layout, element_bytes=self.dtype.itemsize)
+        kept, store = self._kv, KVStore(layout, trial.blocks, self.device, self.dtype)
+        self._kv = store
+        try:
+            trial.run(self)
+            self.use_kv_scales(trial.scales(store.pages, self.kv_dtype, self._decoder.frequencies()))
+        finally:
+            self._kv = kept
+            self._buffers.known[:] = 0
+            del store
+            trim_memory()
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Done:
         """Computes the step before it returns: a CPU has nobody else to do the work meanwhile."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from holdfast.execution.batch import StepBatch
+from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.layers.mlp import Mlp, make_mlps
@@ -54,6 +55,8 @@ class Transformer:
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
         }
+        self.kv_scales = KVScales.ones(len(spec.layers))
+        """How pages hold keys and values: of float8 pages alone anything but as they are."""
         self._rotaries, self._rotary_of = rotaries(spec, device, weights, context or spec.max_position)
         shape = AttentionShape(
             heads=spec.heads,
@@ -106,7 +109,8 @@ class Transformer:
         for index, layer in enumerate(self.weights.layers[:-1] if cut else self.weights.layers[:layers]):
             if fused is not None:
                 group, place = self._places[index]
-                fused.run(index, place, batch.token_rows[group], batch.attention_plans[group])
+                scales, center = self.kv_scales.of(index), self.kv_scales.center(index)
+                fused.run(index, place, batch.token_rows[group], batch.attention_plans[group], scales, center)
             else:
                 self._attend(index, step, batch, kv)
                 self._add_attended(layer, step.attended, step.stream, step)
@@ -118,6 +122,10 @@ class Transformer:
             self._finish(sampling, step, batch, kv)
         self._place(None)
         return self._norm(self.weights.final_norm, sampling, torch.empty_like(sampling))
+
+    def frequencies(self) -> list[torch.Tensor]:
+        """Radians that a position turns each pair of dimensions by, of every layer."""
+        return [self._rotaries[kind].frequencies for kind in self._rotary_of]
 
     def states(self, tokens: torch.Tensor) -> torch.Tensor:
         """Normed hidden states of these tokens of the step that ran last, by their place in its batch."""
@@ -198,11 +206,20 @@ class Transformer:
             epsilon = self.spec.norm_eps
             self.ops.norm_in_place(heads.query if apart else heads.query_rows, layer.query_norm, epsilon)
             self.ops.norm_in_place(heads.key if apart else heads.key_rows, layer.key_norm, epsilon)
+        key_scale, value_scale = self.kv_scales.of(index)
+        if key_scale != 1.0:  # Turning and attending are linear: scaled before, and scaled back behind.
+            heads.query_rows.mul_(key_scale)
+            heads.key_rows.mul_(1.0 / key_scale)
+        if value_scale != 1.0:
+            heads.value_rows.mul_(1.0 / value_scale)
         cos, sin = step.angles[self._rotary_of[index]]
-        self.ops.rotate_and_store(heads, cos, sin, kv, place, batch.token_rows[group])
+        rows, center = batch.token_rows[group], self.kv_scales.center(index)
+        self.ops.rotate_and_store(heads, cos, sin, kv, place, rows, center)
         if len(batch.sampling_tokens) or len(batch.scored_tokens) or layer is not self.weights.layers[-1]:
             plan = batch.attention_plans[group]
             self.attention.run(heads.query, heads.key, heads.value, kv, place, plan, step.attended_heads)
+            if value_scale != 1.0:
+                step.attended.mul_(value_scale)
 
     def _finish(self, sampling: torch.Tensor, step: StepBuffers, batch: StepBatch, kv: KVStore) -> None:
         """The last layer: all tokens leave their keys and values, the rest is added to the sampling rows alone."""

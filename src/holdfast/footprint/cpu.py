@@ -18,23 +18,25 @@ The sizes of the buffers that execution allocates are declared here, and nowhere
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.footprint import experts
 from holdfast.footprint.experts import mlp_width
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.layouts import BLOCK_COLUMNS, memory_layout
+from holdfast.footprint.layouts import BLOCK_COLUMNS, Quantize, memory_layout
+from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_ELEMENT_BYTES: Mapping[str, int] = {**ELEMENT_BYTES, "fp8": 1, "fp8_e5m2": 1}
+"""Keys and values may be kept in FP8 as well: fp8 is e4m3."""
 
 FRAMEWORK_BYTES = 172 * MIB
 """154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
@@ -126,35 +128,84 @@ class Limits:
 
 
 def weights_bytes(
-    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, expand: bool, compiled: bool = False
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    *,
+    dtype: str,
+    expand: bool,
+    compiled: bool = False,
+    quantize: Quantize | None = None,
 ) -> int:
-    """`stored` by canonical name; None for dummy weights. `compiled`: products come from compiled kernels."""
-    return _weights_bytes(Same(spec), Same(stored), dtype, expand, compiled)
+    """`stored` by canonical name; None for dummy weights. `compiled`: products come from compiled kernels. `quantize`:
+    plain matrices of linear layers become this while they are loaded."""
+    return _weights_bytes(Same(spec), Same(stored), dtype, expand, compiled, quantize)
 
 
 Stored = Mapping[str, StoredTensor] | None
 
 
 @lru_cache(maxsize=64)
-def _weights_bytes(model: Same[ModelSpec], files: Same[Stored], dtype: str, expand: bool, compiled: bool) -> int:
-    total = 0
-    for tensor, kept, layout in _held(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled):
-        if layout in ELEMENT_BYTES or kept is None:
-            total += prod(tensor.shape) * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
+def _weights_bytes(
+    model: Same[ModelSpec], files: Same[Stored], dtype: str, expand: bool, compiled: bool, quantize: Quantize | None
+) -> int:
+    total, fused = 0, defaultdict[str, list[tuple[TensorSpec, ScaledLayout]]](list)
+    held = _held(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled, quantize=quantize)
+    for tensor, kept, layout in held:
+        if isinstance(layout, ScaledLayout):
+            total += layout.bytes_for(*_rows_and_columns(tensor))
+            if (joined := _joined(tensor)) is not None:
+                fused[joined].append((tensor, layout))
+        elif layout in ELEMENT_BYTES or kept is None:
+            total += tensor.elements * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
         else:
             total += kept.nbytes
-    return total
+    # Matrices that are multiplied as one share one scale of their inputs.
+    return total - sum(_shared_bytes(parts) for parts in fused.values())
+
+
+def _rows_and_columns(tensor: TensorSpec) -> tuple[int, int]:
+    *stacked, rows, columns = tensor.shape
+    return rows * (stacked[0] if stacked else 1), columns
+
+
+def _joined(tensor: TensorSpec) -> str | None:
+    """What a matrix and those it is fused with have in common."""
+    where, _, part = tensor.name.rpartition(".")
+    return next((f"{where}.{names[0]}" for names in FUSED if part in names), None)
+
+
+def _shared_bytes(parts: list[tuple[TensorSpec, ScaledLayout]]) -> int:
+    layout = parts[0][1]
+    alike = all(other == layout for _, other in parts) and layout.stacks([tensor.shape[-2] for tensor, _ in parts])
+    return (len(parts) - 1) * layout.shared_bytes if alike else 0
 
 
 def _held(
-    spec: ModelSpec, stored: Stored, *, dtype: str, expand: bool, compiled: bool
-) -> Iterator[tuple[TensorSpec, StoredTensor | None, str]]:
+    spec: ModelSpec,
+    stored: Stored,
+    *,
+    dtype: str,
+    expand: bool,
+    compiled: bool,
+    quantize: Quantize | None = None,
+) -> Iterator[tuple[TensorSpec, StoredTensor | None, str | ScaledLayout]]:
     """Every tensor that there is, as it is stored and as it lies in memory."""
     for tensor in spec.tensors:
         kept = None if stored is None else stored.get(tensor.name)
         if kept is not None or (stored is None and not tensor.optional):
-            as_stored = None if kept is None else kept.layout
-            yield tensor, kept, memory_layout(tensor, as_stored, dtype=dtype, expand=expand, compiled=compiled)
+            yield (
+                tensor,
+                kept,
+                memory_layout(
+                    tensor,
+                    kept,
+                    dtype=dtype,
+                    expand=expand,
+                    compiled=compiled,
+                    quantization=spec.quantization,
+                    quantize=quantize,
+                ),
+            )
 
 
 def kept_dtype(
@@ -162,7 +213,7 @@ def kept_dtype(
 ) -> str:
     """What plain matrices lie in memory as: `dtype`, or the half precision of their file."""
     for _, kept, layout in _held(spec, stored, dtype=dtype, expand=expand, compiled=compiled):
-        if kept is not None and kept.layout in PLAIN and layout in PLAIN:
+        if kept is not None and kept.layout in PLAIN and isinstance(layout, str) and layout in PLAIN:
             return PLAIN[layout]
     return dtype
 
@@ -180,7 +231,7 @@ def expands(
     """Whether quantized weights are expanded when nobody says, and why. `fast_blocks`: products with blocks as they
     are stored are the faster ones here."""
     sizes = weight_sizes(spec, stored, dtype)
-    if fast_blocks:
+    if fast_blocks and spec.quantization is None:
         return False, f"compiled products read blocks as they are: fewer bytes, and faster: {sizes}"
     if weights_bytes(spec, stored, dtype=dtype, expand=True) <= EXPAND_SHARE * budget_bytes:
         return True, f"faster, and there is room to spare: {sizes}"
@@ -195,7 +246,7 @@ def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:
         layers_per_page=places,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
-        element_bytes=ELEMENT_BYTES[kv_dtype],
+        element_bytes=KV_ELEMENT_BYTES[kv_dtype],
     )
 
 

@@ -27,10 +27,15 @@ SKINNY_ROWS = 2
 """Up to so many rows, products with a dense matrix come from a kernel of our own: with more, cuBLAS was faster."""
 LARGE_BYTES = 16 * MIB
 """From this size on cuBLAS is the faster one with two rows already (H200)."""
-SKINNY_BLOCK_ROWS = 16
-"""Up to so many, products with quantized blocks: for cuBLAS they would have to be expanded first."""
-EXPANDED_BYTES = 64 * MIB
-"""Of the tile that quantized matrices are expanded to, for products with many rows."""
+SKINNY_BLOCK_ROWS = 64
+"""Up to so many, products with quantized matrices: for cuBLAS they would have to be expanded first."""
+EXPANDED_BYTES = 32 * MIB
+"""Of the tile that quantized matrices are expanded to, for products with many rows: what stays in the second level
+cache. Products with fewer rows use the same memory."""
+SUMS_BYTES = 16 * MIB
+"""Of that, sums of products whose columns are split among programs."""
+SPLIT_COUNTERS = 4096
+"""Tiles of outputs that such a product may have."""
 CUBLAS_BYTES = 64 * MIB
 """torch gives cuBLAS 32 MiB on Hopper for each stream that multiplies: the engine's, and that of captures."""
 LOGPROB_ROWS = 16
@@ -46,6 +51,8 @@ PROCESSORS = 132
 """Multiprocessors that decode is cut for; another number costs speed, not correctness."""
 PROGRAMS_PER_PROCESSOR = 8
 """Enough that the last wave is a small share of all."""
+CODES_PROGRAMS_PER_PROCESSOR = 4
+"""The same over FP8 pages, where rows alone do not fill the device."""
 MOST_SPLITS = 64
 
 
@@ -75,8 +82,11 @@ def whole_lines(words: int) -> int:
     return -(-words // LINE_WORDS) * LINE_WORDS
 
 
-def decode_splits(rows: int, kv_heads: int) -> int:
-    """Into how many parts each row's keys are cut at most, by the padded number of rows alone."""
+def decode_splits(rows: int, kv_heads: int, *, codes: bool = False) -> int:
+    """Into how many parts each row's keys are cut at most, by the padded number of rows alone. `codes`: of pages in
+    FP8, of which a program reads as many keys in half the time."""
+    if codes and rows * kv_heads < PROCESSORS:
+        return min(MOST_SPLITS, PROCESSORS * CODES_PROGRAMS_PER_PROCESSOR // (rows * kv_heads))
     return min(MOST_SPLITS, -(-PROCESSORS * PROGRAMS_PER_PROCESSOR // (rows * kv_heads)))
 
 
@@ -100,9 +110,9 @@ def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized:
     angles = sum(rope.dim for rope in {spec.rope_of(layer) for layer in spec.layers} if rope is not None)
     buffers = tokens * (columns * size + angles * 4) + 2 * rows * spec.hidden_size * size
     attention = decode_workspace_bytes(rows, spec.heads, spec.kv_heads, spec.head_dim)
-    experts = gpu_bytes(spec, tokens, size, quantized=quantized)
+    experts = gpu_bytes(spec, tokens, size)
     inputs = workspace_bytes(tokens, max(spec.hidden_size, query, mlp_width(spec)), spec.hidden_size, size)
-    shared = (EXPANDED_BYTES if quantized else 0) + (inputs if rounded else 0)
+    shared = (EXPANDED_BYTES + SPLIT_COUNTERS * 4 if quantized else 0) + (inputs if rounded else 0)
     return buffers + attention + experts + CUBLAS_BYTES + shared
 
 
@@ -133,8 +143,8 @@ def decode_packet_words(rows: int) -> int:
 
 def mixed_packet_words(rows: int, tokens: int) -> int:
     """A token's slot and position, its place if it is scored, and two of each tile, of which there are no more than
-    tokens; nine of each row."""
-    return 5 * whole_lines(tokens) + 9 * whole_lines(rows)
+    tokens; ten of each row."""
+    return 5 * whole_lines(tokens) + 10 * whole_lines(rows)
 
 
 def buffers_bytes(layout: KVLayout, limits: Limits) -> int:

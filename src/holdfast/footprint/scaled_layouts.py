@@ -8,7 +8,7 @@ kernels reads them all. Declared here once, counted by the planner, allocated by
     codes    int4, nf4, mxfp4   uint8 [rows, columns / 32, 16]: elements i and i + 16 of 32 in the halves of a byte
              int8, fp8          int8 or float8_e4m3fn [rows, columns]
     scales   [rows / group_rows, columns / group]
-    zeros    uint8, as many as scales: int4's codes are 0 to 15 and less this; without zeros, less 8
+    zeros    as many as scales. int4: uint8, codes are 0 to 15 and less this; without zeros, less 8. int8: int8
     order    int32 [columns]: which input each column takes (GPTQ's act-order puts columns of a group side by side)
     inputs   float32 [1]: what inputs are divided by before they are rounded, where the checkpoint has it
 
@@ -17,6 +17,7 @@ GGUF's blocks have layouts of their own (`layouts.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -57,6 +58,8 @@ class ScaledLayout:
     inputs: Inputs = "plain"
     """What inputs are rounded to before they are multiplied, each row with a scale of its own unless one is stored."""
     static_inputs: bool = False
+    input_group: int = 0
+    """Columns of an input that share a scale: 128 with square blocks of FP8; 0: all of a row."""
 
     @property
     def four_bits(self) -> bool:
@@ -71,12 +74,22 @@ class ScaledLayout:
             Plane("scales", scales, self.scales),
         ]
         if self.zeros:
-            found.append(Plane("zeros", scales, "uint8"))
+            found.append(Plane("zeros", scales, "int8" if self.codes == "int8" else "uint8"))
         if self.ordered:
             found.append(Plane("order", (columns,), "int32"))
         if self.static_inputs:
             found.append(Plane("inputs", (1,), "float32"))
         return tuple(found)
+
+    def stacks(self, rows: Sequence[int]) -> bool:
+        """Whether matrices of so many rows, all in this layout, can be one: not where each takes its inputs in an order
+        of its own, nor where a square block would reach over two."""
+        return not self.ordered and all(count % self.group_rows == 0 for count in rows[:-1])
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of what a stack has once, and not for each of its matrices."""
+        return _TYPE_BYTES["float32"] if self.static_inputs else 0
 
     def bytes_for(self, rows: int, columns: int) -> int:
         return sum(plane.nbytes for plane in self.planes(rows, columns))

@@ -6,16 +6,22 @@ Knows methods, bits and exceptions; not how bytes lie on disk or in memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from holdfast.models.fields import MAX_WIDTH, Fields
 from holdfast.models.unquantized_modules import Exceptions, UntamedPattern
+from holdfast.units import shorten
 
 Method = Literal["awq", "gptq", "fp8", "int8", "int4", "bitsandbytes", "mxfp4"]
 Granularity = Literal["tensor", "channel", "group", "block"]
+Inputs = Literal["plain", "fp8", "int8"]
 _METHODS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
-_MAX_PATTERNS = 65536
+INSTEAD = "use this model in AWQ, GPTQ, FP8, compressed-tensors W4A16 or W8A8, bitsandbytes NF4, or as a GGUF file"
+"""Of what this engine cannot read."""
+_FORMS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
+"""Of compressed-tensors: how it may be stored; mixed-precision says it of each group."""
+_MAX_PATTERNS, _MAX_GROUPS = 65536, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +35,17 @@ class QuantSpec:
     group_size: int = 0
     block: tuple[int, int] = (0, 0)
     symmetric: bool = True
-    """False: zero points are stored beside the scales."""
+    """False: zero points are stored beside the scales, and are not all the same."""
+    zeros_less_one: bool = False
+    """GPTQ's first format: the zero points are stored less one."""
     activation_order: bool = False
-    """GPTQ's act-order: a group index for every input is stored."""
+    """GPTQ's act-order: a group index for every input is stored, and groups are not runs of inputs."""
+    packed: bool = False
+    """int8: four codes lie in a word, as int4's eight do."""
+    inputs: Inputs = "plain"
+    """What a product's inputs are rounded to, by the definition of the format."""
+    input_group: int = 0
+    """Columns of an input that share a scale; 0: all of a row, or one is stored."""
     static_activations: bool = False
     """A scale for the activations is stored with every matrix."""
     double_quantization: bool = False
@@ -39,19 +53,35 @@ class QuantSpec:
     not_converted: tuple[str, ...] = ()
     """Modules that stay as they are: names, parts of names, or patterns that begin with re: or hold a *."""
     head_converted: bool = False
+    targets: tuple[str, ...] | None = None
+    """Modules that this takes: names or patterns, as above; None: all linear layers that nothing else takes."""
+    others: tuple[QuantSpec, ...] = ()
+    """Other ways in which modules of the same checkpoint are quantized; those with targets come first."""
+    lacking: tuple[str, ...] = ()
+    """What of it this engine cannot read, in words; planning needs none of that."""
     reach_field: str = field(default="group_size", compare=False)
     """What the config calls that which says how far a scale reaches; empty: it is not the same for all matrices."""
     _exceptions: Exceptions = field(init=False, repr=False, compare=False)
+    _takes: Exceptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_exceptions", Exceptions.read(self.not_converted))
+        object.__setattr__(self, "_takes", Exceptions.read(self.targets or ()))
 
     def converts(self, hf_name: str) -> bool:
         """Whether the linear layer of this tensor's name is quantized."""
+        return self.scheme_of(hf_name) is not None
+
+    def scheme_of(self, hf_name: str) -> QuantSpec | None:
+        """How the linear layer of this tensor's name is quantized; None: it is left alone."""
         module = hf_name.rpartition(".")[0] if hf_name.endswith((".weight", ".bias")) else hf_name
         if hf_name.startswith(("lm_head.", "output.")) and not self.head_converted:
-            return False
-        return not self._exceptions.hold(module)
+            return None
+        if self._exceptions.hold(module):
+            return None
+        schemes = (self, *self.others)
+        named = (scheme for scheme in schemes if scheme.targets is not None and scheme._takes.hold(module))
+        return next(named, next((scheme for scheme in schemes if scheme.targets is None), None))
 
 
 def quantization_from_config(config: Fields) -> QuantSpec | None:
@@ -73,50 +103,116 @@ def quantization_from_config(config: Fields) -> QuantSpec | None:
         return _bitsandbytes(table)
     if method == "mxfp4":
         return QuantSpec(method="mxfp4", bits=4, group_size=32, not_converted=_modules(table, "modules_to_not_convert"))
-    raise config.wrong("quantization_config", "a quant_method of " + ", ".join(_METHODS), method)
+    unknown = config.wrong("quantization_config", "a quant_method of " + ", ".join(_METHODS), method)
+    unknown.fix = INSTEAD
+    raise unknown
 
 
 def _awq(table: Fields) -> QuantSpec:
     bits_name = "bits" if table.has("bits") or not table.has("w_bit") else "w_bit"
     group_name = "group_size" if table.has("group_size") or not table.has("q_group_size") else "q_group_size"
+    version = table.text("version", default="gemm").lower()
+    group = table.integer(group_name, low=-1, high=MAX_WIDTH, default=128)
+    if group == 0:
+        raise table.wrong(group_name, "a whole number from 1, or -1 for whole rows", group)
     return QuantSpec(
         method="awq",
         bits=_bits(table, bits_name, (4,)),
-        group_size=table.integer(group_name, low=1, high=MAX_WIDTH, default=128),
+        granularity="group" if group > 0 else "channel",
+        group_size=max(group, 0),
         symmetric=not table.boolean("zero_point", default=True),
         not_converted=_modules(table, "modules_to_not_convert"),
+        lacking=() if version == "gemm" else (f"AWQ in the {shorten(version)} layout",),
         reach_field=group_name,
     )
 
 
 def _gptq(table: Fields) -> QuantSpec:
-    group = table.integer("group_size", low=-1, high=MAX_WIDTH, default=128)
-    return QuantSpec(
+    stored_as = table.text("checkpoint_format", default=table.text("format", default="gptq"))
+    packed_for_marlin = table.boolean("is_marlin_format", default=False)
+    found = QuantSpec(
         method="gptq",
-        bits=_bits(table, "bits", (2, 3, 4, 8)),
-        granularity="group" if group > 0 else "channel",
-        group_size=max(group, 0),
-        # The format stores zero points even where they all mean the same.
-        symmetric=False,
-        activation_order=table.boolean("desc_act", default=False),
+        bits=4,
+        zeros_less_one=stored_as != "gptq_v2",
         head_converted=table.boolean("lm_head", default=False),
         not_converted=_modules(table, "modules_to_not_convert"),
-        # Modules may have groups of their own.
-        reach_field="" if table.has("dynamic") else "group_size",
+    )
+    if stored_as not in ("gptq", "gptq_v2") or packed_for_marlin:
+        layout = "marlin" if packed_for_marlin else stored_as
+        found = replace(found, lacking=(f"GPTQ in the {shorten(layout)} layout",))
+    found = _gptq_scheme(table, found)
+    rules = table.table("dynamic")
+    return found if rules is None else _dynamic(table, rules, found)
+
+
+def _gptq_scheme(table: Fields, base: QuantSpec) -> QuantSpec:
+    """`base` with what the table says of bits and groups; what it does not say stays."""
+    bits = _bits(table, "bits", (2, 3, 4, 8)) if table.has("bits") or base.group_size == 0 else base.bits
+    group = table.integer("group_size", low=-1, high=MAX_WIDTH, default=base.group_size or 128)
+    if group == 0:
+        raise table.wrong("group_size", "a whole number from 1, or -1 for whole rows", group)
+    ordered = table.boolean("desc_act", default=base.activation_order)
+    # With static groups, columns are quantized in another order but keep their groups.
+    ordered = ordered and group > 0 and not table.boolean("static_groups", default=False)
+    unread = (f"GPTQ of {bits} bits",) if bits in (2, 3) else ()
+    return replace(
+        base,
+        bits=bits,
+        granularity="group" if group > 0 else "channel",
+        group_size=max(group, 0),
+        # The format stores zero points in any case; without this word they may differ.
+        symmetric=table.boolean("sym", default=base.symmetric if base.group_size else False),
+        activation_order=ordered,
+        lacking=tuple(dict.fromkeys((*base.lacking, *unread))),
+    )
+
+
+def _dynamic(table: Fields, rules: Fields, base: QuantSpec) -> QuantSpec:
+    """Of GPTQModel: patterns of modules that are quantized in another way ("+:") or not at all ("-:")."""
+    skipped: list[str] = []
+    schemes: list[QuantSpec] = []
+    for written in rules.values:
+        pattern = "re:" + written.removeprefix("+:").removeprefix("-:")
+        _read_patterns(table, "dynamic", (pattern,))
+        if written.startswith("-:"):
+            skipped.append(pattern)
+            continue
+        told = rules.table(written)
+        if told is not None:
+            schemes.append(replace(_gptq_scheme(told, base), targets=(pattern,)))
+    _read_patterns(table, "dynamic", (*base.not_converted, *skipped))
+    unread = tuple(dict.fromkeys(word for scheme in (base, *schemes) for word in scheme.lacking))
+    return replace(
+        base,
+        not_converted=(*base.not_converted, *skipped),
+        others=tuple(schemes),
+        lacking=unread,
+        reach_field="" if schemes else base.reach_field,
     )
 
 
 def _fp8(table: Fields, method: str) -> QuantSpec:
     skipped = _modules(table, "modules_to_not_convert") + _modules(table, "ignored_layers")
     if method == "fbgemm_fp8":
-        return QuantSpec(method="fp8", bits=8, granularity="channel", not_converted=skipped, reach_field="quant_method")
-    block = _block(table, "weight_block_size")
+        return QuantSpec(
+            method="fp8",
+            bits=8,
+            granularity="channel",
+            inputs="fp8",
+            not_converted=skipped,
+            reach_field="quant_method",
+        )
+    block, scheme = _block(table, "weight_block_size"), table.text("activation_scheme", default="dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise table.wrong("activation_scheme", "dynamic or static", scheme)
     return QuantSpec(
         method="fp8",
         bits=8,
         granularity="tensor" if block == (0, 0) else "block",
         block=block,
-        static_activations=table.text("activation_scheme", default="dynamic") == "static",
+        inputs="fp8",
+        input_group=block[1] if scheme == "dynamic" else 0,
+        static_activations=scheme == "static",
         not_converted=skipped,
         reach_field="weight_block_size",
     )
@@ -126,34 +222,85 @@ def _compressed(table: Fields) -> QuantSpec:
     groups = table.table("config_groups")
     if groups is None or not groups.values:
         raise table.wrong("config_groups", "at least one group", "nothing")
-    if len(groups.values) > 1:
-        raise table.wrong("config_groups", "one group (several at once are not known)", f"{len(groups.values)} groups")
-    group = groups.table(next(iter(groups.values)))
+    if len(groups.values) > _MAX_GROUPS:
+        raise table.wrong("config_groups", f"at most {_MAX_GROUPS} groups", f"{len(groups.values)} groups")
+    schemes = [_compressed_group(table, groups, name) for name in groups.values]
+    first, *others = schemes
+    unread = [word for scheme in schemes for word in scheme.lacking]
+    sparsity = table.table("sparsity_config")
+    if sparsity is not None and sparsity.text("format", default="dense") != "dense":
+        unread.append(f"sparse weights ({shorten(sparsity.text('format'))})")
+    if table.table("transform_config") is not None:
+        unread.append("rotated weights (transform_config)")
+    return replace(
+        first,
+        not_converted=_modules(table, "ignore"),
+        others=tuple(others),
+        lacking=tuple(dict.fromkeys(unread)),
+        reach_field="" if others else first.reach_field,
+    )
+
+
+def _compressed_group(table: Fields, groups: Fields, name: str) -> QuantSpec:
+    group = groups.table(name)
     weights = None if group is None else group.table("weights")
     if group is None or weights is None:
         raise table.wrong("config_groups", "a group with weights", groups.values)
     bits, kind = _bits(weights, "num_bits", (4, 8)), weights.text("type", default="int")
     if kind not in ("int", "float") or (kind == "float" and bits != 8):
-        raise weights.wrong("type", "int, or float with 8 bits", kind)
+        unread = weights.wrong("type", "int, or float with 8 bits", f"{kind} with {bits} bits, such as NVFP4 or MXFP4")
+        unread.fix = INSTEAD
+        raise unread
     strategy = weights.text("strategy", default="group" if weights.has("group_size") else "tensor")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise weights.wrong("strategy", "tensor, channel, group or block", strategy)
     if bits == 4 and strategy not in ("channel", "group"):
         raise weights.wrong("strategy", "channel or group with 4 bits", strategy)
     inputs = group.table("input_activations")
-    return QuantSpec(
+    found = QuantSpec(
         method="fp8" if kind == "float" else "int8" if bits == 8 else "int4",
         bits=bits,
         granularity=strategy,  # type: ignore[arg-type]
         group_size=weights.integer("group_size", low=1, high=MAX_WIDTH) if strategy == "group" else 0,
         block=_block(weights, "block_structure") if strategy == "block" else (0, 0),
         symmetric=weights.boolean("symmetric", default=True),
-        activation_order=weights.text("actorder", default="") == "group",
-        static_activations=inputs is not None and not inputs.boolean("dynamic", default=False),
-        not_converted=_modules(table, "ignore"),
+        activation_order=strategy == "group" and weights.values.get("actorder") in ("group", "dynamic", True),
         head_converted=True,
+        targets=_targets(group),
         reach_field={"group": "group_size", "block": "block_structure"}.get(strategy, "strategy"),
     )
+    form = group.text("format", default=table.text("format", default=""))
+    if found.method == "int8":
+        found = replace(found, packed=form == "pack-quantized" or (not form and inputs is None))
+    if form and form not in _FORMS:
+        found = replace(found, lacking=(f"compressed-tensors in the format {shorten(form)}",))
+    return found if inputs is None else _with_inputs(inputs, found)
+
+
+def _with_inputs(inputs: Fields, found: QuantSpec) -> QuantSpec:
+    """Inputs are rounded to what the weights are, or the product is another one than this engine has."""
+    bits, kind = inputs.integer("num_bits", high=64, default=8), inputs.text("type", default="int")
+    dynamic = inputs.values.get("dynamic", False)
+    symmetric = inputs.boolean("symmetric", default=True)
+    alike = bits == 8 and {"int": "int8", "float": "fp8"}.get(kind) == found.method
+    if not alike or not symmetric or dynamic not in (True, False):
+        said = f"{kind}{bits}{'' if symmetric else ' with zero points'}"
+        unread = f"inputs rounded to {shorten(said)} for weights in {found.method}"
+        return replace(found, static_activations=dynamic is False, lacking=(*found.lacking, unread))
+    strategy = inputs.text("strategy", default="tensor")
+    group = inputs.integer("group_size", high=MAX_WIDTH) if strategy == "group" else 0
+    return replace(
+        found,
+        inputs="fp8" if kind == "float" else "int8",
+        input_group=group,
+        static_activations=not dynamic,
+    )
+
+
+def _targets(group: Fields) -> tuple[str, ...] | None:
+    """None: of the class of all linear layers."""
+    named = _modules(group, "targets")
+    return None if not named or "Linear" in named else named
 
 
 def _bitsandbytes(table: Fields) -> QuantSpec:
@@ -163,12 +310,14 @@ def _bitsandbytes(table: Fields) -> QuantSpec:
     skipped = _modules(table, "llm_int8_skip_modules")
     if eight:
         return QuantSpec(method="bitsandbytes", bits=8, granularity="channel", not_converted=skipped)
+    kind = table.text("bnb_4bit_quant_type", default="nf4")
     return QuantSpec(
         method="bitsandbytes",
         bits=4,
         group_size=64,
         double_quantization=table.boolean("bnb_4bit_use_double_quant", default=False),
         not_converted=skipped,
+        lacking=() if kind == "nf4" else (f"{shorten(kind).upper()} of bitsandbytes",),
     )
 
 
@@ -199,9 +348,13 @@ def _modules(table: Fields, name: str) -> tuple[str, ...]:
         raise table.wrong(name, "a list of module names", value)
     if any(not isinstance(pattern, str) or len(pattern) > 1024 for pattern in value):
         raise table.wrong(name, "a list of module names", value)
+    _read_patterns(table, name, tuple(value))
+    return tuple(value)
+
+
+def _read_patterns(table: Fields, name: str, written: tuple[str, ...]) -> None:
     try:
-        Exceptions.read(value)
+        Exceptions.read(written)
     except UntamedPattern as error:
         needed = "patterns that can be read, few of them with repeats, and no repeat of a group"
-        raise table.wrong(name, needed, f"{error} among {len(value)} entries") from error
-    return tuple(value)
+        raise table.wrong(name, needed, f"{error} among {len(written)} entries") from error

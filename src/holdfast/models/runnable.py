@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
 from holdfast.models.fields import Fields
+from holdfast.models.quantization import INSTEAD
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 
 RUNNABLE_ARCHITECTURES = frozenset(
@@ -81,7 +82,7 @@ def _settings(spec: ModelSpec, fields: Fields) -> Iterator[str]:
     elif spec.rope.dim == 0 or spec.rope.dim % 2:
         yield f"{fields.key('partial_rotary_factor')}: {spec.rope.dim} dimensions rotate, but they must rotate in pairs"
     if spec.quantization is not None:
-        yield f"quantization_config: {spec.quantization.method} weights"
+        yield from (f"quantization_config: {what}" for what in spec.quantization.lacking)
     if any(tensor.part == "vision" for tensor in spec.tensors):
         yield "images"
 
@@ -131,5 +132,5 @@ def _feature(spec: ModelSpec, found: str) -> ModelError:
         needed=f"a model of the {spec.family} family without that",
         found=found,
         field=spec.unsupported[0].partition(":")[0],
-        fix="use another variant of this model, such as bf16 weights or a GGUF file" if spec.quantization else None,
+        fix=INSTEAD if spec.quantization is not None and spec.quantization.lacking else None,
     )

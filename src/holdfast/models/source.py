@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from holdfast.models.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields
+from holdfast.models.kv_scheme import kv_cache_fp8
 from holdfast.models.quantization import QuantSpec, quantization_from_config
 from holdfast.models.rope import longest_context, no_rope, rope_from_config, rope_from_gguf
 from holdfast.models.spec import Activation, DecoderSpec, EncoderSpec, LayerSpec, ModelSpec, RopeSpec, TensorSpec
@@ -346,6 +347,7 @@ def build_spec(
         decoder=decoder or DecoderSpec(),
         tensors=tuple(tensors),
         quantization=None if source.gguf else _quantization(source),
+        kv_cache_fp8=not source.gguf and (kv_cache_fp8(source.fields) or kv_cache_fp8(source.outer)),
         features=tuple(features),
         not_counted=tuple(not_counted),
         encoder=encoder,

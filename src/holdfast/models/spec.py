@@ -252,6 +252,8 @@ class ModelSpec:
     decoder: DecoderSpec = DecoderSpec()
     tensors: tuple[TensorSpec, ...] = field(repr=False, default=())
     quantization: QuantSpec | None = None
+    kv_cache_fp8: bool = False
+    """The checkpoint was made for keys and values in FP8 (e4m3)."""
     features: tuple[str, ...] = ()
     """What the family needs beyond what `decoder` and `layers` can say, in words."""
     unsupported: tuple[str, ...] = ()

@@ -104,7 +104,7 @@ def ready_lines(info: EngineInfo, served_names: Sequence[str] = ()) -> list[str]
         f"{info.max_num_batched_tokens:,} tokens per step",
         f"# KV blocks: {info.blocks:,} of {info.block_size} tokens, dtype {info.kv_dtype}, "
         f"prefix caching {'on' if info.prefix_caching else 'off'}",
-        f"KV cache size: {info.kv_tokens:,} tokens",
+        f"KV cache size: {info.kv_tokens:,} tokens{_in_fewer_bits(info)}",
         f"Maximum concurrency for {info.max_model_len:,} tokens per request: {concurrency:.2f}x",
         *[f"Decision: {line}" for line in info.decisions if line.startswith(SAMPLING)],
     ]
@@ -118,6 +118,11 @@ def detail_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
         f"Attention backend: {info.attention_backend}",
         *[f"Decision: {line}" for line in others],
     ]
+
+
+def _in_fewer_bits(info: EngineInfo) -> str:
+    times = {"float32": "four times", "float16": "twice", "bfloat16": "twice"}.get(info.dtype)
+    return f", in {info.kv_dtype}: {times} {info.dtype}'s" if info.kv_dtype.startswith("fp8") and times else ""
 
 
 def _count(parameters: int) -> str:

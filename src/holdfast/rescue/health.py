@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 
 from holdfast.doctor.command.parse import ServerCommand
+from holdfast.engine_profiles.profile import profile
 
-PORTS = {"vllm": 8000, "holdfast": 8000, "llama.cpp": 8080, "sglang": 30000, "tgi": 3000}
 LOADING_EVERY_S, SERVING_EVERY_S = 0.25, 5.0
 """Often at first: one that answers and dies soon after had begun to serve."""
 TIMEOUT_S = 5.0
@@ -33,14 +33,17 @@ class Address:
 
 def address_of(command: ServerCommand | None) -> Address | None:
     """Where its command says that it will listen; None: that is not known, or no port of this machine."""
-    if command is None or command.engine not in PORTS or command.value("uds") is not None:
+    if command is None or command.value("uds") is not None:
+        return None
+    usual = profile(command.engine).defaults.get("port")
+    if usual is None:
         return None
     if command.words[0].rsplit("/", 1)[-1] in ("docker", "podman", "nerdctl"):
         return None
     port, host = command.value("port"), command.value("host") or "127.0.0.1"
     if port is not None and not port.isdecimal():
         return None
-    number = PORTS[command.engine] if port is None else int(port)
+    number = int(usual) if port is None else int(port)
     secure = any(command.has(flag) for flag in ("ssl-certfile", "ssl-cert-file"))
     return Address("127.0.0.1" if host in _ANYWHERE else host, number, secure) if number else None
 

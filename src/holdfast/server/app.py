@@ -45,7 +45,7 @@ from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import read_chat, read_completion
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool
-from holdfast.server.response.handler import Generation
+from holdfast.server.response.generation import Generation
 from holdfast.server.response.json_handler import Exchange
 from holdfast.server.response.serialize import chat_shape, completion_shape
 from holdfast.server.settings import ServerSettings

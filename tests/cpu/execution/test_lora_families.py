@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantized_files
 import torch
 from lora_adapters import LAYER_MODULES, merge, write_adapter
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_gguf import write_tiny_gguf
 
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
@@ -41,10 +42,17 @@ FAMILIES: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
 
 
 def answers(
-    spec: ModelSpec, checkpoint: Checkpoint, adapters: list[AdapterRef | None], *, compiled: bool, count: int = 5
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    adapters: list[AdapterRef | None],
+    *,
+    compiled: bool,
+    count: int = 5,
+    expand: bool | None = None,
 ) -> list[list[int]]:
     """Greedy, the same prompt once with each, in one batch."""
-    weights = load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, expand=not compiled, compiled=compiled)
+    expand = not compiled if expand is None else expand
+    weights = load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, expand=expand, compiled=compiled)
     groups, places = form_groups([layer.window for layer in spec.layers])
     layout = KVLayout(
         groups=groups,
@@ -132,3 +140,28 @@ def test_quantized_blocks_stay_as_they_are(tmp_path: Path) -> None:
     found = answers(spec, open_checkpoint(files), [None, ref], compiled=True)
     assert found == answers(spec, open_checkpoint(files), [None, ref], compiled=False)
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_adapters_on_quantized_checkpoints(ordered: bool, oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """Beside codes and scales, fused or each matrix in an order of its own: as merged into the numbers they mean."""
+    oracle = oracles("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": ordered}
+    made = quantized_files.Format(config, quantized_files.gptq(ordered=ordered))
+    means = quantized_files.write_quantized(oracle.folder, tmp_path / "quantized", made)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    state = load_file(oracle.folder / "model.safetensors")
+    save_file(state | {name: torch.from_numpy(value) for name, value in means.items()}, plain / "model.safetensors")
+    (plain / "config.json").write_text((oracle.folder / "config.json").read_text())
+    adapter = write_adapter(tmp_path / "adapter", plain, seed=1)
+    files = locate(str(tmp_path / "quantized"))
+    spec = spec_of(files)
+    (ref,) = load(spec, adapter)
+    base, adapted = answers(spec, open_checkpoint(files), [None, ref], compiled=False, expand=False)
+    assert base != adapted
+    for folder, tokens in ((plain, base), (merge(tmp_path / "merged", plain, adapter), adapted)):
+        model = type(oracle.model).from_pretrained(folder, attn_implementation="eager").float().eval()
+        with torch.inference_mode():
+            logits = model(torch.tensor([PROMPT + tokens])).logits[0]
+        assert tokens == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()

@@ -1,5 +1,6 @@
 """Every test here needs the compiled kernels; on a machine that could not build them they are skipped, with why. Where
-there are several variants that this CPU can run, every test runs with each."""
+there are several variants that this CPU can run, every test runs with each; those of a file that says BEST_VARIANT
+run with the others only among the long ones."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from holdfast.execution.native import loading
 from holdfast.hardware import kernels
 
 
-@pytest.fixture(autouse=True, params=kernels.runnable_variants() or ["none"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    best, *others = kernels.runnable_variants() or ["none"]
+    rare = getattr(metafunc.module, "BEST_VARIANT", False)
+    marks = [pytest.mark.long] if rare else []
+    metafunc.parametrize("variant", [best, *(pytest.param(name, marks=marks) for name in others)], indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of the kernels in use."""
     if not native.available():

@@ -103,12 +103,16 @@ def check(
         part = slice(int(first), int(first) + count)
         wanted = exact(query[part], case.keys[row], case.values[row], end - count, window, dim**-0.5)
         # Scores reach 20 and values 8: a score off by a few units in its last place moves the output this much.
+        assert not bool(out[part].isnan().any())
         assert numpy.abs(out[part].numpy() - wanted).max() < 1e-5
     out.fill_(GUARD)
     assert bool((whole == GUARD).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, *FLOAT8])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 128), (9, 3, 20), (14, 2, 80), (5, 1, 4)])
 def test_single_tokens(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     check(
@@ -121,12 +125,26 @@ def test_single_tokens(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) 
     )
 
 
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_code_is_read(dtype: torch.dtype) -> None:
+    """A row that sees one key gives back its value."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    pages = torch.zeros((2, 1, 2, 1, 1, 256), dtype=dtype)
+    pages[1, 0, 1, 0, 0] = codes
+    rows = native.AttentionRows(numpy.ones((1, 1), numpy.int32), numpy.ones(1, numpy.int32), block_tokens=1)
+    out = torch.full((1, 1, 256), 7.0)
+    native.paged_attention(torch.ones(1, 1, 256), native.PoolPlace(pages, 0), rows, 1.0, out)
+    finite = codes.float().isfinite()
+    assert torch.equal(out[0, 0][finite], codes.float()[finite])
+    assert not bool(out[0, 0][~finite].isfinite().any())
+
+
 @pytest.mark.parametrize("window", [1, 5, 16, 100, 300])
 def test_single_tokens_under_a_window(window: int) -> None:
     check([1, 4, 5, 6, 99, 100, 101, 350, 600], [1] * 9, window=window, block=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *FLOAT8])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 128), (8, 1, 36)])
 def test_rows_of_many_tokens(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     check([40, 3, 130, 90, 70], [40, 2, 1, 37, 70], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)

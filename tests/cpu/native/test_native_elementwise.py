@@ -54,6 +54,47 @@ def test_the_exponential_is_good_to_the_last_bits() -> None:
     assert float(ends[0, 3]) == float("inf")
 
 
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+@pytest.mark.parametrize("dtype", list(LARGEST))
+def test_every_rounding_of_float8_is_that_of_torch(dtype: torch.dtype) -> None:
+    """All codes, the middle between any two, and the floats beside them; what is too large becomes the largest."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    finite = codes[codes.isfinite()].sort().values
+    exact = torch.cat((finite, (finite[1:] + finite[:-1]) / 2)).float()
+    infinity = torch.tensor(torch.inf)
+    odd = torch.tensor([0.0, -0.0, 1e-45, -1e-38, 464.0, 465.0, -480.0, 61440.0, -1e30, torch.inf, -torch.inf])
+    numbers = torch.cat((exact, exact.nextafter(infinity), exact.nextafter(-infinity), odd, torch.tensor([torch.nan])))
+    numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 4))
+    heads, still = numbers[None, None], torch.zeros(1, 0)
+    pool = torch.full((2, 1, len(numbers)), 0x55, dtype=torch.uint8).view(dtype)
+    place = torch.zeros(1, dtype=torch.int64)
+    native.rotate_and_store(heads.clone(), heads.clone(), heads, still, still, place, pool[0], pool[1])
+    wanted = numbers.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    numbered = ~numbers.isnan()
+    for found in (pool[0, 0], pool[1, 0]):
+        assert torch.equal(found.view(torch.uint8)[numbered], wanted.view(torch.uint8)[numbered])
+        assert bool(found[~numbered].isnan().all())
+
+
+def test_a_center_is_taken_off_turned_keys() -> None:
+    source = torch.Generator().manual_seed(3)
+    fused = torch.randn(5, 6, 16, generator=source)
+    query, key, value = fused[:, :2], fused[:, 2:4], fused[:, 4:]
+    angles, center = torch.rand(5, 8, generator=source), torch.randn(32, generator=source)
+    pools, places = torch.full((2, 2, 9, 32), torch.nan), torch.randperm(9, generator=source)[:5]
+    for pool, taken in zip(pools, (None, center), strict=True):
+        parts = query.clone(), key.clone(), value.clone()
+        native.rotate_and_store(*parts, angles.cos(), angles.sin(), places, pool[0], pool[1], center=taken)
+    assert torch.equal(pools[1, 0][places], pools[0, 0][places] - center)
+    assert torch.equal(pools[1, 1][places], pools[0, 1][places])
+    with pytest.raises(ValueError, match="center"):
+        native.rotate_and_store(
+            query, key, value, angles, angles, places, pools[0, 0], pools[0, 1], center=center.double()
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (20, 10), (64, 16)])
 @pytest.mark.parametrize("by_position", [False, True])

@@ -12,6 +12,9 @@ import torch
 
 from holdfast.execution import native
 
+BEST_VARIANT = True
+"""Others: see conftest.py."""
+
 
 def run_python(code: str, **environment: str) -> str:
     done = subprocess.run(

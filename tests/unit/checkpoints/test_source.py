@@ -157,8 +157,10 @@ def test_a_name_of_the_catalogue_is_not_advised_where_it_cannot_run() -> None:
     with pytest.raises(UnknownArchitectureError) as caught:
         locate("deepseek-v3")
     assert "cannot run it yet" in caught.value.message
-    with pytest.raises(CheckpointError, match="awq"):
-        locate("llama-3.1-8b-awq")
-    with pytest.raises(ModelNotFoundError) as runs:
-        locate("llama-3.1-8b")
-    assert "use the hub id: meta-llama/Llama-3.1-8B-Instruct" in str(runs.value.fix)
+    for name, repository in (
+        ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("llama-3.1-8b-awq", "hugging-quants/"),
+    ):
+        with pytest.raises(ModelNotFoundError) as runs:
+            locate(name)
+        assert f"use the hub id: {repository}" in str(runs.value.fix)

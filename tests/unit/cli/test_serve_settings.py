@@ -63,7 +63,7 @@ def test_two_models_are_one_too_many() -> None:
     ("words", "part"),
     [
         (["--swap-space", "4"], "recomputed"), (["--speculative-config", "{}"], "speculative"),
-        (["--trust-remote-code"], "never run"), (["--quantization", "awq"], "AWQ"),
+        (["--trust-remote-code"], "never run"), (["--quantization", "hqq"], "hqq is not supported"),
         (["--tool-call-parser", "x"], "tool"),
     ],
 )  # fmt: skip
@@ -73,14 +73,24 @@ def test_what_is_not_there_is_refused_with_the_reason(words: list[str], part: st
 
 
 def test_the_fix_is_the_command_that_works(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["serve", "a/b", "--attention-backend", "FLASH_ATTN", "--port=9", "-q", "awq", "--trust_remote_code"]
+    asked = [
+        "serve",
+        "a/b",
+        "--attention-backend",
+        "FLASH_ATTN",
+        "--port=9",
+        "-q",
+        "awq",
+        "--swap-space=4",
+        "--trust_remote_code",
+    ]
     assert main([*asked, "--api-key", "geheim"]) == 2
     said = capsys.readouterr().err
     assert "--attention-backend FLASH_ATTN is not supported: Holdfast uses its own kernels" in said
     fix = said.rpartition("fix:")[2].strip()
     assert fix == (
-        "leave out --attention-backend, --quantization, --trust-remote-code: "
-        'holdfast serve a/b --port=9 --api-key "${API_KEY:?}"'
+        "leave out --attention-backend, --swap-space, --trust-remote-code: "
+        'holdfast serve a/b --port=9 -q awq --api-key "${API_KEY:?}"'
     )
     engine, server = read(*shlex.split(fix.partition("holdfast serve ")[2]))
     assert (engine.model, server.port) == ("a/b", 9)

@@ -61,7 +61,11 @@ def test_lengths_as_vllm_spells_them(written: str, tokens: int | None) -> None:
     ("arguments", "part"),
     [
         ({"max_model_length": 3}, "did you mean max_model_len"),
-        ({"quantization": "awq"}, "AWQ"),
+        ({"quantization": "aqlm"}, "quantization aqlm is not supported"),
+        (
+            {"load_format": "bitsandbytes", "quantization": "awq"},
+            "load_format is bitsandbytes, but quantization is awq",
+        ),
         ({"trust_remote_code": True}, "never run"),
         ({"tensor_parallel_size": 2}, "one device"),
         ({"block_size": 0}, "whole number"),

@@ -25,6 +25,35 @@ def test_a_format_that_the_model_does_not_have_is_left_out(words: str, command: 
 
 
 @pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("Qwen/Qwen3-8B -q awq", "holdfast serve Qwen/Qwen3-8B -q int4"),
+        ("Qwen/Qwen3-8B --quantization=bitsandbytes", "holdfast serve Qwen/Qwen3-8B --quantization=int4"),
+        ("Qwen/Qwen3-8B-AWQ --quantization gptq_marlin", "holdfast serve Qwen/Qwen3-8B-AWQ"),
+        ("Qwen/Qwen3-8B-AWQ --quantization fp8", "holdfast serve Qwen/Qwen3-8B-AWQ"),
+        ("Qwen/Qwen3-8B-AWQ -q awq_marlin", None),
+        ("Qwen/Qwen3-8B-FP8 -q fp8", None),
+        ("Qwen/Qwen3-8B -q fp8", None),
+        ("Qwen/Qwen3-8B -q int4", None),
+    ],
+)
+def test_holdfast_checks_it_as_it_starts(words: str, command: str | None) -> None:
+    found = judge_command(f"holdfast serve {words} --max-model-len 4096", machine=CommandMachine(gpu="l4")).findings
+    assert [one.cause for one in found] == ([] if command is None else ["bad_flag"])
+    for one in found:
+        assert one.fix is not None
+        assert one.fix.command == f"{command} --max-model-len 4096"
+
+
+def test_what_does_not_fit_is_quantized_while_it_is_loaded() -> None:
+    command = "holdfast serve meta-llama/Meta-Llama-3-8B-Instruct --max-model-len 4096"
+    [finding] = judge_command(command, machine=CommandMachine(gpu="rtx3060")).findings
+    fixes = [one.command for one in (finding.fix, *finding.alternatives) if one is not None]
+    assert f"{command} --quantization fp8" in fixes
+    assert f"{command} --quantization int4" in fixes
+
+
+@pytest.mark.parametrize(
     ("reason", "cause", "fix"),
     [
         ("FP8: in vLLM since 0.6.6, and not in 0.6.3", "arch_unsupported", "pip install --upgrade 'vllm>=0.6.6'"),

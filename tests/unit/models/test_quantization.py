@@ -47,21 +47,28 @@ CASES: list[tuple[dict[str, Any], QuantSpec]] = [
     ),
     (
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
-        QuantSpec(method="gptq", bits=4, group_size=128, symmetric=False, activation_order=True),
+        QuantSpec(method="gptq", bits=4, group_size=128, zeros_less_one=True, activation_order=True),
     ),
     (
         {"quant_method": "gptq", "bits": 8, "group_size": -1},
-        QuantSpec(method="gptq", bits=8, granularity="channel", symmetric=False),
+        QuantSpec(method="gptq", bits=8, granularity="channel", symmetric=False, zeros_less_one=True),
     ),
     (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        QuantSpec(method="fp8", bits=8, granularity="block", block=(128, 128)),
+        QuantSpec(method="fp8", bits=8, granularity="block", block=(128, 128), inputs="fp8", input_group=128),
     ),
     (
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-        QuantSpec(method="fp8", bits=8, granularity="tensor", static_activations=True, not_converted=("lm_head",)),
+        QuantSpec(
+            method="fp8",
+            bits=8,
+            granularity="tensor",
+            inputs="fp8",
+            static_activations=True,
+            not_converted=("lm_head",),
+        ),
     ),
-    ({"quant_method": "fbgemm_fp8"}, QuantSpec(method="fp8", bits=8, granularity="channel")),
+    ({"quant_method": "fbgemm_fp8"}, QuantSpec(method="fp8", bits=8, granularity="channel", inputs="fp8")),
     (
         compressed(num_bits=8, type="float", strategy="channel", symmetric=True),
         QuantSpec(
@@ -78,6 +85,7 @@ CASES: list[tuple[dict[str, Any], QuantSpec]] = [
             method="int8",
             bits=8,
             granularity="channel",
+            packed=True,
             not_converted=("lm_head", "re:.*mlp.gate$"),
             head_converted=True,
         ),
@@ -154,9 +162,75 @@ def test_what_cannot_be_read_is_named(config: dict[str, Any], word: str) -> None
     assert word in str(caught.value)
 
 
-def test_the_engine_refuses_what_it_cannot_multiply() -> None:
-    with pytest.raises(CheckpointError, match="awq"):
-        from_config({**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}})
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.v_proj": {"bits": 2}}}, "GPTQ of 2 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "FP4 of bitsandbytes"),
+        ({**compressed(num_bits=4, group_size=32), "format": "marlin-24"}, "marlin-24"),
+        ({**compressed(num_bits=4, group_size=32), "transform_config": {"a": 1}}, "transform_config"),
+        ({**compressed(num_bits=8), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        *(({"quant_method": name}, name) for name in ("modelopt", "aqlm", "hqq", "exl2", "quip", "quark", "torchao")),
+    ],
+)
+def test_the_engine_refuses_what_it_cannot_read_and_says_what_it_can(config: dict[str, Any], word: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(word)) as caught:
+        from_config({**LLAMA, "quantization_config": config})
+    assert "GGUF" in str(caught.value.fix)
+
+
+def test_inputs_that_are_rounded_to_something_else_are_refused() -> None:
+    config = compressed(num_bits=4, group_size=32)
+    for inputs in ({"num_bits": 8, "type": "float", "dynamic": True}, {"num_bits": 4, "type": "int"}):
+        config["config_groups"]["group_0"]["input_activations"] = inputs
+        with pytest.raises(CheckpointError, match="inputs rounded to"):
+            from_config({**LLAMA, "quantization_config": config})
+    config = compressed(num_bits=8)
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "symmetric": False, "dynamic": True}
+    with pytest.raises(CheckpointError, match="int8 with zero points"):
+        from_config({**LLAMA, "quantization_config": config})
+
+
+def test_schemes_of_modules_are_found_by_name_before_all_linear_layers() -> None:
+    groups = {
+        "all": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32, "strategy": "group"}},
+        "some": {"targets": [r"re:.*mlp\.down_proj$"], "weights": {"num_bits": 8, "type": "float"}},
+        "one": {"targets": ["model.layers.1.self_attn.q_proj"], "weights": {"num_bits": 8, "type": "int"}},
+    }
+    found = quantized(quant_method="compressed-tensors", config_groups=groups, ignore=["lm_head"])
+    methods = {
+        "model.layers.0.self_attn.q_proj.weight": "int4",
+        "model.layers.1.self_attn.q_proj.weight": "int8",
+        "model.layers.1.mlp.down_proj.weight": "fp8",
+    }
+    for name, method in methods.items():
+        scheme = found.scheme_of(name)
+        assert scheme is not None
+        assert scheme.method == method
+    assert found.scheme_of("lm_head.weight") is None
+    named = quantized(quant_method="compressed-tensors", config_groups={"some": groups["some"]})
+    assert named.converts("model.layers.0.mlp.down_proj.weight")
+    assert not named.converts("model.layers.0.mlp.up_proj.weight")
+
+
+def test_dynamic_rules_of_gptq_are_followed() -> None:
+    rules = {r"-:.*\.k_proj$": {}, r"+:.*\.down_proj$": {"bits": 8, "group_size": 64, "sym": False}}
+    found = quantized(quant_method="gptq", bits=4, group_size=32, sym=True, desc_act=True, dynamic=rules)
+    down, up = (
+        found.scheme_of("model.layers.0.mlp.down_proj.weight"),
+        found.scheme_of("model.layers.0.mlp.up_proj.weight"),
+    )
+    assert down is not None
+    assert up is not None
+    assert (down.bits, down.group_size, down.symmetric, down.activation_order) == (8, 64, False, True)
+    assert (up.bits, up.group_size, up.symmetric, up.activation_order) == (4, 32, True, True)
+    assert not found.converts("model.layers.0.self_attn.k_proj.weight")
+    with pytest.raises(CheckpointError, match="dynamic"):
+        quantized(quant_method="gptq", bits=4, dynamic={"-:(a+)+$": {}})
 
 
 def test_exceptions_are_names_parts_of_names_and_patterns() -> None:

@@ -269,7 +269,11 @@ def test_a_command_runs_what_was_counted(
             continue
         hub_id, made = loaded(command) == question.model.name, "TO-BE-MADE/" in command.text
         assert hub_id != made, command.text
-        while_loading = {"vllm": {"fp8": "fp8", "nf4": "bitsandbytes"}, "sglang": {"fp8": "fp8"}}.get(engine, {})
+        while_loading = {
+            "vllm": {"fp8": "fp8", "nf4": "bitsandbytes"},
+            "sglang": {"fp8": "fp8"},
+            "holdfast": {"fp8": "fp8", "int4": "int4"},
+        }.get(engine, {})
         if engine == "llama.cpp":
             assert made
         else:

@@ -122,14 +122,14 @@ def test_bytes_a_parameter_as_a_rule_of_thumb(
 
 def test_int4_carries_scales_and_zeros() -> None:
     found = planned("llama-3-70b", gpu="h100-80", quantization="awq")
-    assert 37 * GB <= found.fit.weights_bytes <= 40 * GB
+    assert 37 * GB <= found.fit.weights_bytes <= 40.1 * GB, "Holdfast holds a zero point in a byte"
     assert not thumb(found, "weights").right
     assert "scales and zero points" in printed(found)
 
 
 @pytest.mark.parametrize(
     ("quantization", "claimed_gb", "exact_gb"),
-    [(None, 140, 141.1), ("int8", 70, 72.7), ("awq", 38, 39.8), ("Q4_K_S", 37, 40.3)],
+    [(None, 140, 141.1), ("int8", 70, 72.7), ("awq", 38, 40.03), ("Q4_K_S", 37, 40.3)],
 )
 def test_70b_in_every_width_is_too_much_for_24_gb(quantization: str | None, claimed_gb: float, exact_gb: float) -> None:
     found = planned("llama-3-70b", gpu="rtx4090", quantization=quantization)
@@ -146,7 +146,7 @@ def test_70b_in_every_width_is_too_much_for_24_gb(quantization: str | None, clai
 def test_8b_in_4_bits_is_neither_4_nor_5_gb_and_triples_the_space_for_kv() -> None:
     whole, small = (planned("llama-3-8b", gpu="rtx4090", quantization=method) for method in (None, "awq"))
     assert thumb(small, "weights").rule_bytes == pytest.approx(4 * GB, rel=0.01)
-    assert small.fit.weights_bytes == pytest.approx(5.73 * GB, rel=0.002)
+    assert small.fit.weights_bytes == pytest.approx(5.755 * GB, rel=0.002)
     # Of the 23.64 GiB that CUDA shows of such a card, with what this engine holds beside weights and KV.
     assert small.fit.kv_tokens / whole.fit.kv_tokens == pytest.approx(3.3, rel=0.02)
 
@@ -318,13 +318,13 @@ def test_70b_awq_on_40_gb_is_refused_with_what_would_do() -> None:
     assert not found.fits
     rank = found.fit.ranks[0]
     assert rank.budget_bytes == pytest.approx(0.88 * 39.5 * GIB, rel=0.001)  # CUDA shows 39.50 GiB of such a card.
-    assert term(found, "weights") == pytest.approx(37.04 * GIB, rel=0.001)
+    assert term(found, "weights") == pytest.approx(37.29 * GIB, rel=0.001)
     assert found.fit.short_bytes > term(found, "weights") - rank.budget_bytes
     ways = {way.kind: way for way in found.ways_out}
     assert ways["more_gpus"].fit.fits
     assert len(ways["more_gpus"].fit.ranks) == 2
     assert list(ways)[-1] == "smaller_model"
-    assert "nothing is left of 34.76 GiB; weights would take 37.04 GiB" in printed(found)
+    assert "nothing is left of 34.76 GiB; weights would take 37.29 GiB" in printed(found)
 
 
 def test_70b_on_24_gb_stays_within_the_card_with_tiers() -> None:

@@ -10,33 +10,40 @@ def packing_of(quantization: QuantSpec, tensor: TensorSpec, dtype: str) -> Packi
     """How the quantizer stored this tensor; None: it left it alone."""
     if not tensor.linear and not tensor.experts:
         return None
-    if not quantization.converts(tensor.hf_name):
-        return None
     if len(tensor.shape) < 2:
         return None
-    method = quantization.method
-    if method == "mxfp4":
-        # gpt-oss: only its experts.
-        return Packing("mxfp4") if tensor.experts else None
-    if method == "bitsandbytes":
-        method_name = "nf4" if quantization.bits == 4 else "bnb-int8"
-        return Packing(method_name, nested=quantization.double_quantization, dtype=dtype)
-    if method == "int4":
+    scheme = quantization.scheme_of(tensor.hf_name)
+    if scheme is None or (scheme.method == "mxfp4" and not tensor.experts):  # gpt-oss: only its experts.
+        return None
+    return _packing(scheme, dtype)
+
+
+def _packing(scheme: QuantSpec, dtype: str) -> Packing:
+    if scheme.method == "mxfp4":
+        return Packing("mxfp4")
+    if scheme.method == "bitsandbytes":
+        name = "nf4" if scheme.bits == 4 else "bnb-int8"
+        return Packing(name, nested=scheme.double_quantization, dtype=dtype)
+    group = scheme.group_size or -1
+    if scheme.method in ("awq", "gptq"):
         return Packing(
-            "pack-quantized",
-            bits=4,
-            group_size=quantization.group_size or -1,
-            symmetric=quantization.symmetric,
-            act_order=quantization.activation_order,
+            scheme.method,
+            bits=scheme.bits,
+            group_size=group,
+            symmetric=scheme.symmetric,
+            act_order=scheme.activation_order,
+            zeros_less_one=scheme.zeros_less_one,
         )
-    if method in ("int8", "fp8"):
-        return Packing(
-            method,
-            granularity=quantization.granularity,
-            group_size=quantization.group_size or -1,
-            block=quantization.block,
-            symmetric=quantization.symmetric or method == "fp8",
-            act_order=quantization.activation_order,
-            static_inputs=quantization.static_activations,
-        )
-    return Packing(method, bits=quantization.bits, group_size=quantization.group_size or -1)
+    packed = scheme.method == "int4" or scheme.packed
+    return Packing(
+        "pack-quantized" if packed else scheme.method,
+        bits=scheme.bits if packed else 4,
+        granularity=None if packed else scheme.granularity,
+        group_size=group,
+        block=scheme.block if scheme.granularity == "block" else (128, 128),
+        symmetric=scheme.symmetric or scheme.method == "fp8",
+        act_order=scheme.activation_order,
+        inputs=scheme.inputs,
+        input_group=scheme.input_group,
+        static_inputs=scheme.static_activations,
+    )

@@ -17,6 +17,7 @@ matrices of a model a quantizer took: norms, embeddings and heads mostly stay as
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -34,6 +35,13 @@ _NESTED_OFFSET_DIGITS = 19
 """bitsandbytes writes one float as text beside every matrix: about so many characters, the one inexact count here."""
 
 
+PART_NAMES = re.compile(
+    r"(.*)\.(?:qweight|qzeros|scales|g_idx|SCB|weight_(?:packed|scale|scale_inv|zero_point|g_idx|shape|format)"
+    r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)|input_(?:scale|scale_ub|zero_point))"
+)
+"""What quantizers write beside a module's name, or in place of its weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """What a quantization config says about how matrices are stored. A method ignores fields it has no use for."""
@@ -44,15 +52,21 @@ class Packing:
     group_size: int = 128
     """Columns that share a scale; -1: all of a row (awq, gptq, pack-quantized; fp8 and int8 in groups)."""
     symmetric: bool = True
-    """pack-quantized, int8: without zero points. awq and gptq store them in any case."""
+    """Without zero points; awq and gptq store some in any case, all the same then."""
     act_order: bool = False
-    """pack-quantized, int8: with g_idx. gptq stores it in any case."""
+    """Groups are no runs of columns: g_idx says whose a column is. gptq stores it in any case."""
     granularity: Literal["tensor", "channel", "group", "block"] | None = None
     """fp8, int8: how many weights share a scale; None: all of a matrix in fp8, a row in int8."""
     block: tuple[int, int] = (128, 128)
     """fp8, int8 in blocks: rows and columns."""
     scales: str | None = None
     """Layout of the scales; None: what the method's own tools write."""
+    zeros_less_one: bool = False
+    """gptq: as its first format stores zero points."""
+    inputs: Literal["plain", "fp8", "int8"] = "plain"
+    """What a product's inputs are rounded to."""
+    input_group: int = 0
+    """Columns of an input that share a scale; 0: all."""
     static_inputs: bool = False
     """fp8, int8, nvfp4: with one scale for the layer's input."""
     nested: bool = True

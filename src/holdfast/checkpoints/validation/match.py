@@ -5,6 +5,9 @@ from __future__ import annotations
 from holdfast.checkpoints.checkpoint import Checkpoint, stored_name
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.formats.block_layouts import ENGINE_LAYOUTS
+from holdfast.checkpoints.formats.packed_modules import packing_of
+from holdfast.checkpoints.validation.packed_parts import find_packed
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.checkpoints.validation.tensor_shapes import require_no_more
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
@@ -40,6 +43,12 @@ def _find(tensor: TensorSpec, spec: ModelSpec, checkpoint: Checkpoint) -> tuple[
     """The stored tensor, or the name under which there is none. Experts that lie one by one are told as one stack,
     under the name they have in common."""
     name = stored_name(tensor, checkpoint)
+    if spec.quantization is not None and checkpoint.format == "safetensors":
+        packing = packing_of(spec.quantization, tensor, spec.stored_dtype)
+        codes = checkpoint.tensors.get(name.replace("{expert}", "0"))
+        left_alone = codes is not None and codes.layout in PLAIN
+        if packing is not None and not left_alone:
+            return find_packed(tensor, packing, checkpoint.tensors)
     if "{expert}" not in name:
         stored = checkpoint.tensors.get(name)
         if stored is not None:

@@ -47,19 +47,26 @@ def require_quantization(spec: ModelSpec, stored: Mapping[str, StoredTensor]) ->
     """Of safetensors. What is odd but harmless, in words. Raises CheckpointError."""
     if spec.quantization is None:
         return _unannounced(stored)
-    method, plain = spec.quantization.method, None
+    plain, seen = None, set[str]()
     for tensor in spec.tensors:
-        if tensor.part != "text" or packing_of(spec.quantization, tensor, spec.stored_dtype) is None:
+        scheme = spec.quantization.scheme_of(tensor.hf_name)
+        if scheme is None or tensor.part != "text" or scheme.method in seen:
+            continue
+        if packing_of(spec.quantization, tensor, spec.stored_dtype) is None:
             continue
         for name, _ in tensor.in_safetensors():
             found = packed_part(name, stored)
             if found is None:
                 plain = plain or stored.get(name)
                 continue
-            # One is enough: a quantizer leaves matrices alone, and never packs in two ways.
-            if not _left_by(found) & _WRITES[method]:
-                raise _other_method(method, found)
-            return ()
+            if not _left_by(found) & _WRITES[scheme.method]:
+                raise _other_method(scheme.method, found)
+            # One is enough: a quantizer leaves matrices alone, and packs all of a scheme alike.
+            seen.add(scheme.method)
+            break
+    if seen:
+        return ()
+    method = spec.quantization.method
     if plain is None:
         return ()  # Nothing that it takes is there: said as missing.
     raise CheckpointError(

@@ -196,8 +196,9 @@ def _packed(
         error.fix = error.fix or _FIX["safetensors"]
         raise
     alone = "{expert}" in tensor.hf_name
-    if spec.quantization is not None and (alone or not stacked):
-        require_packed_so(spec.quantization, packing, parts, found, stored)
+    scheme = None if spec.quantization is None else spec.quantization.scheme_of(tensor.hf_name)
+    if scheme is not None and (alone or not stacked):
+        require_packed_so(scheme, packing, parts, found, stored)
     return parts[0] if alone else replace(parts[0], shape=(*stacked, *parts[0].shape))
 
 

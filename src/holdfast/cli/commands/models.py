@@ -197,6 +197,7 @@ def _check_snapshot(snapshot: Path, name: str) -> tuple[State, tuple[BuiltinChec
 
 def _document(listed: list[Listed]) -> dict[str, object]:
     from holdfast.checkpoints import DEFAULT_MODEL, ENGINE_LAYOUTS
+    from holdfast.config.quantization import READ_FORMATS
     from holdfast.models import known_architectures, runnable_architectures, runnable_gguf_architectures
 
     return {
@@ -205,6 +206,7 @@ def _document(listed: list[Listed]) -> dict[str, object]:
         "architectures": list(runnable_architectures()),
         "gguf_architectures": list(runnable_gguf_architectures()),
         "layouts": sorted(ENGINE_LAYOUTS),
+        "quantizations": list(READ_FORMATS),
         "plannable_architectures": list(known_architectures()),
     }
 
@@ -214,6 +216,7 @@ def _table(listed: list[Listed]) -> list[str]:
     from rich.table import Table
 
     from holdfast.checkpoints import ENGINE_LAYOUTS
+    from holdfast.config.quantization import READ_FORMATS
     from holdfast.models import known_architectures, runnable_architectures, runnable_gguf_architectures
     from holdfast.units import format_bytes
 
@@ -238,6 +241,7 @@ def _table(listed: list[Listed]) -> list[str]:
         console.print("Supported architectures: " + ", ".join(runnable_architectures()))
         console.print("In GGUF files:           " + ", ".join(runnable_gguf_architectures()))
         console.print("Tensor types:            " + ", ".join(sorted(ENGINE_LAYOUTS)))
+        console.print("Quantized safetensors:   " + ", ".join(READ_FORMATS))
         planned = len(known_architectures())
         console.print(f"`holdfast plan` knows {planned} architectures; --json lists them.")
     return captured.get().splitlines()

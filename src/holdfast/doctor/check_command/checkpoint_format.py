@@ -11,6 +11,7 @@ from holdfast.doctor.build_finding import changed, found
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME
 from holdfast.doctor.findings import Evidence, Finding, Fix
+from holdfast.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from holdfast.planner.fit.search import Question
@@ -26,6 +27,8 @@ _ENGINES = ("vLLM needs", "SGLang needs", "Holdfast needs")
 
 def stored_otherwise(command: ServerCommand, question: Question) -> Finding | None:
     """`--quantization awq` of a model that is no AWQ model: refused at the start, whatever fits."""
+    if command.engine == "holdfast":
+        return _holdfast_refuses(command, question)
     asked = _FAMILIES.get((command.value("quantization") or "").lower())
     if asked is None or command.engine not in ("vllm", "sglang") or question.model.format == "gguf":
         return None
@@ -50,6 +53,34 @@ def stored_otherwise(command: ServerCommand, question: Question) -> Finding | No
         evidence=[Evidence(line=written, source="command")],
         fixes=fixes,
     )
+
+
+def _holdfast_refuses(command: ServerCommand, question: Question) -> Finding | None:
+    """As Holdfast itself says it; names that it does not know are found with the flags."""
+    from holdfast.config.quantization import method
+    from holdfast.planner.models.requested import requested
+
+    written, model = command.value("quantization"), question.model
+    stored = model.spec.quantization if model.made_as is None else None
+    if stored is None and model.origin == "catalogue" and QUANTIZED_NAME.search(command.model or ""):
+        return None  # By its name it is stored otherwise than the catalogue knows.
+    try:
+        asked = None if written is None else method("--quantization", written)
+        requested(asked, stored, gguf=model.format == "gguf", name=command.model or model.name)
+    except ConfigurationError as error:
+        makes = "--quantization int4" in (error.fix or "")
+        change = {"--quantization": "int4" if makes else None}
+        why = "quantized to 4 bits while loading" if makes else "the checkpoint says how it is stored"
+        return found(
+            "bad_flag",
+            "not_memory",
+            "high",
+            what=error.message,
+            why="the flag states how the files are stored: Holdfast refuses to start",
+            evidence=[Evidence(line=f"--quantization {written}", source="command")],
+            fixes=[changed(command, change, why)],
+        )
+    return None
 
 
 def would_not_run(command: ServerCommand, reason: str) -> Finding:

@@ -127,7 +127,7 @@ def _parallel(command: ServerCommand, size: int) -> dict[str, str | None]:
 
 def vllm_on_a_cpu(command: ServerCommand, question: Question) -> Iterator[Finding]:
     """Its KV pool is what a variable says in GiB; where that is not set, a share that depends on the version."""
-    from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
+    from holdfast.footprint.cpu import KV_ELEMENT_BYTES
     from holdfast.planner.sizing.kv_cost import kv_cost
 
     size = command.value("tensor-parallel-size") or "1"

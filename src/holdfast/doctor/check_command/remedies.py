@@ -37,10 +37,10 @@ def ways(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
 
 
 def _applies(command: ServerCommand, way: Remedy) -> bool:
-    """SGLang's share is of another thing. What is quantized while loading was planned as vLLM does it."""
+    """SGLang's share is of another thing. What is quantized while loading was planned as vLLM or Holdfast does it."""
     if command.engine == "sglang" and "gpu_memory_utilization" in way.settings:
         return False
-    return command.engine == "vllm" or way.settings.get("quantization") not in MADE_BY_VLLM
+    return command.engine in ("vllm", "holdfast") or way.settings.get("quantization") not in MADE_BY_VLLM
 
 
 def _fix(command: ServerCommand, way: Remedy) -> Fix:
@@ -72,6 +72,8 @@ def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str
     if name == "ram_bytes":
         own = command.engine == "holdfast" and isinstance(value, int)
         return ("--ram", f"{-(-int(str(value)) // MIB)}MiB") if own else None
+    if name == "quantization" and command.engine == "holdfast":
+        return "--quantization", str(value)
     ours = name.replace("_", "-")
     theirs = profile(command.engine).spelling(ours) if ours in profile("vllm").planned else None
     if theirs is None:

@@ -51,7 +51,7 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
     if command.engine == "llama.cpp":
         given |= _llama_context(command)
     method = quantization_of(command, _is_quantized(command.model))
-    if method is not None and command.engine in ("vllm", "sglang"):
+    if method is not None and command.engine in ("vllm", "sglang", "holdfast"):
         given["quantization"] = method
     given |= {name: value for name in ("gpu", "vram", "ram") if (value := getattr(machine, name)) is not None}
     model = (command.model or "").partition(":")[0] if command.has("hf-repo") else command.model

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
 from holdfast.doctor.build_finding import changed, found
 from holdfast.doctor.check_command.gpu_split import Split
 from holdfast.doctor.command.parse import ServerCommand
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 METHODS = {"bitsandbytes": "nf4", "fp8": "fp8"}
 """Of `--quantization`, those that are made while loading, to what a plan calls them; others are of the checkpoint."""
+_MADE_BY_HOLDFAST = {method: method for method in MADE_WHILE_LOADING} | {
+    name: method for name, method in KERNEL_NAMES.items() if method in MADE_WHILE_LOADING
+}
 _CHECKPOINT_METHODS = ("awq", "gptq", "compressed-tensors", "modelopt", "fbgemm", "gguf", "quark", "hqq", "marlin")
 _SPECULATIVE = ("speculative-config", "speculative-model", "speculative-draft-model-path", "speculative-algorithm")
 _HARMLESS = {"load-format": ("auto", "safetensors", "runai_streamer"), "n-gpu-layers": ("all", "auto")}
@@ -38,7 +42,8 @@ ALL_LAYERS = 90
 def quantization_of(command: ServerCommand, quantized: bool) -> str | None:
     """As a plan takes it; None: the checkpoint's own, or one that is not planned."""
     method = (command.value("quantization") or "").lower()
-    return None if quantized else METHODS.get(method)
+    made = _MADE_BY_HOLDFAST if command.engine == "holdfast" else METHODS
+    return None if quantized else made.get(method)
 
 
 def not_planned(command: ServerCommand) -> list[str]:

@@ -32,11 +32,11 @@ class LiveDiagnosis:
     """Lines in as they come, a diagnosis of what was seen so far whenever it is wanted. Bounded in memory."""
 
     def __init__(self, source: str = "output") -> None:
-        self._scene = LogState(source)
+        self._log = LogState(source)
         self._number = 0
         self._open: Line | None = None
         """An error that may go on below; it was taken as it stood, for the next line may never come."""
-        self._opened_in = (self._scene.run, False)
+        self._opened_in = (self._log.run, False)
         """The run, and whether it was ready."""
         self._below: list[str] = []
 
@@ -47,32 +47,32 @@ class LiveDiagnosis:
                 self._below.append(part[:LOOKED])
                 if len(self._below) == BELOW:
                     self._close()
-            if self._scene.settings.listing or worth_reading(part):
+            if self._log.settings.listing or worth_reading(part):
                 lines = read_lines(part[:LOOKED_BYTES], self._number)
                 for one in lines:
-                    self._scene.feed(one)
+                    self._log.feed(one)
                 if len(lines) == 1 and is_open_error(lines[0]):
                     self._close()
-                    self._open, self._opened_in = lines[0], (self._scene.run, self.ready)
+                    self._open, self._opened_in = lines[0], (self._log.run, self.ready)
 
     def _close(self) -> None:
         """Read whole what was broken: a program that prints for a terminal breaks its lines on a pipe too."""
         if self._open is None:
             return
         joined = whole(self._open, "\n".join(self._below))
-        if joined is not self._open and self._opened_in == (self._scene.run, self.ready):
-            self._scene.feed(joined)  # Later it would be taken for an error of a server that was ready.
+        if joined is not self._open and self._opened_in == (self._log.run, self.ready):
+            self._log.feed(joined)  # Later it would be taken for an error of a server that was ready.
         self._open = None
         self._below.clear()
 
     @property
     def ready(self) -> bool:
         """The server that writes these lines has begun to serve."""
-        return self._scene.run.ready
+        return self._log.run.ready
 
     def diagnosis(self) -> Diagnosis:
         self._close()
-        return diagnosis(self._scene)
+        return diagnosis(self._log)
 
 
 def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
@@ -84,26 +84,26 @@ def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
 
 def diagnose(sources: Sequence[str]) -> Diagnosis:
     """Logs, judged together: paths of files (gz too), `-` for standard input. Raises a ConfigurationError (HFD90)."""
-    scene: LogState | None = None
+    log: LogState | None = None
     logs: dict[str, _Log] = {}
     torn = []
     for name in sources:
         called = "standard input" if name == "-" else name
-        if scene is None:
-            scene = LogState(called)
+        if log is None:
+            log = LogState(called)
         else:
-            scene.open(called)
-        source, sift = LogSource(name), Sift(scene.feed)
+            log.open(called)
+        source, sift = LogSource(name), Sift(log.feed)
         logs[called] = _Log(source)
         for block in logs[called].blocks():
             sift.feed(block)
         sift.close()
         torn += [_TORN.format(called)] if source.torn else []
-    found = diagnosis(scene or LogState(""))
+    found = diagnosis(log or LogState(""))
     found.missing.extend(torn)
-    for name, log in logs.items():
-        found.seen.extend(log.told(name))
-        found.missing.extend([_LEFT_OUT.format(name)] if log.turned.left_out_bytes else [])
+    for name, read in logs.items():
+        found.seen.extend(read.told(name))
+        found.missing.extend([_LEFT_OUT.format(name)] if read.turned.left_out_bytes else [])
     for finding in found.findings:
         finding.evidence[:] = [logs[one.source].place(one) if one.source in logs else one for one in finding.evidence]
     return found

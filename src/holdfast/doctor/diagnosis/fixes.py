@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
@@ -18,61 +19,69 @@ from holdfast.doctor.evidence.log_state import Event, LogState
 from holdfast.doctor.findings import Fix
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
 from holdfast.doctor.rules.load import FixRule, Rule
-from holdfast.engine_profiles.profile import profile
+from holdfast.engine_profiles.profile import engines, profile
 from holdfast.errors import ConfigurationError
 
 _SETTINGS = {
-    "max_model_len": ("max-model-len", "context-length", "max-total-tokens", "ctx-size"),
-    "utilization": ("gpu-memory-utilization", "mem-fraction-static", "cuda-memory-fraction"),
-    "tp": ("tensor-parallel-size", "num-shard", "tp"),
-    "max_num_seqs": ("max-num-seqs", "max-running-requests", "parallel"),
-    "batched": ("max-num-batched-tokens", "chunked-prefill-size", "max-batch-prefill-tokens", "ubatch-size"),
-    "max_lora_rank": ("max-lora-rank",),
-    "max_loras": ("max-loras", "max-loras-per-batch"),
-    "layers_on_gpu": ("n-gpu-layers",),
-    "swap_space": ("swap-space",),
-    "graph_batch": ("cuda-graph-max-bs", "max-cudagraph-capture-size"),
-    "input_tokens": ("max-input-tokens", "max-input-length"),
-    "port": ("port",),
+    "max_model_len": "max-model-len",
+    "utilization": "gpu-memory-utilization",
+    "tp": "tensor-parallel-size",
+    "max_num_seqs": "max-num-seqs",
+    "batched": "max-num-batched-tokens",
+    "max_lora_rank": "max-lora-rank",
+    "max_loras": "max-loras",
+    "layers_on_gpu": "n-gpu-layers",
+    "swap_space": "swap-space",
+    "graph_batch": "max-cudagraph-capture-size",
+    "input_tokens": "max-input-tokens",
+    "port": "port",
 }
-_DEFAULTS: dict[str, dict[str, float]] = {
-    "vllm": {"tp": 1, "max_num_seqs": 256, "max_lora_rank": 16, "max_loras": 1, "port": 8000},
-    "sglang": {"tp": 1, "port": 30000},
-    "llama.cpp": {"port": 8080},
-    "holdfast": {"utilization": 0.9, "tp": 1, "port": 8000},
-}
+"""What rules call a setting, and what it is called elsewhere."""
+_SPELLED_TOO = {"tensor-parallel-size": ("tp",), "max-input-tokens": ("max-input-length",)}
+"""Older or shorter names in what engines print."""
 _OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
 """Without one of these nothing can be reckoned of KV, and no model need be looked up."""
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
 FLAGS_NAMED = 16
 """Of a message that names flags, so many are put right: a line may be anything."""
-_PACKAGES = {"llama.cpp": "llama-cpp-python", "tgi": "text-generation-server"}
 
 
-def known_numbers(scene: LogState, event: Event) -> dict[str, float]:
+def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     """By the names that rules use: settings, what the log told before, what the line itself said; the last wins."""
-    numbers = dict(_DEFAULTS.get(scene.engine or "vllm", {}))
-    if scene.engine in (None, "vllm"):
-        numbers["utilization"] = _default_utilization(scene.version)
-    for name, flags in _SETTINGS.items():
-        value = scene.settings.number(*flags)
+    engine = profile(log.engine or "vllm")
+    numbers = {name: engine.defaults[ours] for name, ours in _SETTINGS.items() if ours in engine.defaults}
+    if log.engine in (None, "vllm"):
+        numbers["utilization"] = _default_utilization(log.version)
+    for name, ours in _SETTINGS.items():
+        value = log.settings.number(*_spellings(ours))
         if value is not None:
             numbers[name] = value
             numbers[f"{name}_set"] = value
-    if _GGUF_FOLDER.search(scene.settings.model or ""):
+    if _GGUF_FOLDER.search(log.settings.model or ""):
         numbers["gguf_folder"] = 1
-    told = {**numbers, **scene.numbers, **event.numbers}
-    if scene.engine == "llama.cpp":
+    told = {**numbers, **log.numbers, **event.numbers}
+    if log.engine == "llama.cpp":
         told |= layers_that_fit(told)
-    if scene.engine == "tgi":
+    if log.engine == "tgi":
         told.setdefault("tp", told.get("shards", 1))
-    if scene.engine == "sglang" and "free_at_start_gib" in told:
+    if log.engine == "sglang" and "free_at_start_gib" in told:
         told.setdefault("total_gib", told["free_at_start_gib"])
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
     if told.keys() & _OF_KV:
-        told |= room_for_kv(scene.engine or "vllm", told, kv_token_gib(scene.settings.model))
+        told |= room_for_kv(log.engine or "vllm", told, kv_token_gib(log.settings.model))
     return told
+
+
+@cache
+def _spellings(setting: str) -> tuple[str, ...]:
+    """Of every engine: a log may tell a setting before it tells whose it is."""
+    found = dict.fromkeys((setting, *_SPELLED_TOO.get(setting, ())))
+    for engine in engines():
+        spelled = profile(engine).spelling(setting)
+        if spelled is not None:
+            found[profile(engine).canonical(spelled)] = None
+    return tuple(found)
 
 
 def _default_utilization(version: str | None) -> float:
@@ -85,14 +94,14 @@ def _default_utilization(version: str | None) -> float:
         return 0.9
 
 
-def known_words(scene: LogState, event: Event) -> dict[str, str]:
-    command = base_command(scene)
+def known_words(log: LogState, event: Event) -> dict[str, str]:
+    command = base_command(log)
     return {
-        "model": scene.settings.model or "MODEL",
-        "fetch_again": _fetch_again(scene.settings.model or "MODEL"),
-        "package": _PACKAGES.get(scene.engine or "", scene.engine or "vllm"),
+        "model": log.settings.model or "MODEL",
+        "fetch_again": _fetch_again(log.settings.model or "MODEL"),
+        "package": profile(log.engine or "vllm").package,
         "command": "" if command is None else command.with_changes({}),
-        **scene.words,
+        **log.words,
         **event.words,
     }
 
@@ -103,25 +112,25 @@ def _fetch_again(model: str) -> str:
     return f"hf download {shlex.quote(model)} --force-download"
 
 
-def fixes(scene: LogState, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
+def fixes(log: LogState, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
     """Those that can be worked out, the best first."""
     found: list[Fix] = []
     if not rule.fix:
         return found
-    facts = _facts(scene, numbers)
+    facts = _facts(log, numbers)
     for one in rule.fix:
-        fix = _fix(scene, one, facts, words)
+        fix = _fix(log, one, facts, words)
         if fix is not None and fix not in found:
             found.append(fix)
     return found
 
 
-def base_command(scene: LogState) -> ServerCommand | None:
+def base_command(log: LogState) -> ServerCommand | None:
     """What was run, as far as it is known; MODEL stands where the model is not."""
-    return scene.settings.sketched(scene.engine or "vllm")
+    return log.settings.sketched(log.engine or "vllm")
 
 
-def _fix(scene: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fix | None:
+def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> Fix | None:
     engine, numbers = facts.engine, dict(facts.numbers)
     if (rule.engines and engine not in rule.engines) or not holds(rule.when, numbers):
         return None
@@ -156,7 +165,7 @@ def _fix(scene: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) ->
     # What was asked for and what holds are two things: then only the second is explained.
     replaced = any(changes.get(flag) != value for flag, value in asked.items() if flag in changes)
     why = said if replaced and said else "; ".join(one for one in (why, said) if one)
-    rest = _rest(scene, facts) if changes else ""
+    rest = _rest(log, facts) if changes else ""
     price = filled((rule.price,), values) or None
     corrected = [
         flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
@@ -168,24 +177,24 @@ def _fix(scene: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) ->
     return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price)
 
 
-def _facts(scene: LogState, numbers: dict[str, float]) -> Facts:
-    settings = scene.settings
-    known = settings.rebuilt(scene.engine or "vllm") is not None
+def _facts(log: LogState, numbers: dict[str, float]) -> Facts:
+    settings = log.settings
+    known = settings.rebuilt(log.engine or "vllm") is not None
     return Facts(
-        engine=scene.engine or "vllm",
-        version=scene.version or settings.version,
-        command=base_command(scene),
+        engine=log.engine or "vllm",
+        version=log.version or settings.version,
+        command=base_command(log),
         whole=known and settings.whole,
         model=settings.model,
         numbers=numbers,
     )
 
 
-def _rest(scene: LogState, facts: Facts) -> str:
+def _rest(log: LogState, facts: Facts) -> str:
     """What the command lacks, said: a flag that is not there is a flag that was taken away."""
-    if facts.whole or scene.settings.rebuilt(facts.engine) is None or facts.engine == "ollama":
+    if facts.whole or log.settings.rebuilt(facts.engine) is None or facts.engine == "ollama":
         return ""
-    lost = scene.settings.lost(facts.engine)
+    lost = log.settings.lost(facts.engine)
     return f"; and your {', '.join(lost)}, which the log does not show in full" if lost else "; and your other flags"
 
 

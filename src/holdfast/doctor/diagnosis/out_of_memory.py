@@ -44,7 +44,7 @@ class OomVerdict:
 class FailedAllocation:
     """The allocation that failed, and what is known around it. Sizes in GiB; `total`: of the card."""
 
-    scene: LogState
+    log: LogState
     event: Event
     text: str
     phase: str | None
@@ -83,26 +83,26 @@ def others_gib(text: str, numbers: dict[str, float]) -> float:
     return sum(held)
 
 
-def judge(event: Event, scene: LogState) -> OomVerdict:
+def judge(event: Event, log: LogState) -> OomVerdict:
     """The first rule of the table that holds."""
     text = next((one.line for one in event.evidence if "Tried to allocate" in one.line), event.evidence[0].line)
     phase, confidence = phase_of(event)
     if _CAPTURE in text:
         phase, confidence = "capture", "high"
-    if scene.engine == "tgi" and any(_TGI_WARMUP.search(one.line) for one in event.evidence):
+    if log.engine == "tgi" and any(_TGI_WARMUP.search(one.line) for one in event.evidence):
         phase, confidence = "warmup", "high"
-    if phase is None and DIED_SERVING in scene.run.tags:
+    if phase is None and DIED_SERVING in log.run.tags:
         phase, confidence = "serve", "medium"
-    if phase is None and scene.run.phase == "load" and not scene.run.ready:
+    if phase is None and log.run.phase == "load" and not log.run.ready:
         phase, confidence = "load", "medium"  # The bar of the shards comes late, from another stream.
     whole = "total_gib" in event.numbers and not event.numbers.keys().isdisjoint(("reserved_gib", "reserved_all_gib"))
     torn, placed = (False, False) if event.trace is None else (event.trace.torn, event.trace.phase is not None)
-    several = not placed and len(scene.engines.keys() - {"llama.cpp"}) > 1
+    several = not placed and len(log.engines.keys() - {"llama.cpp"}) > 1
     if confidence == "high" and (not whole or torn or several):
         confidence = "medium"  # The line was cut short or says little, or another engine's lines gave the phase.
     others = others_gib(text, event.numbers)
     failure = FailedAllocation(
-        scene=scene, event=event, text=text, phase=phase, numbers={**scene.numbers, **event.numbers}, others=others
+        log=log, event=event, text=text, phase=phase, numbers={**log.numbers, **event.numbers}, others=others
     )
     rule, _, _, sureness = next(row for row in RULES if (not row[1] or phase in row[1]) and row[2](failure))
     if rule == "oom_neighbour":
@@ -134,15 +134,15 @@ def _names_holders(failure: FailedAllocation) -> bool:
 
 
 def _speculates(failure: FailedAllocation) -> bool:
-    values = failure.scene.settings.values
+    values = failure.log.settings.values
     flags = ("speculative-model", "speculative-config", "model-draft")
     return any(values.get(name, "None") != "None" for name in flags)
 
 
 def _unused_gpus(failure: FailedAllocation) -> bool:
-    scene = failure.scene
-    size = scene.settings.number("tensor-parallel-size") or 1
-    return scene.numbers.get("gpus", 1) > 1 and size == 1 and scene.engine in ("vllm", "sglang", "tgi", "holdfast")
+    log = failure.log
+    size = log.settings.number("tensor-parallel-size") or 1
+    return log.numbers.get("gpus", 1) > 1 and size == 1 and log.engine in ("vllm", "sglang", "tgi", "holdfast")
 
 
 def _crowded_by_weights(failure: FailedAllocation) -> bool:
@@ -183,7 +183,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], boo
     ("oom_weights_profile", ("profile",), _crowded_by_weights, "at least medium"),
     ("oom_profile", ("profile",), lambda one: True, "at least medium"),
     ("oom_capture", ("capture",), lambda one: True, "of the phase"),
-    ("oom_tgi_warmup", ("warmup",), lambda one: one.scene.engine == "tgi", "of the phase"),
+    ("oom_tgi_warmup", ("warmup",), lambda one: one.log.engine == "tgi", "of the phase"),
     ("oom_warmup", ("warmup",), lambda one: True, "at most medium"),  # Or a capture in it.
     (
         "oom_fragmentation",

@@ -64,61 +64,61 @@ class Candidate:
     confidence: Confidence
 
 
-def diagnosis(scene: LogState) -> Diagnosis:
-    candidates = _candidates(scene)
-    ready = any(run.ready for run in scene.final_runs)
+def diagnosis(log: LogState) -> Diagnosis:
+    candidates = _candidates(log)
+    ready = any(run.ready for run in log.final_runs)
     missing: list[str] = []
     if not candidates and not ready:
-        candidates = list(islice(_by_numbers(scene, "end"), 1))
+        candidates = list(islice(_by_numbers(log, "end"), 1))
     advice = bool(candidates) and ready and all(one.rule.kind == "advice" for one in candidates)
-    findings = [_finding(scene, candidate) for candidate in candidates]
-    phase = candidates[0].phase if candidates and not advice else scene.run.phase
+    findings = [_finding(log, candidate) for candidate in candidates]
+    phase = candidates[0].phase if candidates and not advice else log.run.phase
     if any(one.rule.kind == "fatal" for one in candidates):
-        findings = [*_new(scene, "load", findings), *findings]
-    figures = _new(scene, "figures", findings)
+        findings = [*_new(log, "load", findings), *findings]
+    figures = _new(log, "figures", findings)
     findings += figures
-    unknown = _unexplained(scene, missing) if not findings or advice else None
+    unknown = _unexplained(log, missing) if not findings or advice else None
     if unknown is not None:
         findings = [unknown, *findings]
-        phase = next((run.unexplained_phase for run in scene.final_runs if run.unexplained_phase), phase)
+        phase = next((run.unexplained_phase for run in log.final_runs if run.unexplained_phase), phase)
     serious = unknown is not None or (bool(candidates) and not advice)
     serious = serious or any(one.cause not in _ADVICE for one in figures)
     healthy = not serious and ready
-    if scene.run.torn_off is not None and not healthy and (not findings or findings[0].confidence == "low"):
+    if log.run.torn_off is not None and not healthy and (not findings or findings[0].confidence == "low"):
         missing.append(_TORN)
     if not findings and not healthy and not missing:
-        missing.append(_REST if scene.run.phase is not None or scene.engine is not None else _NOTHING)
-    if findings and scene.engine != "ollama" and scene.settings.rebuilt(scene.engine or "vllm") is None:
+        missing.append(_REST if log.run.phase is not None or log.engine is not None else _NOTHING)
+    if findings and log.engine != "ollama" and log.settings.rebuilt(log.engine or "vllm") is None:
         missing.append(_COMMAND)
     if findings and candidates and candidates[0].phase is None:
         missing.append(_START)
-    command = scene.settings.rebuilt(scene.engine or "vllm")
+    command = log.settings.rebuilt(log.engine or "vllm")
     return Diagnosis(
-        engine=scene.engine,
-        engine_version=scene.version,
+        engine=log.engine,
+        engine_version=log.version,
         command=None if command is None else command.with_changes({}),
-        phase=_told(scene, phase or ("serve" if ready else None)),
+        phase=_told(log, phase or ("serve" if ready else None)),
         healthy=healthy,
         findings=findings,
         missing=missing,
-        seen=[ENDED_IN_ORDER] if healthy and all("ended" in run.tags for run in scene.final_runs) else [],
+        seen=[ENDED_IN_ORDER] if healthy and all("ended" in run.tags for run in log.final_runs) else [],
     )
 
 
-def _told(scene: LogState, phase: str | None) -> Phase | None:
+def _told(log: LogState, phase: str | None) -> Phase | None:
     """llama.cpp tries nothing: its context is made while it loads."""
-    loads = phase == "profile" and scene.engine in ("llama.cpp", "ollama")
+    loads = phase == "profile" and log.engine in ("llama.cpp", "ollama")
     return cast("Phase | None", "load" if loads else phase)
 
 
-def _new(scene: LogState, over: str, known: list[Finding]) -> list[Finding]:
+def _new(log: LogState, over: str, known: list[Finding]) -> list[Finding]:
     causes = {finding.cause for finding in known}
-    return [_finding(scene, one) for one in _by_numbers(scene, over) if one.rule.cause not in causes]
+    return [_finding(log, one) for one in _by_numbers(log, over) if one.rule.cause not in causes]
 
 
-def _candidates(scene: LogState) -> list[Candidate]:
+def _candidates(log: LogState) -> list[Candidate]:
     found: list[Candidate] = []
-    for run in scene.judged_runs():
+    for run in log.judged_runs():
         for event in run.events.values():
             said_better = any(name in run.events for name in event.rule.yields_to)
             ended = event.trace is not None and event.trace.ended
@@ -127,7 +127,7 @@ def _candidates(scene: LogState) -> list[Candidate]:
                 continue
             if said_better or answered or event.times < event.rule.least or _outlived(run, event):
                 continue
-            found.append(_candidate(scene, event))
+            found.append(_candidate(log, event))
     found.sort(key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
     chosen: dict[str, Candidate] = {}
     for candidate in found:
@@ -170,9 +170,9 @@ def _killed_after_an_error(run: Run, event: Event) -> bool:
     return event.rule.id == "killed" and before and not run.ready
 
 
-def _candidate(scene: LogState, event: Event) -> Candidate:
+def _candidate(log: LogState, event: Event) -> Candidate:
     if event.rule.out_of_memory:
-        verdict = judge_memory(event, scene)
+        verdict = judge_memory(event, log)
         return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)
     rule = (
         event.rule
@@ -195,33 +195,33 @@ def _candidate(scene: LogState, event: Event) -> Candidate:
     return Candidate(event, rule, seen or rule.phase or None, confidence)
 
 
-def _by_numbers(scene: LogState, over: str) -> Iterator[Candidate]:
+def _by_numbers(log: LogState, over: str) -> Iterator[Candidate]:
     """Where no line says it: what the rules make of all numbers together."""
-    run, numbers = scene.run, _numbers(scene)
+    run, numbers = log.run, _numbers(log)
     for rule in rulebook().rules:
         if rule.over == over and holds(rule.when, numbers):
             values = {name: evaluate(formula, numbers) or 0.0 for name, formula in rule.numbers.items()}
-            event = Event(rule, scene.lines, values, {}, [], run.phase, run.ready, "")
+            event = Event(rule, log.lines, values, {}, [], run.phase, run.ready, "")
             yield Candidate(event, rule, run.phase or rule.phase or None, rule.confidence)
 
 
-def _numbers(scene: LogState) -> dict[str, float]:
-    run, settings = scene.run, scene.settings
+def _numbers(log: LogState) -> dict[str, float]:
+    run, settings = log.run, log.settings
     starting = run.phase in STARTING and not run.named and not run.unexplained
     size = _BILLIONS.search(settings.model or "")
-    nothing = Event(rulebook().rules[0], scene.lines, {}, {}, [], run.phase, run.ready, "")
+    nothing = Event(rulebook().rules[0], log.lines, {}, {}, [], run.phase, run.ready, "")
     numbers = {
-        **known_numbers(scene, nothing),
-        **scene.statistics.numbers(),
+        **known_numbers(log, nothing),
+        **log.statistics.numbers(),
         "starting": starting,
         "failed": run.torn_off is not None or bool(run.wrappers),
         "torn": run.torn_off is not None,
         "profiling": run.phase == "profile",
         "multimodal": "multimodal" in run.tags,
         "in_nccl": run.phase == "load" and "nccl" in run.tags and "weights" not in run.tags,
-        "engine_known": scene.engine is not None,
+        "engine_known": log.engine is not None,
         "ready": run.ready,
-        "held_tokens": scene.numbers.get("kv_tokens", scene.numbers.get("kv_blocks", 0) * BLOCK_TOKENS),
+        "held_tokens": log.numbers.get("kv_tokens", log.numbers.get("kv_blocks", 0) * BLOCK_TOKENS),
         "prefix_caching": settings.values.get("enable-prefix-caching") == "True",
         "share_set": settings.number("gpu-memory-utilization"),
         "offload_asked": settings.number("cpu-offload-gb"),
@@ -231,15 +231,15 @@ def _numbers(scene: LogState) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
-def _finding(scene: LogState, candidate: Candidate) -> Finding:
+def _finding(log: LogState, candidate: Candidate) -> Finding:
     rule, event = candidate.rule, candidate.event
     cause = rulebook().causes[rule.cause]
-    numbers = known_numbers(scene, event)
-    values: dict[str, object] = {**known_words(scene, event), **numbers, "times": event.times}
+    numbers = known_numbers(log, event)
+    values: dict[str, object] = {**known_words(log, event), **numbers, "times": event.times}
     if rule.code:
-        chosen = list(own_fixes(event.words, scene.settings.rebuilt("holdfast")))
+        chosen = list(own_fixes(event.words, log.settings.rebuilt("holdfast")))
     else:
-        chosen = checked(_case(scene, numbers), rule.cause, fixes(scene, rule, numbers, known_words(scene, event)))
+        chosen = checked(_case(log, numbers), rule.cause, fixes(log, rule, numbers, known_words(log, event)))
     return Finding(
         code=rule.code or cause.code,
         root_cause=_root(rule, cause, chosen),
@@ -260,21 +260,21 @@ def _root(rule: Rule, cause: Cause, chosen: list[Fix]) -> RootCause:
     return "configuration_overshoot" if settled else rule.root_cause or cause.root_cause
 
 
-def _case(scene: LogState, numbers: dict[str, float]) -> Case:
-    length = scene.settings.number("max-model-len", "context-length")
+def _case(log: LogState, numbers: dict[str, float]) -> Case:
+    length = log.settings.number("max-model-len", "context-length")
     return Case(
-        engine=scene.engine or "vllm",
-        model=scene.settings.model,
-        command=base_command(scene),
+        engine=log.engine or "vllm",
+        model=log.settings.model,
+        command=base_command(log),
         total_gib=numbers.get("total_gib"),
         max_model_len=None if length is None else int(length),
         utilization=numbers.get("utilization"),
     )
 
 
-def _unexplained(scene: LogState, missing: list[str]) -> Finding | None:
+def _unexplained(log: LogState, missing: list[str]) -> Finding | None:
     """Something failed that no rule knows, or only its wrapper is in the log."""
-    final = scene.final_runs
+    final = log.final_runs
     wrappers = [line for run in final for line in run.wrappers]
     errors = [line for run in final if not run.ready for line in run.unexplained]
     if wrappers and not errors:

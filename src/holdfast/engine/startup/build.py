@@ -28,6 +28,7 @@ from holdfast.checkpoints.sources.builtin import refuse_revision
 from holdfast.checkpoints.sources.resolve import refuse_known
 from holdfast.config import EngineConfig
 from holdfast.engine.requests.adapters import check_lora_dtype
+from holdfast.engine.startup.kv_scales import WHOLE_NAMES, find_kv_scales
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
@@ -44,6 +45,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
+from holdfast.planner.models.requested import requested
 from holdfast.planner.sizing.kv_cost import layout_cost
 from holdfast.records import EngineInfo, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
@@ -65,6 +67,10 @@ Progress = Callable[[str, int, int], None]
 class FoundModel:
     files: ModelFiles
     spec: ModelSpec
+
+    @property
+    def in_gguf(self) -> bool:
+        return self.files.format == "gguf"
 
 
 def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
@@ -100,7 +106,10 @@ def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
         )
     if wanted != "dummy" and files.format == "gguf":
         refuse_unclaimed(spec, files)
-    return FoundModel(files, spec)
+    # Before a plan, which may have other things to refuse, and before anything is fetched.
+    found = FoundModel(files, spec)
+    requested(config.asked_quantization, spec.quantization, gguf=found.in_gguf, name=config.model or files.name)
+    return found
 
 
 def plan_model(
@@ -121,7 +130,7 @@ def plan_model(
     if config.device == "cuda":
         from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
 
-        plan = make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name)
+        plan = make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name, gguf=model.in_gguf)
         return with_host_memory(plan, config, memory(), front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
     begun = None if engine_pid is None else resident(engine_pid)
@@ -131,7 +140,15 @@ def plan_model(
 
     def planned(with_memory: Memory) -> Plan:
         return make_cpu_plan(
-            model.spec, stored, config, with_memory, processor(), compiled_kernels=known, front_bytes=front_bytes
+            model.spec,
+            stored,
+            config,
+            with_memory,
+            processor(),
+            name=model.files.name,
+            gguf=model.in_gguf,
+            compiled_kernels=known,
+            front_bytes=front_bytes,
         )
 
     try:
@@ -170,12 +187,14 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
         )
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
 
-    return make_gpu_plan(model.spec, _stored(config, model), config, gpus, name=model.files.name)
+    stored = _stored(config, model)
+    return make_gpu_plan(model.spec, stored, config, gpus, name=model.files.name, gguf=model.in_gguf)
 
 
 def log_plan(model: FoundModel, plan: Plan) -> None:
     """What people see before anything is loaded; its terms with verbose logging only."""
     log.info("%s", plan_line(model, plan))
+    log.info("%s", weights_line(plan))
     for line in plan_details(plan):
         log.debug("%s", line)
     warn_if_short(plan)
@@ -184,6 +203,12 @@ def log_plan(model: FoundModel, plan: Plan) -> None:
 def plan_line(model: FoundModel, plan: Plan) -> str:
     budget, planned = _budget(plan), format_bytes(sum(plan.terms.values()))
     return f"Memory plan for {model.files.name}: {planned} of a budget of {budget.value}: {budget.reason}"
+
+
+def weights_line(plan: Plan) -> str:
+    """How the weights are stored, and what they take."""
+    how = ", expanded" if plan.engine.expand_weights and plan.engine.weights_format != plan.dtype else ""
+    return f"weights: {plan.engine.weights_format}{how}, {format_bytes(plan.terms['weights'])}"
 
 
 def plan_details(plan: Plan) -> list[str]:
@@ -246,7 +271,7 @@ def build_core(
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
         from holdfast.execution import native
-        from holdfast.execution.device import CPU, DTYPES, set_threads, warm_up
+        from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, set_threads, warm_up
         from holdfast.execution.lora.slots import LoraLimits
         from holdfast.execution.runner import Runner, RunnerLimits
         from holdfast.execution.weights.load import load_weights
@@ -271,6 +296,7 @@ def build_core(
             device=CPU,
             expand=plan.engine.expand_weights,
             compiled=plan.engine.compiled,
+            quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
         )
     limits = RunnerLimits.of(plan.limits, config.lora_places)
@@ -280,7 +306,7 @@ def build_core(
         plan.engine.layout,
         limits,
         CPU,
-        kv_dtype=DTYPES[plan.kv_dtype],
+        kv_dtype=KV_DTYPES[plan.kv_dtype],
         compiled=plan.engine.compiled_attention,
         lora=LoraLimits.of(config),
         beat=beat,
@@ -291,6 +317,7 @@ def build_core(
     began_s = time.monotonic()
     profile = runner.profile_run()
     profile_run_s = time.monotonic() - began_s
+    plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
     plan, report = _settled(plan, runner, profile, before, loaded)
     runner.back_kv(plan.engine.blocks)
     core = EngineCore(_scheduler(config, plan), runner)
@@ -403,7 +430,7 @@ def _info(
         model=model.files.name,
         device="cpu" if plan.engine.gpu is None else f"cuda ({plan.engine.gpu.name})",
         dtype=plan.dtype,
-        kv_dtype=plan.kv_dtype,
+        kv_dtype=WHOLE_NAMES.get(plan.kv_dtype, plan.kv_dtype),
         block_size=plan.engine.layout.block_tokens,
         blocks=plan.engine.blocks - 1,
         max_model_len=plan.limits.max_model_len,
@@ -418,7 +445,7 @@ def _info(
         hidden_size=model.spec.hidden_size,
         max_loras=config.lora_places,
         kv_groups=len(plan.engine.layout.groups),
-        decisions=[decision.line() for decision in (*plan.decisions, *_kernel_decision(plan))],
+        decisions=[decision.line() for decision in (*plan.decisions, *_kernel_decision(plan), *runner.decisions)],
         lowered=[decision.line() for decision in last.values() if decision.lowered],
         profile_run_s=profile_run_s,
         memory=report,

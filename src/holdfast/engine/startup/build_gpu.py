@@ -10,13 +10,15 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
+from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.batch import RunnerLimits
-from holdfast.execution.device import DTYPES, Device, has_gpu_context
+from holdfast.execution.device import DTYPES, KV_DTYPES, Device, has_gpu_context
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
@@ -24,6 +26,7 @@ from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.weights.load import Weights, load_weights
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, settle_pool
 from holdfast.records import MemoryReport, MemoryTerm
 from holdfast.units import format_bytes
@@ -127,25 +130,34 @@ def _build(
         plan.engine.layout,
         RunnerLimits.of(plan.limits, config.lora_places),
         memory.device,
-        kv_dtype=DTYPES[plan.kv_dtype],
+        kv_dtype=KV_DTYPES[plan.kv_dtype],
         graphs=not config.enforce_eager,
         lora=LoraLimits.of(config),
     )
     try:
-        return _settle(runner, plan, memory, context, progress)
+        return _settle(runner, plan, memory, context, progress, lambda: find_kv_scales(config, files, runner))
     except BaseException:
         runner.close()
         raise
 
 
-def _settle(runner: GpuRunner, plan: Plan, memory: GpuMemory, context: GpuHeld, progress: Progress) -> Built:
-    """From a loaded model to a backed pool; `context`: what was held before the load."""
+def _settle(
+    runner: GpuRunner,
+    plan: Plan,
+    memory: GpuMemory,
+    context: GpuHeld,
+    progress: Progress,
+    find_scales: Callable[[], tuple[Decision, ...]],
+) -> Built:
+    """From a loaded model to a backed pool; `context`: what was held before the load. `find_scales`: of the KV cache,
+    before anything is captured."""
     loaded = memory.held()
     memory.forget_loading()
     progress("profile_run", 0, 0)
     runner.reserve_kv(plan.engine.most_blocks)
     runner.back_kv(2)
     runner.profile_run()
+    plan = replace(plan, decisions=(*plan.decisions, *find_scales()))
     profiled = memory.held()
     progress("capture", 0, 0)
     runner.capture()
@@ -179,6 +191,7 @@ def _load(
             dtype=DTYPES[plan.dtype],
             device=device,
             expand=plan.engine.expand_weights,
+            quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
         )
 

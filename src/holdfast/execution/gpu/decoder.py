@@ -18,6 +18,7 @@ from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.layers.mlp import GpuMlp, MlpBuffers, make_mlps
 from holdfast.execution.gpu.slots import DeviceSlots
+from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.weights.load import LayerWeights, Norm, Weights
@@ -67,6 +68,8 @@ class GpuDecoder:
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
         }
+        self.kv_scales = KVScales.ones(len(spec.layers))
+        """How pages hold keys and values: of float8 pages alone anything but as they are. Captured with graphs."""
         tokens = limits.max_num_batched_tokens
         self._rotaries, self._rotary_of = rotaries(spec, device, weights, limits.max_model_len)
         self._most_tokens, self._most_sampling = tokens, limits.max_num_seqs
@@ -89,7 +92,9 @@ class GpuDecoder:
         ]
         self._sampling = buffer(limits.max_num_seqs, spec.hidden_size)
         self._sampling_normed = buffer(limits.max_num_seqs, spec.hidden_size)
-        self.attention = GpuAttention(spec, layout, limits, slots, device)
+        # Nobody needs these while attention runs.
+        spare = max(inner.gate_up, self._normed, key=torch.Tensor.numel)
+        self.attention = GpuAttention(spec, layout, limits, slots, device, spare)
         scratch = Scratch(weights.dtype, device, tokens)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._final_norm = weights.final_norm
@@ -122,7 +127,7 @@ class GpuDecoder:
         heads_apart = self.spec.decoder.query_key_norm == "head"
         for index, layer in enumerate(self._layers[:layers]):
             qkv, attended = self._project(layer, stream)
-            group, place = self._places[index]
+            (group, place), (key_scale, value_scale) = self._places[index], self.kv_scales.of(index)
             kernels.rotate_and_store(
                 qkv[:count],
                 self._angles[self._rotary_of[index]][:count],
@@ -134,11 +139,19 @@ class GpuDecoder:
                 query_norm=layer.weights.query_norm if heads_apart else None,
                 key_norm=layer.weights.key_norm if heads_apart else None,
                 epsilon=self.spec.norm_eps,
+                key_scale=key_scale,
+                value_scale=value_scale,
+                center=self.kv_scales.center(index),
             )
-            self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count])
+            scales = key_scale, value_scale
+            self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count], scales)
             self._add_attended(layer, attended, stream)
             self._feed(layer, stream)
         return stream
+
+    def frequencies(self) -> list[torch.Tensor]:
+        """Radians that a position turns each pair of dimensions by, of every layer."""
+        return [self._rotaries[kind].frequencies for kind in self._rotary_of]
 
     def _norm(self, norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """`out`, or x itself where the decoder has no norm here."""

@@ -30,6 +30,8 @@ from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, halves, is_decode
+from holdfast.execution.kv_scales import Calibration, KVScales
+from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
@@ -39,6 +41,7 @@ from holdfast.execution.weights.load import Weights
 from holdfast.footprint.gpu import sampling_lanes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 from holdfast.records import AdapterArrival, Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
 
 log = logging.getLogger("holdfast")
@@ -142,8 +145,11 @@ class GpuRunner:
         self.weights_bytes = weights.nbytes
         self._books = SlotBuffers(limits, layout, spec.vocab_size)
         self._slots = DeviceSlots(layout, limits, device)
-        tile_tokens = prefill_tile_tokens(spec.heads, spec.kv_heads, spec.head_dim, weights.dtype.itemsize)
-        self._forms = BatchBuilder(limits, device, tile_tokens)
+        self._dtype = weights.dtype
+        tile_tokens = prefill_tile_tokens(
+            spec.heads, spec.kv_heads, spec.head_dim, weights.dtype.itemsize, codes=self.kv_dtype in LARGEST
+        )
+        self._forms = BatchBuilder(limits, device, tile_tokens, layout.block_tokens)
         self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
         self._decoder: GpuDecoder | None = GpuDecoder(
             spec, weights, layout, limits, self._slots, device, self._adapters
@@ -181,6 +187,10 @@ class GpuRunner:
         return "triton"
 
     @property
+    def decisions(self) -> list[Decision]:
+        return [self.decoder.attention.decision]
+
+    @property
     def kv(self) -> KVRange:
         if self._kv is None:
             raise EngineError("the runner has no KV pages yet", fix="call back_kv before the first step")
@@ -200,6 +210,29 @@ class GpuRunner:
         if self._kv is None:
             self.reserve_kv(blocks)
         self.kv.back(blocks)
+
+    @property
+    def kv_scales(self) -> KVScales:
+        return self.decoder.kv_scales
+
+    def use_kv_scales(self, scales: KVScales) -> None:
+        """Of float8 pages; before anything is captured."""
+        self.decoder.kv_scales = scales
+
+    def calibrate_kv(self) -> None:
+        """Finds the scales of float8 pages, with other pages for a moment; before anything is captured."""
+        trial = Calibration(self.spec, self.limits, self.layout)
+        layout = replace(self.layout, element_bytes=self._dtype.itemsize)
+        kept, pages = self._kv, KVRange(layout, trial.blocks, self.device, self._dtype)
+        self._kv = pages
+        try:
+            pages.back(trial.blocks)
+            trial.run(self)
+            self.use_kv_scales(trial.scales(pages.pages, self.kv_dtype, self.decoder.frequencies()))
+        finally:
+            self._kv = kept
+            self._books.known[:] = 0
+            pages.close()
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> GpuStep:
         with self._here():

@@ -64,11 +64,11 @@ def _part(row: Row, start: int, count: int, *, samples: bool) -> Row:
 
 
 class BatchBuilder:
-    """`tile_tokens`: of a prompt that one tile of attention takes."""
+    """`tile_tokens`: of a prompt that one tile of attention takes. `block_tokens`: of a page."""
 
-    def __init__(self, limits: RunnerLimits, device: torch.device, tile_tokens: int) -> None:
+    def __init__(self, limits: RunnerLimits, device: torch.device, tile_tokens: int, block_tokens: int) -> None:
         rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-        self._tile_tokens = tile_tokens
+        self._tile_tokens, self._block_tokens = tile_tokens, block_tokens
         self._apart = whole_lines(rows)
         self._decode = PacketRing(decode_packet_words(rows), device)
         self._mixed = PacketRing(mixed_packet_words(rows, tokens), device)
@@ -120,10 +120,13 @@ class BatchBuilder:
         lasts = firsts + counts - 1
         scored, _, _ = scored_places(rows, lasts[numpy.argsort(order)].astype(numpy.int64))
         tile_rows, tile_starts = prefill_tiles(counts[single:], starts[single:], self._tile_tokens)
+        page_counts = -(-(starts + counts)[single:] // self._block_tokens)
+        page_firsts = (numpy.cumsum(page_counts) - page_counts).astype(numpy.int32)
+        pages = page_counts.tolist()
         arrays = [
             token_slots, positions, starts[:single] + 1, slots[single:], starts[single:], counts[single:],
-            firsts[single:], tile_rows, tile_starts, lasts[samples], slots[samples], (starts + counts)[samples],
-            scored.astype(numpy.int32),
+            firsts[single:], tile_rows, tile_starts, page_firsts, lasts[samples], slots[samples],
+            (starts + counts)[samples], scored.astype(numpy.int32),
         ]  # fmt: skip
         sent = self._mixed.send(arrays)
         places = numpy.cumsum([row.samples for row in rows]) - 1
@@ -132,11 +135,11 @@ class BatchBuilder:
                 slots=sent[0],
                 positions=sent[1],
                 decode=DecodeRows(sent[0][:single], sent[2]) if single else None,
-                prefill=PrefillRows(*sent[3:9]) if single < len(rows) else None,
+                prefill=PrefillRows(*sent[3:10], total_pages=sum(pages), most_pages=max(pages)) if pages else None,
             ),
-            sampling=sent[9],
-            sampling_slots=sent[10],
-            sampling_lengths=sent[11],
+            sampling=sent[10],
+            sampling_slots=sent[11],
+            sampling_lengths=sent[12],
             order=places[order[samples]].astype(numpy.int32),
-            scored=sent[12] if len(scored) else None,
+            scored=sent[13] if len(scored) else None,
         )

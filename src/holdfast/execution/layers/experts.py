@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from holdfast.execution import native
-from holdfast.execution.layers.linear import Linear
+from holdfast.execution.layers.linear import Linear, quantized_inputs
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.experts import TILE_BYTES
@@ -83,17 +83,17 @@ class QuantizedStack:
 
     def multiply(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """The same rows of all experts that are present at a time, as many as a tile holds."""
-        out = x.new_empty((len(x), self.rows))
+        out, rounded = x.new_empty((len(x), self.rows)), quantized_inputs(x, self.matrix)
         count = len(groups.present)
         tile_rows = max(1, TILE_BYTES // (4 * self.columns * count * TILE_ROWS)) * TILE_ROWS
         first_rows = (groups.present * self.rows).unsqueeze(1)
         for first in range(0, self.rows, tile_rows):
             last = min(first + tile_rows, self.rows)
             rows = (first_rows + torch.arange(first, last)).view(-1)
-            tile = x.new_empty((len(rows), self.columns))
+            tile = rounded.new_empty((len(rows), self.columns))
             self.matrix.dequantize_some(rows, tile)
             turned = tile.view(count, last - first, self.columns).transpose(1, 2)
-            out[:, first:last] = functional.grouped_mm(x, turned, offs=groups.ends)
+            out[:, first:last] = functional.grouped_mm(rounded, turned, offs=groups.ends)
         return out
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from holdfast.execution.layers.rounding import rounded_inputs
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 
@@ -103,17 +104,28 @@ class QuantizedLinear:
         self.add(x, out)
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        tile = torch.empty((self._tile_rows, self.columns), dtype=self._dtype, device=x.device)
+        rounded = quantized_inputs(x, self.matrix)
+        tile = torch.empty((self._tile_rows, self.columns), dtype=rounded.dtype, device=x.device)
         for first in range(0, self.rows, self._tile_rows):
             last = min(first + self._tile_rows, self.rows)
             weight = tile[: last - first]
             self.matrix.dequantize(first, last, weight)
-            out[:, first:last].addmm_(x, weight.t())
+            if rounded.dtype == out.dtype:
+                out[:, first:last].addmm_(rounded, weight.t())
+            else:
+                out[:, first:last] += torch.mm(rounded, weight.t())
         if self.bias is not None:
             out += self.bias
 
     def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         self.matrix.dequantize_some(rows, out)
+
+
+def quantized_inputs(x: torch.Tensor, matrix: QuantizedMatrix | ScaledMatrix) -> torch.Tensor:
+    """What a quantized matrix is multiplied with: x itself, or x rounded as its format says, in float32."""
+    if isinstance(matrix, QuantizedMatrix) or matrix.layout.inputs == "plain":
+        return x
+    return rounded_inputs(x, matrix.layout, matrix.inputs)
 
 
 class StackedLinear:

@@ -16,6 +16,7 @@
 #include "attention.h"
 
 #include "attention_tiles.h"
+#include "float8.h"
 #include "parallel.h"
 
 #define PIECE_KEYS 128
@@ -65,7 +66,11 @@ static long first_seen(const attention *wanted, long position) {
     return first > 0 ? first : 0;
 }
 
-static long head_bytes(const attention *wanted) { return wanted->dim * (wanted->stored == F32 ? 4 : 2); }
+static long element_bytes(const attention *wanted) {
+    return wanted->stored == F32 ? 4 : wanted->stored == E4M3 || wanted->stored == E5M2 ? 1 : 2;
+}
+
+static long head_bytes(const attention *wanted) { return wanted->dim * element_bytes(wanted); }
 
 /* Query or output i of a piece. */
 static float *head_of(const attention_work *work, float *tokens, long stride, const piece *part, long i) {
@@ -83,6 +88,10 @@ static void widen(const attention *wanted, const uint8_t *stored, float *out, lo
     } else if (wanted->stored == F16) {
         const _Float16 *halves = (const _Float16 *)stored;
         for (long i = 0; i < dim; i++) out[i] = (float)halves[i];
+    } else if (wanted->stored == E4M3) {
+        for (long i = 0; i < dim; i++) out[i] = float8_value(stored[i], E4M3);
+    } else if (wanted->stored == E5M2) {
+        for (long i = 0; i < dim; i++) out[i] = float8_value(stored[i], E5M2);
     } else {
         const uint16_t *halves = (const uint16_t *)stored;
         uint32_t *bits = (uint32_t *)out;
@@ -117,7 +126,7 @@ static void find_keys(const attention_work *work, bench *here, const piece *part
 /* Vectors of `head`, counted from the piece's first, as they are stored. */
 static vectors stored_vectors(const attention_work *work, const uint8_t *const *places, long head) {
     const attention *wanted = work->wanted;
-    return (vectors){places, head * head_bytes(wanted), wanted->stored == F32 ? 4 : 2};
+    return (vectors){places, head * head_bytes(wanted), element_bytes(wanted)};
 }
 
 /* The same as floats: in their pages, or copied, valid until the next are. */

@@ -11,7 +11,7 @@ typedef struct {
     long out_stride;
     const uint8_t *keys, *values; /* of this layer in page 0: [block tokens, kv heads, dim] */
     long page_bytes;              /* from a page to the next */
-    enum layout stored;           /* F32, F16 or BF16 */
+    enum layout stored;           /* F32, F16, BF16, E4M3 or E5M2 */
     long block_tokens, heads, kv_heads, dim;
     const int32_t *tables; /* [slots, blocks] page numbers, rows `table_stride` apart */
     long table_stride;

@@ -19,6 +19,8 @@ STORED_TYPES = {
     torch.float32: LAYOUT_NUMBERS["F32"],
     torch.float16: LAYOUT_NUMBERS["F16"],
     torch.bfloat16: LAYOUT_NUMBERS["BF16"],
+    torch.float8_e4m3fn: 100,
+    torch.float8_e5m2: 101,
 }
 """How a pool may keep keys and values."""
 
@@ -76,7 +78,7 @@ class PoolPlace:
 
     def __init__(self, pages: torch.Tensor, place: int) -> None:
         if pages.dtype not in STORED_TYPES or pages.dim() != 6 or not pages.is_contiguous() or not pages.is_cpu:
-            raise ValueError(f"pages must be contiguous float32, float16 or bfloat16, not {pages.dtype}")
+            raise ValueError(f"pages must be contiguous float32, float16, bfloat16 or float8, not {pages.dtype}")
         _, places, _, self.block_tokens, self.kv_heads, self.dim = pages.shape
         if not 0 <= place < places or self.dim % 4:
             raise ValueError(f"pages {list(pages.shape)} have no place {place}, or a dim that is not a multiple of 4")

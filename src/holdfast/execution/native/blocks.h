@@ -12,7 +12,8 @@ enum layout {
     /* The denser kinds (kquants.h), and the same woven together (kquant_weave.h). */
     Q5_0, Q5_1, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS,
     Q5_0_WOVEN, Q5_1_WOVEN, IQ4_NL_WOVEN, Q2_K_WOVEN, Q3_K_WOVEN, Q4_K_WOVEN, Q5_K_WOVEN, Q6_K_WOVEN, IQ4_XS_WOVEN,
-    LAYOUTS
+    LAYOUTS,
+    E4M3 = 100, E5M2, /* of KV pools alone (float8.h) */
 };
 
 static inline int is_kquant(enum layout layout) { return layout >= Q5_0; }

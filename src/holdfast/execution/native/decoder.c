@@ -44,6 +44,20 @@ static void normalize_stream(const decoder_layer *layer, float *stream, const fl
     normalize(&wanted);
 }
 
+static void scale_floats(float *x, long count, float factor) {
+    for (long i = 0; i < count; i++) x[i] *= factor;
+}
+
+/* Keys and values as the pool keeps them, and queries so that their products with such keys are the same. */
+static void scale_heads(const decoder_layer *layer, long queries, long keys) {
+    float *row = layer->qkv;
+    for (long token = 0; token < layer->tokens; token++, row += queries + 2 * keys) {
+        scale_floats(row, queries, layer->key_scale);
+        scale_floats(row + queries, keys, 1.0f / layer->key_scale);
+        scale_floats(row + queries + keys, keys, 1.0f / layer->value_scale);
+    }
+}
+
 static int attention_half(decoder_layer *layer) {
     turning *turn = &layer->turn;
     attention *attend_to = &layer->attention;
@@ -56,12 +70,15 @@ static int attention_half(decoder_layer *layer) {
     turn->key = layer->qkv + queries;
     turn->value = layer->qkv + queries + keys;
     turn->query_stride = turn->key_stride = turn->value_stride = width;
+    const int scaled = layer->key_scale != 1.0f || layer->value_scale != 1.0f;
+    if (scaled) scale_heads(layer, queries, keys);
     turn_and_store(turn);
     attend_to->query = layer->qkv;
     attend_to->query_stride = width;
     attend_to->out = layer->attended;
     attend_to->out_stride = queries;
     if (attend(attend_to)) return -1;
+    if (scaled) scale_floats(layer->attended, layer->tokens * queries, layer->value_scale);
     return multiply_parts(layer, output, 1, layer->attended, layer->stream, layer->tokens, 1);
 }
 

@@ -25,6 +25,7 @@ typedef struct {
     long tokens, hidden, inner_columns, mlp_tokens;
     turning turn;       /* all but what lies in qkv */
     attention attention; /* all but what lies in qkv and attended */
+    float key_scale, value_scale; /* the pool keeps keys and values divided by them; both 1: as they are */
     int threads;
 } decoder_layer;
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from holdfast.execution.native.attention import AttentionRows, PoolPlace
-from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS
+from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS, center_address
 from holdfast.execution.native.loading import kernels
 from holdfast.execution.native.products import BlockMatrix
 
@@ -114,10 +114,19 @@ class DecoderLayer:
             scale,
         )
 
-    def run(self, step: DecoderStep, places: torch.Tensor, pool: PoolPlace, rows: AttentionRows) -> None:
+    def run(
+        self,
+        step: DecoderStep,
+        places: torch.Tensor,
+        pool: PoolPlace,
+        rows: AttentionRows,
+        scales: tuple[float, float] = (1.0, 1.0),
+        center: torch.Tensor | None = None,
+    ) -> None:
         """Adds the layer to `step.stream`, and writes the step's keys and values to the pool: token i goes to row
         places[i] (int64) of the pool seen as [rows, kv heads · dim] from its first key on; the caller has checked
-        them. Other buffers of the step are overwritten."""
+        them. Other buffers of the step are overwritten. `scales`: what the pool keeps keys and values divided by.
+        `center` [kv heads · dim], float32: what it keeps keys without, once they are divided."""
         if step.widths != self._widths or step.inner_columns != self._widths[4] or 2 * step.half > pool.dim:
             raise ValueError(f"the step's buffers {step.widths} do not fit the layer's {self._widths}")
         if (pool.kv_heads, pool.dim) != self._shape or pool.block_tokens != rows.block_tokens:
@@ -132,5 +141,7 @@ class DecoderLayer:
             places.data_ptr(),
             *pool.addresses,
             *rows.addresses,
+            0 if center is None else center_address(center, pool.kv_heads * pool.dim),
+            *scales,
             torch.get_num_threads(),
         )

@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "float8.h"
 #include "parallel.h"
 #include "vector.h"
 
@@ -118,6 +119,10 @@ static void store_row(uint8_t *pool, long place, const float *from, long count, 
     } else if (stored == F16) {
         _Float16 *out = (_Float16 *)pool + place * count;
         for (long i = 0; i < count; i++) out[i] = (_Float16)from[i];
+    } else if (stored == E4M3) {
+        for (long i = 0; i < count; i++) pool[place * count + i] = float8_code(from[i], E4M3);
+    } else if (stored == E5M2) {
+        for (long i = 0; i < count; i++) pool[place * count + i] = float8_code(from[i], E5M2);
     } else {
         uint16_t *out = (uint16_t *)pool + place * count;
         for (long i = 0; i < count; i++) out[i] = to_bfloat(from[i]);
@@ -135,6 +140,8 @@ static void run_turn(void *pointer) {
             float *key = wanted->key + token * wanted->key_stride;
             turn_heads(wanted->query + token * wanted->query_stride, wanted->heads, wanted, cosines, sines);
             turn_heads(key, wanted->kv_heads, wanted, cosines, sines);
+            if (wanted->center != NULL)
+                for (long i = 0; i < width; i++) key[i] -= wanted->center[i];
             store_row(wanted->keys, (long)wanted->places[token], key, width, wanted->stored);
             store_row(wanted->values, (long)wanted->places[token], wanted->value + token * wanted->value_stride, width,
                       wanted->stored);

@@ -41,8 +41,9 @@ typedef struct {
     const float *cosines, *sines; /* [positions, half]: the first half of a head is turned against the second */
     const int64_t *positions;     /* the row of the tables for each token; NULL: its own number */
     const int64_t *places;        /* where each token goes in the pool, in rows of kv_heads * dim */
+    const float *center;          /* [kv heads, dim]: taken off keys once they are turned; NULL: nothing is */
     uint8_t *keys, *values;       /* the pool as seen by this layer */
-    enum layout stored;           /* F32, F16 or BF16 */
+    enum layout stored;           /* F32, F16, BF16, E4M3 or E5M2 */
     long tokens, heads, kv_heads, dim, half;
     int threads;
 } turning;

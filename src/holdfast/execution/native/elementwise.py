@@ -76,12 +76,14 @@ def rotate_and_store(
     key_rows: torch.Tensor,
     value_rows: torch.Tensor,
     positions: torch.Tensor | None = None,
+    center: torch.Tensor | None = None,
 ) -> None:
     """Turns query [tokens, heads, dim] and key [tokens, kv heads, dim] in place and writes key and value to
     key_rows[places] and value_rows[places], views [any, kv heads · dim] of the pool in its own number type.
 
     cos and sin [tokens, half] (or [tokens, 1, half]): one line a token, or with `positions` (int64) tables that are
     indexed by position. The first `half` dimensions are turned against the next `half`; the rest stays.
+    `center` [kv heads · dim] is taken off keys then, where there is one.
     `places` (int64) and `positions` are taken as they come: the caller has checked them against pool and tables.
     """
     tokens, heads, dim = query.shape
@@ -105,7 +107,7 @@ def rotate_and_store(
             raise ValueError(f"{name} must be contiguous int64 [{tokens}]")
     for name, pool in (("key_rows", key_rows), ("value_rows", value_rows)):
         if pool.dtype is not stored or stored not in STORED_TYPES or not pool.is_contiguous():
-            raise ValueError(f"{name} must be contiguous float32, float16 or bfloat16, both of one type")
+            raise ValueError(f"{name} must be contiguous float32, float16, bfloat16 or float8, both of one type")
         if pool.shape[1:] != (kv_heads * dim,):
             raise ValueError(f"{name} must be [rows, {kv_heads * dim}], not {list(pool.shape)}")
     kernels().turn(
@@ -119,6 +121,7 @@ def rotate_and_store(
         sin.data_ptr(),
         0 if positions is None else positions.data_ptr(),
         places.data_ptr(),
+        0 if center is None else center_address(center, kv_heads * dim),
         key_rows.data_ptr(),
         value_rows.data_ptr(),
         STORED_TYPES[stored],
@@ -129,6 +132,12 @@ def rotate_and_store(
         half,
         torch.get_num_threads(),
     )
+
+
+def center_address(center: torch.Tensor, width: int) -> int:
+    if center.dtype is not torch.float32 or center.shape != (width,) or not center.is_contiguous():
+        raise ValueError(f"center must be contiguous float32 [{width}], not {center.dtype} {list(center.shape)}")
+    return center.data_ptr()
 
 
 def _row_stride(tensor: torch.Tensor, name: str) -> int:

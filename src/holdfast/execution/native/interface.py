@@ -114,6 +114,7 @@ class Kernels(Protocol):
         sines: int,
         positions: int,
         places: int,
+        center: int,
         keys: int,
         values: int,
         stored: int,

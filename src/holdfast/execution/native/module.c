@@ -195,6 +195,7 @@ static PyObject *py_turn(PyObject *module, PyObject *const *values, Py_ssize_t c
     wanted.sines = address(&args);
     wanted.positions = address(&args);
     wanted.places = address(&args);
+    wanted.center = address(&args);
     wanted.keys = address(&args);
     wanted.values = address(&args);
     wanted.stored = (enum layout)whole(&args);
@@ -254,6 +255,9 @@ static decoder_layer read_layer(arguments *args) {
     attend_to->firsts = address(args);
     attend_to->rows = whole(args);
     attend_to->window = whole(args);
+    turn->center = address(args);
+    layer.key_scale = real(args);
+    layer.value_scale = real(args);
     layer.threads = turn->threads = attend_to->threads = (int)whole(args);
     attend_to->keys = turn->keys;
     attend_to->values = turn->values;
@@ -322,8 +326,8 @@ static PyMethodDef METHODS[] = {
              "(x, x_stride, residual, residual_stride, weight, out, out_stride, rows, columns, epsilon, threads)"),
     FUNCTION("gate", py_gate, "(gate_up, gate_stride, out, out_stride, rows, columns, activation, threads)"),
     FUNCTION("turn", py_turn,
-             "(query, query_stride, key, key_stride, value, value_stride, cosines, sines, positions, places, keys, "
-             "values, stored, tokens, heads, kv_heads, dim, half, threads)"),
+             "(query, query_stride, key, key_stride, value, value_stride, cosines, sines, positions, places, center, "
+             "keys, values, stored, tokens, heads, kv_heads, dim, half, threads)"),
     FUNCTION("layer", py_layer, "Weights, buffers, pool and rows of a decoder layer, as read_layer reads them."),
     FUNCTION("experts", py_experts, "Matrices and buffers of a layer's experts, as py_experts reads them."),
     {NULL, NULL, 0, NULL},

@@ -55,10 +55,16 @@ class CompiledAttention:
 
 
 def rotate_and_store(
-    heads: Heads, cos: torch.Tensor, sin: torch.Tensor, kv: KVStore, place: int, rows: torch.Tensor
+    heads: Heads,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: KVStore,
+    place: int,
+    rows: torch.Tensor,
+    center: torch.Tensor | None = None,
 ) -> None:
     key_rows, value_rows = kv.token_rows_at(place)
-    native.rotate_and_store(heads.query, heads.key, heads.value, cos, sin, rows, key_rows, value_rows)
+    native.rotate_and_store(heads.query, heads.key, heads.value, cos, sin, rows, key_rows, value_rows, center=center)
 
 
 def norm_in_place(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
@@ -102,9 +108,17 @@ class CompiledLayers:
             sin=step.angles[0][1],
         )
 
-    def run(self, layer: int, place: int, token_rows: torch.Tensor, plan: native.AttentionRows) -> None:
+    def run(
+        self,
+        layer: int,
+        place: int,
+        token_rows: torch.Tensor,
+        plan: native.AttentionRows,
+        scales: tuple[float, float] = (1.0, 1.0),
+        center: torch.Tensor | None = None,
+    ) -> None:
         assert self._step is not None, "call begin first"
-        self._layers[layer].run(self._step, token_rows, self._pools[place], plan)
+        self._layers[layer].run(self._step, token_rows, self._pools[place], plan, scales, center)
 
 
 def fuse(

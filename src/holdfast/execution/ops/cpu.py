@@ -41,9 +41,17 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def rotate_and_store(
-    heads: Heads, cos: torch.Tensor, sin: torch.Tensor, kv: KVStore, place: int, rows: torch.Tensor
+    heads: Heads,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: KVStore,
+    place: int,
+    rows: torch.Tensor,
+    center: torch.Tensor | None = None,
 ) -> None:
     rotate(heads.rotated, cos, sin)
+    if center is not None:
+        heads.key_rows.sub_(center)
     reference.write_kv(heads, kv, place, rows)
 
 

@@ -163,7 +163,8 @@ class CpuAttention:
     def _gather(self, half_pages: torch.Tensor, piece: _Piece, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each [rows, tokens, kv heads, dim]; valid until the next gather."""
         shape, count = self._shape, len(piece.index)
-        if self._gathered is None or len(self._gathered) < count:
+        room = self._gathered
+        if room is None or len(room) < count or room.dtype != half_pages.dtype:  # Calibration has other pages.
             self._gathered = half_pages.new_empty((max(count, 2 * self._gather_blocks), half_pages.shape[1]))
         gathered = torch.index_select(half_pages, 0, piece.index, out=self._gathered[:count])
         if gathered.dtype != shape.dtype:

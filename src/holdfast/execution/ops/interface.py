@@ -107,8 +107,17 @@ class FusedLayers(Protocol):
     def begin(self, step: StepBuffers, kv: KVStore) -> None:
         """The layers run next work on these; valid until the next call."""
 
-    def run(self, layer: int, place: int, token_rows: torch.Tensor, plan: Any) -> None:
-        """Adds one layer to the step's stream and writes its keys and values."""
+    def run(
+        self,
+        layer: int,
+        place: int,
+        token_rows: torch.Tensor,
+        plan: Any,
+        scales: tuple[float, float] = (1.0, 1.0),
+        center: torch.Tensor | None = None,
+    ) -> None:
+        """Adds one layer to the step's stream and writes its keys and values: divided by their scales, keys without
+        their center then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +129,12 @@ class Ops:
     """(x, weight, bias, epsilon, out)"""
     norm_in_place: Callable[[torch.Tensor, torch.Tensor, float], None]
     """(x [tokens, ..., width], weight [width], epsilon): rms_norm of slices of a wider buffer."""
-    rotate_and_store: Callable[[Heads, torch.Tensor, torch.Tensor, KVStore, int, torch.Tensor], None]
-    """(heads, cos, sin [tokens, 1, dim / 2], store, place, token rows): turns queries and keys in place and writes
-    keys and values to the store."""
+    rotate_and_store: Callable[
+        [Heads, torch.Tensor, torch.Tensor, KVStore, int, torch.Tensor, torch.Tensor | None], None
+    ]
+    """(heads, cos, sin [tokens, 1, dim / 2], store, place, token rows, center): turns queries and keys in place, takes
+    the center [kv heads · dim] off keys where there is one, and writes keys and values to the store; float8 pages may
+    leave them rounded as they are kept."""
     gate: Callable[[torch.Tensor, Activation, torch.Tensor], None]
     """(gate beside up [tokens, 2·inner], activation, out [tokens, inner]); may use its input as scratch."""
     activate: Callable[[torch.Tensor, Activation], None]

@@ -58,14 +58,22 @@ def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> No
 
 def write_kv(heads: Heads, kv: KVStore, place: int, rows: torch.Tensor) -> None:
     key_rows, value_rows = kv.token_rows_at(place)
-    key_rows.index_copy_(0, rows, heads.key_rows.to(kv.dtype))
-    value_rows.index_copy_(0, rows, heads.value_rows.to(kv.dtype))
+    kv.write(heads.key_rows, key_rows, rows)
+    kv.write(heads.value_rows, value_rows, rows)
 
 
 def rotate_and_store(
-    heads: Heads, cos: torch.Tensor, sin: torch.Tensor, kv: KVStore, place: int, rows: torch.Tensor
+    heads: Heads,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv: KVStore,
+    place: int,
+    rows: torch.Tensor,
+    center: torch.Tensor | None = None,
 ) -> None:
     rotate(heads.rotated, cos, sin)
+    if center is not None:
+        heads.key_rows.sub_(center)
     write_kv(heads, kv, place, rows)
 
 

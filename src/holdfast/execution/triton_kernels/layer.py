@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, as_codes, encode
+
 ROTATED_HEADS = 8
 """Heads a program of `rotate_and_store` takes."""
 GATE_COLUMNS = 1024
@@ -148,11 +150,29 @@ def _normed_part(part, scale, query_norm, key_norm, index, real, is_key, is_valu
 
 
 @triton.jit
+def _cached(
+    part, factor, center, centered, KIND: tl.constexpr, pages, FORMAT: tl.constexpr, CENTERED: tl.constexpr
+):  # fmt: skip
+    """As pages keep it. Rounded to the product's type first: pages of the same type then hold what the buffer holds."""
+    rounded = part.to(KIND)
+    if FORMAT == PLAIN:
+        kept = rounded.to(pages.dtype.element_ty)
+    else:
+        scaled = rounded.to(tl.float32) * factor
+        if CENTERED:
+            scaled -= tl.load(center, mask=centered, other=0.0)
+        kept = encode(scaled, FORMAT)
+    return kept
+
+
+@triton.jit
 def _rotate_and_store(
     qkv, angles, positions, slots, pages, tables, query_norm, key_norm, qkv_stride, table_stride, place, epsilon,
+    by_key_scale, by_value_scale, center,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
-    BLOCK_REST: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_REST: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):  # fmt: skip
     """REST: what of a head is beyond the turned part, 0 where all of it is turned. NORM: queries and keys are normed
     first, every head by itself."""
@@ -200,12 +220,18 @@ def _rotate_and_store(
     kv_head = head - HEADS - tl.where(is_value, KV_HEADS, 0)
     target = pages + (row * KV_HEADS + kv_head) * DIM
     kept = inside & (head >= HEADS) & (page >= 0)
-    # Rounded to the product's type first: pages of the same type then hold what the buffer holds.
-    cache = pages.dtype.element_ty
-    tl.store(target + index, first.to(kind).to(cache), mask=kept & real)
-    tl.store(target + HALF + index, second.to(kind).to(cache), mask=kept & real)
+    factor = tl.where(is_value, by_value_scale, by_key_scale)
+    taken_off = center + kv_head * DIM
+    is_centered = kept & (head < HEADS + KV_HEADS)
+    kept_first = _cached(first, factor, taken_off + index, is_centered & real, kind, pages, FORMAT, CENTERED)
+    tl.store(target + index, kept_first, mask=kept & real)
+    taken_second = taken_off + HALF + index
+    kept_second = _cached(second, factor, taken_second, is_centered & real, kind, pages, FORMAT, CENTERED)
+    tl.store(target + HALF + index, kept_second, mask=kept & real)
     if REST:
-        tl.store(target + beyond, rest.to(kind).to(cache), mask=kept & real_rest)
+        taken_rest = taken_off + beyond
+        kept_rest = _cached(rest, factor, taken_rest, is_centered & real_rest, kind, pages, FORMAT, CENTERED)
+        tl.store(target + beyond, kept_rest, mask=kept & real_rest)
 
 
 def rotate_and_store(
@@ -220,6 +246,9 @@ def rotate_and_store(
     query_norm: torch.Tensor | None = None,
     key_norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    center: torch.Tensor | None = None,
 ) -> None:
     """Queries and keys of qkv [tokens, (heads + 2·kv heads)·dim] are turned in place; keys and values go to pages
     [blocks, places, 2, tokens, kv heads, dim] at `place`.
@@ -227,9 +256,12 @@ def rotate_and_store(
     angles: float32 [tokens, turned dims] of `fill_cos_sin`. A token with slot < 0, position < 0 or a page < 0 in tables
     [slots, blocks] leaves no keys. Heads are turned as two halves of the turned part; what is beyond it stays as it is.
     query_norm and key_norm [dim]: heads are divided by their root mean square and multiplied with these before.
+    float8 pages hold keys and values divided by their scales, keys without `center` then (float32 [kv heads · dim]),
+    and the largest finite number where that is exceeded.
     """
     if len(qkv) == 0:
         return
+    pages, kept = as_codes(pages)
     _, places, _, tokens, kv_heads, dim = pages.shape
     total = qkv.shape[1] // dim
     half = angles.shape[-1] // 2
@@ -237,9 +269,11 @@ def rotate_and_store(
     _rotate_and_store[(len(qkv), triton.cdiv(total, ROTATED_HEADS))](
         qkv, angles, positions, slots, pages, tables, qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm, qkv.stride(0), tables.stride(0), place, epsilon,
+        1.0 / key_scale, 1.0 / value_scale, angles if center is None else center,
         HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, TOKENS=tokens, PLACES=places,
         BLOCK_HEADS=ROTATED_HEADS, BLOCK_HALF=triton.next_power_of_2(max(1, half)), REST=rest,
-        BLOCK_REST=triton.next_power_of_2(max(1, rest)), NORM=query_norm is not None, num_warps=WARPS,
+        BLOCK_REST=triton.next_power_of_2(max(1, rest)), NORM=query_norm is not None, FORMAT=kept,
+        CENTERED=center is not None, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
+from holdfast.execution.triton_kernels.shared_memory import HOPPER_BYTES, shared_memory_bytes
 from holdfast.footprint.gpu import PROCESSORS
 
 Words = numpy.typing.NDArray[numpy.int32]
@@ -40,6 +40,8 @@ _PREFILL = {
     (128, 4): Tile(32, 16, 8, 2),
     (256, 4): Tile(16, 32, 8, 2),
 }
+HOPPER_ROWS = 128
+"""Of a program of `prefill_hopper`, which takes the same tile lists."""
 _LARGE_SHARED_BYTES = 163 * 1024
 """What the tiles above need: A100, Orin, Hopper and later in data centres. The others have 99 KiB."""
 _PREFILL_IN_LITTLE = _PREFILL | {
@@ -47,11 +49,23 @@ _PREFILL_IN_LITTLE = _PREFILL | {
     (256, 2): Tile(64, 32, 8, 2),
     (256, 4): Tile(16, 16, 8, 2),
 }
+_CODES_WITHOUT_WARP_GROUPS = {(64, 2): Tile(64, 64, 8, 2), (128, 2): Tile(64, 64, 8, 2), (256, 2): Tile(64, 32, 8, 2)}
+"""Over float8 pages where tensor cores take keys from registers (before Hopper, and on RTX 50): all warps along the
+queries convert the same keys, and more of them at a time spill."""
 _DECODE = {
     # These fit everywhere.
     (64, 2): Tile(16, 128, 4, 3),
     (128, 2): Tile(16, 64, 4, 3),
     (256, 2): Tile(16, 32, 4, 3),
+    (64, 4): Tile(16, 32, 4, 2),
+    (128, 4): Tile(16, 32, 8, 2),
+    (256, 4): Tile(16, 16, 4, 2),
+}
+_DECODE_CODES = {
+    # Over float8 pages; (padded head width, bytes of a query's element).
+    (64, 2): Tile(16, 128, 2, 3),
+    (128, 2): Tile(16, 64, 2, 3),
+    (256, 2): Tile(16, 32, 2, 3),
     (64, 4): Tile(16, 32, 4, 2),
     (128, 4): Tile(16, 32, 8, 2),
     (256, 4): Tile(16, 16, 4, 2),
@@ -65,20 +79,25 @@ def padded_width(head_dim: int) -> int:
     return max(64, _power_of_two(head_dim))
 
 
-def prefill_tile(ratio: int, head_dim: int, element_bytes: int) -> Tile:
-    """On the current device. `ratio`: query heads for each KV head."""
+def prefill_tile(ratio: int, head_dim: int, element_bytes: int, *, codes: bool = False) -> Tile:
+    """On the current device. `ratio`: query heads for each KV head. `codes`: of pages in float8; `element_bytes` is
+    then the queries'."""
     table = _PREFILL if shared_memory_bytes() >= _LARGE_SHARED_BYTES else _PREFILL_IN_LITTLE
+    if codes and shared_memory_bytes() < HOPPER_BYTES:
+        table = table | _CODES_WITHOUT_WARP_GROUPS
     return _for_ratio(table[padded_width(head_dim), element_bytes], ratio)
 
 
-def decode_tile(ratio: int, head_dim: int, element_bytes: int) -> Tile:
-    return _for_ratio(_DECODE[padded_width(head_dim), element_bytes], ratio)
+def decode_tile(ratio: int, head_dim: int, element_bytes: int, *, codes: bool = False) -> Tile:
+    """`codes`: of pages in float8; `element_bytes` is then the queries'."""
+    table = _DECODE_CODES if codes else _DECODE
+    return _for_ratio(table[padded_width(head_dim), element_bytes], ratio)
 
 
-def prefill_tile_tokens(heads: int, kv_heads: int, head_dim: int, element_bytes: int) -> int:
+def prefill_tile_tokens(heads: int, kv_heads: int, head_dim: int, element_bytes: int, *, codes: bool = False) -> int:
     """Tokens of one row that a prefill program takes on the current device, all heads of one group at once."""
     ratio = heads // kv_heads
-    return prefill_tile(ratio, head_dim, element_bytes).rows // ratio
+    return prefill_tile(ratio, head_dim, element_bytes, codes=codes).rows // ratio
 
 
 def prefill_tiles(counts: Integers, starts: Integers, tile_tokens: int) -> tuple[Words, Words]:
@@ -91,9 +110,13 @@ def prefill_tiles(counts: Integers, starts: Integers, tile_tokens: int) -> tuple
     return rows[order].astype(numpy.int32), firsts[order].astype(numpy.int32)
 
 
-def decode_share_tokens(rows: int, kv_heads: int) -> int:
+def decode_share_tokens(rows: int, kv_heads: int, *, codes: bool = False) -> int:
     """Fewest tokens worth a split of their own (one tile of keys, if that is more)."""
-    return _FULL_SHARE_TOKENS if rows * kv_heads >= PROCESSORS else 0
+    if rows * kv_heads < PROCESSORS:
+        return 0
+    if not codes:
+        return _FULL_SHARE_TOKENS
+    return (4 if rows * kv_heads >= 3 * PROCESSORS else 2) * _FULL_SHARE_TOKENS
 
 
 def _for_ratio(tile: Tile, ratio: int) -> Tile:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Mapping
 
 import torch
 
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.models import TensorSpec
 
 _LOGIT_SPREAD = 3.0
 """Standard deviation of logits: a greedy choice is clear, a sampled one varied."""
+_LARGEST: Mapping[str, float] = {"int4": 8, "int8": 128, "fp8": 448, "nf4": 1, "mxfp4": 6}
+"""Of what a code stands for."""
+_STATIC_INPUTS: Mapping[str, float] = {"fp8": 16 / 448, "int8": 16 / 127}
+_TILE_ELEMENTS = 1 << 20
 
 
 def fill_dummy(target: torch.Tensor, tensor: TensorSpec, *, tied: bool) -> None:
     """In place and on the tensor's own device; the same name and shape give the same numbers."""
-    seed = int.from_bytes(hashlib.blake2b(tensor.name.encode(), digest_size=8).digest(), "little") >> 1
-    generator = torch.Generator(device=target.device).manual_seed(seed)
+    generator = _generator(tensor.name, target.device)
     kind = tensor.name.rpartition(".")[2]
     if kind.endswith("norm"):
         target.uniform_(0.8, 1.2, generator=generator)
@@ -30,3 +36,35 @@ def fill_dummy(target: torch.Tensor, tensor: TensorSpec, *, tied: bool) -> None:
         deviation *= _LOGIT_SPREAD
     reach = deviation * 3**0.5
     target.uniform_(-reach, reach, generator=generator)
+
+
+def fill_dummy_codes(matrix: ScaledMatrix, first: int, rows: int, tensor: TensorSpec) -> None:
+    """Rows first, first+1, ... of a quantized matrix: random codes, and scales that give them the same spread. The
+    order of columns is as it is, and inputs are divided by a scale that holds unit-size vectors."""
+    layout, part = matrix.layout, slice(first, first + rows)
+    generator = _generator(f"{tensor.name}, rows from {first}", matrix.codes.device)
+    reach = (3 / tensor.shape[-1]) ** 0.5
+    if layout.codes == "fp8":
+        step = max(1, _TILE_ELEMENTS // matrix.columns)
+        for start in range(first, first + rows, step):
+            tile = matrix.codes[start : min(start + step, first + rows)]
+            tile.copy_(torch.empty(tile.shape, device=tile.device).uniform_(-448, 448, generator=generator))
+    else:
+        matrix.codes[part].view(torch.uint8).random_(0, 256, generator=generator)
+    high = layout.group_rows
+    scales = matrix.scales[first // high : -(-(first + rows) // high)]
+    if layout.scales == "uint8":
+        scales.fill_(127 + round(math.log2(reach / _LARGEST[layout.codes])))
+    else:
+        scales.fill_(reach / _LARGEST[layout.codes])
+    if matrix.zeros is not None:
+        matrix.zeros[first // high : -(-(first + rows) // high)] = 8 if layout.codes == "int4" else 0
+    if matrix.order is not None:
+        matrix.order.copy_(torch.arange(matrix.columns, dtype=torch.int32))
+    if matrix.inputs is not None:
+        matrix.inputs.fill_(_STATIC_INPUTS[layout.inputs])
+
+
+def _generator(name: str, device: torch.device) -> torch.Generator:
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+    return torch.Generator(device=device).manual_seed(seed)

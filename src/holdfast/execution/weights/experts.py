@@ -16,7 +16,9 @@ from holdfast.execution.layers.linear import Linear
 from holdfast.execution.memory import exact_tensor
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import BLOCK_COLUMNS
+from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, TensorSpec
 
 
@@ -38,7 +40,9 @@ class ExpertLoader(Protocol):
 
     def linear(self, *names: str) -> Linear: ...
 
-    def kept_layout(self, name: str) -> str | None: ...
+    def kept_layout(self, name: str) -> str | ScaledLayout | None: ...
+
+    def fill_scaled(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None = None) -> None: ...
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor: ...
 
@@ -51,7 +55,8 @@ def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
     assert layer.experts is not None
     name = f"layers.{layer.index}"
     gate, up, down = (f"{name}.experts.{part}" for part in ("gate", "up", "down"))
-    blocks = loader.compiled and _in_blocks(loader, (gate, down))
+    scaled = any(isinstance(loader.kept_layout(stack), ScaledLayout) for stack in (gate, up, down))
+    blocks = loader.compiled and not scaled and _in_blocks(loader, (gate, down))
     alike = loader.kept_layout(gate) == loader.kept_layout(up)
     joined = [(gate, up)] if alike else [(gate,), (up,)]
     shared = None
@@ -78,9 +83,11 @@ def _in_blocks(loader: ExpertLoader, names: Sequence[str]) -> bool:
 def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
     """The matrices of these names, those of an expert one below the other."""
     layout = loader.kept_layout(names[0])
-    loader.layouts.add(layout or str(loader.dtype).removeprefix("torch."))
+    loader.layouts.add(str(layout or loader.dtype).removeprefix("torch."))
     if layout is None:
         return _dense(loader, names, blocks)
+    if isinstance(layout, ScaledLayout):
+        return _scaled(loader, names, layout)
     if blocks:
         return _blocks(loader, names, layout)
     experts, columns, rows = _sizes(loader, names)
@@ -90,6 +97,18 @@ def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
         for expert in range(experts):
             stored = loader.read_expert(name, expert).to(loader.device)
             matrix.fill_rows(expert * sum(rows) + first, stored)
+        first += rows[part]
+        loader.step()
+    return QuantizedStack(matrix, experts)
+
+
+def _scaled(loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout) -> Stack:
+    experts, columns, rows = _sizes(loader, names)
+    matrix = ScaledMatrix(layout, experts * sum(rows), columns, loader.device)
+    first = 0
+    for part, name in enumerate(names):
+        for expert in range(experts):
+            loader.fill_scaled(matrix, expert * sum(rows) + first, name, expert)
         first += rows[part]
         loader.step()
     return QuantizedStack(matrix, experts)

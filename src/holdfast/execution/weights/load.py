@@ -1,7 +1,7 @@
 """Brings a model's tensors into memory, one at a time, fused and turned as the decoder multiplies them.
 
-Peak while loading: the final bytes, the raw bytes of one tensor, and one float tile of its expansion
-(EXPAND_BYTES). Knows nothing of files beyond `Checkpoint.read`.
+Peak while loading: the final bytes, the raw bytes of one tensor (of a quantized matrix: of all that hold it), and one
+tile of its expansion (EXPAND_BYTES). Knows nothing of files beyond `Checkpoint.read`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.memory import PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
-from holdfast.execution.weights.dummy import fill_dummy
+from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import load_experts
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
-from holdfast.footprint.layouts import memory_layout
+from holdfast.execution.weights.packed import PackedSource
+from holdfast.execution.weights.quantize import fill_quantized
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
+from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, ModelSpec, TensorSpec
 
 EXPAND_BYTES = 8 << 20
@@ -32,6 +36,15 @@ WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TYPES = {
+    **_PLAIN,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""Of the parts of quantized matrices."""
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all)."""
@@ -145,8 +158,10 @@ def load_weights(
     compiled: bool = False,
     progress: Progress | None = None,
     pack: bool | None = None,
+    quantize: Quantize | None = None,
 ) -> Weights:
-    """`expand`: quantized matrices become `dtype`; otherwise they stay as they are stored. No checkpoint: dummies.
+    """`expand`: quantized matrices become `dtype`, but for those whose inputs are rounded; otherwise they stay as they
+    are stored. No checkpoint: dummies. `quantize`: what plain matrices of linear layers become.
 
     `compiled`: what stays as it is stored is multiplied by compiled kernels (float32 on a CPU that has them).
 
@@ -156,7 +171,7 @@ def load_weights(
     packed = packs_weights(dtype, device) if pack is None else pack
     before = PeakMemory.resident_bytes()
     with torch.inference_mode():
-        weights = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress).load()
+        weights = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize).load()
     here = weights.nbytes if device.type == "cpu" else 0
     if PeakMemory.resident_bytes() - before - here > WORTH_TRIMMING_BYTES:
         trim_memory()
@@ -176,10 +191,11 @@ class Loader:
         compiled: bool,
         pack: bool,
         progress: Progress | None,
+        quantize: Quantize | None,
     ) -> None:
         self.spec, self.checkpoint = spec, checkpoint
         self.dtype, self.device, self.progress = dtype, device, progress
-        self.expand, self.compiled, self.pack = expand, compiled, pack
+        self.expand, self.compiled, self.pack, self.quantize = expand, compiled, pack, quantize
         self.tensors = {tensor.name: tensor for tensor in spec.tensors}
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
         self.done = 0
@@ -249,14 +265,15 @@ class Loader:
 
     def linear(self, *names: str) -> Linear:
         """The matrices of these names, their rows one below the other."""
-        kinds = {self.kept_layout(name) for name in names}
-        if len(kinds) > 1:
-            return StackedLinear([self.linear(name) for name in names])
+        kinds, rows = {self.kept_layout(name) for name in names}, [self.tensors[name].shape[0] for name in names]
         layout = kinds.pop()
-        rows = [self.tensors[name].shape[0] for name in names]
+        if kinds or (isinstance(layout, ScaledLayout) and len(names) > 1 and not layout.stacks(rows)):
+            return StackedLinear([self.linear(name) for name in names])
         columns = self.tensors[names[0]].shape[1]
         bias = self.bias(names, rows)
-        self.layouts.add(layout or str(self.dtype).removeprefix("torch."))
+        self.layouts.add(str(layout or self.dtype).removeprefix("torch."))
+        if isinstance(layout, ScaledLayout):
+            return QuantizedLinear(self.scaled(names, rows, layout), self.dtype, bias)
         if layout is None:
             weight = exact_tensor((sum(rows), columns), self.dtype, self.device)
             for name, part in zip(names, torch.split(weight, rows), strict=True):
@@ -272,6 +289,48 @@ class Loader:
             first += count
             self.step()
         return QuantizedLinear(matrix, self.dtype, bias)
+
+    def scaled(self, names: tuple[str, ...], rows: list[int], layout: ScaledLayout) -> ScaledMatrix:
+        """Codes and scales, rows one below the other."""
+        matrix = ScaledMatrix(layout, sum(rows), self.tensors[names[0]].shape[1], self.device)
+        first = 0
+        for name, count in zip(names, rows, strict=True):
+            self.fill_scaled(matrix, first, name)
+            first += count
+            self.step()
+        return matrix
+
+    def fill_scaled(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None = None) -> None:
+        """The matrix of this name, or of one of its experts, to rows first, first+1, ..."""
+        tensor = self.tensors[name]
+        rows, columns = tensor.shape[-2:]
+        if self.checkpoint is None:
+            fill_dummy_codes(matrix, first, rows, tensor)
+        elif self.stored[name].packed is not None:
+            self.packed(name, matrix.layout, expert).fill(matrix, first)
+        else:
+            raw = self.read(name) if expert is None else self.read_expert(name, expert)
+            plain = raw.view(_PLAIN[self.stored[name].layout]).view(rows, columns)
+            fill_quantized(matrix, first, plain.to(self.device))
+
+    def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
+        """A matrix of a quantized checkpoint, or one expert's of it."""
+        stored, (rows, columns) = self.stored[name].packed, self.tensors[name].shape[-2:]
+        assert stored is not None
+        parts = stored.parts
+        if expert is not None:
+            named = {part: one.name.replace("{expert}", str(expert)) for part, one in parts.items()}
+            parts = {part: self.checkpoint_tensor(one) for part, one in named.items()}
+        return PackedSource(stored.packing, parts, layout, rows, columns, self.read_part)
+
+    def checkpoint_tensor(self, name: str) -> StoredTensor:
+        assert self.checkpoint is not None
+        return self.checkpoint.tensors[name]
+
+    def read_part(self, part: StoredTensor) -> torch.Tensor:
+        assert self.checkpoint is not None
+        raw = torch.from_numpy(self.checkpoint.read(part.name))
+        return raw.view(_TYPES[part.layout]).view(part.shape).to(self.device)
 
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
@@ -293,11 +352,18 @@ class Loader:
                 self.fill(part, self.tensors[f"{name}_bias"])
         return bias
 
-    def kept_layout(self, name: str) -> str | None:
-        """The stored layout a matrix keeps in memory; None: it becomes `dtype`."""
+    def kept_layout(self, name: str) -> str | ScaledLayout | None:
+        """The layout a matrix has in memory, as it is stored or quantized; None: it becomes `dtype`."""
         dtype = str(self.dtype).removeprefix("torch.")
-        stored = self.stored[name].layout if name in self.stored else None
-        layout = memory_layout(self.tensors[name], stored, dtype=dtype, expand=self.expand, compiled=self.compiled)
+        layout = memory_layout(
+            self.tensors[name],
+            self.stored.get(name),
+            dtype=dtype,
+            expand=self.expand,
+            compiled=self.compiled,
+            quantization=self.spec.quantization,
+            quantize=self.quantize,
+        )
         return None if layout == dtype else layout
 
     def read(self, name: str) -> torch.Tensor:
@@ -321,6 +387,9 @@ class Loader:
     def fill(self, target: torch.Tensor, tensor: TensorSpec) -> None:
         if self.checkpoint is None:
             fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
+        elif (packed := self.stored[tensor.name].packed) is not None:
+            layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
+            self.packed(tensor.name, layout).expand(target)
         else:
             expand_into(target, self.read(tensor.name), self.stored[tensor.name].layout, self.row_order(tensor))
             if tensor.plus_one and self.checkpoint.format == "safetensors":
@@ -331,6 +400,10 @@ class Loader:
         """`target` [experts, rows, columns]; its experts may lie apart."""
         if self.checkpoint is None:
             fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
+        elif (packed := self.stored[tensor.name].packed) is not None:
+            layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
+            for expert, matrix in enumerate(target):
+                self.packed(tensor.name, layout, expert).expand(matrix)
         else:
             for expert, matrix in enumerate(target):
                 expand_into(matrix, self.read_expert(tensor.name, expert), self.stored[tensor.name].layout)

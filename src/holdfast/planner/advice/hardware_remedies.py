@@ -14,7 +14,7 @@ from itertools import islice
 from holdfast.hardware import gpus
 from holdfast.hardware.gpus import Gpu
 from holdfast.planner.advice.offload import NVME_GB_S, RAM_SHARE, place
-from holdfast.planner.advice.quantized_remedies import variants
+from holdfast.planner.advice.quantized_remedies import bits, variants
 from holdfast.planner.advice.remedy import (
     USUAL_UTILIZATION,
     Change,
@@ -32,6 +32,7 @@ from holdfast.planner.fit.count import least_bytes
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel
+from holdfast.planner.models.model_sources import MADE_WHILE_LOADING
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.variants import GGUF_TYPES, Variant, longer_models, smaller_models
 from holdfast.planner.sizing.default_limits import RAM_STEP_BYTES
@@ -42,6 +43,7 @@ LARGEST_TENSOR_PARALLEL, STAGES = 8, (2, 3, 4, 6, 8, 12, 16)
 RAM_STEPS_TRIED = 8
 """What a larger budget holds takes a little more itself."""
 RAM_SIZES_GIB = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+ONLY_HOLDFAST_MAKES = frozenset(MADE_WHILE_LOADING["holdfast"]) - frozenset(MADE_WHILE_LOADING["vllm"])
 SMALLER_MODELS_TRIED, LONGER_MODELS_TRIED = 6, 24
 TIERS_NOTE = (
     "an estimate of what a server with offloading would need and reach, not something to run: Holdfast has no"
@@ -50,12 +52,16 @@ TIERS_NOTE = (
 )
 
 
-def _models(found: Plan) -> list[tuple[Variant | None, Question]]:
-    """As it is, and quantized. A GGUF only where llama.cpp is planned for, or the GPUs run nothing else: others would
-    have to make one."""
+def _models(found: Plan, *, one_gpu: bool = False) -> list[tuple[Variant | None, Question]]:
+    """As it is, and quantized: most bits first, of as many bits those that are published. A GGUF only where llama.cpp
+    is planned for, or the GPUs run nothing else: others would have to make one. What only Holdfast makes while it loads
+    it, on `one_gpu` alone."""
     devices = [device.gpu for device in found.question.machine.devices]
     any_type = found.question.engine == "llama.cpp" or lacks_engine("vllm", devices) is not None
     others = [one for one in variants(found) if any_type or one.method not in GGUF_TYPES]
+    if not one_gpu:
+        others = [one for one in others if one.published or one.model.made_as not in ONLY_HOLDFAST_MAKES]
+    others.sort(key=lambda one: (-bits(one), not one.published))
     return [(None, found.question), *((one, replace(found.question, model=one.model)) for one in others)]
 
 
@@ -140,8 +146,11 @@ def bigger_gpu(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Chan
     are easily had where one of them does. Of a chip with the machine's RAM, the same with more, then others such."""
     if found.question.machine.kind != "gpu":
         return
-    before, (whole, *quantized) = len(offered), _models(found)
-    for variant, question in (whole, *quantized[-1:]):
+    one_gpu = len(found.question.machine.devices) == 1
+    before, (whole, *quantized) = len(offered), _models(found, one_gpu=one_gpu)
+    last = quantized[-1:]
+    published = [one for one in quantized if one[0] and one[0].published and bits(one[0]) == bits(last[0][0] or one[0])]
+    for variant, question in (whole, *(published[:1] or last)):
         most = offered[-1].fit.ranks[0].device.total_bytes if len(offered) > before else None
         yield _bigger(question, variant, most)
 

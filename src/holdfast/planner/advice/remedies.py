@@ -1,8 +1,9 @@
 """What to do when it does not fit: one table of candidate changes, cheapest first, and the search through it.
 
-    configuration (utilization, context, sequences, idle GPUs) - FP8 KV - a quantized variant, with FP8 KV where neither
-    is enough, below four bits where nothing yet is - more GPUs - tiers - a bigger GPU or more RAM - what serves only
-    part of the traffic - a smaller model, last
+    configuration (utilization, context, sequences, idle GPUs) - FP8 KV - a quantized variant: one that is published,
+    one that is made while loading, a file that has to be made; with FP8 KV where neither is enough, below four bits
+    where nothing yet is - more GPUs - tiers - a bigger GPU or more RAM - what serves only part of the traffic - a
+    smaller model, last
 
     requests longer than the model can read: shorter ones - a model of the same kin that reads them
 
@@ -23,7 +24,17 @@ from holdfast.planner.advice.hardware_remedies import (
     smaller_model,
     tiers,
 )
-from holdfast.planner.advice.quantized_remedies import cut_variants, kv_dtype, smaller_kv, whole_variants
+from holdfast.planner.advice.quantized_remedies import (
+    cut_files,
+    cut_ready,
+    cut_with_kv,
+    files_to_be_made,
+    kv_dtype,
+    made_eight_bits,
+    made_four_bits,
+    published,
+    smaller_kv,
+)
 from holdfast.planner.advice.remedy import (
     MODEST,
     MOST_UTILIZATION,
@@ -201,6 +212,8 @@ class RemedyRow:
     """Shown; those that serve all that was requested first."""
 
 
+FEWER_BITS = "weights in fewer bits: some quality"
+
 TABLE = (
     RemedyRow("utilization", "less memory is left for other processes on that GPU", _utilization),
     RemedyRow("context", "longer requests are refused", _context),
@@ -208,13 +221,19 @@ TABLE = (
     RemedyRow("idle_gpus", None, _idle_gpus),
     RemedyRow("configuration", "several limits are lower", _together),
     RemedyRow("kv_cache_dtype", "KV in fewer bits: a little precision", kv_dtype),
-    RemedyRow("quantization", "weights in fewer bits: some quality", whole_variants, VARIANTS_SHOWN),
-    RemedyRow("quantization", "weights in fewer bits: some quality", cut_variants, VARIANTS_SHOWN),
+    RemedyRow("quantization", FEWER_BITS, published, VARIANTS_SHOWN),
+    RemedyRow("quantization", "weights in 8 bits: a little quality; loading takes longer", made_eight_bits),
+    RemedyRow("quantization", "weights in 4 bits, without calibration: some quality, more than with AWQ or GPTQ;"
+              " loading takes longer", made_four_bits),
+    RemedyRow("quantization", FEWER_BITS, cut_ready, VARIANTS_SHOWN),
+    RemedyRow("quantization", "weights and KV in fewer bits: some quality", cut_with_kv),
+    RemedyRow("quantization", FEWER_BITS, files_to_be_made, VARIANTS_SHOWN),
+    RemedyRow("quantization", FEWER_BITS, cut_files, VARIANTS_SHOWN),
     RemedyRow("more_gpus", "more hardware", more_gpus),
     RemedyRow("tiers", "slower: part of the weights is read over the link in every step", tiers),
     RemedyRow("bigger_gpu", "other hardware", bigger_gpu),
     RemedyRow("more_ram", "more RAM is used", more_ram),
-)
+)  # fmt: skip
 LAST = (RemedyRow("smaller_model", "a different model", smaller_model),)
 BEYOND_THE_MODEL = (
     RemedyRow("shorter_requests", None, _shorter_requests),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.planner.fit.search import Plan
+from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import counted, format_bytes
 
 OVERHEAD_RULE = 1.3
@@ -96,7 +97,7 @@ def _why_not_hidden(fit: Plan) -> str:
         "windowed layers stop growing": "window" in kinds,
         "some layers have no KV": kinds & {"state", "shared"},
         f"heads are {spec.head_dim} wide, not hidden size / heads": spec.heads * spec.head_dim != spec.hidden_size,
-        f"KV is stored in {fit.kv_dtype}": fit.kv_dtype in ("fp8", "float32"),
+        f"KV is stored in {fit.kv_dtype}": is_fp8(fit.kv_dtype) or fit.kv_dtype == "float32",
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds) or "only whole blocks are used"
 

@@ -20,6 +20,7 @@ from holdfast.planner.advice.remedy import (
 )
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.inputs.question import Device
+from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import GIB, counted, format_bytes
 
 DESKTOP_UTILIZATION, SHARED_UTILIZATION = 0.85, 0.80
@@ -307,7 +308,7 @@ def _gpus(fit: Plan) -> list[Gpu]:
 
 
 def _no_fp8(fit: Plan) -> Iterator[Said]:
-    for gpu in _gpus(fit) if fit.kv_dtype == "fp8" else ():
+    for gpu in _gpus(fit) if is_fp8(fit.kv_dtype) else ():
         if not gpu.fp8:
             yield (
                 f"{gpu.name} has no FP8 units: an FP8 KV cache saves memory there, not time, and not every engine"

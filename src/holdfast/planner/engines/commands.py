@@ -38,7 +38,8 @@ from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan
 from holdfast.planner.fit.search import fit as fit_again
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.model_sources import holdfast_source, llama_source, near_gguf, torch_source
-from holdfast.planner.models.quantize import quantized_as
+from holdfast.planner.models.quantize import as_plain, quantized_as
+from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import format_bytes
 
 ENGINES = ("holdfast", "vllm", "sglang", "llama.cpp")
@@ -83,8 +84,9 @@ def commands(fit: Plan, *, sequences: int, vllm: Vllm | None = None) -> dict[str
 
 
 def holdfast_command(fit: Plan, sequences: int) -> Command:
-    settings = {name: value for name, value in _holdfast_settings(fit, sequences).items() if value is not None}
     source = holdfast_source(fit.question.model)
+    chosen = {"quantization": source.flags.get("--quantization"), **_holdfast_settings(fit, sequences)}
+    settings = {name: value for name, value in chosen.items() if value is not None}
     lacks = (*source.lacks, *_holdfast_problems(fit, settings))
     return Command(
         engine="holdfast",
@@ -131,8 +133,8 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
     if lacking is not None:
         problems.append(lacking)
-    if fit.question.machine.kind == "gpu" and fit.kv_dtype not in (fit.dtype, "fp8"):  # That one is refused above.
-        problems.append(f"on a GPU Holdfast stores KV in dtype, {fit.dtype}: not in {fit.kv_dtype}")
+    if fit.question.machine.kind == "gpu" and fit.kv_dtype != fit.dtype and not is_fp8(fit.kv_dtype):
+        problems.append(f"on a GPU Holdfast stores KV in dtype, {fit.dtype}, or in fp8: not in {fit.kv_dtype}")
     if not spec.runnable:
         problems.append(f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}")
     return problems
@@ -256,10 +258,7 @@ def _as_gguf(model: PlannedModel) -> PlannedModel:
     quantization = model.spec.quantization
     if model.format == "gguf" or quantization is None or quantization.method == "mxfp4":
         return model
-    plain = replace(
-        model, spec=replace(model.spec, quantization=None), stored=None, canonical=None, format="none", made_as=None
-    )
-    return quantized_as(plain, near_gguf(quantization))
+    return quantized_as(as_plain(model), near_gguf(quantization))
 
 
 def _llama_slots(fit: Plan, sequences: int) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from holdfast.planner.engines.vllm_features import (
     lora_rank,
 )
 from holdfast.planner.engines.vllm_kv import KeptKV, fp8_by_default, kept_kv, most_tokens
-from holdfast.planner.fit.count import counted_for
+from holdfast.planner.fit.count import counted_for, stored_bytes
 from holdfast.planner.fit.search import Plan, Rank, fit
 from holdfast.planner.models.model_sources import ModelSource, torch_source
 from holdfast.planner.sizing.sharded_weights import stage_layers
@@ -217,7 +217,7 @@ def vllm_terms(found: Plan, vllm: Vllm) -> ReleaseTerms:
         )
     sizes = {term.name: term.nbytes for term in step}
     return ReleaseTerms(
-        weights=_bytes_of(rank, "weights") + _own_bytes(found, rank, vllm),
+        weights=stored_bytes(found.question, found.tensor_parallel, rank.stage) + _own_bytes(found, rank, vllm),
         peak_activation=sum(sizes.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
         non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
         graphs=sizes.get("graphs", 0) + sizes.get("hip_graphs", 0),
@@ -242,8 +242,14 @@ def _own_bytes(found: Plan, rank: Rank, vllm: Vllm) -> int:
 
 def _room_bytes(found: Plan, vllm: Vllm) -> int:
     """What our budget leaves for KV beside what vLLM keeps and the plan did not count."""
-    counted = ("rotary", "padding", "adapters")
-    left = [rank.room_bytes + _bytes_of(rank, *counted) - _own_bytes(found, rank, vllm) for rank in found.ranks]
+    counted = ("weights", "rotary", "padding", "adapters")
+    left = [
+        rank.room_bytes
+        + _bytes_of(rank, *counted)
+        - stored_bytes(found.question, found.tensor_parallel, rank.stage)
+        - _own_bytes(found, rank, vllm)
+        for rank in found.ranks
+    ]
     return max(0, min(left))
 
 

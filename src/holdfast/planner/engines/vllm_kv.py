@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from holdfast.engine_profiles.profile import profile, spelled_release
+from holdfast.footprint.cpu import KV_ELEMENT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.models import LayerSpec, ModelSpec
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.fit.search import Plan, Rank
-from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, rank_bytes
 from holdfast.planner.sizing.sharded_weights import stage_layers
 

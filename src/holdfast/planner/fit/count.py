@@ -13,16 +13,16 @@ from typing import Literal
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu
-from holdfast.footprint.cpu import Limits
+from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.layouts import is_quantized
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.fit.result import Plan, Rank, device_budget, needed_bytes
-from holdfast.planner.inputs.question import KV_ELEMENT_BYTES, Device, PlannedModel, Question
+from holdfast.planner.inputs.question import Device, PlannedModel, Question
 from holdfast.planner.sizing import terms as byte_terms
 from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
+from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
 from holdfast.planner.sizing.sharded_weights import (
     AS_STORED,
@@ -62,7 +62,7 @@ def count_plan(question: Question, tensor_parallel: int, limits: Limits) -> Plan
         utilization=question.utilization,
         limits=replace(limits, max_model_len=longest if settings.max_model_len is None else settings.max_model_len),
         ranks=ranks,
-        weights_bytes=_whole_bytes(Same(question.model), kept),
+        weights_bytes=_own_bytes(question, len(ranks)) or _whole_bytes(Same(question.model), kept),
         weights_dtype=dtype if kept != AS_STORED else plain_type(Same(question.model)) or dtype,
         weights_as=kept,
         required_tokens=tokens,
@@ -106,7 +106,7 @@ def _share(
     stages = settings.pipeline_parallel
     every = tensor_parallel * stages
     dtype, stored_kv = compute_dtype(question, every), kv_dtype(question, every)
-    held = _held_bytes(Same(model), weights_as(question, every), tensor_parallel, stage, stages)
+    held = stored_bytes(question, tensor_parallel, stage)
     cost = kv_cost(
         spec,
         element_bytes=KV_ELEMENT_BYTES[stored_kv],
@@ -139,17 +139,19 @@ def _share(
         )
         return tuple(found), cost, ()
     if whose == "holdfast":
-        if stored_kv in cpu.ELEMENT_BYTES:
-            layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
-            cost = layout_cost(layout, limits.max_num_batched_tokens)
-        largest = _largest_quantized(Same(model))
+        held = _own_bytes(question, every) or held
+        layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
+        cost = layout_cost(layout, limits.max_num_batched_tokens)
+        weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
+        capability = None if device.gpu is None else device.gpu.compute_capability
         found = byte_terms.engine_gpu_terms(
             spec,
             limits,
             dtype=dtype,
             weights_bytes=held,
             block_tokens=settings.block_tokens,
-            quantized=largest > 0,
+            quantized=weights is not None and weights.quantized,
+            rounded=weights is not None and weights.rounds_inputs(capability),
             max_loras=settings.max_loras,
             max_lora_rank=settings.max_lora_rank,
             graphs=settings.graphs,
@@ -185,6 +187,16 @@ def counted_for(question: Question, device: Device, ranks: int) -> Literal["hold
     return "llama.cpp" if question.model.format == "gguf" and question.engine is None else "vllm"
 
 
+def _own_bytes(question: Question, ranks: int) -> int | None:
+    """Of the weights as this engine allocates them, to the byte; None: another one would, or it is not known how they
+    are stored."""
+    device = question.machine.devices[0]
+    if device.kind == "cpu" or counted_for(question, device, ranks) != "holdfast":
+        return None
+    weights = engine_weights(Same(question.model))
+    return None if weights is None else weights.nbytes(dtype=compute_dtype(question, ranks))
+
+
 def weights_as(question: Question, ranks: int) -> str:
     """What plain weights are counted in: llama.cpp keeps those of a GGUF as they are, others compute in one type."""
     device = question.machine.devices[0]
@@ -212,9 +224,9 @@ def sizes(key: Same[ModelSpec], most: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _largest_quantized(key: Same[PlannedModel]) -> int:
-    """As stored, of those that are kept in the blocks of their file; 0: none are."""
-    stored = (key.held.canonical or {}).values()
-    return max((tensor.nbytes for tensor in stored if is_quantized(tensor.layout)), default=0)
+    """As stored, of those that are put in another order on the way; 0: none are."""
+    weights = engine_weights(key)
+    return 0 if weights is None else weights.largest_quantized_bytes
 
 
 @lru_cache(maxsize=64)
@@ -239,6 +251,13 @@ def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage
     return rank_bytes(weights, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
 
 
+def stored_bytes(question: Question, tensor_parallel: int, stage: int) -> int:
+    """Of the weights of a rank as they are stored, which is as most engines hold them."""
+    stages = question.settings.pipeline_parallel
+    kept = weights_as(question, tensor_parallel * stages)
+    return _held_bytes(Same(question.model), kept, tensor_parallel, stage, stages)
+
+
 def cannot_hold_weights(question: Question) -> bool:
     """All GPUs together have less than the weights take, whatever the split: nothing else needs to be counted."""
     devices, utilization = question.machine.devices, question.utilization
@@ -249,7 +268,8 @@ def cannot_hold_weights(question: Question) -> bool:
 
 def least_bytes(question: Question) -> int:
     """Of the weights, over all GPUs: a split repeats some and saves none."""
-    return _whole_bytes(Same(question.model), weights_as(question, 1))
+    whole, own = _whole_bytes(Same(question.model), weights_as(question, 1)), _own_bytes(question, 1)
+    return whole if own is None else min(whole, own)
 
 
 def check(question: Question, tensor_parallel: int) -> None:

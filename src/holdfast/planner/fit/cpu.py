@@ -12,24 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
 
-from holdfast.checkpoints import LAYOUTS, StoredTensor
-from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu, lora
 from holdfast.footprint.cpu import BOOK_BYTES, Limits
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.layouts import is_quantized
 from holdfast.footprint.structured_output import forms_bytes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import EngineChoices, Plan, Rank, device_budget, needed_bytes
-from holdfast.planner.inputs.question import PlannedModel, Question, Settings
+from holdfast.planner.inputs.question import Question, Settings
 from holdfast.planner.sizing.default_limits import prompt_tokens_beside
 from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, compute_dtype, kv_dtype
+from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.planner.sizing.kv_cost import largest, layout_cost
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import GIB, counted, format_bytes
@@ -61,8 +57,7 @@ class CpuCount:
     question: Question
     limits: Limits
     """With the longest context that is wanted."""
-    stored: Mapping[str, StoredTensor] | None = field(repr=False)
-    """By canonical name; None: dummies."""
+    weights: EngineWeights = field(repr=False)
     budget_bytes: int
     dtype: str
     layout: KVLayout
@@ -85,7 +80,8 @@ class CpuCount:
     @property
     def weights_dtype(self) -> str:
         """Of plain matrices as they lie in memory."""
-        return cpu.kept_dtype(self.spec, self.stored, dtype=self.dtype, expand=self.expand, compiled=self.compiled)
+        spec, stored = self.weights.spec, self.weights.stored
+        return cpu.kept_dtype(spec, stored, dtype=self.dtype, expand=self.expand, compiled=self.compiled)
 
     @property
     def loading_bytes(self) -> int:
@@ -180,18 +176,15 @@ class CpuCount:
 
 
 def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCount:
-    spec, settings, dtype, stored = (
-        question.model.spec,
-        question.settings,
-        compute_dtype(question),
-        _stored(question.model),
-    )
+    settings, dtype, weights = question.settings, compute_dtype(question), engine_weights(Same(question.model))
+    assert weights is not None, "asked of what runs_on_cpu says this engine runs"
+    spec, stored = weights.spec, weights.stored
     compiled, step = question.machine.compiled_kernels and dtype == "float32", limits.max_num_batched_tokens
     held = {
         "front": settings.front_bytes,
         "framework": cpu.FRAMEWORK_BYTES,
         "libraries": cpu.LIBRARIES_BYTES,
-        "weights": cpu.weights_bytes(spec, stored, dtype=dtype, expand=expand, compiled=compiled),
+        "weights": weights.nbytes(dtype=dtype, expand=expand, compiled=compiled),
     }
     held = {name: size for name, size in held.items() if size}
     scratch = adapters = 0
@@ -208,13 +201,13 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     return CpuCount(
         question=question,
         limits=limits,
-        stored=stored,
+        weights=weights,
         budget_bytes=device_budget(question.machine.devices[0], question.utilization),
         dtype=dtype,
         layout=cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question)),
         expand=expand,
         compiled=compiled,
-        loading_terms={**held, "staging": cpu.staging_bytes(stored)},
+        loading_terms={**held, "staging": cpu.staging_bytes(stored) + weights.quantizing_bytes},
         fixed_terms={
             **held, "scratch": scratch, "activations": activations, "adapters": adapters, "logits": 0, "buffers": 0,
             "grammars": grammars,
@@ -288,6 +281,8 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             blocks=pages,
             most_blocks=max(pages, count.most_blocks(length)) if length and pool.cut else pages,
             expand_weights=count.expand,
+            quantize=count.weights.quantize,
+            weights_format=count.weights.format or count.weights_dtype,
             compiled=count.compiled,
             compiled_attention=_compiled_attention(settings, count.compiled),
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
@@ -334,22 +329,11 @@ def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision
     spec, settings = question.model.spec, question.settings
     check_type(settings.dtype, spec)
     decisions = [chosen_dtype(question)] if asked_type(settings.dtype) is None else []
-    setting, most = settings.expand_weights, limits.max_model_len
-    count = count_on_cpu(question, limits, expand=setting == "always")
-    stored, dtype = count.stored, count.dtype
-    quantized = stored is not None and any(is_quantized(tensor.layout) for tensor in stored.values())
-    if stored is not None and quantized:
-        sizes = reason = cpu.weight_sizes(spec, stored, dtype)
-        if setting == "auto":
-            fast = count.compiled and question.machine.processor.fast_block_products
-            expand, reason = cpu.expands(spec, stored, dtype=dtype, fast_blocks=fast, budget_bytes=count.budget_bytes)
-            expanded = count_on_cpu(question, limits, expand=True) if expand else count
-            if expanded.longest(most) >= count.longest(most):
-                count = expanded
-            else:
-                reason = f"expanded, they would leave less context: {sizes}"
-        how = "expanded" if count.expand else "quantized"
-        decisions.append(Decision("weights", how, reason, "planner" if setting == "auto" else "set"))
+    count = count_on_cpu(question, limits, expand=settings.expand_weights == "always")
+    weights, dtype = count.weights, count.dtype
+    if weights.quantized:
+        count, decision = _expanded_or_not(count)
+        decisions.append(decision)
     if settings.attention_backend == "compiled" and not count.compiled:
         raise ConfigurationError(
             "attention_backend is compiled, but there are no compiled kernels for this dtype",
@@ -360,30 +344,45 @@ def _chosen(question: Question, limits: Limits) -> tuple[CpuCount, list[Decision
         )
     if settings.attention_backend != "auto":
         decisions.append(Decision("attention_backend", settings.attention_backend, "as set", "set"))
-    if count.weights_dtype != dtype and not quantized:
+    if count.weights_dtype != dtype and not weights.quantized:
         reason = f"kept as stored, which takes less memory: compiled kernels compute from them in {dtype}"
         decisions.append(Decision("weights", count.weights_dtype, reason, "hardware"))
     return count, decisions
 
 
-def _stored(model: PlannedModel) -> Mapping[str, StoredTensor] | None:
-    """As the file is, or will be when it is fetched. None: a config without weights, which only dummies fill, and those
-    are made in the dtype that is computed in."""
-    if model.canonical is not None:
-        return model.canonical
-    if model.stored is not None:
-        return model.stored
-    return _published(Same(model.spec)) if model.origin in ("catalogue", "builtin") else None
-
-
-@lru_cache(maxsize=16)
-def _published(key: Same[ModelSpec]) -> Mapping[str, StoredTensor]:
-    """Plain weights in the dtype that the model is published in."""
-    layout = PLAIN_LAYOUTS[key.held.stored_dtype]
-    return {
-        tensor.name: StoredTensor(
-            tensor.name, tensor.shape, layout, Path(), 0, LAYOUTS[layout].bytes_for(tensor.shape) or 0
+def _expanded_or_not(count: CpuCount) -> tuple[CpuCount, Decision]:
+    """Of weights that are quantized: as `count` has them, or expanded where that is left to us and worth its memory."""
+    weights, setting, dtype = count.weights, count.settings.expand_weights, count.dtype
+    spec, stored, most = weights.spec, weights.stored, count.limits.max_model_len
+    kept = _why_kept(count)
+    if kept is not None and setting == "always":
+        raise ConfigurationError(
+            f"expand_weights is always, but these weights are not expanded: {kept}",
+            needed="auto or never",
+            found="always",
+            fix="leave --expand-weights out",
+            field="expand_weights",
         )
-        for tensor in key.held.tensors
-        if not tensor.optional
-    }
+    if stored is None or kept is not None:
+        return count, Decision("weights", weights.format or "quantized", kept or "dummies of that format", "model")
+    sizes = reason = cpu.weight_sizes(spec, stored, dtype)
+    if setting == "auto":
+        fast = count.compiled and count.question.machine.processor.fast_block_products
+        expand, reason = cpu.expands(spec, stored, dtype=dtype, fast_blocks=fast, budget_bytes=count.budget_bytes)
+        expanded = count_on_cpu(count.question, count.limits, expand=True) if expand else count
+        if expanded.longest(most) >= count.longest(most):
+            count = expanded
+        else:
+            reason = f"expanded, they would leave less context: {sizes}"
+    how = "expanded" if count.expand else "quantized"
+    return count, Decision("weights", how, reason, "planner" if setting == "auto" else "set")
+
+
+def _why_kept(count: CpuCount) -> str | None:
+    """Why quantized weights are held so in any case; None: they can be expanded."""
+    if count.weights.quantize is not None:
+        return "they are quantized while loading, as set"
+    kept, expanded = (
+        count.weights.nbytes(dtype=count.dtype, expand=expand, compiled=count.compiled) for expand in (False, True)
+    )
+    return "their inputs are rounded too, which belongs to the product" if expanded == kept else None

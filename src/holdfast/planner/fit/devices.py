@@ -17,7 +17,8 @@ from holdfast.planner.fit.count import count_plan as counted_fit
 from holdfast.planner.fit.count import counted_for, plain_type
 from holdfast.planner.fit.result import Plan, describe_devices, device_budget
 from holdfast.planner.inputs.question import Device, Question
-from holdfast.planner.sizing.dtype import chosen_dtype, outgrows_half
+from holdfast.planner.sizing.dtype import chosen_dtype, chosen_kv_dtype, outgrows_half
+from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.sharded_weights import AS_STORED
 from holdfast.planner.sizing.terms import encoder_images
 from holdfast.units import counted, format_bytes
@@ -153,6 +154,16 @@ def engine(found: Plan) -> Iterator[Decision]:
     yield Decision("engine", "llama.cpp", f"{why}: memory is counted as llama.cpp allocates it, {said}", source)
 
 
+def products(found: Plan) -> Iterator[Decision]:
+    """How this engine multiplies weights of eight bits on a GPU that is known."""
+    question, rank = found.question, found.ranks[0]
+    held, gpu = engine_weights(Same(question.model)), rank.device.gpu
+    if gpu is None or gpu.compute_capability is None or held is None or not held.quantized:
+        return
+    if counted_for(question, rank.device, len(found.ranks)) == "holdfast":
+        yield from held.products(gpu.compute_capability, rank.device.name)
+
+
 def weights(found: Plan) -> Iterator[Decision]:
     """Where a file has plain numbers of another type than they are kept in."""
     model, kept = found.question.model, found.weights_as
@@ -185,4 +196,4 @@ def number_types(found: Plan) -> Iterator[Decision]:
     if asked.dtype == "auto":
         yield chosen_dtype(found.question, len(found.ranks))
     if asked.kv_cache_dtype == "auto":
-        yield Decision("kv_cache_dtype", found.kv_dtype, "same as dtype", "default")
+        yield chosen_kv_dtype(found.question, len(found.ranks))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.footprint.cpu import Limits
+from holdfast.footprint.layouts import Quantize
 from holdfast.kvcache.groups import KVLayout
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import USEFUL_TOKENS, Device, Question
@@ -104,6 +105,10 @@ class EngineChoices:
     """The pool may grow to so many where terms took less than was planned: more would be of no use, or were not asked
     for. As many as `blocks` where the pool is not simply what is left of the budget."""
     expand_weights: bool
+    quantize: Quantize | None = None
+    """What plain matrices of linear layers become while they are loaded."""
+    weights_format: str = ""
+    """Of the weights as they are read, for people: AWQ int4 g128, GGUF Q4_K, bfloat16."""
     compiled: bool = False
     """Products with what is kept as stored are computed by compiled kernels, in float32."""
     compiled_attention: bool = False

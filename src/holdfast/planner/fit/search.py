@@ -181,7 +181,12 @@ def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: 
         if len(question.machine.devices) > 1 or found.tensor_parallel > 1:
             decisions.append(choices.parallel_size(found))
         decisions += [*choices.left_out(found), *loading, *choices.encoder(found)]
-        decisions += [*choices.engine(found), *choices.number_types(found), *choices.weights(found)]
+        decisions += [
+            *choices.engine(found),
+            *choices.number_types(found),
+            *choices.weights(found),
+            *choices.products(found),
+        ]
     if settings.max_model_len is None:
         chosen = length_decision(served, question.model.spec.max_position, longest, fits=found.fits)
         if ours and traffic is not None and served < longest:

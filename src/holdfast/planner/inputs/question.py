@@ -9,14 +9,13 @@ from typing import Any, Literal
 from holdfast.checkpoints import StoredTensor
 from holdfast.config.engine import DEFAULT_UTILIZATION, EngineConfig
 from holdfast.config.plan import PlanConfig
-from holdfast.footprint.cpu import ELEMENT_BYTES, FRONT_BYTES
+from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.hardware import Processor
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 
 DeviceKind = Literal["gpu", "cpu"]
-KV_ELEMENT_BYTES: Mapping[str, int] = {**ELEMENT_BYTES, "fp8": 1}
 USEFUL_TOKENS = 4096
 """A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""
 CPU_USEFUL_TOKENS = 512
@@ -42,6 +41,8 @@ class PlannedModel:
     """False: a folder or a hub's was looked into, and there is none that Holdfast reads."""
     made_as: str | None = None
     """Planned as if it were quantized so (awq, nf4, Q4_K_M), and not known to be stored so anywhere."""
+    unquantized: PlannedModel | None = field(default=None, repr=False)
+    """What it is made of, where an engine makes it while loading. None: the model itself is stored so."""
 
     @property
     def exact(self) -> bool:
@@ -206,8 +207,7 @@ class Question:
         """This engine would serve it on this CPU; what it cannot read or keep is counted in general terms."""
         model, spec = self.model, self.model.spec
         known = model.canonical is not None or model.stored is None or model.derived
-        kept = self.settings.kv_cache_dtype in ("auto", *ELEMENT_BYTES)
-        return self.machine.kind == "cpu" and spec.runnable and spec.quantization is None and known and kept
+        return self.machine.kind == "cpu" and spec.runnable and known
 
     @property
     def useful_tokens(self) -> int:

@@ -14,12 +14,14 @@ from holdfast.checkpoints import ENGINE_LAYOUTS
 from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.select_files import quantization_of
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
+from holdfast.config.quantization import MADE_WHILE_LOADING as MADE_BY_HOLDFAST
 from holdfast.models import QuantSpec, catalogue
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.gguf_mixes import MADE_BY_PATTERN, NEEDS_IMPORTANCES
 from holdfast.planner.models.variants import published_as
 
 MADE_WHILE_LOADING: Mapping[str, Mapping[str, str]] = {
+    "holdfast": {method: method for method in MADE_BY_HOLDFAST},
     "vllm": {"fp8": "fp8", "nf4": "bitsandbytes"},
     "sglang": {"fp8": "fp8"},
 }
@@ -64,19 +66,24 @@ def holdfast_source(model: PlannedModel) -> ModelSource:
     entry = _builtin(model)
     if entry is not None:
         return ModelSource(name=entry.name)
-    layouts = {tensor.layout for tensor in (model.stored or {}).values()}
-    unknown = ", ".join(sorted(layouts - set(ENGINE_LAYOUTS)))
-    lacks = (f"Holdfast does not support {unknown} yet",) if unknown and model.spec.runnable else ()
     if model.made_as is None:
         said = (*_without_weights(model), *_without_tokenizer(model))
-        return ModelSource(name=served_name(model), ready=not said, notes=said, lacks=lacks)
-    name, note = _made(model)
-    notes: tuple[str, ...] = (f"Holdfast does not quantize while loading: {note}",)
-    if model.format != "gguf":
-        published = published_as(model)
-        name = name if published is None else served_name(published)
-        notes, lacks = (), (f"Holdfast can neither quantize to nor run {model.made_as.upper()} yet",)
-    return ModelSource(name=name, ready=False, notes=notes, lacks=lacks)
+        return ModelSource(name=served_name(model), ready=not said, notes=said, lacks=_unread_layouts(model))
+    if model.format == "gguf":
+        name, note = _made(model)
+        return ModelSource(
+            name=name, ready=False, notes=(f"Holdfast makes no GGUF: {note}",), lacks=_unread_layouts(model)
+        )
+    return _published_or_made(model, "holdfast")
+
+
+def _unread_layouts(model: PlannedModel) -> tuple[str, ...]:
+    """Of what is stored in blocks; how packed matrices of safetensors lie, their spec says."""
+    if model.spec.quantization is not None or not model.spec.runnable:
+        return ()
+    layouts = {tensor.layout for tensor in (model.stored or {}).values()}
+    unknown = ", ".join(sorted(layouts - set(ENGINE_LAYOUTS)))
+    return (f"Holdfast does not support {unknown} yet",) if unknown else ()
 
 
 def torch_source(model: PlannedModel, engine: str) -> ModelSource:
@@ -86,6 +93,12 @@ def torch_source(model: PlannedModel, engine: str) -> ModelSource:
         return _of_builtin(entry)
     if model.made_as is None:
         return _stored(model, engine)
+    return _published_or_made(model, engine)
+
+
+def _published_or_made(model: PlannedModel, engine: str) -> ModelSource:
+    """Of a model that is planned as if it were quantized."""
+    assert model.made_as is not None
     published = published_as(model)
     if published is not None:
         return ModelSource(name=served_name(published), notes=(f"published in {model.made_as.upper()}",))

@@ -15,12 +15,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
+from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS
 from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
 from holdfast.models import QuantSpec, TensorSpec, text_alone
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.gguf_mixes import KINDS, kind_of, layouts_of
+from holdfast.planner.sizing.engine_weights import OF_QUANTIZATION, held_or_not
 from holdfast.planner.sizing.sharded_weights import layouts_by_size, weights_of
 from holdfast.units import shorten
 
@@ -36,13 +38,12 @@ _SPECS: Mapping[str, QuantSpec] = {
     "nf4": QuantSpec(method="bitsandbytes", bits=4),
 }
 _OTHER_SPELLINGS = {
-    "awq_marlin": "awq", "gptq_marlin": "gptq", "marlin": "gptq", "w4a16": "int4", "w8a8": "int8",
-    "compressed-tensors": "int4", "bitsandbytes": "nf4", "bnb": "nf4",
+    **{name: method for name, method in KERNEL_NAMES.items() if method in _SPECS},
+    "w4a16": "int4", "w8a8": "int8", "compressed-tensors": "int4", "bitsandbytes": "nf4", "bnb": "nf4",
 }  # fmt: skip
-_SAME_METHOD = {
-    "compressed-tensors": ("int4", "int8", "fp8"), "bitsandbytes": ("bitsandbytes",), "mxfp4": ("mxfp4",),
-    "mxfp4_moe": ("mxfp4",),
-}  # fmt: skip
+_SAME_METHOD = {name: STORED_AS[name] for name in ("compressed-tensors", "bitsandbytes", "mxfp4", "moe_wna16")} | {
+    "mxfp4_moe": STORED_AS["mxfp4"]
+}
 METHODS = (*_SPECS, *KINDS)
 
 
@@ -57,6 +58,8 @@ def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
     model, name = key.held, asked.strip()
     plain = _OTHER_SPELLINGS.get(name.lower(), name.lower())
     kind = kind_of(name)
+    if _already(model, name, plain, kind):
+        return model
     if plain not in _SPECS and kind is None:
         raise ConfigurationError(
             f"quantization: {shorten(name)!r} is not known",
@@ -66,8 +69,6 @@ def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
             fix="--quantization fp8, awq or Q4_K_M, or leave it out",
             field="quantization",
         )
-    if _already(model, name, plain, kind):
-        return model
     if kind is not None and model.spec.quantization is not None and model.spec.quantization.method == "fp8":
         model = as_plain(model)
     _require_plain(model, name)
@@ -93,6 +94,8 @@ def _already(model: PlannedModel, name: str, plain: str, kind: str | None) -> bo
     if stored is not None:
         methods = _SAME_METHOD.get(name.lower(), (_SPECS[plain].method,) if plain in _SPECS else ())
         return stored.method in methods
+    if name.lower() == "gguf":
+        return model.format == "gguf"
     if model.format != "gguf" or kind is None or not model.stored:
         return False
     made = (_stored(tensor, layout) for tensor, layout in layouts_of(model.spec, kind))
@@ -100,9 +103,12 @@ def _already(model: PlannedModel, name: str, plain: str, kind: str | None) -> bo
 
 
 def as_plain(model: PlannedModel) -> PlannedModel:
-    """The same shapes, not quantized."""
-    spec = replace(model.spec, quantization=None)
-    return replace(model, spec=spec, stored=None, canonical=None, format="none", derived=False, made_as=None)
+    """The same shapes, not quantized; what this engine cannot read of a quantization is gone with it."""
+    others = tuple(reason for reason in model.spec.unsupported if not reason.startswith(OF_QUANTIZATION))
+    spec = replace(model.spec, quantization=None, unsupported=others)
+    return replace(
+        model, spec=spec, stored=None, canonical=None, format="none", derived=False, made_as=None, unquantized=None
+    )
 
 
 def _require_plain(model: PlannedModel, name: str) -> None:
@@ -131,7 +137,9 @@ def _packed(model: PlannedModel, method: str) -> PlannedModel:
     )
     quantization = replace(_SPECS[method], not_converted=kept)
     spec = replace(model.spec, quantization=quantization)
-    return replace(model, spec=spec, stored=None, canonical=None, format="none", made_as=method)
+    if method not in MADE_WHILE_LOADING:  # What this engine makes itself it can hold.
+        spec = held_or_not(spec, None)
+    return replace(model, spec=spec, stored=None, canonical=None, format="none", made_as=method, unquantized=model)
 
 
 # As llama.cpp writes it

@@ -29,7 +29,7 @@ from holdfast.checkpoints import (
 )
 from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.select_files import quantization_of
-from holdfast.errors import ConfigurationError, ModelAccessError, ModelError, ModelNotFoundError
+from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelError, ModelNotFoundError
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, catalogue
 from holdfast.models.catalogue import CatalogueEntry
@@ -39,6 +39,7 @@ from holdfast.planner.inputs.timeout import within
 from holdfast.planner.models.gguf_mixes import description
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.variants import of_entry
+from holdfast.planner.sizing.engine_weights import OF_QUANTIZATION, held_or_not
 from holdfast.planner.sizing.sharded_weights import require_known_layouts
 from holdfast.units import format_bytes, shorten
 
@@ -194,6 +195,7 @@ def _from_files(files: ModelFiles) -> Resolved:
     if files.format == "none":
         reason = "no weights here: counted from the config's shapes, as for dummy weights; stored ones may take less"
         decisions = [_where(files, "config.json"), Decision("weights", "derived", reason, "model")]
+        spec = held_or_not(spec, None)
         model = PlannedModel(name=files.name, spec=spec, origin=files.kind, tokenizer=_has_tokenizer(files))
         return Resolved(model, tuple(decisions))
     checkpoint = open_checkpoint(files)
@@ -202,12 +204,13 @@ def _from_files(files: ModelFiles) -> Resolved:
     odd = require_agreement(spec, checkpoint)
     spec, otherwise = as_stored(spec, checkpoint.tensors)
     decisions += [Decision("weights", "as stored", note, "model") for note in (*odd, *otherwise)]
+    spec, canonical = _canonical(spec, checkpoint)
     model = PlannedModel(
         name=files.name,
         spec=spec,
         origin=files.kind,
         stored=checkpoint.tensors,
-        canonical=_canonical(spec, checkpoint),
+        canonical=canonical,
         format=files.format,
         tokenizer=_has_tokenizer(files),
     )
@@ -229,8 +232,17 @@ def _where(files: ModelFiles, said: str) -> Decision:
     return Decision("model", files.name, f"{said}; {files.chosen}" if files.chosen else said, source)
 
 
-def _canonical(spec: ModelSpec, checkpoint: Checkpoint) -> Mapping[str, StoredTensor] | None:
-    """For what this engine can run; `match` refuses what contradicts the config."""
-    if not spec.runnable or any(tensor.layout not in ENGINE_LAYOUTS for tensor in checkpoint.tensors.values()):
-        return None
-    return match(spec, checkpoint)
+def _canonical(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[ModelSpec, Mapping[str, StoredTensor] | None]:
+    """For what this engine can run; `match` refuses what contradicts the config. A quantized checkpoint that it cannot
+    read may be one that others can: the spec then says why this engine does not."""
+    if not spec.runnable:
+        return spec, None
+    if spec.quantization is None:
+        unread = any(tensor.layout not in ENGINE_LAYOUTS for tensor in checkpoint.tensors.values())
+        return spec, None if unread else match(spec, checkpoint)
+    try:
+        canonical = match(spec, checkpoint)
+    except CheckpointError as error:
+        return replace(spec, unsupported=(f"{OF_QUANTIZATION} {error.message}",)), None
+    held = held_or_not(spec, canonical)
+    return held, canonical if held.runnable else None

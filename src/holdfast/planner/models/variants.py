@@ -19,6 +19,7 @@ from holdfast.models.catalogue import CatalogueEntry
 from holdfast.models.registry import describe_config
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.quantize import as_plain, quantized_as
+from holdfast.planner.sizing.engine_weights import held_or_not
 
 GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M")
 LOW_GGUF_TYPES = ("Q3_K_M", "IQ3_XXS", "IQ2_XXS")
@@ -87,7 +88,11 @@ def _quantized_entries(model: PlannedModel) -> Iterator[tuple[QuantSpec, Planned
 
 def derived_variants(model: PlannedModel, methods: tuple[str, ...]) -> Iterator[Variant]:
     """The same shapes, quantized."""
-    labels = {"fp8": "FP8, quantized by vLLM while loading", "nf4": "NF4 (4 bits), quantized by vLLM while loading"}
+    labels = {
+        "fp8": "FP8, quantized while loading",
+        "int4": "INT4, quantized by Holdfast while loading",
+        "nf4": "NF4 (4 bits), quantized by vLLM while loading",
+    }
     for method in methods:
         try:
             other = quantized_as(model, method)
@@ -213,7 +218,7 @@ def of_entry(key: Same[CatalogueEntry], name: str) -> PlannedModel:
     entry = key.held
     return PlannedModel(
         name=name,
-        spec=describe_config(entry.config),
+        spec=held_or_not(describe_config(entry.config), None),
         origin="catalogue",
         published_parameters=entry.parameters,
         unchecked=entry.checked is None,

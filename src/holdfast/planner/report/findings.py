@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.footprint.cpu import KV_ELEMENT_BYTES
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.presets import Configuration
 from holdfast.planner.advice.remedy import Remedy, too_long
@@ -13,7 +14,6 @@ from holdfast.planner.advice.warnings import PlanWarning
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Plan, Question, device_budget
-from holdfast.planner.inputs.question import KV_ELEMENT_BYTES
 from holdfast.planner.sizing.kv_cost import kv_cost
 from holdfast.units import counted
 

@@ -7,9 +7,9 @@ loading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
@@ -19,6 +19,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Question, settings_of
+from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.sizing.default_limits import beside_decision, check_step
 from holdfast.units import format_bytes
@@ -31,15 +32,19 @@ def make_cpu_plan(
     machine: Memory,
     processor: Processor,
     *,
+    name: str = "the model",
+    gguf: bool = False,
     compiled_kernels: bool = False,
     front_bytes: int = 0,
 ) -> Plan:
-    """`stored`: the checkpoint's tensors by canonical name; None: dummies. `compiled_kernels`: this installation has
-    them, and this CPU can run them. `front_bytes`: of another process that comes out of the same budget."""
-    model = planned_model(spec, stored)
+    """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file.
+    `compiled_kernels`: this installation has them, and this CPU can run them. `front_bytes`: of another process that
+    comes out of the same budget."""
+    model_made = planned_model(spec, stored, name)
 
     def attempt(tried: EngineConfig) -> Plan:
         check_step(tried.max_num_seqs, tried.max_num_batched_tokens)
+        wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
         device = Device(
             index=0,
             name="cpu",
@@ -51,7 +56,7 @@ def make_cpu_plan(
             limited_by=machine.limited_by,
         )
         question = Question(
-            model=model,
+            model=model_made(wanted.made),
             machine=Machine(
                 devices=(device,),
                 cpu_features=processor.features,
@@ -68,7 +73,7 @@ def make_cpu_plan(
                 structured_output=not tried.skip_tokenizer_init,
                 front_bytes=front_bytes,
             ),
-            decisions=(_budget(tried, machine),),
+            decisions=(_budget(tried, machine), *wanted.decisions),
         )
         found = fit(question)
         if not found.fits:
@@ -86,9 +91,18 @@ def make_cpu_plan(
     return without_tensors(found)
 
 
-def planned_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, name: str = "the model") -> PlannedModel:
-    model = PlannedModel(name=name, spec=spec, origin="folder", stored=stored, canonical=stored)
-    return model if stored is None else replace(model, format="safetensors")
+def planned_model(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, name: str
+) -> Callable[[str | None], PlannedModel]:
+    """By what its plain matrices become while they are loaded. The same object each time: what is counted of it is
+    counted once."""
+
+    @cache
+    def made(quantize: str | None) -> PlannedModel:
+        model = PlannedModel(name=name, spec=spec, origin="folder", stored=stored, canonical=stored, made_as=quantize)
+        return model if stored is None else replace(model, format="safetensors")
+
+    return made
 
 
 def without_tensors(found: Plan) -> Plan:

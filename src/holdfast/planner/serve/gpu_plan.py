@@ -15,9 +15,9 @@ from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint import lora
-from holdfast.footprint.cpu import expands, kv_layout, weights_bytes
+from holdfast.footprint.cpu import expands, kv_layout
 from holdfast.footprint.gpu import LEAST_CAPABILITY
-from holdfast.footprint.layouts import is_quantized
+from holdfast.footprint.identity_key import Same
 from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
@@ -28,13 +28,14 @@ from holdfast.planner.fit.cpu import Pool
 from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe_budget
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
-from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Question, settings_of
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, PlannedModel, Question, settings_of
+from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
-from holdfast.planner.sizing.dtype import check_type
-from holdfast.planner.sizing.terms import Term
+from holdfast.planner.sizing.dtype import check_type, is_fp8
+from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.units import MIB, counted, format_bytes
 
 TOO_OLD, NOT_THERE, MIXED_KV, OF_A_CPU, TOO_WIDE = "HF122", "HF121", "HF126", "HF127", "HF128"
@@ -82,9 +83,14 @@ def make_gpu_plan(
     gpus: Sequence[NvidiaGpu],
     *,
     name: str = "the model",
+    gguf: bool = False,
 ) -> Plan:
+    """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file."""
+    model_made = planned_model(spec, stored, name)
+
     def attempt(tried: EngineConfig) -> Plan:
-        return _gpu_plan(spec, stored, tried, gpus, name)
+        wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
+        return _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus)
 
     try:
         return attempt(config)
@@ -94,12 +100,9 @@ def make_gpu_plan(
 
 
 def _gpu_plan(
-    spec: ModelSpec,
-    stored: Mapping[str, StoredTensor] | None,
-    config: EngineConfig,
-    gpus: Sequence[NvidiaGpu],
-    name: str,
+    model: PlannedModel, decisions: tuple[Decision, ...], config: EngineConfig, gpus: Sequence[NvidiaGpu]
 ) -> Plan:
+    spec = model.spec
     check_step(config.max_num_seqs, config.max_num_batched_tokens)
     check_type(config.dtype, spec)
     _check_kernels(spec, config)
@@ -115,7 +118,7 @@ def _gpu_plan(
             field="vram",
         )
     question = Question(
-        model=planned_model(spec, stored, name),
+        model=model,
         machine=Machine(devices=(device,)),
         settings=settings_of(
             config,
@@ -123,15 +126,16 @@ def _gpu_plan(
             max_loras=config.lora_places,
             max_lora_rank=config.lora_rank,
         ),
+        decisions=decisions,
     )
     found = fit(question)
-    if found.kv_dtype != found.dtype:
+    if found.kv_dtype != found.dtype and not is_fp8(found.kv_dtype):
         raise ConfigurationError(
-            "kv_cache_dtype must equal dtype on a GPU",
+            f"on a GPU the KV cache is kept in dtype, {found.dtype}, or in fp8",
             code=MIXED_KV,
-            needed=f"kv_cache_dtype {found.dtype}, the same as dtype",
+            needed=f"kv_cache_dtype {found.dtype}, fp8 or fp8_e5m2",
             found=f"kv_cache_dtype {found.kv_dtype}",
-            fix=f"leave --kv-cache-dtype out, or --dtype {found.kv_dtype}",
+            fix=f"leave --kv-cache-dtype out, or --kv-cache-dtype fp8, or --dtype {found.kv_dtype}",
             field="kv_cache_dtype",
         )
     if not found.fits:
@@ -166,7 +170,7 @@ def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
 
 
 def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: Decision) -> Plan:
-    rank, limits, spec, stored = found.ranks[0], found.limits, found.question.model.spec, found.question.model.canonical
+    rank, limits, spec = found.ranks[0], found.limits, found.question.model.spec
     layout = kv_layout(spec, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
     page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
@@ -190,28 +194,38 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
         *found.decisions,
         Pool(blocks, "what is left of the budget", "planner").decision(page),
     ]
-    if stored is not None and any(is_quantized(tensor.layout) for tensor in stored.values()):
-        _, reason = expands(spec, stored, dtype=found.dtype, fast_blocks=True, budget_bytes=rank.budget_bytes)
-        decisions.append(Decision("weights", "quantized", reason, "planner"))
-    weights = Term("weights", weights_bytes(spec, stored, dtype=found.dtype, expand=False))
-    terms, loading = (
-        tuple(weights if term.name == "weights" else term for term in all_terms)
-        for all_terms in (rank.terms, rank.loading)
-    )
+    weights = engine_weights(Same(found.question.model))
+    assert weights is not None, "a server plans what it has matched"
+    decisions += _weights_decisions(weights, found, chosen)
     plan = replace(
         found,
-        ranks=(replace(rank, terms=terms, loading=loading),),
         decisions=tuple(decisions),
         own=EngineChoices(
             layout=layout,
             blocks=blocks,
             most_blocks=max(blocks, most),
             expand_weights=False,
+            quantize=weights.quantize,
+            weights_format=weights.format or found.dtype,
             short=limits.max_model_len < spec.max_position and config.max_model_len is None,
             gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
         ),
     )
     return plan if pool_bytes is None else _within_pool(plan)
+
+
+def _weights_decisions(weights: EngineWeights, found: Plan, chosen: NvidiaGpu) -> Iterator[Decision]:
+    """How quantized weights are multiplied on this GPU, and why."""
+    if weights.in_blocks and weights.stored is not None:
+        budget = found.ranks[0].budget_bytes
+        _, reason = expands(weights.spec, weights.stored, dtype=found.dtype, fast_blocks=True, budget_bytes=budget)
+        yield Decision("weights", "quantized", reason, "planner")
+    elif weights.quantized:
+        size = format_bytes(found.weights_bytes)
+        reason = "kept as codes with their scales, which kernels read: fewer bytes for each token"
+        yield Decision("weights", f"{weights.format}, {size}", reason, "model")
+    if chosen.capability is not None and found.device.gpu is None:  # Of a GPU that is known, the plan says it.
+        yield from weights.products(chosen.capability, chosen.name)
 
 
 def _within_pool(plan: Plan) -> Plan:

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from holdfast.config import EngineConfig
+from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
@@ -245,8 +246,11 @@ def cpu_candidates(config: EngineConfig, attempt: Attempt, machine: Memory) -> I
         yield {"expand_weights": "never"}
     if config.kv_cache_dtype in ("auto", "float32"):
         yield {"kv_cache_dtype": "float16"}
+    if not config.kv_cache_dtype.startswith("fp8"):
+        yield {"kv_cache_dtype": "fp8"}
     if config.max_model_len is not None:
         yield {"max_model_len": None}
+    yield from _quantized(config)
 
 
 def gpu_candidates(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsChange]:
@@ -255,8 +259,17 @@ def gpu_candidates(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsC
     yield from _lower_limits(config, attempt)
     if config.vram is None and config.gpu_memory_utilization < MOST_UTILIZATION:
         yield {"gpu_memory_utilization": MOST_UTILIZATION}
+    if not config.kv_cache_dtype.startswith("fp8"):
+        yield {"kv_cache_dtype": "fp8"}
     if config.max_model_len is not None:
         yield {"max_model_len": None}
+    yield from _quantized(config)
+
+
+def _quantized(config: EngineConfig) -> Iterator[SettingsChange]:
+    """Of an unquantized checkpoint; others are refused with it."""
+    if config.asked_quantization is None:
+        yield from ({"quantization": method} for method in MADE_WHILE_LOADING)
 
 
 def _lower_limits(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsChange]:

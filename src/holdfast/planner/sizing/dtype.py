@@ -88,7 +88,7 @@ def chosen_dtype(question: Question, ranks: int = 1) -> Decision:
     if devices[0].kind == "gpu":
         return gpu_type(spec, devices)
     fast = question.machine.processor.fast_bfloat16
-    if not spec.runnable or spec.quantization is not None:
+    if not spec.runnable:
         engine = "llama.cpp" if question.model.format == "gguf" else "vLLM"
         return other_engines_type(spec.stored_dtype, engine, fast_bfloat16=fast)
     return cpu_type(spec.stored_dtype, fast_bfloat16=fast)
@@ -96,4 +96,15 @@ def chosen_dtype(question: Question, ranks: int = 1) -> Decision:
 
 def kv_dtype(question: Question, ranks: int = 1) -> str:
     asked = question.settings.kv_cache_dtype
-    return compute_dtype(question, ranks) if asked == "auto" else asked
+    return str(chosen_kv_dtype(question, ranks).value) if asked == "auto" else asked
+
+
+def chosen_kv_dtype(question: Question, ranks: int = 1) -> Decision:
+    """Where it is left to us: FP8 only where the checkpoint was made for it."""
+    if question.model.spec.kv_cache_fp8:
+        return Decision("kv_cache_dtype", "fp8", "the checkpoint's kv_cache_scheme", "model")
+    return Decision("kv_cache_dtype", compute_dtype(question, ranks), "same as dtype", "default")
+
+
+def is_fp8(kv_dtype: str) -> bool:
+    return kv_dtype.startswith("fp8")

@@ -127,6 +127,7 @@ def engine_gpu_terms(
     weights_bytes: int,
     block_tokens: int,
     quantized: bool,
+    rounded: bool = False,
     max_loras: int = 0,
     max_lora_rank: int = 16,
     graphs: bool = True,
@@ -137,7 +138,7 @@ def engine_gpu_terms(
     terms = [
         Term("context", ENGINE_CONTEXT_BYTES, 0.25),
         Term("weights", weights_bytes),
-        Term("activations", gpu.activations_bytes(spec, limits, dtype=dtype, quantized=quantized)),
+        Term("activations", gpu.activations_bytes(spec, limits, dtype=dtype, quantized=quantized, rounded=rounded)),
         Term("logits", gpu.logits_bytes(spec, limits, dtype=dtype)),
         Term("buffers", gpu.buffers_bytes(layout, limits)),
         Term("graphs", gpu.graphs_bytes(captures * len(spec.layers), limits.max_num_seqs, captured=graphs), 0.5),

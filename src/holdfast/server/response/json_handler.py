@@ -15,7 +15,7 @@ from holdfast.engine.interface import Engine
 from holdfast.engine.requests.structured_output import TENANT
 from holdfast.server.http.middleware import CLIENT_GONE, Record, tenant_of
 from holdfast.server.http.request_body import read_body
-from holdfast.server.response.handler import cancel_on_disconnect, coalesce
+from holdfast.server.response.generation import cancel_on_disconnect, coalesce
 from holdfast.server.response.streams import ClientGone
 from holdfast.server.settings import ServerSettings, body_limit
 

@@ -2,11 +2,16 @@
 
 Routing, products and sums are kernels whose grids go by the number of tokens alone: everything here may be captured in
 a graph. More tokens than the buffers hold are taken in turns.
+
+    rows    [pairs, hidden]   products of the last matrices; before, a token's rounded inputs lie in it
+    inner   [pairs, inner]    activation(gate) · up; rounded inputs of the last matrices replace it row by row:
+                              codes, then their scales
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,8 +22,13 @@ from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as layer_kernels
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
+from holdfast.execution.triton_kernels.experts.direct import multiply_dense, multiply_rounded
+from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
+from holdfast.execution.triton_kernels.experts.rounding import round_rows
+from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
 from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.experts import GPU_TOKENS
 from holdfast.models import ExpertsSpec
 
@@ -32,7 +42,6 @@ class GpuExpertBuffers:
     logits: torch.Tensor
     inner: torch.Tensor
     rows: torch.Tensor
-    """[pairs, hidden]"""
     shared: torch.Tensor
     """[tokens, 3·inner of the shared expert and one more]"""
 
@@ -45,14 +54,12 @@ class ExpertGpuMaker:
         self._hidden, self._activation, self._like, self._scratch = hidden, activation, like, scratch
         self._tokens = min(len(like), GPU_TOKENS)
         self._buffers: dict[ExpertsSpec, GpuExpertBuffers] = {}
-        self._gate_up: dict[ExpertsSpec, torch.Tensor] = {}
 
     def make(self, weights: ExpertWeights) -> ExpertGpuMlp:
         spec = weights.spec
         if spec not in self._buffers:
             self._buffers[spec] = self._allocate(spec)
-        gate_up = None if _fused(weights) else self._gate_up_of(spec)
-        return ExpertGpuMlp(weights, self._activation, self._buffers[spec], gate_up, self._scratch)
+        return ExpertGpuMlp(weights, self._activation, self._buffers[spec], self._scratch)
 
     def _allocate(self, spec: ExpertsSpec) -> GpuExpertBuffers:
         tokens, pairs = self._tokens, self._tokens * spec.per_token
@@ -65,31 +72,20 @@ class ExpertGpuMaker:
             shared=self._like.new_empty((tokens, 3 * spec.shared_intermediate_size + 1)),
         )
 
-    def _gate_up_of(self, spec: ExpertsSpec) -> torch.Tensor:
-        if spec not in self._gate_up:
-            self._gate_up[spec] = self._like.new_empty((self._tokens * spec.per_token, 2 * spec.intermediate_size))
-        return self._gate_up[spec]
-
 
 class ExpertGpuMlp:
-    """`gate_up` [pairs, 2·inner]: where gate and up are not one dense matrix, which is gated where it is multiplied."""
-
     def __init__(
-        self,
-        weights: ExpertWeights,
-        activation: Activation,
-        buffers: GpuExpertBuffers,
-        gate_up: torch.Tensor | None,
-        scratch: Scratch,
+        self, weights: ExpertWeights, activation: Activation, buffers: GpuExpertBuffers, scratch: Scratch
     ) -> None:
-        self._weights, self._activation, self._buffers, self._apart = weights, activation, buffers, gate_up
+        self._spec, self._activation, self._buffers = weights.spec, activation, buffers
+        self._gate_up, self._down = [_products(stack) for stack in weights.gate_up], _products(weights.down)
         self._router = gpu_linear(weights.router, scratch)
         self._shared = None if weights.shared is None else _Shared(weights.shared, activation, scratch)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        stacks = (*self._weights.gate_up, self._weights.down)
-        return "experts", self._router.kind, self._weights.spec, *(_kind(stack) for stack in stacks)
+        stacks = (*self._gate_up, self._down)
+        return "experts", self._router.kind, self._spec, *(stack.kind for stack in stacks)
 
     def add_normed(self, stream: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor) -> None:
         layer_kernels.rms_norm(stream, norm, epsilon, normed)
@@ -101,28 +97,27 @@ class ExpertGpuMlp:
             self._run(part, target, add)
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        spec, buffers, lines = self._weights.spec, self._buffers, self._buffers.lines
+        spec, buffers, lines = self._spec, self._buffers, self._buffers.lines
         count, pairs = len(x), len(x) * spec.per_token
         logits, inner, rows = buffers.logits[:count], buffers.inner[:pairs], buffers.rows[:pairs]
         self._router.write(x, logits)
         kernels.route(logits, lines, normalized=spec.normalized)
-        self._gate_up(x, lines, inner)
-        _multiply(inner, self._weights.down, lines, rows, by_token=False)
+        self._multiply_gated(x, lines, inner, rows[:count])
+        self._down.multiply(self._down.inputs(inner, inner), lines, rows, by_token=False)
         kernels.add_pairs(rows, lines, out, add=add)
         if self._shared is not None:
             self._shared.add(x, out, buffers.shared[:count], rows[:count])
 
-    def _gate_up(self, x: torch.Tensor, lines: kernels.ExpertAssignments, inner: torch.Tensor) -> None:
-        stacks = self._weights.gate_up
-        if self._apart is None:
-            assert isinstance(stacks[0], DenseStack)
-            kernels.gate_up(x, stacks[0].weight, lines, inner, self._activation)
+    def _multiply_gated(
+        self, x: torch.Tensor, lines: kernels.ExpertAssignments, inner: torch.Tensor, room: torch.Tensor
+    ) -> None:
+        first, activation = self._gate_up[0], self._activation
+        if len(self._gate_up) == 1:
+            first.multiply(first.inputs(x, room), lines, inner, by_token=True, activation=activation)
             return
-        first, gate_up = 0, self._apart[: len(inner)]
-        for stack in stacks:
-            _multiply(x, stack, lines, gate_up[:, first : first + stack.rows], by_token=True)
-            first += stack.rows
-        layer_kernels.gate(gate_up, self._activation, inner)
+        up = self._gate_up[1]
+        first.multiply(first.inputs(x, room), lines, inner, by_token=True)
+        up.multiply(up.inputs(x, room), lines, inner, by_token=True, activation=activation, gates="out")
 
 
 class _Shared:
@@ -142,25 +137,126 @@ class _Shared:
         out.addcmul_(found, share.sigmoid_())
 
 
-def _fused(weights: ExpertWeights) -> bool:
-    return len(weights.gate_up) == 1 and isinstance(weights.gate_up[0], DenseStack)
+class _Products(Protocol):
+    """With a matrix for every expert."""
+
+    @property
+    def kind(self) -> tuple[object, ...]: ...
+
+    def inputs(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor | RoundedRows:
+        """What `multiply` takes for x; where it is rounded it goes to `room`, as many rows, which may be x itself."""
+
+    def multiply(
+        self,
+        x: torch.Tensor | RoundedRows,
+        lines: kernels.ExpertAssignments,
+        out: torch.Tensor,
+        *,
+        by_token: bool,
+        activation: Activation | None = None,
+        gates: kernels.Gates = "matrix",
+    ) -> None: ...
 
 
-def _kind(stack: Stack) -> tuple[object, ...]:
-    layout = stack.matrix.layout if isinstance(stack, QuantizedStack) else "dense"
-    return layout, stack.rows, stack.columns
+class _Dense:
+    def __init__(self, stack: DenseStack) -> None:
+        self._weight = stack.weight
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return "dense", *self._weight.shape
+
+    def inputs(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def multiply(
+        self,
+        x: torch.Tensor | RoundedRows,
+        lines: kernels.ExpertAssignments,
+        out: torch.Tensor,
+        *,
+        by_token: bool,
+        activation: Activation | None = None,
+        gates: kernels.Gates = "matrix",
+    ) -> None:
+        assert isinstance(x, torch.Tensor)
+        multiply_dense(x, self._weight, lines, out, by_token=by_token, activation=activation, gates=gates)
 
 
-def _multiply(
-    x: torch.Tensor, stack: Stack, lines: kernels.ExpertAssignments, out: torch.Tensor, *, by_token: bool
-) -> None:
+class _Blocks:
+    """GGUF's."""
+
+    def __init__(self, matrix: QuantizedMatrix) -> None:
+        self._planes = BlockPlanes(
+            matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small
+        )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self._planes.layout, *self._planes.quants.shape
+
+    def inputs(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def multiply(
+        self,
+        x: torch.Tensor | RoundedRows,
+        lines: kernels.ExpertAssignments,
+        out: torch.Tensor,
+        *,
+        by_token: bool,
+        activation: Activation | None = None,
+        gates: kernels.Gates = "matrix",
+    ) -> None:
+        assert isinstance(x, torch.Tensor)
+        multiply_blocks(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates)
+
+
+class _Scaled:
+    """Codes with scales."""
+
+    def __init__(self, matrix: ScaledMatrix) -> None:
+        if matrix.order is not None:
+            raise EngineError("experts whose columns have an order of their own have no products on a GPU")
+        self._planes = ScaledPlanes(matrix.layout, matrix.codes, matrix.scales, matrix.zeros)
+        self._static = matrix.inputs
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self._planes.layout, *self._planes.codes.shape
+
+    def inputs(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor | RoundedRows:
+        layout, columns = self._planes.layout, x.shape[1]
+        if layout.inputs == "plain":
+            return x
+        # Codes take at most half of a row of numbers, and scales a quarter of the rest.
+        line = room[:, :columns].view(torch.uint8)
+        groups = columns // layout.group if layout.group else 1
+        scales = line[:, columns : columns + 4 * groups].view(torch.float32)
+        codes = line[:, :columns] if layout.inputs == "fp8" else line[:, :columns].view(torch.int8)
+        round_rows(x, codes, scales, self._static)
+        return RoundedRows(codes, scales)
+
+    def multiply(
+        self,
+        x: torch.Tensor | RoundedRows,
+        lines: kernels.ExpertAssignments,
+        out: torch.Tensor,
+        *,
+        by_token: bool,
+        activation: Activation | None = None,
+        gates: kernels.Gates = "matrix",
+    ) -> None:
+        if isinstance(x, RoundedRows):
+            multiply_rounded(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates)
+        else:
+            multiply_scaled(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates)
+
+
+def _products(stack: Stack) -> _Products:
     if isinstance(stack, DenseStack):
-        kernels.multiply(x, stack.weight, lines, out, by_token=by_token)
-    elif isinstance(stack, QuantizedStack):
+        return _Dense(stack)
+    if isinstance(stack, QuantizedStack):
         matrix = stack.matrix
-        if not isinstance(matrix, QuantizedMatrix):
-            raise EngineError(f"experts in {matrix.layout} have no products on a GPU")
-        planes = BlockPlanes(matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small)
-        multiply_blocks(x, planes, lines, out, by_token=by_token)
-    else:
-        raise EngineError(f"a {type(stack).__name__} has no products on a GPU")
+        return _Blocks(matrix) if isinstance(matrix, QuantizedMatrix) else _Scaled(matrix)
+    raise EngineError(f"a {type(stack).__name__} has no products on a GPU")

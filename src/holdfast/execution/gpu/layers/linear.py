@@ -1,40 +1,30 @@
 """Products with a weight matrix on a GPU. Few rows: one pass over the matrix, norm and gate in the same kernel; many
-rows: cuBLAS, from quantized blocks through a tile that they are expanded to. Knows nothing of what a matrix is for.
+rows: cuBLAS. Quantized matrices are in quantized_linear.py. Knows nothing of what a matrix is for.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear, QuantizedWorkspace
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear, RoundedWorkspace, rounds_inputs
 from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinear, StackedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.triton_kernels.quantized import products
-from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes, block_product, dequantize_tile, embed_blocks
-from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
-from holdfast.footprint.gpu import EXPANDED_BYTES, LARGE_BYTES, SKINNY_BLOCK_ROWS, SKINNY_ROWS
+from holdfast.footprint.gpu import LARGE_BYTES, SKINNY_ROWS
 
 
 class Scratch:
     """What all products share, one after the other on one stream. `tokens`: the most of a step."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, tokens: int = 0) -> None:
-        self._dtype, self._device = dtype, device
+        self.quantized = QuantizedWorkspace(dtype, device)
         self.rounded = RoundedWorkspace(tokens, dtype, device)
-        self._expanded: torch.Tensor | None = None
-
-    def expanded(self, columns: int) -> torch.Tensor:
-        """Rows of a quantized matrix as numbers; allocated with the first quantized matrix, before any step."""
-        if self._expanded is None:
-            words = EXPANDED_BYTES // self._dtype.itemsize
-            self._expanded = torch.empty(words, dtype=self._dtype, device=self._device)
-        return self._expanded[: len(self._expanded) // columns * columns].view(-1, columns)
 
 
 class GpuLinear(Protocol):
@@ -75,7 +65,7 @@ def gpu_linear(linear: Linear, scratch: Scratch) -> GpuLinear:
     if isinstance(linear, QuantizedLinear) and rounds_inputs(linear.matrix):
         return RoundedGpuLinear(linear, scratch.rounded)
     if isinstance(linear, QuantizedLinear):
-        return BlockGpuLinear(linear, scratch)
+        return QuantizedGpuLinear(linear, scratch.quantized)
     if isinstance(linear, StackedLinear):
         return StackedGpuLinear(linear, scratch)
     raise EngineError(f"a {type(linear).__name__} has no products on a GPU")
@@ -163,53 +153,6 @@ class DenseGpuLinear(_Plain):
 
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         kernels.embed(tokens, slots, positions, self.weight, out)
-
-
-class BlockGpuLinear(_Plain):
-    """Stays quantized: few rows are multiplied from the blocks, many through tiles of numbers."""
-
-    def __init__(self, linear: QuantizedLinear, scratch: Scratch) -> None:
-        matrix = linear.matrix
-        if not isinstance(matrix, QuantizedMatrix):
-            raise EngineError(f"a matrix in {matrix.layout} has no products on a GPU")
-        self._planes = BlockPlanes(
-            matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small
-        )
-        self.bias = linear.bias
-        self._tile = scratch.expanded(matrix.columns)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        return self._planes.layout, self._planes.quants.shape, self.bias is None
-
-    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if len(x) <= SKINNY_BLOCK_ROWS:
-            block_product(x, self._planes, out, bias=self.bias)
-            return
-        for first, last, tile in self._tiles():
-            torch.mm(x, tile.t(), out=out[:, first:last])
-        if self.bias is not None:
-            out += self.bias
-
-    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if len(x) <= SKINNY_BLOCK_ROWS:
-            block_product(x, self._planes, out, accumulate=True, bias=self.bias)
-            return
-        for first, last, tile in self._tiles():
-            out[:, first:last].addmm_(x, tile.t())
-        if self.bias is not None:
-            out += self.bias
-
-    def _tiles(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        rows = len(self._planes.quants)
-        for first in range(0, rows, len(self._tile)):
-            last = min(first + len(self._tile), rows)
-            tile = self._tile[: last - first]
-            dequantize_tile(self._planes, first, last, tile)
-            yield first, last, tile
-
-    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
-        embed_blocks(tokens, slots, positions, self._planes, out)
 
 
 class StackedGpuLinear(_Plain):

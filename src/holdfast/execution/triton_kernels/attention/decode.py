@@ -15,11 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from holdfast.execution.triton_kernels.attention.decode_codes import attend_codes
+from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, converts_in_hardware, format_of
 from holdfast.execution.triton_kernels.attention.launch import (
     UNSEEN,
     key_offsets,
     page_of,
     score_factors,
+    shares,
     softmax_step,
 )
 from holdfast.execution.triton_kernels.tiles import (
@@ -29,20 +32,6 @@ from holdfast.execution.triton_kernels.tiles import (
     padded_width,
 )
 from holdfast.footprint.gpu import decode_splits
-
-
-@triton.jit
-def _shares(
-    length, window, splits, least, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr
-):  # fmt: skip
-    """(first key seen, where share 0 begins, tokens of a share, shares that have any)."""
-    first = 0
-    if WINDOWED:
-        first = tl.maximum(length - window, 0)
-    begin = first // BLOCK_TOKENS * BLOCK_TOKENS
-    tiles = tl.cdiv(length - begin, KEYS)
-    share = tl.maximum(tl.cdiv(tiles, splits), least)
-    return first, begin, share * KEYS, tl.cdiv(tiles, share)
 
 
 @triton.jit(do_not_specialize=["place", "places", "window", "least", "table_stride"])
@@ -56,7 +45,7 @@ def _attend(
     # Heads first: programs that run together read neighbouring memory.
     kv_head, row, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths + row)
-    first, begin, share, used = _shares(length, window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
+    first, begin, share, used = shares(length, window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
     if split >= used:
         return
     begin += split * share
@@ -111,7 +100,7 @@ def _join(
     SPLITS_PADDED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1)
-    _, _, _, used = _shares(tl.load(lengths + row), window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
+    _, _, _, used = shares(tl.load(lengths + row), window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
     if used <= 1:
         return
     split, dims = tl.arange(0, SPLITS_PADDED), tl.arange(0, DIM_PADDED)
@@ -139,11 +128,14 @@ def decode_attention(
     softcap: float,
     out: torch.Tensor,
     workspace: torch.Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
     tile: Tile | None = None,
     splits: int | None = None,
 ) -> None:
     """query and out [rows, heads, head_dim], the last dimension contiguous; pages [blocks, places, 2, block_tokens,
-    kv_heads, head_dim] contiguous, of the queries' type, this step's keys and values already written.
+    kv_heads, head_dim] contiguous, of the queries' type or float8, this step's keys and values already written.
+    Of float8, keys are key_scale times what pages hold, values value_scale times.
 
     slots, lengths: int32 [rows]; a length counts the row's own token, and rows of length 0 are not written. window and
     softcap: 0 for none. workspace: float32, `decode_workspace_bytes` or more. `tile`, `splits`: other sizes than the
@@ -152,16 +144,28 @@ def decode_attention(
     rows, heads, width = query.shape
     _, places, _, block_tokens, kv_heads, _ = pages.shape
     ratio, padded = heads // kv_heads, padded_width(width)
-    tile = tile or decode_tile(ratio, width, query.element_size())
-    splits = splits or decode_splits(rows, kv_heads)
-    least = max(1, decode_share_tokens(rows, kv_heads) // tile.keys)
-    inner, outer = score_factors(scale, softcap)
-    _attend[(kv_heads, rows, splits)](
-        query, pages, tables, slots, lengths, out, workspace, inner, outer, place, places, window, least,
-        tables.stride(0), query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        KV_HEADS=kv_heads, RATIO=ratio, ROWS=tile.rows, DIM=width, DIM_PADDED=padded, BLOCK_TOKENS=block_tokens,
-        KEYS=tile.keys, WINDOWED=window > 0, CAPPED=softcap > 0, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    kept = format_of(pages.dtype)
+    codes = kept != PLAIN.value
+    tile = tile or decode_tile(ratio, width, query.element_size(), codes=codes)
+    splits = splits or decode_splits(rows, kv_heads, codes=codes)
+    least = max(1, decode_share_tokens(rows, kv_heads, codes=codes) // tile.keys)
+    inner, outer = score_factors(scale * key_scale, softcap)
+    strides = (tables.stride(0), query.stride(0), query.stride(1), out.stride(0), out.stride(1))
+    sizes = {
+        "KV_HEADS": kv_heads, "RATIO": ratio, "ROWS": tile.rows, "DIM": width, "DIM_PADDED": padded,
+        "BLOCK_TOKENS": block_tokens, "KEYS": tile.keys, "WINDOWED": window > 0, "CAPPED": softcap > 0,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    if not codes:
+        _attend[(kv_heads, rows, splits)](
+            query, pages, tables, slots, lengths, out, workspace, inner, outer, place, places, window, least, *strides,
+            **sizes,
+        )  # fmt: skip
+    else:
+        attend_codes[(kv_heads, rows, splits)](
+            query, pages.view(torch.uint8).view(torch.uint16), tables, slots, lengths, out, workspace, inner, outer,
+            value_scale, place, places, window, least, *strides, FORMAT=kept, HARDWARE=converts_in_hardware(), **sizes,
+        )  # fmt: skip
     if splits > 1:
         _join[(heads, rows)](
             lengths, out, workspace, window, splits, least, out.stride(0), out.stride(1),

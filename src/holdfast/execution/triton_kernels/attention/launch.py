@@ -10,6 +10,8 @@ import math
 import triton
 import triton.language as tl
 
+from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, decode
+
 UNSEEN = tl.constexpr(-1.0e30)
 """The score of a key that a query does not see. Finite: a tile of nothing else must not make NaN; what it adds is
 multiplied by exp2(UNSEEN - ...) = 0 when the first key that is seen comes."""
@@ -37,11 +39,39 @@ def key_offsets(page, tokens, page_stride, head_offset, BLOCK_TOKENS: tl.constex
 
 
 @triton.jit
-def softmax_step(
-    query, keys, values, seen, best, total, gathered, inner, outer, CAPPED: tl.constexpr, MASKED: tl.constexpr
+def queries_multiplied(queries, FORMAT: tl.constexpr):
+    """Queries in the type that they meet keys in: float16 over float8 pages, where theirs is bfloat16."""
+    if FORMAT != PLAIN and queries.dtype == tl.bfloat16:
+        # More bits than bfloat16 has, but a smaller range.
+        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return queries
+
+
+@triton.jit
+def as_multiplied(stored, KIND: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Keys or values of a page in the type they are multiplied in."""
+    if FORMAT != PLAIN:
+        stored = decode(stored, FORMAT, HARDWARE).to(KIND)
+    return stored
+
+
+@triton.jit
+def shares(
+    length, window, splits, least, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr
 ):  # fmt: skip
-    """Adds one tile of keys and values to (best, total, gathered)."""
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    """How one row of decode is cut: (first key seen, where share 0 begins, tokens of a share, shares that have any)."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0)
+    begin = first // BLOCK_TOKENS * BLOCK_TOKENS
+    tiles = tl.cdiv(length - begin, KEYS)
+    share = tl.maximum(tl.cdiv(tiles, splits), least)
+    return first, begin, share * KEYS, tl.cdiv(tiles, share)
+
+
+@triton.jit
+def weigh(scores, seen, best, total, inner, outer, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """Products of one tile's keys with the queries become weights: (best, total, weights, what fades older sums)."""
     if CAPPED:
         scores = outer * (1.0 - 2.0 / (tl.exp2(scores * inner) + 1.0))
         if MASKED:
@@ -58,6 +88,15 @@ def softmax_step(
         # Where a tile is all unseen, the fused difference of two huge numbers is anything, infinity included.
         weights = tl.where(seen, weights, 0.0)
     faded = tl.exp2(best - higher)
-    total = total * faded + tl.sum(weights, 1)
+    return higher, total * faded + tl.sum(weights, 1), weights, faded
+
+
+@triton.jit
+def softmax_step(
+    query, keys, values, seen, best, total, gathered, inner, outer, CAPPED: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Adds one tile of keys and values to (best, total, gathered)."""
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    best, total, weights, faded = weigh(scores, seen, best, total, inner, outer, CAPPED, MASKED)
     gathered = tl.dot(weights.to(values.dtype), values, gathered * faded[:, None], input_precision="ieee")
-    return higher, total, gathered
+    return best, total, gathered

@@ -12,7 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.launch import ExpertAssignments, line_pairs, line_part
+from holdfast.execution.triton_kernels.experts.launch import (
+    GATES_IN_MATRIX,
+    GATES_IN_OUT,
+    Activation,
+    ExpertAssignments,
+    Gates,
+    gated,
+    gated_by_out,
+    gates_of,
+    line_pairs,
+    line_part,
+)
 from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, expert_block_tile, most_tiles
 from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
 from holdfast.execution.triton_kernels.quantized.kquant_codes import FORMS, KquantForm, load_codes, load_scales
@@ -44,20 +55,26 @@ def _multiply(
     x, quants, high, scales, minimums, small, out, counts, pairs, x_stride, out_stride, pairs_stride, outputs,
     BLOCKS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, KIND: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, PIECES: tl.constexpr, SMALL: tl.constexpr,
-    MINIMUM: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, TILE: tl.constexpr,
+    MINIMUM: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    expert, first, length = line_part(counts, EXPERTS, BLOCK, ROWS)
+    """Where the matrix has gates, half of a tile's LINES are gates, and the others their ups."""
+    GATED: tl.constexpr = GATES == GATES_IN_MATRIX
+    OUTPUTS: tl.constexpr = LINES // 2 if GATED else LINES
+    across = tl.cdiv(outputs, OUTPUTS)
+    expert, first, length = line_part(tl.program_id(0) // across, counts, EXPERTS, BLOCK, ROWS)
     if first >= length:
         return
     pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
-    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    present = (output < outputs)[:, None, None]
-    row = (tl.cast(outputs, tl.int64) * expert + output)[:, None, None]
+    first_output, line = tl.program_id(0) % across * OUTPUTS, tl.arange(0, LINES)
+    present = (first_output + line % OUTPUTS < outputs)[:, None, None]
+    row = (2 if GATED else 1) * tl.cast(outputs, tl.int64) * expert + first_output + line % OUTPUTS
+    row = (row + line // OUTPUTS * outputs)[:, None, None]
     block, lane = tl.arange(0, TILE)[None, :, None], tl.arange(0, 16)[None, None, :]
     column = tl.arange(0, TILE * 16)[None, :]
     inputs = x + (pair // SHARED_BY)[:, None] * x_stride + column // 16 * 32 + column % 16
     kind = x.dtype.element_ty
-    sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    sums = tl.zeros((ROWS, LINES), tl.float32)
     for start in tl.range(0, BLOCKS, TILE):
         at = start + block
         inside = present & (at < BLOCKS)
@@ -71,11 +88,19 @@ def _multiply(
             low, upper = low + added, upper + other_added
         wanted = live[:, None] & (start + column // 16 < BLOCKS)
         part = tl.load(inputs + start * 32, mask=wanted, other=0.0)
-        sums = tl.dot(part, low.to(kind).reshape(OUTPUTS, TILE * 16).T, sums, input_precision="ieee")
+        sums = tl.dot(part, low.to(kind).reshape(LINES, TILE * 16).T, sums, input_precision="ieee")
         part = tl.load(inputs + start * 32 + 16, mask=wanted, other=0.0)
-        sums = tl.dot(part, upper.to(kind).reshape(OUTPUTS, TILE * 16).T, sums, input_precision="ieee")
+        sums = tl.dot(part, upper.to(kind).reshape(LINES, TILE * 16).T, sums, input_precision="ieee")
+    output = first_output + tl.arange(0, OUTPUTS)
     index = pair[:, None] * out_stride + output[None, :]
-    tl.store(out + index, sums.to(out.dtype.element_ty), mask=live[:, None] & (output < outputs)[None, :])
+    wanted = live[:, None] & (output < outputs)[None, :]
+    found: tl.constexpr = out.dtype.element_ty
+    if GATED:
+        gate, up = tl.split(sums.to(found).reshape(ROWS, 2, OUTPUTS).permute(0, 2, 1))
+        sums = gated(gate, up, found, ACTIVATION)
+    elif GATES == GATES_IN_OUT:
+        sums = gated_by_out(out, index, wanted, sums, ACTIVATION)
+    tl.store(out + index, sums.to(found), mask=wanted)
 
 
 def multiply_blocks(
@@ -85,17 +110,21 @@ def multiply_blocks(
     out: torch.Tensor,
     *,
     by_token: bool,
+    activation: Activation | None = None,
+    gates: Gates = "matrix",
     tile: ExpertTile | None = None,
 ) -> None:
-    """out [pairs, outputs] = x · the matrix of each pair's expert, transposed. `by_token`: a row of x is a token's, and
-    all its pairs take it; else it is a pair's. `tile` replaces the table's, its `inputs` counted in blocks of 32."""
+    """out [pairs, outputs] = x · the matrix of each pair's expert, transposed; with an activation activation(gate)·up.
+    `by_token`: a row of x is a token's, and all its pairs take it; else it is a pair's. `tile` replaces the table's,
+    its `inputs` counted in blocks of 32."""
     experts, per_token = len(lines.counts), lines.weights.shape[1]
     pairs, outputs, blocks = len(out), out.shape[1], matrix.quants.shape[1]
     if pairs == 0:
         return
-    form = EXPERT_FORMS[matrix.layout]
+    form, (code, where) = EXPERT_FORMS[matrix.layout], gates_of(activation, gates)
     tile = tile or expert_block_tile(pairs, experts, blocks, x.element_size())
-    grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows), triton.cdiv(outputs, tile.outputs))
+    across = triton.cdiv(outputs, tile.outputs // (2 if where == GATES_IN_MATRIX.value else 1))
+    grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * across,)
     quants, scales = matrix.quants, matrix.scales
     _multiply[grid](
         x, quants, quants if matrix.high is None else matrix.high, scales,
@@ -103,6 +132,6 @@ def multiply_blocks(
         out, lines.counts, lines.pairs, x.stride(0), out.stride(0),
         lines.pairs.stride(0), outputs, BLOCKS=blocks, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, KIND=matrix.layout, BITS=form.bits, OFFSET=form.offset,
-        TABLE=form.table, PIECES=form.pieces, SMALL=form.small, MINIMUM=form.minimum, ROWS=tile.rows,
-        OUTPUTS=tile.outputs, TILE=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
+        TABLE=form.table, PIECES=form.pieces, SMALL=form.small, MINIMUM=form.minimum, ACTIVATION=code,
+        GATES=where, ROWS=tile.rows, LINES=tile.outputs, TILE=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -2,13 +2,13 @@
 """Experts on a GPU: tokens choose, and each expert is multiplied with the tokens that chose it, in tiles of its own.
 
     route      logits -> chosen experts, their weights; each pair takes a place in its expert's line
-    gate_up    x of the tokens in a line -> activation(gate) · up, a row a pair
-    multiply   those rows -> a row a pair
+    products   x of the tokens in a line -> activation(gate) · up, a row a pair    dense.py, scaled.py, blocks.py
+    products   those rows -> a row a pair                                          the same
     add_pairs  a token's rows, weighed -> its place in the stream
 
 A pair is token · per_token + choice. Lines are as long as there are tokens; which programs have work is read on the
 device, so that grids go by sizes alone: safe in a CUDA graph. Only chosen experts are read. Where a pair stands in its
-line is left to chance and changes no result. Knows nothing of quantized blocks.
+line is left to chance and changes no result. Knows nothing of how matrices are kept.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, expert_tile, most_tiles
 from holdfast.execution.triton_kernels.layer import activate, activation_code
 
 SUMMED_COLUMNS = 1024
+ROUTED_TOGETHER, MANY_ROUTED = (8, 32), 2048
+"""Tokens that one program takes, of few and of so many and more: the more it has, the fewer programs wait for the same
+line, and the longer each takes."""
+NO_GATES, GATES_IN_MATRIX, GATES_IN_OUT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+Gates = Literal["matrix", "out"]
+"""Where a gated product has its gates: an expert's matrix has gates above ups; or it has ups, and `out` the gates."""
 
 
 class ExpertAssignments(NamedTuple):
@@ -46,53 +53,70 @@ class ExpertAssignments(NamedTuple):
 
 @triton.jit
 def _route(
-    logits, counts, pairs, weights, logits_stride, pairs_stride,
+    logits, counts, pairs, weights, tokens, logits_stride, pairs_stride,
     EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """One token. The softmax is over all experts; what is taken is left out of the next choice."""
-    token = tl.program_id(0)
+    """Some tokens, which stand one behind the other in a line. The softmax is over all experts; what is taken is left
+    out of the next choice. ALONE: there is no other program."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, BLOCK)
-    known = expert < EXPERTS
-    wide = tl.load(logits + token.to(tl.int64) * logits_stride + expert, mask=known, other=float("-inf")).to(tl.float32)
+    there, known = (token < tokens)[:, None], (expert < EXPERTS)[None, :]
+    source = logits + token.to(tl.int64)[:, None] * logits_stride + expert[None, :]
+    wide = tl.load(source, mask=there & known, other=float("-inf")).to(tl.float32)
     # Rows that nobody reads may hold anything: they get experts that there are, and weights of no meaning.
     left = tl.where(known, tl.where(wide > -1e30, tl.minimum(wide, 1e30), -1e30), float("-inf"))
-    largest = tl.max(left, 0)
-    total = tl.sum(tl.exp(left - largest), 0)
-    index = tl.arange(0, CHOICES)
-    shares = tl.zeros((CHOICES,), tl.float32)
+    largest = tl.max(left, 1)
+    total = tl.sum(tl.exp(left - largest[:, None]), 1)
+    index = tl.arange(0, CHOICES)[None, :]
+    shares = tl.zeros((TOKENS, CHOICES), tl.float32)
+    number = tl.full((TOKENS, BLOCK), -1, tl.int32)
     for choice in tl.static_range(PER_TOKEN):
-        best, chosen = tl.max(left, 0, return_indices=True, return_indices_tie_break_left=True)
-        shares = tl.where(index == choice, tl.exp(best - largest), shares)
-        place = tl.atomic_add(counts + chosen, 1)
-        tl.store(pairs + chosen.to(tl.int64) * pairs_stride + place, token * PER_TOKEN + choice)
-        left = tl.where(expert == chosen, float("-inf"), left)
+        best, chosen = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+        shares = tl.where(index == choice, tl.exp(best - largest)[:, None], shares)
+        mine = expert[None, :] == chosen[:, None]
+        number = tl.where(mine, choice, number)
+        left = tl.where(mine, float("-inf"), left)
     if NORMALIZED:
-        total = tl.sum(shares, 0)
-    tl.store(weights + token * PER_TOKEN + index, shares / total, mask=index < PER_TOKEN)
+        total = tl.sum(shares, 1)
+    taken = ((number >= 0) & there).to(tl.int32)
+    totals = tl.sum(taken, 0)
+    if ALONE:
+        tl.store(counts + expert, totals, mask=expert < EXPERTS)
+        place = tl.cumsum(taken, 0) - taken
+    else:
+        first = tl.atomic_add(counts + expert, totals, mask=totals > 0)
+        place = first[None, :] + tl.cumsum(taken, 0) - taken
+    line = pairs + expert.to(tl.int64)[None, :] * pairs_stride
+    tl.store(line + place, token[:, None] * PER_TOKEN + number, mask=taken > 0)
+    target = weights + token[:, None] * PER_TOKEN + index
+    tl.store(target, shares / total[:, None], mask=there & (index < PER_TOKEN))
 
 
 def route(logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool) -> None:
     """Every row of logits [tokens, experts] takes its likeliest experts and stands in their lines; `lines` is for at
     least as many tokens. `normalized`: the weights of a token add up to one."""
     (tokens, experts), per_token = logits.shape, lines.weights.shape[1]
-    lines.counts.zero_()
+    block = triton.next_power_of_2(experts)
+    together = max(1, min(triton.next_power_of_2(tokens), ROUTED_TOGETHER[tokens >= MANY_ROUTED]))
+    alone = 0 < tokens <= together
+    if not alone:
+        lines.counts.zero_()
     if tokens:
-        _route[(tokens,)](
-            logits, lines.counts, lines.pairs, lines.weights, logits.stride(0), lines.pairs.stride(0), EXPERTS=experts,
-            PER_TOKEN=per_token, NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token),
-            BLOCK=triton.next_power_of_2(experts), num_warps=1 if experts <= 256 else 4,
+        _route[(triton.cdiv(tokens, together),)](
+            logits, lines.counts, lines.pairs, lines.weights, tokens, logits.stride(0), lines.pairs.stride(0),
+            EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token),
+            BLOCK=block, TOKENS=together, ALONE=alone, num_warps=min(8, max(1, together * block // 128)),
         )  # fmt: skip
 
 
 @triton.jit
-def line_part(counts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, first place in its line, length of the line) of this program's tile; beyond the last tile 0, 0, 0."""
+def line_part(tile, counts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """(expert, first place in its line, length of the line) of a tile; beyond the last tile 0, 0, 0."""
     expert = tl.arange(0, BLOCK)
     lengths = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
     tiles = (lengths + ROWS - 1) // ROWS
     ends = tl.cumsum(tiles, 0)
-    tile = tl.program_id(0)
     chosen = tl.sum((ends <= tile).to(tl.int32), 0)
     mine = expert == chosen
     first = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * ROWS
@@ -110,114 +134,24 @@ def line_pairs(pairs, pairs_stride, expert, first, length, ROWS: tl.constexpr):
 
 
 @triton.jit
-def put_gated_tile(out, index, inside, gate_sums, up_sums, ACTIVATION: tl.constexpr):
-    """activation(gate) · up, rounded where a separate product and gate would round."""
-    kind = out.dtype.element_ty
+def gated(gate_sums, up_sums, kind: tl.constexpr, ACTIVATION: tl.constexpr):
+    """activation(gate) · up in float32, rounded where a separate product and gate would round."""
     activated = activate(gate_sums.to(kind).to(tl.float32), ACTIVATION).to(kind).to(tl.float32)
-    tl.store(out + index, (activated * up_sums.to(kind).to(tl.float32)).to(kind), mask=inside)
+    return activated * up_sums.to(kind).to(tl.float32)
 
 
 @triton.jit
-def _gate_up(
-    x, weight, out, counts, pairs, x_stride, expert_stride, weight_stride, out_stride, pairs_stride, outputs,
-    INPUTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    expert, first, length = line_part(counts, EXPERTS, BLOCK, ROWS)
-    if first >= length:
-        return
-    pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
-    output, column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, COLUMNS)
-    present = output < outputs
-    inputs = x + (pair // PER_TOKEN)[:, None] * x_stride + column[None, :]
-    line = weight + tl.cast(expert_stride, tl.int64) * expert + output.to(tl.int64)[:, None] * weight_stride
-    gate_line = line + column[None, :]
-    up_line = gate_line + tl.cast(outputs, tl.int64) * weight_stride
-    gate_sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    up_sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in tl.range(0, INPUTS, COLUMNS):
-        inside = (start + column < INPUTS)[None, :]
-        part = tl.load(inputs + start, mask=live[:, None] & inside, other=0.0)
-        gate_tile = tl.load(gate_line + start, mask=present[:, None] & inside, other=0.0)
-        up_tile = tl.load(up_line + start, mask=present[:, None] & inside, other=0.0)
-        gate_sums = tl.dot(part, gate_tile.T, gate_sums, input_precision="ieee")
-        up_sums = tl.dot(part, up_tile.T, up_sums, input_precision="ieee")
-    index = pair[:, None] * out_stride + output[None, :]
-    put_gated_tile(out, index, live[:, None] & present[None, :], gate_sums, up_sums, ACTIVATION)
+def gated_by_out(out, index, inside, up_sums, ACTIVATION: tl.constexpr):
+    """The same, where out still holds the gates."""
+    kind: tl.constexpr = out.dtype.element_ty
+    return gated(tl.load(out + index, mask=inside, other=0.0), up_sums, kind, ACTIVATION)
 
 
-def gate_up(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    lines: ExpertAssignments,
-    out: torch.Tensor,
-    activation: Literal["silu", "gelu", "gelu_tanh"],
-    *,
-    tile: ExpertTile | None = None,
-) -> None:
-    """out [pairs, inner] = activation(gate) · up, of gate beside up = x [tokens, inputs] · weight [experts, 2·inner,
-    inputs]ᵀ; rows of tokens that are in no line stay as they are."""
-    (tokens, inputs), (experts, _, _), per_token = x.shape, weight.shape, lines.weights.shape[1]
-    if tokens == 0:
-        return
-    outputs = out.shape[1]
-    tile = tile or expert_tile(tokens * per_token, experts, x.element_size(), gated=True)
-    grid = (most_tiles(tokens, per_token, experts, tile.rows), triton.cdiv(outputs, tile.outputs))
-    _gate_up[grid](
-        x, weight, out, lines.counts, lines.pairs, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
-        lines.pairs.stride(0), outputs, INPUTS=inputs, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
-        PER_TOKEN=per_token, ACTIVATION=activation_code(activation), ROWS=tile.rows, OUTPUTS=tile.outputs,
-        COLUMNS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-
-
-@triton.jit
-def _multiply(
-    x, weight, out, counts, pairs, x_stride, expert_stride, weight_stride, out_stride, pairs_stride, outputs,
-    INPUTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    expert, first, length = line_part(counts, EXPERTS, BLOCK, ROWS)
-    if first >= length:
-        return
-    pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
-    output, column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, COLUMNS)
-    present = output < outputs
-    inputs = x + (pair // SHARED_BY)[:, None] * x_stride + column[None, :]
-    line = weight + tl.cast(expert_stride, tl.int64) * expert + output.to(tl.int64)[:, None] * weight_stride
-    line += column[None, :]
-    sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in tl.range(0, INPUTS, COLUMNS):
-        inside = (start + column < INPUTS)[None, :]
-        part = tl.load(inputs + start, mask=live[:, None] & inside, other=0.0)
-        tile = tl.load(line + start, mask=present[:, None] & inside, other=0.0)
-        sums = tl.dot(part, tile.T, sums, input_precision="ieee")
-    index = pair[:, None] * out_stride + output[None, :]
-    tl.store(out + index, sums.to(out.dtype.element_ty), mask=live[:, None] & present[None, :])
-
-
-def multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    lines: ExpertAssignments,
-    out: torch.Tensor,
-    *,
-    by_token: bool,
-    tile: ExpertTile | None = None,
-) -> None:
-    """out [pairs, outputs] = x · weight [experts, outputs, inputs]ᵀ of each pair's expert. `by_token`: a row of x is a
-    token's, and all its pairs take it; else it is a pair's."""
-    pairs, (experts, outputs, inputs), per_token = len(out), weight.shape, lines.weights.shape[1]
-    if pairs == 0:
-        return
-    tile = tile or expert_tile(pairs, experts, x.element_size(), gated=False)
-    grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows), triton.cdiv(outputs, tile.outputs))
-    _multiply[grid](
-        x, weight, out, lines.counts, lines.pairs, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
-        lines.pairs.stride(0), outputs, INPUTS=inputs, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
-        SHARED_BY=per_token if by_token else 1, ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=tile.inputs,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+def gates_of(activation: Activation | None, gates: Gates) -> tuple[int, int]:
+    """(activation, where gates are) as kernels call them."""
+    if activation is None:
+        return 0, NO_GATES.value
+    return activation_code(activation), (GATES_IN_MATRIX if gates == "matrix" else GATES_IN_OUT).value
 
 
 @triton.jit

@@ -5,7 +5,9 @@ All fit the shared memory of every GPU from Ampere on (99 KiB for one program); 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from holdfast.footprint.scaled_layouts import ScaledLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ FEW, SOME = 16, 48
 
 _TILES = {
     # (bytes of an element, gated): few pairs, some, many
+    (1, True): (ExpertTile(16, 32, 128, 4, 4), ExpertTile(64, 64, 128, 4, 3), ExpertTile(128, 64, 128, 8, 3)),
+    (1, False): (ExpertTile(16, 64, 128, 4, 4), ExpertTile(64, 128, 128, 4, 3), ExpertTile(128, 128, 128, 8, 3)),
     (2, True): (ExpertTile(16, 32, 128, 4, 4), ExpertTile(64, 64, 64, 4, 3), ExpertTile(128, 64, 64, 8, 3)),
     (2, False): (ExpertTile(16, 64, 128, 4, 4), ExpertTile(64, 128, 64, 4, 3), ExpertTile(128, 128, 64, 8, 3)),
     # Exact float32 has no tensor cores: larger tiles than these spill registers.
@@ -32,11 +36,22 @@ _TILES = {
     (4, False): (ExpertTile(16, 32, 64, 4, 2), ExpertTile(32, 32, 32, 4, 2), ExpertTile(32, 32, 32, 4, 2)),
 }
 
+LARGE_SHARED_BYTES = 227 * 1024
+"""Hopper's and later GPUs' in data centres."""
+_LARGE = {
+    (2, True): ExpertTile(128, 128, 64, 8, 4),
+    (2, False): ExpertTile(128, 256, 64, 8, 4),
+    (1, True): ExpertTile(128, 64, 128, 8, 4),
+    (1, False): ExpertTile(128, 128, 128, 8, 4),
+}
 
-def expert_tile(pairs: int, experts: int, element_bytes: int, *, gated: bool) -> ExpertTile:
-    """By the pairs that an expert has on the average."""
+
+def expert_tile(pairs: int, experts: int, element_bytes: int, shared_bytes: int, *, gated: bool) -> ExpertTile:
+    """By the pairs that an expert has on the average, and the shared memory that a program may have."""
     few, some, many = _TILES[element_bytes, gated]
     average = pairs / experts
+    if average > SOME and shared_bytes >= LARGE_SHARED_BYTES and element_bytes < 4:
+        return _LARGE[element_bytes, gated]
     return few if average <= FEW else some if average <= SOME else many
 
 
@@ -54,3 +69,41 @@ def expert_block_tile(pairs: int, experts: int, blocks: int, element_bytes: int)
     if pairs / experts <= FEW:
         return ExpertTile(16, 32, inputs, 4, 3)
     return ExpertTile(64 if element_bytes == 2 else 32, 64 if element_bytes == 2 else 32, min(4, inputs), 8, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTile:
+    """Of codes with scales, whose matrix is the left factor."""
+
+    rows: int
+    """Pairs of one expert's line a program takes."""
+    lines: int
+    """Rows of its matrix; of gated products half of them are gates and half their ups."""
+    parts: int
+    """Groups of columns that it takes at a time, each scaled by itself."""
+    warps: int
+    stages: int
+    segments: int = 1
+    """That columns are cut into."""
+
+
+def scaled_tile(
+    pairs: int, experts: int, layout: ScaledLayout, span: int, columns: int, element_bytes: int, shared_bytes: int
+) -> ScaledTile:  # fmt: skip
+    """`span`: columns of a group, or of the part of one that is multiplied at a time."""
+    average, spans = pairs / experts, max(1, columns // span)
+    if element_bytes == 4:
+        return ScaledTile(16 if average <= FEW else 32, 32, 1, 4, 2)
+    # Parts that make 128 columns.
+    whole = max(1, 128 // span)
+    # Two warps: more would take Hopper's products of warp groups, which load codes in smaller pieces.
+    if pairs <= 4 * FEW:
+        segments = 4 if spans % 4 == 0 else 2 if spans % 2 == 0 else 1
+        return ScaledTile(16 // segments, 32 // segments, min(spans // segments, whole), 2, 4, segments)
+    if average <= 5:
+        segments = 2 if spans % 2 == 0 else 1
+        return ScaledTile(16 // segments, 64 // segments, min(spans // segments, whole), 2, 4, segments)
+    if average <= 24:
+        return ScaledTile(32, 64, min(spans, whole), 2, 4)
+    many = ScaledTile(64, 128, min(spans, whole), 4, 4)
+    return many if shared_bytes >= LARGE_SHARED_BYTES else replace(many, stages=2)

@@ -37,21 +37,27 @@ FORMS = {
     "Q6_K": KquantForm(6, offset=32, small=16),
     "IQ4_XS": KquantForm(4, table=True, small=6),
 }
+BLOCK_FORMS = FORMS | {
+    "Q4_0": KquantForm(4, offset=8, pieces=1),
+    "Q4_1": KquantForm(4, pieces=1, minimum=True),
+    "Q8_0": KquantForm(8, pieces=1),
+}
+"""Those of the less dense kinds too, whose blocks are of 32."""
 
 
 @triton.jit
-def _as_float(code, OFFSET: tl.constexpr):
+def as_float(code, OFFSET: tl.constexpr):
     """2^23 + code is written into the bits of a float, and 2^23 + OFFSET taken off again: cheaper than a conversion."""
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)
 
 
 @triton.jit
-def _iq4_value(code):
+def iq4_value(code):
     """Bytes of four words, each value raised by 128: a lookup in memory would take longer."""
     lower = tl.where(code < 4, 0x3F2D1801, 0x766A5D4F)
     upper = tl.where(code < 12, 0xA6998D81 - (1 << 32), 0xF1D9C5B5 - (1 << 32))
     word = tl.where(code < 8, lower, upper)
-    return _as_float((word >> (code % 4 * 8)) & 255, 128)
+    return as_float((word >> (code % 4 * 8)) & 255, 128)
 
 
 @triton.jit
@@ -73,9 +79,9 @@ def load_codes(
         first = first | (((word >> lane) & 1) << (SHIFT + bit))
         second = second | (((word >> (lane + 16)) & 1) << (SHIFT + bit))
     if TABLE:
-        return _iq4_value(first), _iq4_value(second)
+        return iq4_value(first), iq4_value(second)
     else:
-        return _as_float(first, OFFSET), _as_float(second, OFFSET)
+        return as_float(first, OFFSET), as_float(second, OFFSET)
 
 
 @triton.jit

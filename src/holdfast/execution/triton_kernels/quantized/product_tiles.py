@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.footprint.gpu import PROCESSORS, SPLIT_COUNTERS, SUMS_BYTES
+from holdfast.footprint.scaled_layouts import ScaledLayout
+
 FEW_ROWS = 2
-"""So many are multiplied and summed by plain arithmetic; more go through tensor cores: cuBLAS's products with dense
-matrices, our own with quantized blocks."""
-MOST_BLOCK_ROWS = 16
-"""Of a product with quantized blocks: the least a tensor core takes."""
+"""So many are multiplied with a dense matrix and summed by plain arithmetic; more go to cuBLAS."""
+FEW_QUANTIZED_ROWS = 8
+"""Up to so many rows of a product with a quantized matrix scales are applied to sums alone, and norm and gate may ride
+along."""
+MOST_QUANTIZED_ROWS = 128
 WIDE_BYTES = 8192
 """Of a matrix row: wider ones are read in pieces of half of this."""
 VOCABULARY = 65536
@@ -26,10 +30,25 @@ class ProductTile:
     outputs: int
     """Rows of the matrix a program takes."""
     inputs: int
-    """Columns it takes at a time: elements, or for quantized matrices blocks of 32."""
+    """Columns it takes at a time."""
     warps: int
-    stages: int = 1
-    """Tiles in flight, where the compiler pipelines (tensor cores)."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTile:
+    rows: int
+    """Of x, padded."""
+    outputs: int
+    """Rows of the matrix a program takes."""
+    piece: int
+    """Columns that share a scale."""
+    pieces: int
+    """Of a step."""
+    splits: int
+    """Programs that share the columns."""
+    warps: int
+    stages: int
+    """Steps in flight."""
 
 
 def few_rows_tile(
@@ -55,14 +74,49 @@ def _wide_tile(row_bytes: int, element_bytes: int, gated: bool) -> ProductTile:
     return ProductTile(2, 4096 // element_bytes, 8)
 
 
-def few_rows_block_tile(rows: int, outputs: int, blocks: int, lanes: int, element_bytes: int) -> ProductTile:
-    """One tile row is one load of all threads, as many quants a thread as 16 bytes hold inputs."""
+def scaled_tile(rows: int, outputs: int, columns: int, layout: ScaledLayout, *, gated: bool = False) -> QuantizedTile:
+    """For codes with scales."""
+    piece = _piece(layout.group or columns, columns)
+    return _quantized_tile(rows, outputs, columns, piece, 4 if layout.four_bits else 8, gated)
+
+
+def block_tile(rows: int, outputs: int, columns: int, bits: int, *, gated: bool = False) -> QuantizedTile:
+    """For GGUF's blocks."""
+    return _quantized_tile(rows, outputs, columns, 32, bits, gated)
+
+
+def _quantized_tile(rows: int, outputs: int, columns: int, piece: int, bits: int, gated: bool) -> QuantizedTile:
+    padded = max(FEW_QUANTIZED_ROWS, 1 << (rows - 1).bit_length())
+    few = padded <= FEW_QUANTIZED_ROWS
+    taken = (32 if gated else 64) if few else 64 if padded < 64 else 128
+    pieces = 4 if few else max(1, (128 if bits < 8 else 64) // piece)
+    tiles = -(-outputs // taken)
+    programs = PROCESSORS * (4 if few else 2)
+    room = SUMS_BYTES // (tiles * taken * padded * 8)
+    splits = max(1, min(programs // tiles, columns // (piece * pieces) // 2, room))
+    if tiles > SPLIT_COUNTERS:
+        splits = 1
+    return QuantizedTile(padded, taken, piece, pieces, splits, 4 if few else taken // 16, 4 if few else 3)
+
+
+def _piece(group: int, columns: int) -> int:
+    piece = 128
+    while group % piece or columns % piece:
+        piece //= 2
+    return piece
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTile:
+    outputs: int
+    """Rows of the matrix a program takes."""
+    pieces: int
+    """Of 32 columns that it takes at a time."""
+    warps: int
+
+
+def vector_tile(outputs: int, columns: int, element_bytes: int, *, gated: bool, rows: int) -> VectorTile:
+    """One tile row is one load of all threads, so that inputs and codes lie alike over them."""
     warps = 4
-    while warps > 1 and warps * WARP_BYTES // 2 >= blocks * lanes * element_bytes:
-        warps //= 2
-    taken = 4 // rows if outputs >= 2048 else 2 // rows if outputs >= 512 else 1
-    return ProductTile(taken, max(1, warps * WARP_BYTES // element_bytes // lanes), warps)
-
-
-def more_rows_block_tile(blocks: int, element_bytes: int) -> ProductTile:
-    return ProductTile(32, min(8 if element_bytes == 2 else 4, 1 << (blocks - 1).bit_length()), 4, stages=3)
+    pieces = warps * 32 * 16 // element_bytes // 16
+    return VectorTile(4 if gated else 8, pieces, warps)

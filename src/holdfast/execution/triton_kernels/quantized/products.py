@@ -42,7 +42,7 @@ def put(out, index, sums, bias, bias_index, inside, BIAS: tl.constexpr, ADD: tl.
 
 
 @triton.jit
-def _put_gated(
+def put_gated(
     out, index, gated, up, bias, bias_index, outputs, inside, BIAS: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
     """activation(gate) · up, rounded where the separate product and gate would round."""
@@ -67,7 +67,7 @@ def _finish_row(
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = output < outputs
     if ACTIVATION >= 0:
-        _put_gated(out, row + output, totals, second_totals, bias, output, outputs, inside, BIAS, ACTIVATION)
+        put_gated(out, row + output, totals, second_totals, bias, output, outputs, inside, BIAS, ACTIVATION)
     else:
         put(out, row + output, totals, bias, output, inside, BIAS, ADD)
 

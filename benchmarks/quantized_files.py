@@ -1,0 +1,179 @@
+"""Checkpoints of random quantized weights in real shapes, the same file for every engine.
+
+    write_awq(config, folder)      AWQ (gemm layout, 4 bits, groups of 128), one safetensors file a layer
+    write_q4_k(config, path)       GGUF: Q4_K, the head in Q6_K; no vocabulary: run with token ids
+
+Numbers are scaled so that logits have spread. Needs torch and safetensors, or numpy and gguf.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+GROUP = 128
+SPREAD = 0.02
+"""Standard deviation of the weights."""
+
+
+def write_awq(config: dict[str, Any], folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator(device=_device()).manual_seed(0)
+
+    def packed(rows: int, columns: int) -> dict[str, Any]:
+        def words(lines: int) -> Any:
+            shape = (lines, rows // 8)
+            return torch.randint(-(2**31), 2**31, shape, generator=generator, device=_device(), dtype=torch.int32)
+
+        # Codes and zero points are uniform over 0 to 15: their difference has a deviation of 6.5.
+        scales = torch.full((columns // GROUP, rows), SPREAD / 6.5, dtype=torch.float16)
+        return {"qweight": words(columns).cpu(), "qzeros": words(columns // GROUP).cpu(), "scales": scales}
+
+    def plain(*shape: int) -> Any:
+        wide = torch.randn(shape, generator=generator, device=_device(), dtype=torch.float16)
+        return (wide * SPREAD).cpu()
+
+    hidden, places = config["hidden_size"], dict[str, str]()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def save(name: str, tensors: dict[str, Any]) -> None:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
+        places.update(dict.fromkeys(tensors, name))
+
+    for layer in range(config["num_hidden_layers"]):
+        stem, tensors = f"model.layers.{layer}.", dict[str, Any]()
+        for module, (rows, columns) in _modules(config).items():
+            tensors |= {f"{stem}{module}.{part}": tensor for part, tensor in packed(rows, columns).items()}
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{stem}{norm}.weight"] = torch.ones(hidden, dtype=torch.float16)
+        if config["model_type"].startswith("qwen3"):
+            for norm in ("q_norm", "k_norm"):
+                tensors[f"{stem}self_attn.{norm}.weight"] = torch.ones(config["head_dim"], dtype=torch.float16)
+        if "num_experts" in config:
+            tensors[f"{stem}mlp.gate.weight"] = plain(config["num_experts"], hidden)
+        save(f"model-{layer:05}.safetensors", tensors)
+    ends = {"model.embed_tokens.weight": plain(config["vocab_size"], hidden)}
+    ends["model.norm.weight"] = torch.ones(hidden, dtype=torch.float16)
+    if not config["tie_word_embeddings"]:
+        ends["lm_head.weight"] = plain(config["vocab_size"], hidden)
+    save("model-ends.safetensors", ends)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    left = ["mlp.gate"] if "num_experts" in config else []
+    quantization = {
+        "quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": left or None,
+    }  # fmt: skip
+    said = config | {"torch_dtype": "float16", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(said))
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _modules(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Quantized matrices of a layer: (outputs, inputs)."""
+    hidden, width = config["hidden_size"], config["head_dim"]
+    query, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    found = {
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, query),
+    }
+    experts = config.get("num_experts", 0)
+    inner = config["moe_intermediate_size" if experts else "intermediate_size"]
+    for stem in [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]:
+        found |= {f"{stem}.gate_proj": (inner, hidden), f"{stem}.up_proj": (inner, hidden)}
+        found[f"{stem}.down_proj"] = (hidden, inner)
+    return found
+
+
+def write_q4_k(config: dict[str, Any], path: Path) -> None:
+    import gguf
+    import numpy
+
+    kinds = gguf.GGMLQuantizationType
+    experts = config.get("num_experts", 0)
+    writer = gguf.GGUFWriter(str(path), "qwen3moe" if experts else "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    random, chunks = numpy.random.default_rng(0), dict[Any, Any]()
+
+    def blocks(kind: Any, count: int) -> Any:
+        """Random codes and small scales; the same million blocks again and again."""
+        if kind not in chunks:
+            made = random.integers(0, 256, (1 << 18, gguf.GGML_QUANT_SIZES[kind][1]), dtype=numpy.uint8)
+            if kind == kinds.Q4_K:
+                made[:, :4] = numpy.array([1e-4, 7.5e-4], dtype=numpy.float16).view(numpy.uint8)
+            else:
+                made[:, -2:] = numpy.array([1e-5], dtype=numpy.float16).view(numpy.uint8)
+            chunks[kind] = made
+        return numpy.resize(chunks[kind], (count, chunks[kind].shape[1]))
+
+    def add(name: str, shape: tuple[int, ...], kind: Any) -> None:
+        elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        columns = shape[-1] // elements
+        made = blocks(kind, int(numpy.prod(shape[:-1])) * columns)
+        writer.add_tensor(name, made.reshape(*shape[:-1], columns * nbytes), raw_dtype=kind)
+
+    def ones(name: str, width: int) -> None:
+        writer.add_tensor(name, numpy.ones(width, dtype=numpy.float32))
+
+    hidden, width = config["hidden_size"], config["head_dim"]
+    query, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    add("token_embd.weight", (config["vocab_size"], hidden), kinds.Q4_K)
+    if not config["tie_word_embeddings"]:
+        add("output.weight", (config["vocab_size"], hidden), kinds.Q6_K)
+    for layer in range(config["num_hidden_layers"]):
+        stem = f"blk.{layer}."
+        for name, shape in {
+            "q": (query, hidden),
+            "k": (kv, hidden),
+            "v": (kv, hidden),
+            "output": (hidden, query),
+        }.items():
+            add(f"{stem}attn_{name}.weight", shape, kinds.Q4_K)
+        if experts:
+            inner = config["moe_intermediate_size"]
+            ones(f"{stem}attn_q_norm.weight", width)
+            ones(f"{stem}attn_k_norm.weight", width)
+            router = random.standard_normal((experts, hidden), dtype=numpy.float32)
+            writer.add_tensor(f"{stem}ffn_gate_inp.weight", router)
+            sides: dict[str, tuple[int, ...]] = {
+                "gate_exps": (experts, inner, hidden),
+                "up_exps": (experts, inner, hidden),
+            }
+            sides["down_exps"] = (experts, hidden, inner)
+        else:
+            inner = config["intermediate_size"]
+            sides = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        for name, side in sides.items():
+            add(f"{stem}ffn_{name}.weight", side, kinds.Q4_K)
+        ones(f"{stem}attn_norm.weight", hidden)
+        ones(f"{stem}ffn_norm.weight", hidden)
+    ones("output_norm.weight", hidden)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,171 @@
+"""The tensors that a quantizer spread a matrix over: all there, with the shapes and types that its format has.
+
+Headers only; what the numbers say (order of columns, zero points, scales that are no numbers) is seen at loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from holdfast.checkpoints.files import PackedMatrix, StoredTensor
+from holdfast.checkpoints.formats.quantized_tensors import PackedPart, Packing, stored_parts
+from holdfast.checkpoints.validation.stored_dtypes import PACKED_ENDINGS, PLAIN
+from holdfast.errors import CheckpointError
+from holdfast.models import TensorSpec
+
+_FIX = "download the model again; if it still fails, its quantization_config is that of another checkpoint"
+_UNSAID = frozenset({"g_idx", "weight_shape", "weight_format", "weight.quant_map"})
+"""Parts that a reader does without: they repeat what config and shapes say."""
+_SCALES = ("scales", "weight_scale", "input_scale", "SCB", "weight.nested_absmax")
+_STATE = "weight.quant_state.bitsandbytes__"
+
+
+def find_packed(
+    tensor: TensorSpec, packing: Packing, stored: Mapping[str, StoredTensor]
+) -> tuple[StoredTensor | None, str]:
+    """The matrix as one stored tensor, or the name under which something of it is missing. Experts that lie one by one
+    are told as one stack, under the names they have in common."""
+    if tensor.hf_shape is not None or (tensor.experts and "{expert}" not in tensor.hf_name):
+        kind = "stacked experts" if tensor.experts else "a transposed matrix"
+        raise _unread(tensor.hf_name, f"{kind} in {packing.method}")
+    rows, columns = tensor.shape[-2:]
+    names = [name for name, _ in tensor.in_safetensors()]
+    packing = _as_found(packing, names[0].removesuffix(".weight"), stored)
+    try:
+        expected = stored_parts(packing, rows, columns)
+    except CheckpointError as error:
+        error.found = f"{error.found}, of {names[0]}"
+        error.fix = error.fix or _FIX
+        raise
+    first: dict[str, StoredTensor] | None = None
+    total = 0
+    for name in names:
+        found, missing = _parts(name.removesuffix(".weight"), packing, expected, stored)
+        if missing:
+            return None, missing
+        first = found if first is None else first
+        _require_alike(first, found)
+        total += sum(part.nbytes for part in found.values())
+    assert first is not None
+    if tensor.experts:
+        first = {part: replace(one, name=_in_common(tensor, part, one)) for part, one in first.items()}
+    codes = next(iter(first.values()))
+    whole = replace(codes, shape=tensor.shape, nbytes=total, packed=PackedMatrix(packing, first))
+    return whole, codes.name
+
+
+def _as_found(packing: Packing, module: str, stored: Mapping[str, StoredTensor]) -> Packing:
+    """Eight bits are packed or not, whatever the config calls it; AWQ without zero points may still store some."""
+    packed = f"{module}.weight_packed" in stored
+    if packing.method == "int8" and packed:
+        group = -1 if packing.granularity != "group" else packing.group_size
+        return replace(packing, method="pack-quantized", bits=8, group_size=group, granularity=None)
+    if packing.method == "pack-quantized" and packing.bits == 8 and not packed:
+        return replace(packing, method="int8", granularity="channel" if packing.group_size < 1 else "group")
+    if packing.method == "awq" and packing.symmetric and f"{module}.qzeros" in stored:
+        return replace(packing, symmetric=False)
+    return packing
+
+
+def _parts(
+    module: str, packing: Packing, expected: tuple[PackedPart, ...], stored: Mapping[str, StoredTensor]
+) -> tuple[dict[str, StoredTensor], str]:
+    """By their names after the module's, codes first; or the name of one that is missing."""
+    found: dict[str, StoredTensor] = {}
+    for part in expected:
+        name = part.name.removesuffix("_inv")
+        one = stored.get(f"{module}.{part.name}") or stored.get(f"{module}.{name}")
+        one = one or stored.get(f"{module}.{name}_inv")
+        if one is None:
+            if _dispensable(name, packing):
+                continue
+            if name.startswith(_STATE) and f"{module}.{_STATE}fp4" in stored:
+                raise _unread(f"{module}.weight", "FP4 of bitsandbytes")
+            return {}, _name_of(module, part, stored)
+        _check(one, part, packing)
+        found[name] = one
+    return found, ""
+
+
+def _dispensable(name: str, packing: Packing) -> bool:
+    if name == "qzeros":
+        return packing.method == "awq" and packing.symmetric
+    return name in _UNSAID and not (name == "g_idx" and packing.act_order)
+
+
+def _name_of(module: str, part: PackedPart, stored: Mapping[str, StoredTensor]) -> str:
+    """What is missing; where the codes themselves lie as another method leaves them, that is said instead."""
+    other = next((stored[module + end] for end in PACKED_ENDINGS if module + end in stored), None)
+    if other is not None and not other.name.endswith(part.name) and part.name in ("weight", "qweight", "weight_packed"):
+        return f"{module}.{part.name} (there is {other.name})"
+    return f"{module}.{part.name}"
+
+
+def _check(found: StoredTensor, part: PackedPart, packing: Packing) -> None:
+    if part.name.startswith(_STATE):
+        if found.layout != "U8" or len(found.shape) != 1:
+            raise _misshapen(found, "a text in U8", part)
+        return
+    name = part.name.removesuffix("_inv")
+    number = name in _SCALES or (name == "weight.absmax" and part.layout == "F32")
+    if number and found.layout not in PLAIN:
+        raise _misshapen(found, "scales in F32, F16 or BF16", part)
+    alike = found.layout == part.layout or (part.layout in ("I32", "I64") and found.layout in ("I32", "I64"))
+    codes = name in ("weight", "qweight", "weight_packed")
+    if not number and (found.layout != part.layout if codes else not alike):
+        raise _misshapen(found, part.layout, part)
+    same = found.shape == part.shape if codes and packing.method not in ("nf4", "fp4") else None
+    if not (_squeezed(found.shape) == _squeezed(part.shape) if same is None else same):
+        raise _misshapen(found, str(list(part.shape)), part)
+
+
+def _misshapen(found: StoredTensor, needed: str, part: PackedPart) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {found.name!r} of a quantized matrix is not what quantization_config says of it",
+        needed=needed,
+        found=f"{list(found.shape)} in {found.layout}, of {found.path.name}",
+        fix=_FIX,
+        field="quantization_config",
+    )
+
+
+def _unread(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"this engine cannot read {name}: {what}",
+        needed="matrices of linear layers that lie one by one",
+        found=what,
+        fix="use another quantization of this model, such as AWQ, GPTQ, FP8 or a GGUF file",
+        field="quantization_config",
+    )
+
+
+def _require_alike(first: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> None:
+    for name, part in first.items():
+        one = other.get(name)
+        if one is None or (one.layout, one.shape) != (part.layout, part.shape):
+            if name.startswith(_STATE) and one is not None:
+                continue  # A text, of whatever length.
+            raise CheckpointError(
+                f"experts of one layer are stored in different ways: {part.name} and the others",
+                needed=f"{list(part.shape)} in {part.layout}",
+                found="nothing" if one is None else f"{list(one.shape)} in {one.layout}: {one.name}",
+                fix=_FIX,
+            )
+    if len(other) != len(first):
+        more = next(name for name in other if name not in first)
+        raise CheckpointError(
+            "experts of one layer are stored in different ways",
+            needed=", ".join(first),
+            found=other[more].name,
+            fix=_FIX,
+        )
+
+
+def _in_common(tensor: TensorSpec, part: str, one: StoredTensor) -> str:
+    ending = one.name[len(tensor.hf_name.replace("{expert}", "0").removesuffix(".weight")) :]
+    return tensor.hf_name.removesuffix(".weight") + ending
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(extent for extent in shape if extent != 1)

@@ -1,0 +1,61 @@
+"""Which kernel attends for prompts on this GPU, and why: the one for Hopper where it can, else the one in Triton.
+
+Owns the choice, not the kernels: neither is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from holdfast.execution.triton_kernels.tiles import HOPPER_ROWS, prefill_tile
+from holdfast.kvcache.groups import KVLayout
+from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
+
+HOPPER, TRITON = "hopper", "triton"
+CAPABILITY = (9, 0)
+WIDTHS = (64, 128)
+TESTED = ((3, 6), (3, 9))
+"""Releases of Triton, the last one excluded: Gluon may change from one to the next."""
+
+
+def choose_prefill_kernel(spec: ModelSpec, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> Decision:
+    """`dtype`: of queries."""
+    against = _against_hopper(spec, layout, device, dtype)
+    if against is None and layout.element_bytes == dtype.itemsize:
+        return Decision("prefill_attention", HOPPER, "1.3 to 1.5 times as fast as the Triton kernel", "measured")
+    if against is None:
+        reason = "float8 pages are expanded for it, where a step has no more of them than a spare buffer holds"
+        return Decision("prefill_attention", HOPPER, reason, "planner")
+    return Decision("prefill_attention", TRITON, f"the kernel for Hopper {against}", "planner")
+
+
+def _against_hopper(spec: ModelSpec, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why not; None: nothing is against it."""
+    if device.type != "cuda":
+        return "needs a GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        return f"needs compute capability 9.0; this GPU has {capability[0]}.{capability[1]}"
+    if spec.head_dim not in WIDTHS:
+        return f"needs heads of 64 or 128 dimensions; these have {spec.head_dim}"
+    if spec.decoder.attention_softcap:
+        return "knows no softcap"
+    if dtype.itemsize != 2:
+        return f"multiplies numbers of 2 bytes; these have {dtype.itemsize}"
+    if layout.block_tokens not in (8, 16, 32, 64, 128):
+        return f"needs a block size that is a power of two from 8 to 128; this is {layout.block_tokens}"
+    if prefill_tile(spec.heads // spec.kv_heads, spec.head_dim, dtype.itemsize).rows != HOPPER_ROWS:
+        return f"takes {HOPPER_ROWS} query heads for each KV head at most"
+    return _against_triton()
+
+
+def _against_triton() -> str | None:
+    import triton
+
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if not TESTED[0] <= release < TESTED[1] or importlib.util.find_spec("triton.experimental.gluon") is None:
+        return f"was tested with Triton 3.6 to 3.8; this is {triton.__version__}"
+    return None

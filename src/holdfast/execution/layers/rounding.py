@@ -1,0 +1,41 @@
+"""Inputs of products rounded to eight bits, as the formats that multiply in FP8 or INT8 define them.
+
+    input ≈ code · scale       scale = largest of a row, or of a group of its columns, / 448 (fp8) or / 127 (int8)
+
+A scale that the checkpoint stores takes the place of that. On a CPU the codes are multiplied as float32: the same
+answers as on a device that multiplies the codes themselves, but for the order of sums. Knows no matrices.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.footprint.scaled_layouts import ScaledLayout
+
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+PIECE_ELEMENTS = 1 << 20
+"""That are rounded at a time: bounds what lies beside the result."""
+_LEAST_SCALE = 1e-12
+"""Rows of zeros stay zeros."""
+
+
+def rounded_inputs(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Tensor | None) -> torch.Tensor:
+    """x [rows, columns] in float32, every element one that eight bits can say."""
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    step = max(1, PIECE_ELEMENTS // x.shape[1])
+    for first in range(0, len(x), step):
+        _round(x[first : first + step], layout, stored_scale, out[first : first + step])
+    return out
+
+
+def _round(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Tensor | None, out: torch.Tensor) -> None:
+    largest = LARGEST[layout.inputs]
+    shape = (len(x), -1, layout.input_group or x.shape[1])
+    groups = x.float().reshape(shape)
+    if stored_scale is None:
+        scales = (groups.abs().amax(-1, keepdim=True) / largest).clamp_(min=_LEAST_SCALE)
+    else:
+        scales = stored_scale
+    scaled = (groups / scales).clamp_(-largest if layout.inputs == "fp8" else -largest - 1, largest)
+    codes = scaled.to(torch.float8_e4m3fn).float() if layout.inputs == "fp8" else scaled.round_()
+    torch.mul(codes, scales, out=out.view(shape))

@@ -1,0 +1,83 @@
+"""Scales of the KV cache as checkpoints bring them: a number each for keys and values of every layer.
+
+Tools write them under several names, those that vLLM reads. Knows nothing of how they are used.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy
+
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.files import StoredTensor
+from holdfast.errors import CheckpointError
+from holdfast.execution.kv_scales import KVScales
+
+_NAME = re.compile(
+    r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:self_attn|attn|attention)\."
+    r"(?:(?:attn\.|qkv_proj\.)?(?P<whole>[kv]_scale|kv_scale)"
+    r"|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale))$"
+)
+
+
+def is_kv_scale(name: str) -> bool:
+    return _NAME.search(name) is not None
+
+
+def stored_kv_scales(checkpoint: Checkpoint, layers: int) -> KVScales | None:
+    """None: the checkpoint has none. One that has them for some layers only is refused."""
+    keys, values = dict[int, float](), dict[int, float]()
+    for name in checkpoint.tensors:
+        found = _NAME.search(name)
+        if found is None:
+            continue
+        scale, layer = _read(checkpoint, name), int(found["layer"])
+        kind = found["of"] or found["whole"]
+        if kind.startswith("kv"):
+            keys.setdefault(layer, scale)
+            values.setdefault(layer, scale)
+        else:
+            (keys if kind.startswith("k") else values)[layer] = scale
+    if not keys and not values:
+        return None
+    for what, scales in (("k_scale", keys), ("v_scale", values)):
+        missing = [layer for layer in range(layers) if layer not in scales]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint has scales of the KV cache, but no {what} of layer {missing[0]}",
+                needed=f"a {what} for each of {layers} layers",
+                found=f"{len(scales)}",
+                fix="--kv-cache-dtype bfloat16, or a checkpoint with all of them",
+                field="kv_cache_dtype",
+            )
+    return KVScales(tuple(keys[layer] for layer in range(layers)), tuple(values[layer] for layer in range(layers)))
+
+
+def _read(checkpoint: Checkpoint, name: str) -> float:
+    tensor = checkpoint.tensors[name]
+    if math.prod(tensor.shape) != 1 or tensor.layout not in ("F32", "F16", "BF16"):
+        raise CheckpointError(
+            f"tensor {name!r}: scales of the KV cache are one number a layer",
+            needed="one float32, float16 or bfloat16",
+            found=f"{tensor.layout} {list(tensor.shape)}",
+            fix="a checkpoint with one scale a layer, or --kv-cache-dtype bfloat16",
+            field="kv_cache_dtype",
+        )
+    scale = _number(checkpoint.read(name).tobytes(), tensor)
+    if not (math.isfinite(scale) and scale > 0):
+        raise CheckpointError(
+            f"tensor {name!r}: a scale must be a finite number above 0",
+            needed="above 0",
+            found=str(scale),
+            fix="--kv-cache-dtype bfloat16, or another copy of the checkpoint",
+            field="kv_cache_dtype",
+        )
+    return scale
+
+
+def _number(stored: bytes, tensor: StoredTensor) -> float:
+    if tensor.layout == "BF16":
+        stored = b"\0\0" + stored
+    return float(numpy.frombuffer(stored, dtype="<f2" if tensor.layout == "F16" else "<f4")[0])

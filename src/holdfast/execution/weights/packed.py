@@ -1,0 +1,279 @@
+"""Matrices of quantized checkpoints, unpacked: what AWQ, GPTQ, compressed-tensors, FP8, bitsandbytes and MXFP4 store
+becomes rows of a `ScaledMatrix`, or numbers.
+
+    awq             words hold eight outputs of one input, at nibbles 0, 4, 1, 5, 2, 6, 3, 7
+    gptq            words hold eight (four) inputs of one output; zero points less one in its first format
+    pack-quantized  words hold eight (four) inputs of one output; zero points of eight (four) outputs
+    nf4             bytes hold two inputs, the first in the upper half; blocks run over the rows
+    mxfp4           bytes hold two inputs, the first in the lower half
+
+Works on the device that the matrix is for, in slices of rows: beside the stored bytes of one matrix a tile of
+TILE_ELEMENTS codes is held. What files say wrongly is refused with the tensor's name. Opens no files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import lcm
+from typing import Any
+
+import torch
+
+from holdfast.checkpoints import Packing, StoredTensor
+from holdfast.checkpoints.formats.quantized_tensors import BNB_BLOCK
+from holdfast.errors import CheckpointError
+from holdfast.execution.weights.scaled_matrix import INT4_ZERO, NF4_VALUES, ScaledMatrix
+from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.units import shorten
+
+TILE_ELEMENTS = 1 << 20
+"""Of codes that are unpacked at a time."""
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""At which nibble of a word each of eight outputs lies."""
+_MIDDLE = 128
+"""Unsigned eight-bit codes less this are int8's."""
+_MAX_STATE_BYTES = 1 << 16
+_FIX = "download the model again, or use another quantization of it"
+
+Read = Callable[[StoredTensor], torch.Tensor]
+"""A stored tensor in its own type and shape, on the device of the matrix."""
+
+
+class PackedSource:
+    """One matrix [rows, columns] as a quantizer stored it. Holds the stored bytes until it is dropped."""
+
+    def __init__(
+        self,
+        packing: Packing,
+        parts: Mapping[str, StoredTensor],
+        layout: ScaledLayout,
+        rows: int,
+        columns: int,
+        read: Read,
+    ) -> None:
+        self.packing, self.layout, self.rows, self.columns = packing, layout, rows, columns
+        self._parts, self._read = parts, read
+        codes = next(iter(parts.values()))
+        self.name = codes.name
+        self._check_shape()
+        self._stored = read(codes)
+        self.scales = self._scales()
+        self.zeros = self._zeros()
+        self.order = self._order()
+        self.input_scale = self._input_scale()
+
+    def fill(self, matrix: ScaledMatrix, first: int) -> None:
+        """All rows, to rows first, first+1, ... of a matrix in this layout."""
+        for start, last in self._tiles():
+            self._fill(matrix, first + start, start, last)
+
+    def expand(self, target: torch.Tensor) -> None:
+        """All rows as numbers into `target` [rows, columns]."""
+        for start, last in self._tiles():
+            tile = ScaledMatrix(self.layout, last - start, self.columns, self._stored.device)
+            self._fill(tile, 0, start, last)
+            tile.dequantize(0, last - start, target[start:last])
+
+    def _tiles(self) -> list[tuple[int, int]]:
+        whole = lcm(8, self.layout.group_rows)
+        step = max(1, TILE_ELEMENTS // (self.columns * whole)) * whole
+        return [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
+
+    def _fill(self, matrix: ScaledMatrix, to: int, start: int, last: int) -> None:
+        codes = self._codes(start, last)
+        matrix.fill_codes(to, codes if self.order is None else codes.index_select(1, self.order))
+        high = self.layout.group_rows
+        groups = slice(to // high, -(-(to + last - start) // high))
+        stored = slice(start // high, -(-last // high))
+        matrix.scales[groups] = self.scales[stored]
+        if matrix.zeros is not None and self.zeros is not None:
+            matrix.zeros[groups] = self.zeros[stored]
+        if matrix.order is not None and self.order is not None:
+            matrix.order.copy_(self.order)
+        if matrix.inputs is not None and self.input_scale is not None:
+            # Matrices that are multiplied as one round their inputs once: with the largest scale, as vLLM does.
+            matrix.inputs.clamp_(min=self.input_scale)
+
+    # Codes
+
+    def _codes(self, start: int, last: int) -> torch.Tensor:
+        """[last-start, columns] as `ScaledMatrix.fill_codes` takes them."""
+        method, bits, stored = self.packing.method, self.packing.bits, self._stored
+        if method == "awq":
+            nibbles = _nibbles(stored[:, start // 8 : -(-last // 8)].contiguous()).view(self.columns, -1, 8)
+            codes = nibbles[..., list(_AWQ_PLACES)].view(self.columns, -1).t()
+            return codes[: last - start].contiguous()
+        if method == "gptq":
+            return _integers(stored[:, start:last].t().contiguous(), bits)
+        if method == "pack-quantized":
+            return _integers(stored[start:last].contiguous(), bits)
+        if method == "nf4":
+            packed = stored.view(self.rows, -1)[start:last]
+            return torch.stack((packed >> 4, packed & 15), -1).view(last - start, self.columns)
+        if method == "mxfp4":
+            return _nibbles(stored.view(self.rows, -1)[start:last])
+        codes = stored[start:last]
+        if codes.dtype == torch.float8_e4m3fn and bool(((codes.view(torch.uint8) & 127) == 127).any()):
+            raise self._broken(self.name, "numbers", "NaN among the weights")
+        return codes
+
+    def _check_shape(self) -> None:
+        shape = self._parts.get("weight_shape")
+        if shape is None:
+            return
+        found = self._read(shape).tolist()
+        if found != [self.rows, self.columns]:
+            raise self._broken(shape.name, f"[{self.rows}, {self.columns}]", found)
+
+    # Scales
+
+    def _scales(self) -> torch.Tensor:
+        """[rows / group_rows, groups], as the matrix has them."""
+        if self.packing.method == "nf4":
+            return self._absmax().view(self.rows, -1)
+        names = ("scales", "weight_scale", "SCB")
+        part = next(self._parts[name] for name in names if name in self._parts)
+        stored = self._read(part)
+        if self.packing.method == "mxfp4":
+            return stored.view(self.rows, -1)
+        self._require_finite(part, stored)
+        if self.packing.method in ("awq", "gptq"):
+            return stored.view(-1, self.rows).t()
+        if self.packing.method == "bnb-int8":
+            return stored.view(self.rows, 1).float() / 127
+        if stored.numel() == 1:
+            return stored.view(1, 1).expand(-(-self.rows // self.layout.group_rows), self._groups)
+        if self.packing.granularity == "block" and self.layout.group_rows == 1:
+            blocks = stored.view(-(-self.rows // self.packing.block[0]), -1)
+            return blocks.repeat_interleave(self.packing.block[0], 0)[: self.rows]
+        return stored.view(-1, self._groups)
+
+    @property
+    def _groups(self) -> int:
+        return -(-self.columns // (self.layout.group or self.columns))
+
+    def _absmax(self) -> torch.Tensor:
+        """bitsandbytes' scales; where they are quantized themselves, undone to float32."""
+        part, state = self._parts["weight.absmax"], self._state()
+        stored = self._read(part).view(-1)
+        table = self._parts.get("weight.quant_map")
+        if table is not None and self._read(table).tolist() != torch.tensor(NF4_VALUES).tolist():
+            raise self._broken(table.name, "the sixteen values of NF4", "others")
+        if not self.packing.nested:
+            self._require_finite(part, stored)
+            return stored.float()
+        nested = self._parts["weight.nested_absmax"]
+        scales, values = self._read(nested), self._read(self._parts["weight.nested_quant_map"]).float()
+        self._require_finite(nested, scales)
+        size, offset = state.get("nested_blocksize"), state.get("nested_offset")
+        if not isinstance(size, int) or size < 1 or -(-len(stored) // size) != len(scales):
+            raise self._broken(nested.name, f"one for every {size} of {len(stored)} scales", f"{len(scales)}")
+        if isinstance(offset, bool) or not isinstance(offset, int | float) or not abs(offset) < 1e30:
+            raise self._broken(self._state_part.name, "a nested_offset", shorten(offset))
+        return values[stored.int()] * scales.float().repeat_interleave(size)[: len(stored)] + offset
+
+    @property
+    def _state_part(self) -> StoredTensor:
+        return next(part for name, part in self._parts.items() if "quant_state" in name)
+
+    def _state(self) -> dict[str, Any]:
+        part = self._state_part
+        try:
+            if part.nbytes > _MAX_STATE_BYTES:
+                raise ValueError(f"{part.nbytes} bytes")
+            state = json.loads(bytes(self._read(part).cpu().tolist()))
+        except (ValueError, RecursionError) as error:
+            raise self._broken(part.name, "a JSON text", shorten(error)) from error
+        found = (
+            {name: state.get(name) for name in ("quant_type", "blocksize", "shape")} if isinstance(state, dict) else {}
+        )
+        if found != {"quant_type": "nf4", "blocksize": BNB_BLOCK, "shape": [self.rows, self.columns]}:
+            needed = f"quant_type nf4, blocksize {BNB_BLOCK}, shape [{self.rows}, {self.columns}]"
+            raise self._broken(part.name, needed, shorten(found, 120))
+        return dict(state)
+
+    def _require_finite(self, part: StoredTensor, scales: torch.Tensor) -> None:
+        if not bool(torch.isfinite(scales.float()).all()):
+            raise self._broken(part.name, "finite scales", "NaN or infinity")
+
+    # Zero points
+
+    def _zeros(self) -> torch.Tensor | None:
+        """As many as scales, for codes as they lie in memory; checked where the layout has none."""
+        name = "qzeros" if "qzeros" in self._parts else "weight_zero_point"
+        part = self._parts.get(name)
+        if part is None:
+            return None
+        stored, method, bits = self._read(part), self.packing.method, self.packing.bits
+        if method == "int8":
+            return stored.view(-1, self._groups).expand(self.rows, self._groups) if self.layout.zeros else None
+        if method == "awq":
+            zeros = _nibbles(stored).view(len(stored), -1, 8)[..., list(_AWQ_PLACES)].view(len(stored), -1).t()
+        elif method == "gptq":
+            zeros = _integers(stored, bits).t()
+        else:
+            zeros = _integers(stored.t().contiguous(), bits).t()[: self.rows]
+        if method == "gptq" and self.packing.zeros_less_one:
+            if bool((zeros == (15 if bits == 4 else 127)).any()):
+                # Some readers take it for 0, and others for one more than there are codes.
+                raise self._broken(part.name, f"zero points less one, below {2**bits - 1}", f"{2**bits - 1}")
+            zeros = zeros + 1
+        if self.layout.zeros:
+            return zeros
+        middle = INT4_ZERO if bits == 4 else 0
+        if bool((zeros != middle).any()):
+            raise self._broken(part.name, "zero points in the middle of the codes, as sym (symmetric) says", "others")
+        return None
+
+    # Order and inputs
+
+    def _order(self) -> torch.Tensor | None:
+        """Which input each column takes, columns of a group side by side."""
+        part = self._parts.get("g_idx") or self._parts.get("weight_g_idx")
+        if part is None:
+            return None
+        groups, size = self._groups, self.layout.group or self.columns
+        index = self._read(part).long()
+        if not self.layout.ordered:
+            runs = torch.arange(self.columns, device=index.device) // size
+            if not bool((index == runs).all()):
+                raise self._broken(
+                    part.name, f"groups of {size} columns in order, as quantization_config says", "others"
+                )
+            return None
+        if not 0 <= int(index.min()) <= int(index.max()) < groups:
+            raise self._broken(part.name, f"groups from 0 to {groups - 1}", f"{int(index.min())} to {int(index.max())}")
+        counts = torch.bincount(index, minlength=groups)
+        if not bool((counts == size).all()):
+            raise self._broken(
+                part.name, f"{size} columns in every group", f"{int(counts.min())} to {int(counts.max())}"
+            )
+        return index.argsort(stable=True)
+
+    def _input_scale(self) -> float | None:
+        part = self._parts.get("input_scale")
+        if part is None or not self.layout.static_inputs:
+            return None
+        scale = float(self._read(part).float().max())
+        if not 0 < scale < float("inf"):
+            raise self._broken(part.name, "a positive number", f"{scale:g}")
+        return scale
+
+    def _broken(self, name: str, needed: str, found: object) -> CheckpointError:
+        return CheckpointError(
+            f"tensor {name!r} of a quantized matrix cannot be used", needed=needed, found=str(found), fix=_FIX
+        )
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Four-bit codes of contiguous words or bytes [n, k], the lowest first: uint8 [n, codes]."""
+    halves = packed.view(torch.uint8)
+    return torch.stack((halves & 15, halves >> 4), -1).view(len(packed), -1)
+
+
+def _integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of contiguous words [n, k]: uint8 of four bits, or int8 about zero."""
+    if bits == 4:
+        return _nibbles(packed)
+    return (packed.view(torch.uint8) ^ _MIDDLE).view(torch.int8)

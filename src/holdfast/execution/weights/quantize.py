@@ -1,0 +1,62 @@
+"""Weights quantized while they are loaded, tile by tile of rows, on the device that they are for.
+
+    fp8     a row has one scale, its largest weight / 448
+    int4    groups of a row, codes -8 to 7 without zero points; of SHRINKS · largest / 7 the scale with least error
+
+A group of zeros has the scale zero. Knows no files.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.execution.weights.scaled_matrix import INT4_ZERO, ScaledMatrix
+from holdfast.footprint.scaled_layouts import ScaledLayout
+
+FP8_MAX = 448.0
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""Of the largest weight of a group: cutting it off leaves finer steps for the others."""
+TILE_ELEMENTS = 1 << 20
+
+
+def fill_quantized(matrix: ScaledMatrix, first: int, weights: torch.Tensor) -> None:
+    """Numbers [rows, columns] to rows first, first+1, ..."""
+    step = max(1, TILE_ELEMENTS // matrix.columns)
+    for start in range(0, len(weights), step):
+        wide = weights[start : start + step].float()
+        codes, scales = quantize_rows(wide, matrix.layout)
+        matrix.fill_codes(first + start, codes)
+        matrix.scales[first + start : first + start + len(wide)] = scales
+
+
+def quantize_rows(wide: torch.Tensor, layout: ScaledLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes as `ScaledMatrix.fill_codes` takes them, scales [rows, groups]) of float32 [rows, columns]."""
+    if layout.codes == "fp8":
+        scales = wide.abs().amax(1, keepdim=True) / FP8_MAX
+        return (wide * _inverse(scales)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
+    groups = wide.view(len(wide), -1, layout.group)
+    largest = groups.abs().amax(-1, keepdim=True)
+    kind = getattr(torch, layout.scales)
+    best_codes, best_scales, least = _int4(groups, largest * SHRINKS[0], kind)
+    for shrink in SHRINKS[1:]:
+        codes, scales, error = _int4(groups, largest * shrink, kind)
+        better = error < least
+        best_codes = torch.where(better, codes, best_codes)
+        best_scales = torch.where(better, scales, best_scales)
+        least = torch.minimum(error, least)
+    return best_codes.view(wide.shape), best_scales.squeeze(-1)
+
+
+def _int4(
+    groups: torch.Tensor, largest: torch.Tensor, kind: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes 0 to 15, scales in their type, squared error of each group)"""
+    scales = (largest / 7).to(kind)
+    steps = scales.float()
+    codes = (groups * _inverse(steps)).round_().clamp_(-INT4_ZERO, INT4_ZERO - 1)
+    error = (codes * steps - groups).square_().sum(-1, keepdim=True)
+    return (codes + INT4_ZERO).to(torch.uint8), scales, error
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    return torch.where(scales == 0, 0.0, 1.0 / scales)

@@ -1,0 +1,98 @@
+"""Whether --quantization is true of the checkpoint that is loaded, and what an unquantized one becomes meanwhile.
+
+    asked                 unquantized           quantized so          quantized otherwise, or a GGUF file
+    fp8, int4             quantized on the way  confirmed             refused
+    awq, gptq, mxfp4 ...  refused               confirmed             refused
+    gguf                  refused               refused               of a GGUF file: confirmed
+
+For an engine that starts: `holdfast plan` plans with quantizations that nobody has made yet (quantize.py). Counts
+nothing and reads no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS
+from holdfast.errors import ConfigurationError
+from holdfast.models import QuantSpec
+from holdfast.observability.decisions import Decision
+
+MISMATCH = "HF144"
+_WHILE_LOADING = {
+    "fp8": "the checkpoint is unquantized: its linear layers become FP8 while they are loaded, a scale for each row",
+    "int4": "the checkpoint is unquantized: its linear layers become 4-bit integers while they are loaded, a scale for"
+    " each 128 weights of a row; a checkpoint made with AWQ or GPTQ loses less",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    made: Literal["fp8", "int4"] | None = None
+    """What matrices of an unquantized checkpoint become while they are loaded; None: they stay as they are stored."""
+    decisions: tuple[Decision, ...] = ()
+
+
+def requested(asked: str | None, stored: QuantSpec | None, *, gguf: bool, name: str) -> Requested:
+    """`asked` as `config.quantization` names it; `stored`: what the checkpoint says; `name` of the model. Raises
+    ConfigurationError."""
+    if asked is None:
+        return Requested()
+    family = KERNEL_NAMES.get(asked, asked)
+    if gguf or family == "gguf":
+        if gguf and family == "gguf":
+            return Requested()
+        raise _mismatch(asked, "blocks of a GGUF file" if gguf else _described(stored), name)
+    if stored is not None:
+        if not set(_methods(stored)) & set(STORED_AS[family]):
+            raise _mismatch(asked, _described(stored), name)
+        return Requested(decisions=_alias(asked, family, stored.method))
+    if family == "fp8":
+        return Requested("fp8", (Decision("quantization", "fp8", _WHILE_LOADING["fp8"], "set"),))
+    if family == "int4":
+        return Requested("int4", (Decision("quantization", "int4", _WHILE_LOADING["int4"], "set"),))
+    raise _not_quantized(asked, name)
+
+
+def _alias(asked: str, family: str, method: str) -> tuple[Decision, ...]:
+    if asked == family and asked != "moe_wna16":
+        return ()
+    reason = f"{asked} names a kernel of vLLM's for {method}; Holdfast has its own, and reads the checkpoint as it is"
+    return (Decision("quantization", method, reason, "set"),)
+
+
+def _methods(stored: QuantSpec) -> tuple[str, ...]:
+    """Modules of one checkpoint may be quantized in several ways."""
+    return tuple(dict.fromkeys(one.method for one in (stored, *stored.others)))
+
+
+def _described(stored: QuantSpec | None) -> str:
+    if stored is None:
+        return "unquantized weights"
+    return f"{' and '.join(_methods(stored))} weights, as its quantization_config says"
+
+
+def _mismatch(asked: str, found: str, name: str) -> ConfigurationError:
+    makes = KERNEL_NAMES.get(asked, asked) in MADE_WHILE_LOADING
+    return ConfigurationError(
+        f"--quantization {asked} does not match {name}, which has {found}",
+        code=MISMATCH,
+        needed="an unquantized checkpoint, or one that is stored so" if makes else f"a checkpoint stored as {asked}",
+        found=found,
+        fix=f"leave --quantization out: holdfast serve {name}",
+        field="quantization",
+    )
+
+
+def _not_quantized(asked: str, name: str) -> ConfigurationError:
+    """Also of bitsandbytes, which vLLM makes while loading: four bits of another kind are what we make."""
+    does = "quantizes no checkpoint while loading" if asked == "bitsandbytes" else "only says how one is stored"
+    return ConfigurationError(
+        f"--quantization {asked} {does}, and {name} is unquantized",
+        code=MISMATCH,
+        needed=f"a checkpoint stored as {asked}",
+        found="unquantized weights",
+        fix=f"holdfast serve {name} --quantization int4, which quantizes it to 4 bits while loading",
+        field="quantization",
+    )

@@ -1,0 +1,217 @@
+"""A model's weights as this engine holds them: what of its files, and what they become while they are loaded.
+
+Takes the layouts from `footprint`, so that a plan and an allocation are the same to the byte. How other engines hold
+weights, and how they are split over GPUs, is counted in sharded_weights.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+
+from holdfast.checkpoints import LAYOUTS, StoredTensor, packing_of, stored_parts
+from holdfast.checkpoints.files import PackedMatrix
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
+from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.errors import CheckpointError
+from holdfast.footprint import cpu
+from holdfast.footprint.identity_key import Same
+from holdfast.footprint.layouts import Quantize, is_quantized, memory_layout, quantized_layout
+from holdfast.footprint.rounded import rounding_of
+from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.models import ModelSpec, QuantSpec, TensorSpec
+from holdfast.observability.decisions import Decision
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.units import MIB
+
+OF_QUANTIZATION = "quantization_config:"
+"""Before what a quantization needs that this engine lacks."""
+QUANTIZING_BYTES = 16 * MIB
+"""Beyond the tile that any matrix is expanded in: the weights of one as numbers, and what its codes are tried with."""
+_NAMES: Mapping[str, str] = {
+    "awq": "AWQ int4", "gptq": "GPTQ", "int4": "INT4", "int8": "INT8", "fp8": "FP8", "mxfp4": "MXFP4",
+    "bitsandbytes": "bitsandbytes",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWeights:
+    spec: ModelSpec
+    """Quantized as its files are."""
+    stored: Mapping[str, StoredTensor] | None = field(repr=False)
+    """By canonical name; None: dummies."""
+    quantize: Quantize | None = None
+    """What plain matrices of linear layers become."""
+
+    def nbytes(self, *, dtype: str, expand: bool = False, compiled: bool = False) -> int:
+        return cpu.weights_bytes(
+            self.spec, self.stored, dtype=dtype, expand=expand, compiled=compiled, quantize=self.quantize
+        )
+
+    @property
+    def quantized(self) -> bool:
+        """Some of it is, in memory too unless it is expanded."""
+        return self.quantize is not None or self.spec.quantization is not None or self.in_blocks
+
+    @property
+    def in_blocks(self) -> bool:
+        """Of a GGUF file."""
+        return any(is_quantized(tensor.layout) for tensor in (self.stored or {}).values() if tensor.packed is None)
+
+    def rounds_inputs(self, capability: tuple[int, int] | None) -> bool:
+        """Whether products of layers without experts round their inputs on such a GPU; None: on any."""
+        layouts = _layouts(Same(self.spec), Same(self.stored), self.quantize)
+        return any(
+            layout.inputs != "plain" if capability is None else rounding_of(layout, capability).inputs != "plain"
+            for layout in layouts
+        )
+
+    def products(self, capability: tuple[int, int], gpu: str) -> Iterator[Decision]:
+        """How weights of eight bits are multiplied on a GPU, each way with its reason."""
+        layouts = _layouts(Same(self.spec), Same(self.stored), self.quantize)
+        eight = [rounding_of(layout, capability) for layout in layouts if not layout.four_bits]
+        for rounding in dict.fromkeys(eight):
+            how = "weight-only" if rounding.inputs == "plain" else rounding.inputs
+            yield Decision("products", how, f"{gpu}: {rounding.reason}", "hardware")
+
+    @property
+    def largest_quantized_bytes(self) -> int:
+        """Of one matrix as it is stored, or one expert of a stack: it is on the device too while it is put in its order
+        or quantized."""
+        stored = (self.stored or {}).values()
+        blocks = (tensor.nbytes for tensor in stored if tensor.packed is None and is_quantized(tensor.layout))
+        packed = (tensor.nbytes // _experts(tensor) for tensor in stored if tensor.packed is not None)
+        return max((0, *blocks, *packed, self._largest_made_bytes))
+
+    @property
+    def quantizing_bytes(self) -> int:
+        """Of the copies of a tile that is quantized while it is loaded."""
+        return 0 if self.quantize is None else QUANTIZING_BYTES
+
+    @property
+    def _largest_made_bytes(self) -> int:
+        """Of what is quantized while it is loaded, with the copies of a tile."""
+        if self.quantize is None or self.stored is None:
+            return 0
+        matrices = [tensor for tensor in self.spec.tensors if quantized_layout(tensor, self.quantize) is not None]
+        stored = [self.stored[tensor.name] for tensor in matrices if tensor.name in self.stored]
+        return self.quantizing_bytes + max((tensor.nbytes // _experts(tensor) for tensor in stored), default=0)
+
+    @property
+    def format(self) -> str:
+        """For people: AWQ int4 g128, GGUF Q4_K and Q6_K. Empty: it is plain."""
+        if self.quantize is not None:
+            return f"{self.quantize.upper()}, quantized while loading"
+        if self.spec.quantization is not None:
+            return described(self.spec.quantization)
+        sizes = Counter[str]()
+        for tensor in (self.stored or {}).values():
+            if is_quantized(tensor.layout):
+                sizes[tensor.layout] += tensor.nbytes
+        return f"GGUF {' and '.join(layout for layout, _ in sizes.most_common(2))}" if sizes else ""
+
+
+@lru_cache(maxsize=64)
+def _layouts(
+    spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], quantize: Quantize | None
+) -> tuple[ScaledLayout, ...]:
+    """Of matrices that are no experts', each once."""
+    found: dict[ScaledLayout, None] = {}
+    for tensor in spec.held.tensors:
+        kept = None if stored.held is None else stored.held.get(tensor.name)
+        if tensor.linear and not tensor.experts and (kept is not None or stored.held is None):
+            layout = memory_layout(
+                tensor,
+                kept,
+                dtype="bfloat16",
+                expand=False,
+                compiled=False,
+                quantization=spec.held.quantization,
+                quantize=quantize,
+            )
+            if isinstance(layout, ScaledLayout):
+                found[layout] = None
+    return tuple(found)
+
+
+def described(quantization: QuantSpec) -> str:
+    """AWQ int4 g128, GPTQ int8 g64 in act-order, FP8 128x128, bitsandbytes nf4."""
+    words = [_NAMES[quantization.method]]
+    if quantization.method == "gptq":
+        words.append(f"int{quantization.bits}")
+    if quantization.method == "bitsandbytes":
+        words.append("nf4" if quantization.bits == 4 else "int8")
+    if quantization.granularity == "block":
+        words.append("{}x{}".format(*quantization.block))
+    elif quantization.group_size:
+        words.append(f"g{quantization.group_size}")
+    if quantization.activation_order:
+        words.append("in act-order")
+    others = sorted({described(other) for other in quantization.others} - {" ".join(words)})
+    return " and ".join([" ".join(words), *others])
+
+
+def held_or_not(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> ModelSpec:
+    """The same spec; where a matrix of it cannot lie in memory as it is quantized, one that this engine does not run,
+    with the reason."""
+    if not spec.runnable or spec.quantization is None:
+        return spec
+    try:
+        EngineWeights(spec, stored).nbytes(dtype="bfloat16")
+    except CheckpointError as error:
+        return replace(spec, unsupported=(*spec.unsupported, f"{OF_QUANTIZATION} {error.message}"))
+    return spec
+
+
+@lru_cache(maxsize=64)
+def engine_weights(key: Same[PlannedModel]) -> EngineWeights | None:
+    """None: what its files have is not known by the names of the spec."""
+    model = key.held
+    if model.made_as in MADE_WHILE_LOADING:
+        plain = model if model.unquantized is None else model.unquantized
+        return EngineWeights(plain.spec, _stored(plain), "fp8" if model.made_as == "fp8" else "int4")
+    if model.stored is not None and model.canonical is None and not model.derived:
+        return None
+    return EngineWeights(model.spec, _stored(model))
+
+
+def _stored(model: PlannedModel) -> Mapping[str, StoredTensor] | None:
+    """As the file is, or will be when it is fetched. None: a config without weights, which only dummies fill, and those
+    are made in the dtype that is computed in."""
+    if model.canonical is not None:
+        return model.canonical
+    if model.stored is not None:
+        return model.stored
+    packed = model.made_as is not None and model.spec.quantization is not None
+    fetched = model.origin in ("catalogue", "builtin") or packed
+    return published_tensors(Same(model.spec)) if fetched else None
+
+
+@lru_cache(maxsize=16)
+def published_tensors(key: Same[ModelSpec]) -> Mapping[str, StoredTensor]:
+    """As the model's maker, or its quantizer, writes them; plain ones in the dtype that the model is published in."""
+    return {tensor.name: _published(tensor, key.held) for tensor in key.held.tensors if not tensor.optional}
+
+
+def _published(tensor: TensorSpec, spec: ModelSpec) -> StoredTensor:
+    packing = None if spec.quantization is None else packing_of(spec.quantization, tensor, spec.stored_dtype)
+    if packing is None:
+        return _whole(tensor.name, tensor.shape, PLAIN_LAYOUTS[spec.stored_dtype])
+    *stacked, rows, columns = tensor.shape
+    parts = {part.name: _whole(part.name, part.shape, part.layout) for part in stored_parts(packing, rows, columns)}
+    total = prod(stacked) * sum(part.nbytes for part in parts.values())
+    codes = next(iter(parts.values()))
+    packed = PackedMatrix(packing, {name.removesuffix("_inv"): part for name, part in parts.items()})
+    return StoredTensor(tensor.name, tensor.shape, codes.layout, Path(), 0, total, packed)
+
+
+def _whole(name: str, shape: tuple[int, ...], layout: str) -> StoredTensor:
+    return StoredTensor(name, shape, layout, Path(), 0, LAYOUTS[layout].bytes_for(shape) or 0)
+
+
+def _experts(tensor: StoredTensor) -> int:
+    return tensor.shape[0] if len(tensor.shape) == 3 else 1

@@ -1,0 +1,316 @@
+"""Experts in codes with scales against float64: every kind of codes, plain and rounded inputs, gated and not."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from holdfast.execution.ops.reference import activate
+from holdfast.execution.triton_kernels.experts import launch
+from holdfast.execution.triton_kernels.experts.direct import multiply_rounded
+from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
+from holdfast.execution.triton_kernels.experts.rounding import round_rows
+from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
+from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, ScaledTile, scaled_tile
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.scaled_layouts import ScaledLayout
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+NAN = float("nan")
+# Triton's interpreter cuts bfloat16 off where the GPU rounds it.
+TYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32, torch.float16]
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMALL = ExpertTile(16, 16, 128, 4, 2)
+PLAIN = {
+    "int4": ScaledLayout(codes="int4", scales="float16", group=128),
+    "int4 zeros": ScaledLayout(codes="int4", scales="bfloat16", group=32, zeros=True),
+    "int4 rows": ScaledLayout(codes="int4", scales="float32"),
+    "nf4": ScaledLayout(codes="nf4", group=64),
+    "mxfp4": ScaledLayout(codes="mxfp4", scales="uint8", group=32),
+    "int8": ScaledLayout(codes="int8", scales="float16", group=128),
+    "fp8 rows": ScaledLayout(codes="fp8"),
+    "fp8 blocks": ScaledLayout(codes="fp8", group=128, group_rows=128),
+}
+ROUNDED = {
+    "fp8 rows": ScaledLayout(codes="fp8", inputs="fp8"),
+    "fp8 static": ScaledLayout(codes="fp8", inputs="fp8", static_inputs=True),
+    "fp8 blocks": ScaledLayout(codes="fp8", group=128, group_rows=128, inputs="fp8"),
+    "int8": ScaledLayout(codes="int8", inputs="int8"),
+}
+
+
+def seeded(*parts: object) -> torch.Generator:
+    """Fresh numbers a run; the id that is printed brings them back."""
+    seed = int(os.environ.get("KERNEL_SEED", int.from_bytes(os.urandom(4), "little")))
+    print(f"KERNEL_SEED={seed} for {parts}")
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+class Shape(NamedTuple):
+    tokens: int
+    experts: int
+    per_token: int
+    columns: int
+    outputs: int
+
+
+class Case:
+    tile = ScaledTile(16, 32, 2, 4, 2)
+
+    def __init__(self, layout: ScaledLayout, shape: Shape, *, gated: bool, crowded: bool = False) -> None:
+        self.layout, self.shape, self.gated = layout, shape, gated
+        self.source = seeded(layout, shape, gated)
+        self.matrix = self._matrix(shape.experts * shape.outputs * (2 if gated else 1))
+        self.weights = torch.empty(self.matrix.rows, shape.columns, dtype=torch.float32, device=DEVICE)
+        self.matrix.dequantize(0, self.matrix.rows, self.weights)
+        self.weights = self.weights.double().view(shape.experts, -1, shape.columns)
+        logits = torch.randn(shape.tokens, shape.experts, generator=self.source)
+        if crowded:  # All take the same experts, and nobody the others.
+            logits[:, : shape.per_token] += 100
+        self.lines = launch.ExpertAssignments.allocate(shape.tokens, shape.experts, shape.per_token, DEVICE)
+        launch.route(logits.to(DEVICE), self.lines, normalized=True)
+        self.chosen = logits.topk(shape.per_token, -1).indices
+        found = torch.full((self.pairs,), -1)
+        for expert, count in enumerate(self.lines.counts.tolist()):
+            found[self.lines.pairs[expert, :count].long().cpu()] = expert
+        self.experts = found.to(DEVICE)
+
+    @property
+    def pairs(self) -> int:
+        return self.shape.tokens * self.shape.per_token
+
+    @property
+    def planes(self) -> ScaledPlanes:
+        return ScaledPlanes(self.layout, self.matrix.codes, self.matrix.scales, self.matrix.zeros)
+
+    def normal(self, *sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=self.source).to(DEVICE)
+
+    def integers(self, low: int, high: int, sizes: torch.Size | tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, sizes, generator=self.source)
+
+    def _matrix(self, rows: int) -> ScaledMatrix:
+        layout, columns = self.layout, self.shape.columns
+        matrix = ScaledMatrix(layout, rows, columns, DEVICE)
+        if layout.codes == "fp8":
+            codes = self.integers(0, 254, (rows, columns)).to(torch.uint8)
+            codes += codes >= 127  # 127 and 255 are no numbers.
+            matrix.codes.view(torch.uint8).copy_(codes)
+        elif layout.codes == "int8":
+            matrix.codes.copy_(self.integers(-128, 128, (rows, columns)))
+        else:
+            matrix.fill_codes(0, self.integers(0, 16, (rows, columns)).to(torch.uint8).to(DEVICE))
+        if layout.scales == "uint8":
+            matrix.scales.copy_(self.integers(118, 124, matrix.scales.shape))
+        else:
+            wide = {"int4": 8, "nf4": 1, "int8": 100, "fp8": 200}[layout.codes]
+            matrix.scales.copy_((torch.rand(matrix.scales.shape, generator=self.source) + 0.5) / wide)
+        if matrix.zeros is not None:
+            matrix.zeros.copy_(self.integers(0, 16, matrix.zeros.shape))
+        return matrix
+
+    def run(self, x: torch.Tensor | RoundedRows, dtype: torch.dtype, by_token: bool) -> torch.Tensor:
+        """What is beyond the columns and the pairs stays as it is."""
+        outputs = self.shape.outputs
+        out = torch.full((self.pairs + 1, outputs + 4), NAN, dtype=dtype, device=DEVICE)
+        target = out[: self.pairs, :outputs]
+        activation: Literal["silu"] | None = "silu" if self.gated else None
+        if isinstance(x, RoundedRows):
+            small = None if ON_GPU else SMALL
+            multiply_rounded(
+                x, self.planes, self.lines, target, by_token=by_token, activation=activation, tile=small
+            )  # fmt: skip
+        else:
+            tile = None if ON_GPU else self.tile
+            multiply_scaled(x, self.planes, self.lines, target, by_token=by_token, activation=activation, tile=tile)
+        assert torch.isnan(out[self.pairs :]).all()
+        assert torch.isnan(out[:, outputs:]).all()
+        return out[: self.pairs, :outputs]
+
+    def check(self, found: torch.Tensor, x: torch.Tensor, by_token: bool, unit: float) -> None:
+        """`x`: the numbers that were multiplied, float64; `unit`: what a factor may be off by."""
+        rows = x.repeat_interleave(self.shape.per_token, 0) if by_token else x
+        wanted = rows.new_empty(self.pairs, self.weights.shape[1])
+        off = torch.empty_like(wanted)
+        for expert in self.experts.unique().tolist():
+            mine, weights = self.experts == expert, self.weights[expert]
+            wanted[mine], off[mine] = rows[mine] @ weights.T, rows[mine].abs() @ weights.abs().T * unit
+        rounding = UNIT[found.dtype]
+        if self.gated:
+            (gate, up), (gate_off, up_off) = wanted.chunk(2, -1), off.chunk(2, -1)
+            gate_off, up_off = gate_off + gate.abs() * rounding, up_off + up.abs() * rounding
+            wanted = activate(gate, "silu") * up
+            off = 1.2 * ((gate.abs() + 1) * up_off + (up.abs() + 1) * gate_off) + gate_off * up_off
+        error = (found.double() - wanted).abs()
+        tolerance = off + 2 * rounding * (wanted.abs() + off) + 1e-6
+        assert torch.isfinite(error).all()
+        assert (error <= tolerance).all(), f"off by {(error / tolerance).max().item():.2f} of the tolerance"
+
+
+SHAPES = [Shape(5, 4, 2, 256, 24)]
+if ON_GPU:
+    SHAPES += [Shape(1, 128, 8, 2048, 768), Shape(40, 16, 4, 768, 200), Shape(300, 16, 4, 768, 136)]
+    SHAPES += [Shape(1000, 8, 2, 1024, 264), Shape(8, 128, 8, 768, 2048)]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_with_plain_inputs(kind: str, shape: Shape, dtype: torch.dtype) -> None:
+    gated = dtype == TYPES[0]
+    case = Case(PLAIN[kind], shape, gated=gated)
+    x = case.normal(shape.tokens if gated else case.pairs, shape.columns + 8).to(dtype)[:, : shape.columns]
+    # NF4's values are rounded to x's type; all else is exact until it is added in float32.
+    unit = 2.0**-20 + (UNIT[dtype] if kind == "nf4" else 0)
+    case.check(case.run(x, dtype, gated), x.double(), gated, unit)
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_with_rounded_inputs(kind: str, shape: Shape, gated: bool) -> None:
+    layout = ROUNDED[kind]
+    case = Case(layout, shape, gated=gated)
+    x = case.normal(shape.tokens if gated else case.pairs, shape.columns + 8).to(TYPES[0])[:, : shape.columns]
+    rounded = round_to(layout, x, case.matrix)
+    numbers = rounded.codes.view(torch.float8_e4m3fn) if layout.inputs == "fp8" else rounded.codes
+    wide = numbers.double().view(len(x), rounded.scales.shape[1], -1) * rounded.scales.double().unsqueeze(-1)
+    # Hopper's tensor cores add products of fp8 with about 14 bits.
+    unit = 2.0**-12 if ON_GPU and layout.inputs == "fp8" else 2.0**-20
+    case.check(case.run(rounded, TYPES[0], gated), wide.view(len(x), -1), gated, unit)
+
+
+def round_to(layout: ScaledLayout, x: torch.Tensor, matrix: ScaledMatrix) -> RoundedRows:
+    kind = torch.uint8 if layout.inputs == "fp8" else torch.int8
+    groups = x.shape[1] // layout.group if layout.group else 1
+    rounded = RoundedRows(
+        torch.full((len(x), x.shape[1]), 99, dtype=kind, device=DEVICE),
+        torch.full((len(x), groups), NAN, dtype=torch.float32, device=DEVICE),
+    )
+    if matrix.inputs is not None:
+        matrix.inputs.fill_(0.011)
+    round_rows(x, rounded.codes, rounded.scales, matrix.inputs)
+    return rounded
+
+
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "fp8 blocks"])
+def test_all_tokens_to_the_same_experts(kind: str) -> None:
+    """Lines longer than a tile, and experts that nobody chose."""
+    shape = Shape(21, 6, 2, 128, 20)
+    case = Case(PLAIN[kind], shape, gated=True, crowded=True)
+    assert int((case.lines.counts > 0).sum()) == 2
+    x = case.normal(shape.tokens, shape.columns).to(TYPES[0])
+    case.check(case.run(x, TYPES[0], True), x.double(), True, 2.0**-20)
+
+
+@pytest.mark.parametrize("kind", ["int4 zeros", "int8", "fp8 rows"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_columns_in_segments(kind: str, gated: bool) -> None:
+    case = Case(PLAIN[kind], Shape(3, 4, 2, 256, 20), gated=gated)
+    case.tile = ScaledTile(8, 16, 1, 4, 2, segments=2)
+    x = case.normal(3, 256).to(TYPES[0])
+    case.check(case.run(x, TYPES[0], True), x.double(), True, 2.0**-20)
+
+
+@pytest.mark.parametrize("kind", ["int4", "rounded"])
+def test_gates_that_are_there_already(kind: str) -> None:
+    shape = Shape(5, 4, 2, 128, 24)
+    case = Case(PLAIN[kind] if kind in PLAIN else ROUNDED["fp8 blocks"], shape, gated=False)
+    x = case.normal(shape.tokens, shape.columns).to(TYPES[0])
+    taken = x if kind in PLAIN else round_to(case.layout, x, case.matrix)
+    up = case.run(taken, TYPES[0], True)
+    gates = case.normal(case.pairs, shape.outputs).to(TYPES[0])
+    found = gates.clone()
+    if isinstance(taken, RoundedRows):
+        multiply_rounded(
+            taken, case.planes, case.lines, found, by_token=True, activation="silu", gates="out", tile=SMALL
+        )  # fmt: skip
+    else:
+        multiply_scaled(
+            taken, case.planes, case.lines, found, by_token=True, activation="silu", gates="out", tile=case.tile
+        )  # fmt: skip
+    wanted = activate(gates.double(), "silu") * up.double()
+    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=4 * UNIT[TYPES[0]])
+
+
+def test_fp8_that_tensor_cores_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both factors are decoded by their bits, all of e4m3's codes among them."""
+    monkeypatch.setattr("holdfast.execution.triton_kernels.experts.direct.multiplies_fp8", lambda: False)
+    layout, shape = ROUNDED["fp8 rows"], Shape(4, 3, 2, 256, 24)
+    case = Case(layout, shape, gated=True)
+    x = case.normal(shape.tokens, shape.columns).to(TYPES[0])
+    rounded = round_to(layout, x, case.matrix)
+    rounded.codes[0] = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    rounded.codes[0, 127::128] = 0  # No numbers.
+    wide = rounded.codes.view(torch.float8_e4m3fn).double() * rounded.scales.double()
+    case.check(case.run(rounded, TYPES[0], True), wide, True, 2.0**-20)
+
+
+def test_no_tokens_at_all() -> None:
+    case = Case(PLAIN["int4"], Shape(0, 4, 2, 128, 24), gated=False)
+    multiply_scaled(
+        torch.empty(0, 128, device=DEVICE), case.planes, case.lines, torch.empty(0, 24, device=DEVICE), by_token=True
+    )
+    round_rows(torch.empty(0, 128), torch.empty(0, 128, dtype=torch.int8), torch.empty(0, 1))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_inputs_are_rounded_as_torch_rounds(groups: int) -> None:
+    """e4m3 over its whole range, subnormal codes and ties included; int8; rows that hold zeros, or no numbers."""
+    source = seeded(groups)
+    x = torch.randn(40, 96, generator=source) * torch.exp2(torch.randint(-12, 3, (40, 96), generator=source))
+    x[1] = 0
+    x[2, 5] = NAN
+    x[3] = torch.tensor([448.0, 0.5 / 512, 1.5 / 512, 17.0, 19.0, -21.0]).repeat(16)
+    x = x.to(torch.float16)
+    for kind, most in ((torch.uint8, 448.0), (torch.int8, 127.0)):
+        codes = torch.full((40, 96), 99, dtype=kind, device=DEVICE)
+        scales = torch.full((40, groups), NAN, device=DEVICE)
+        round_rows(x.to(DEVICE), codes, scales)
+        # A GPU divides by a number in another way than by a tensor of it.
+        codes, scales = codes.cpu(), scales.cpu()
+        wide = x.float().view(40, groups, -1)
+        wanted = wide.abs().amax(-1).clamp(min=1e-10) / most
+        finite = torch.isfinite(wanted)
+        torch.testing.assert_close(scales[finite], wanted[finite], atol=0, rtol=0)
+        assert not torch.isfinite(scales[~finite]).any()
+        scaled = (wide * (1 / wanted).unsqueeze(-1)).clamp(-most, most).view(40, 96)
+        if kind == torch.uint8:
+            exact = scaled.to(torch.float8_e4m3fn).float()
+            found = codes.view(torch.float8_e4m3fn).float()
+        else:
+            exact, found = scaled.round(), codes.float()
+        whole = finite.repeat_interleave(96 // groups, 1)
+        torch.testing.assert_close(found[whole], exact[whole], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_rounded_inputs_may_replace_the_numbers_themselves(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row in a program, or several."""
+    monkeypatch.setattr("holdfast.execution.triton_kernels.experts.rounding.MANY_ROWS", 20 if many else 99)
+    x = torch.randn(33, 768, generator=seeded()).to(torch.float16).to(DEVICE)
+    codes, scales = torch.empty(33, 768, dtype=torch.uint8, device=DEVICE), torch.empty(33, 6, device=DEVICE)
+    for row in range(33):
+        round_rows(x[row : row + 1], codes[row : row + 1], scales[row : row + 1])
+    line = x.view(torch.uint8)
+    here, scales_here = line[:, :768], line[:, 768 : 768 + 24].view(torch.float32)
+    round_rows(x, here, scales_here)
+    assert torch.equal(here, codes)
+    assert torch.equal(scales_here, scales)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_tiles_fit_where_there_is_little_shared_memory(kind: str) -> None:
+    layout = PLAIN[kind]
+    span = min(layout.group or 128, 128)
+    for pairs in (1, 8, 64, 512, 2000, 10**5):
+        tile = scaled_tile(pairs, 128, layout, span, 2048, 2, 99 * 1024)
+        codes = tile.segments * tile.lines * span // (2 if layout.four_bits else 1)
+        inputs = tile.segments * tile.rows * span * 2
+        assert tile.stages * tile.parts * (codes + inputs) <= 99 * 1024

@@ -1,0 +1,101 @@
+"""--quantization against what a checkpoint says: confirmed, made while loading, or refused with both named."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from holdfast.config.quantization import KERNEL_NAMES, STORED_AS
+from holdfast.errors import ConfigurationError
+from holdfast.models import QuantSpec
+from holdfast.planner.models.requested import requested
+
+AWQ = QuantSpec(method="awq", bits=4, group_size=128)
+GPTQ = QuantSpec(method="gptq", bits=4, group_size=128)
+INT8 = QuantSpec(method="int8", bits=8, granularity="channel")
+FP8 = QuantSpec(method="fp8", bits=8, granularity="tensor")
+NF4 = QuantSpec(method="bitsandbytes", bits=4, group_size=64)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [
+        (None, None), (None, AWQ), ("awq", AWQ), ("gptq", GPTQ), ("compressed-tensors", INT8),
+        ("compressed-tensors", FP8), ("fp8", FP8), ("bitsandbytes", NF4),
+    ],
+)  # fmt: skip
+def test_what_the_checkpoint_says_too_is_confirmed(asked: str | None, stored: QuantSpec | None) -> None:
+    found = requested(asked, stored, gguf=False, name="m")
+    assert found.made is None
+    assert found.decisions == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [("awq_marlin", AWQ), ("gptq_bitblas", GPTQ), ("marlin", GPTQ), ("fbgemm_fp8", FP8), ("moe_wna16", GPTQ)],
+)
+def test_names_of_kernels_are_said_once(asked: str, stored: QuantSpec) -> None:
+    (decision,) = requested(asked, stored, gguf=False, name="m").decisions
+    assert decision.value == stored.method
+    assert decision.reason.startswith(f"{asked} names a kernel of vLLM's for {stored.method}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"), [("fp8", "fp8"), ("fp8_per_tensor", "fp8"), ("fp8_per_block", "fp8"), ("int4", "int4")]
+)
+def test_unquantized_weights_are_quantized_while_loading(asked: str, made: str) -> None:
+    found = requested(asked, None, gguf=False, name="m")
+    assert found.made == made
+    (decision,) = found.decisions
+    assert decision.value == made
+    assert "while they are loaded" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [("awq", GPTQ), ("gptq_marlin", AWQ), ("fp8", AWQ), ("int4", FP8), ("int4", AWQ), ("mxfp4", NF4), ("gguf", AWQ),
+     ("bitsandbytes", FP8), ("moe_wna16", INT8)],
+)  # fmt: skip
+def test_a_mismatch_names_both_and_the_command_that_works(asked: str, stored: QuantSpec) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        requested(asked, stored, gguf=False, name="owner/model")
+    error = caught.value
+    assert (error.code, error.field) == ("HF144", "quantization")
+    assert f"--quantization {asked}" in error.message
+    assert stored.method in error.message
+    assert error.fix == "leave --quantization out: holdfast serve owner/model"
+
+
+@pytest.mark.parametrize("asked", ["awq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "moe_wna16"])
+def test_what_only_says_how_files_are_stored_makes_nothing(asked: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        requested(asked, None, gguf=False, name="owner/model")
+    assert asked in caught.value.message
+    assert (caught.value.fix or "").startswith("holdfast serve owner/model --quantization int4")
+
+
+def test_a_gguf_file_is_gguf() -> None:
+    assert requested("gguf", None, gguf=True, name="m.gguf").made is None
+    for asked in ("fp8", "int4", "awq"):
+        with pytest.raises(ConfigurationError, match="blocks of a GGUF file"):
+            requested(asked, None, gguf=True, name="m.gguf")
+    with pytest.raises(ConfigurationError, match="unquantized weights"):
+        requested("gguf", None, gguf=False, name="m")
+
+
+def test_mixed_schemes_are_confirmed_by_any_of_them() -> None:
+    mixed = QuantSpec(method="fp8", bits=8, granularity="channel", others=(QuantSpec(method="int4", bits=4),))
+    assert requested("compressed-tensors", mixed, gguf=False, name="m").made is None
+    with pytest.raises(ConfigurationError, match="fp8 and int4"):
+        requested("awq", mixed, gguf=False, name="m")
+
+
+def test_every_name_is_answered() -> None:
+    answered = 0
+    for asked in (*STORED_AS, *KERNEL_NAMES):
+        for stored in (None, AWQ, GPTQ, INT8, FP8, NF4):
+            with contextlib.suppress(ConfigurationError):
+                requested(asked, stored, gguf=False, name="m")
+                answered += 1
+    assert answered > len(STORED_AS) + len(KERNEL_NAMES) - 4, "nearly every name is true of one of these"
