@@ -124,7 +124,8 @@ def _layout(packing: Packing, scales: Literal["float32", "float16", "bfloat16"])
     block = packing.block if packing.granularity == "block" else (1, group if packing.granularity == "group" else 0)
     return ScaledLayout(
         codes="int8" if packing.method == "int8" else "fp8",
-        scales=scales,
+        # Kernels that multiply codes with codes take float32; there are few of them.
+        scales=scales if packing.inputs == "plain" else "float32",
         group=block[1],
         group_rows=block[0],
         zeros=not packing.symmetric,

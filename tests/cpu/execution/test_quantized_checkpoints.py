@@ -332,6 +332,15 @@ def test_experts_in_act_order_are_refused_by_name(oracles: Callable[..., Any], t
     assert "act-order" in str(caught.value.needed)
 
 
+def test_eight_bits_with_zero_points_are_refused_elsewhere(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """No kernel of a GPU takes them off."""
+    oracle = oracles("Llama", **LLAMA)
+    write_quantized(oracle.folder, tmp_path / "quantized", FORMATS["w8a16"])
+    spec, checkpoint = opened(tmp_path / "quantized")
+    with checkpoint, pytest.raises(CheckpointError, match=r"q_proj\.weight has eight-bit codes with zero points"):
+        load_weights(spec, checkpoint, dtype=torch.float32, device=torch.device("meta"), expand=False)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [

@@ -68,7 +68,7 @@ def compressed(inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str
         ),
         (
             compressed({"num_bits": 8, "dynamic": True}, num_bits=8, type="int", strategy="channel"),
-            ScaledLayout(codes="int8", scales="bfloat16", inputs="int8"),
+            ScaledLayout(codes="int8", inputs="int8"),
         ),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},

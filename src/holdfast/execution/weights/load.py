@@ -29,6 +29,7 @@ from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, ModelSpec, TensorSpec
+from holdfast.models.quantization import INSTEAD
 
 EXPAND_BYTES = 8 << 20
 """Of float32 rows expanded at a time."""
@@ -303,6 +304,13 @@ class Loader:
     def fill_scaled(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None = None) -> None:
         """The matrix of this name, or of one of its experts, to rows first, first+1, ..."""
         tensor = self.tensors[name]
+        if matrix.layout.codes == "int8" and matrix.layout.zeros and self.device.type != "cpu":
+            raise CheckpointError(
+                f"{tensor.hf_name} has eight-bit codes with zero points, which only a CPU multiplies",
+                needed="symmetric weights, or four bits",
+                fix=f"--device cpu, or {INSTEAD}",
+                field="quantization_config",
+            )
         rows, columns = tensor.shape[-2:]
         if self.checkpoint is None:
             fill_dummy_codes(matrix, first, rows, tensor)
