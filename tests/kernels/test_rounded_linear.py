@@ -32,7 +32,7 @@ FP8 = ScaledLayout(codes="fp8", inputs="fp8")
 LAYOUTS = {
     "fp8": FP8,
     "fp8 static": ScaledLayout(codes="fp8", inputs="fp8", static_inputs=True),
-    "fp8 blocks": ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128),
+    "fp8 blocks": ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128, input_group=128),
     "int8": ScaledLayout(codes="int8", inputs="int8"),
     "int8 static": ScaledLayout(codes="int8", inputs="int8", static_inputs=True),
 }
@@ -138,7 +138,8 @@ def test_an_mlp_rounds_what_it_gated(name: str) -> None:
         (ScaledLayout(codes="int8", inputs="int8", group=128, group_rows=128), "scales for 128 x 128"),
         (ScaledLayout(codes="fp8", inputs="fp8", scales="bfloat16"), "scales in bfloat16"),
         (ScaledLayout(codes="fp8", inputs="fp8", ordered=True), "order"),
-        (ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128, static_inputs=True), "one scale for all"),
+        (ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128, static_inputs=True), "scaled by row"),
+        (ScaledLayout(codes="fp8", inputs="fp8", input_group=128), "inputs scaled by 128, and a matrix by row"),
     ],
 )
 def test_what_has_no_kernel_is_refused_by_name(layout: ScaledLayout, said: str) -> None:

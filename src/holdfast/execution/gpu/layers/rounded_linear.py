@@ -203,8 +203,9 @@ def _check(matrix: ScaledMatrix) -> None:
             f"scales for {layout.group_rows} x {layout.group}",
             "a scale a row, or blocks of 128 x 128 of FP8",
         )
-    elif layout.static_inputs and layout.group:
-        found, needed = "one scale for all inputs, and blocks", "a scale for each 128 inputs"
+    elif layout.input_group != layout.group:
+        found = f"inputs scaled by {layout.input_group or 'row'}, and a matrix by {layout.group or 'row'}"
+        needed = "both by row, or both by 128 columns"
     else:
         return
     raise EngineError(f"a matrix in {layout} has no products with rounded inputs on a GPU", needed=needed, found=found)
