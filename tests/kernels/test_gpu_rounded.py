@@ -48,7 +48,7 @@ class TinyRounded(Tiny):
         self.spec = from_config(json.loads((self.folder / "config.json").read_text()))
 
     def weights(self, device: torch.device) -> Weights:
-        checkpoint = Checkpoint(safetensors.read_headers([self.folder / "model.safetensors"]), "safetensors")
+        checkpoint = Checkpoint(safetensors.read_headers((self.folder / "model.safetensors",)), "safetensors")
         found = load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=False)
         assert isinstance(found.layers[0].o, QuantizedLinear)
         return found
