@@ -35,7 +35,7 @@ ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 2048, 8192)
 LAYERS = 6
 LAYOUTS = {
     "fp8": ScaledLayout(codes="fp8", inputs="fp8"),
-    "fp8 blocks": ScaledLayout(codes="fp8", inputs="fp8", group=GROUP, group_rows=GROUP),
+    "fp8 blocks": ScaledLayout(codes="fp8", inputs="fp8", group=GROUP, group_rows=GROUP, input_group=GROUP),
     "int8": ScaledLayout(codes="int8", inputs="int8"),
 }
 

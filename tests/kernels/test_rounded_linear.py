@@ -22,15 +22,17 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Triton's interpreter cuts bfloat16 off where the GPU rounds it.
 TYPE = torch.bfloat16 if ON_GPU else torch.float32
-CLOSE = 0.01 if ON_GPU else 1e-3
-"""Of the result: an input that lies between two codes may go either way after a norm."""
+CLOSE = 0.006 if ON_GPU else 1e-4
+"""Of the result."""
+ROUNDED_AGAIN = 0.06 if ON_GPU else 1e-3
+"""The same where inputs were normed or gated before: one that lies between two codes may go either way."""
 TOKENS = 1024 if ON_GPU else 3
 EPSILON = 1e-5
 FP8 = ScaledLayout(codes="fp8", inputs="fp8")
 LAYOUTS = {
     "fp8": FP8,
     "fp8 static": ScaledLayout(codes="fp8", inputs="fp8", static_inputs=True),
-    "fp8 blocks": ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128),
+    "fp8 blocks": ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128, input_group=128),
     "int8": ScaledLayout(codes="int8", inputs="int8"),
     "int8 static": ScaledLayout(codes="int8", inputs="int8", static_inputs=True),
 }
@@ -55,13 +57,13 @@ def exact(linear: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
     weight = torch.empty(matrix.rows, matrix.columns, device=DEVICE)
     matrix.dequantize(0, matrix.rows, weight)
     most = 448.0 if layout.codes == "fp8" else 127.0
-    wide = x.float().view(len(x), -1, layout.group or x.shape[1])
+    wide = x.cpu().float().view(len(x), -1, layout.group or x.shape[1])
     scale = (wide.abs().amax(-1, keepdim=True) / most).clamp(min=1e-12)
     if matrix.inputs is not None:
-        scale = matrix.inputs.view(1, 1, 1).expand_as(scale)
+        scale = matrix.inputs.cpu().view(1, 1, 1).expand_as(scale)
     inner = (wide / scale).clamp(-448.0 if layout.codes == "fp8" else -128.0, most)
     inner = inner.to(torch.float8_e4m3fn).float() if layout.codes == "fp8" else inner.round()
-    found = (inner.double() * scale.double()).view(x.shape) @ weight.double().T
+    found = (inner.double() * scale.double()).view(x.shape).to(DEVICE) @ weight.double().T
     return found if linear.bias is None else found + linear.bias.double()
 
 
@@ -71,10 +73,10 @@ def normed(x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     return (unit.to(norm.dtype).float() * norm.float()).to(x.dtype)
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def near(found: torch.Tensor, wanted: torch.Tensor, close: float = CLOSE) -> None:
     assert torch.isfinite(found).all()
     error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert (error < CLOSE).all(), error.tolist()
+    assert (error < close).all(), f"{error.max().item()} of the result"
 
 
 def poisoned(rows: int, columns: int) -> torch.Tensor:
@@ -101,11 +103,11 @@ def test_every_form_of_a_product(name: str) -> None:
         near(out, wanted + before.double())
         out = poisoned(rows, 2 * inner)
         ours.write_normed(x, norm, EPSILON, poisoned(rows, columns), out)
-        near(out, wanted_normed)
+        near(out, wanted_normed, ROUNDED_AGAIN)
         gate, up = wanted_normed.chunk(2, -1)
         out = poisoned(rows, inner)
         ours.gated(x, norm, EPSILON, "silu", poisoned(rows, columns), poisoned(rows, 2 * inner), out)
-        near(out, activate(gate, "silu") * up)
+        near(out, activate(gate, "silu") * up, ROUNDED_AGAIN)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8"])
@@ -124,7 +126,7 @@ def test_an_mlp_rounds_what_it_gated(name: str) -> None:
         wanted = exact(down, middle)
         before = stream.clone()
         mlp.add_normed(stream, norm, EPSILON, poisoned(rows, hidden))
-        near(stream.double() - before.double(), (before.double() + wanted).to(TYPE).double() - before.double())
+        near(stream, before.double() + wanted, ROUNDED_AGAIN)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,8 @@ def test_an_mlp_rounds_what_it_gated(name: str) -> None:
         (ScaledLayout(codes="int8", inputs="int8", group=128, group_rows=128), "scales for 128 x 128"),
         (ScaledLayout(codes="fp8", inputs="fp8", scales="bfloat16"), "scales in bfloat16"),
         (ScaledLayout(codes="fp8", inputs="fp8", ordered=True), "order"),
-        (ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128, static_inputs=True), "one scale for all"),
+        (ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128, static_inputs=True), "scaled by row"),
+        (ScaledLayout(codes="fp8", inputs="fp8", input_group=128), "inputs scaled by 128, and a matrix by row"),
     ],
 )
 def test_what_has_no_kernel_is_refused_by_name(layout: ScaledLayout, said: str) -> None:
@@ -166,3 +169,34 @@ def test_the_workspace_takes_what_was_planned() -> None:
     assert codes.shape == (4, 256)
     assert scales.shape == (4, 256 // GROUP)
     assert scales.stride() == (1, 4)
+
+
+def test_captured_once_and_replayed() -> None:
+    """Kernels that start before the one they depend on is done, with sums in parts, give the same every time."""
+    if not ON_GPU:
+        pytest.skip("needs a CUDA graph")
+    torch.manual_seed(7)
+    scratch, hidden = Scratch(TYPE, DEVICE, 64), 1024
+    layers = [[gpu_linear(quantized(FP8, hidden, hidden), scratch) for _ in range(2)] for _ in range(8)]
+    norm = torch.ones(hidden, device=DEVICE).to(TYPE)
+    stream, middle = poisoned(64, hidden), poisoned(64, hidden)
+
+    def work() -> None:
+        for first, second in layers:
+            first.write_normed(stream, norm, EPSILON, stream, middle)
+            second.add(middle, stream)
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for _ in range(5):
+        start = torch.randn(64, hidden, device=DEVICE).to(TYPE)
+        stream.copy_(start)
+        work()
+        wanted = stream.clone()
+        stream.copy_(start)
+        middle.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(stream, wanted)
+        assert torch.isfinite(wanted).all()

@@ -117,20 +117,8 @@ class RoundedGpuLinear:
         gate_up: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        if len(x) > SKINNY_ROWS:
-            self.write_normed(x, norm, epsilon, normed, gate_up)
-            kernels.gate(gate_up, activation, out)
-            return
-        room = self._workspace
-        codes, scales = self._rounded(x, norm=norm, epsilon=epsilon)
-        rounded_product(
-            codes, scales, self._codes, self._scales, out, room.parts, room.arrivals, grouped=self._grouped,
-            bias=self.bias, activation=activation,
-        )  # fmt: skip
-
-    def takes_gates(self, rows: int) -> bool:
-        """Whether inputs of so many rows are better gated where they are rounded than by the product before."""
-        return rows > SKINNY_ROWS
+        self.write_normed(x, norm, epsilon, normed, gate_up)
+        kernels.gate(gate_up, activation, out)
 
     def add_gated(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
         """out += (activation(gate)·up)·Wᵀ, where what is between is only ever written as codes."""
@@ -156,7 +144,7 @@ class RoundedGpuLinear:
 
     def _multiply(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         rows, room = len(codes), self._workspace
-        if self._library and rows > SKINNY_ROWS and rows % 16 == 0 and out.dtype == torch.bfloat16:
+        if self._library and rows > SKINNY_ROWS and not (self._grouped and rows % 4) and out.dtype != torch.float32:
             self._multiply_by_library(codes, scales, out, accumulate)
         else:
             rounded_product(
@@ -171,7 +159,8 @@ class RoundedGpuLinear:
         rows of 4096 x 14336 took an H200 44 us, and 24 without them, the kernel that scales included."""
         rows = len(codes)
         target = self._workspace.sums(rows, self._matrix.rows) if accumulate else out
-        apart = not self._grouped and rows < SCALED_ROWS and self._matrix.rows < SCALED_OUTPUTS
+        few = rows < SCALED_ROWS and self._matrix.rows < SCALED_OUTPUTS
+        apart = few and not self._grouped and out.dtype == torch.bfloat16  # float16 could not hold them unscaled.
         torch._scaled_mm(
             codes,
             self._turned,
@@ -214,8 +203,9 @@ def _check(matrix: ScaledMatrix) -> None:
             f"scales for {layout.group_rows} x {layout.group}",
             "a scale a row, or blocks of 128 x 128 of FP8",
         )
-    elif layout.static_inputs and layout.group:
-        found, needed = "one scale for all inputs, and blocks", "a scale for each 128 inputs"
+    elif layout.input_group != layout.group:
+        found = f"inputs scaled by {layout.input_group or 'row'}, and a matrix by {layout.group or 'row'}"
+        needed = "both by row, or both by 128 columns"
     else:
         return
     raise EngineError(f"a matrix in {layout} has no products with rounded inputs on a GPU", needed=needed, found=found)

@@ -13,119 +13,96 @@ int8 is summed exactly in int32.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.layer import activate, activation_code
 from holdfast.execution.triton_kernels.rounded.early import (
     fetch_to_cache,
     let_others_start,
     starts_early,
     wait_for_others,
 )
-from holdfast.execution.triton_kernels.rounded.rounding import NO_GATE
 from holdfast.execution.triton_kernels.rounded.tiles import PREFETCH_BYTES, SKINNY_ROWS, RoundedTile, rounded_tile
 
 ACROSS = 8
 """Neighbouring tiles of outputs that are done for all rows before the next."""
 SUMS_COLUMNS = 1024
+"""Of a program that scales them."""
 
 
 @triton.jit
 def _finish(
-    out, sums, x_scales, scales, bias, row, output, line, present, rows, outputs, x_scale_row, out_stride,
-    GROUPED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr, OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    out, sums, x_scales, scales, bias, row, output, rows, outputs, x_scale_row, out_stride,
+    GROUPED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Sums [OUTPUTS, ROWS] of matrix rows `line` with what is left to do, rounded once, to columns `output`."""
+    """Sums [outputs, rows] with what is left to do, rounded once."""
     sums = sums.to(tl.float32)
     if not GROUPED:
-        by_output = tl.load(scales + line, mask=present, other=0.0)
+        by_output = tl.load(scales + output, mask=output < outputs, other=0.0)
         by_row = tl.load(x_scales + row * x_scale_row, mask=row < rows, other=0.0)
         sums = sums * by_output[:, None] * by_row[None, :]
     if BIAS:
-        sums += tl.load(bias + line, mask=present, other=0.0).to(tl.float32)[:, None]
-    kind = out.dtype.element_ty
-    if ACTIVATION >= 0:
-        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, OUTPUTS // 2, ROWS)), (1, 2, 0)))
-        # Rounded where the separate product and gate would round.
-        activated = activate(gate.to(kind).to(tl.float32), ACTIVATION).to(kind).to(tl.float32)
-        sums = activated * up.to(kind).to(tl.float32)
+        sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
     inside = (output < outputs)[:, None] & (row < rows)[None, :]
     place = out + row.to(tl.int64)[None, :] * out_stride + output[:, None]
     if ADD:
         sums += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, sums.to(kind), mask=inside)
+    tl.store(place, sums.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _multiply_rounded(
     x, x_scales, codes, scales, out, bias, parts, arrivals, rows, outputs, x_stride, x_scale_row, x_scale_group,
     codes_stride, scales_stride, out_stride,
-    INPUTS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
-    PARTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr,
+    INPUTS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr,
     PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ACROSS neighbouring outputs are done for all rows before the next: those rows stay in cache. With an
-    activation half of a tile's matrix rows are gates, the others their ups, `outputs` further."""
-    kept_outputs: tl.constexpr = OUTPUTS // 2 if ACTIVATION >= 0 else OUTPUTS
+    """Tiles of ACROSS neighbouring outputs are done for all rows before the next: those rows stay in cache."""
     row_tiles = tl.cdiv(rows, ROWS)
     tile, part = tl.program_id(0), tl.program_id(1)
     band = tile // (ACROSS * row_tiles)
-    high = tl.minimum(tl.cdiv(outputs, kept_outputs) - band * ACROSS, ACROSS)
+    high = tl.minimum(tl.cdiv(outputs, OUTPUTS) - band * ACROSS, ACROSS)
     within = tile % (ACROSS * row_tiles)
-    first_output, first_row = (band * ACROSS + within % high) * kept_outputs, within // high * ROWS
-    output, row = first_output + tl.arange(0, kept_outputs), first_row + tl.arange(0, ROWS)
-    lane = tl.arange(0, OUTPUTS)
-    present = first_output + lane % kept_outputs < outputs
-    line = first_output + lane % kept_outputs + lane // kept_outputs * outputs
+    first_output, first_row = (band * ACROSS + within % high) * OUTPUTS, within // high * ROWS
+    output, row = first_output + tl.arange(0, OUTPUTS), first_row + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     integer: tl.constexpr = x.dtype.element_ty == tl.int8
     kind: tl.constexpr = tl.int32 if integer else tl.float32
     steps: tl.constexpr = (INPUTS + COLUMNS - 1) // COLUMNS
     first, last = part * steps // PARTS, (part + 1) * steps // PARTS
 
-    matrix = codes + line.to(tl.int64)[:, None] * codes_stride + column[None, :]
+    matrix = codes + output.to(tl.int64)[:, None] * codes_stride + column[None, :]
     inputs = x + row.to(tl.int64)[None, :] * x_stride + column[:, None]
-    block = scales + (line if ACTIVATION >= 0 else first_output) // 128 * scales_stride
+    block = scales + first_output // 128 * scales_stride
     input_scale = x_scales + row * x_scale_row
     sums = tl.zeros((OUTPUTS, ROWS), kind)
     if PREFETCH:
-        # Two halves of each row: as many as there are threads.
-        half = tl.arange(0, 2 * OUTPUTS)
-        early = half % OUTPUTS
-        early = tl.minimum(first_output + early % kept_outputs, outputs - 1) + early // kept_outputs * outputs
-        begin = codes + early.to(tl.int64) * codes_stride + first * COLUMNS
-        fetch_to_cache(begin + half // OUTPUTS * (PREFETCH // 2), PREFETCH // 2, EARLY)
+        lane = tl.arange(0, 2 * OUTPUTS)  # Two halves of each row: as many as there are threads.
+        line = tl.minimum(first_output + lane % OUTPUTS, outputs - 1).to(tl.int64) * codes_stride
+        fetch_to_cache(codes + line + first * COLUMNS + lane // OUTPUTS * (PREFETCH // 2), PREFETCH // 2, EARLY)
     wait_for_others(EARLY)
     for step in tl.range(first, last):
         at = step * COLUMNS
         if INPUTS % COLUMNS:
-            weight = tl.load(matrix + at, mask=present[:, None] & (at + column < INPUTS)[None, :], other=0.0)
+            weight = tl.load(matrix + at, mask=(output < outputs)[:, None] & (at + column < INPUTS)[None, :], other=0.0)
             value = tl.load(inputs + at, mask=(row < rows)[None, :] & (at + column < INPUTS)[:, None], other=0.0)
         else:
-            weight = tl.load(matrix + at, mask=present[:, None], other=0.0)
+            weight = tl.load(matrix + at, mask=(output < outputs)[:, None], other=0.0)
             value = tl.load(inputs + at, mask=(row < rows)[None, :], other=0.0)
         if integer:
             sums = tl.dot(weight, value, sums, out_dtype=kind)
         elif GROUPED:
-            scale = tl.load(input_scale + step * x_scale_group, mask=row < rows, other=0.0)
-            if ACTIVATION >= 0:
-                by_line = tl.load(block + step, mask=present, other=0.0)
-                sums += tl.dot(weight, value) * (by_line[:, None] * scale[None, :])
-            else:
-                sums += tl.dot(weight, value) * (tl.load(block + step) * scale)[None, :]
+            scale = tl.load(block + step) * tl.load(input_scale + step * x_scale_group, mask=row < rows, other=0.0)
+            sums += tl.dot(weight, value) * scale[None, :]
         else:
             sums = tl.dot(weight, value, sums, max_num_imprecise_acc=128 if COLUMNS >= 128 else 0)
     let_others_start(EARLY)
 
     if PARTS == 1:
         _finish(
-            out, sums, x_scales, scales, bias, row, output, line, present, rows, outputs, x_scale_row, out_stride,
-            GROUPED, BIAS, ADD, ACTIVATION, OUTPUTS, ROWS,
+            out, sums, x_scales, scales, bias, row, output, rows, outputs, x_scale_row, out_stride, GROUPED, BIAS, ADD
         )  # fmt: skip
     else:
         place = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -138,8 +115,8 @@ def _multiply_rounded(
             for other in tl.range(0, PARTS):
                 sums += tl.load(kept + other * (OUTPUTS * ROWS), cache_modifier=".cg")
             _finish(
-                out, sums, x_scales, scales, bias, row, output, line, present, rows, outputs, x_scale_row, out_stride,
-                GROUPED, BIAS, ADD, ACTIVATION, OUTPUTS, ROWS,
+                out, sums, x_scales, scales, bias, row, output, rows, outputs, x_scale_row, out_stride,
+                GROUPED, BIAS, ADD,
             )  # fmt: skip
 
 
@@ -154,23 +131,20 @@ def rounded_product(
     *,
     grouped: bool = False,
     bias: torch.Tensor | None = None,
-    activation: Literal["silu", "gelu", "gelu_tanh"] | None = None,
     accumulate: bool = False,
     tile: RoundedTile | None = None,
 ) -> None:
-    """out [rows, outputs] = (or +=) x [rows, inputs] · codesᵀ by their scales, + bias; any number of rows. With an
-    activation, activation(gate) · up of gate beside up: the matrix has 2 · outputs rows.
+    """out [rows, outputs] = (or +=) x [rows, inputs] · codesᵀ by their scales, + bias; any number of rows.
 
     x_scales and scales: [rows, 1] and [outputs, 1]; grouped: [rows, inputs / 128] and [outputs / 128, inputs / 128].
     parts: float32, and arrivals: int32 and zero, as it is left; as much of each as the tiles' table says. `tile`
     replaces the table's.
     """
-    (rows, inputs), outputs = x.shape, out.shape[1]
+    (rows, inputs), outputs = x.shape, len(codes)
     if rows == 0:
         return
-    tile = tile or rounded_tile(rows, len(codes), inputs)
-    kept_outputs = tile.outputs if activation is None else tile.outputs // 2
-    tiles = triton.cdiv(outputs, kept_outputs) * triton.cdiv(rows, tile.rows)
+    tile = tile or rounded_tile(rows, outputs, inputs)
+    tiles = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
     integer, early = codes.dtype == torch.int8, starts_early()
     # A part is no shorter than its steps, all but the last of which are whole.
     whole = inputs // tile.parts // tile.columns * tile.columns
@@ -179,9 +153,8 @@ def rounded_product(
         x, x_scales, codes, scales, out, codes if bias is None else bias,
         parts.view(torch.int32) if integer else parts, arrivals, rows, outputs, x.stride(0), x_scales.stride(0),
         x_scales.stride(1), codes.stride(0), scales.stride(0), out.stride(0), INPUTS=inputs, GROUPED=grouped,
-        BIAS=bias is not None, ADD=accumulate,
-        ACTIVATION=NO_GATE if activation is None else activation_code(activation), PARTS=tile.parts,
-        OUTPUTS=tile.outputs, ROWS=tile.rows, COLUMNS=tile.columns, ACROSS=ACROSS,
+        BIAS=bias is not None, ADD=accumulate, PARTS=tile.parts, OUTPUTS=tile.outputs, ROWS=tile.rows,
+        COLUMNS=tile.columns, ACROSS=ACROSS,
         PREFETCH=prefetch, EARLY=early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from holdfast.execution.triton_kernels.layer import activate, activation_code
 from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
+from holdfast.execution.triton_kernels.rounded.tiles import SKINNY_ROWS
 from holdfast.footprint.rounded import GROUP
 
 LEAST_SCALE = tl.constexpr(1e-12)
@@ -144,11 +145,12 @@ def round_rows(
         codes.stride(0), scales.stride(0), scales.stride(1), epsilon, COLUMNS=columns, GROUPS=groups, WIDTH=width,
         NORM=norm is not None, ACTIVATION=NO_GATE if activation is None else activation_code(activation),
         STATIC=static is not None, FP8=codes.dtype == torch.float8_e4m3fn, EARLY=early,
-        num_warps=_warps(columns, activation is not None), launch_pdl=early,
+        num_warps=_warps(rows, columns, activation is not None), launch_pdl=early,
     )  # fmt: skip
 
 
-def _warps(columns: int, gated: bool) -> int:
-    """A row is one program: 32 elements a thread, 16 of a gate. H200: 8,192 rows of 4,096 normed in 28 us (84% of what
-    memory gives), of 14,336 gated in 162 (84%)."""
-    return min(32, max(1, (1 << (columns - 1).bit_length()) * (2 if gated else 1) // 1024))
+def _warps(rows: int, columns: int, gated: bool) -> int:
+    """A row is one program: 32 elements a thread, 16 of a gate or where rows are so few that they wait for themselves.
+    H200: 8,192 rows of 4,096 normed in 28 us (84% of what memory gives), of 14,336 gated in 162 (84%)."""
+    half = gated or rows <= SKINNY_ROWS
+    return min(32, max(1, (1 << (columns - 1).bit_length()) * (2 if half else 1) // 1024))

@@ -16,8 +16,9 @@ SKINNY_OUTPUTS = 64
 """The least a tensor core takes of its first operand."""
 PROGRAMS = 256
 """As many as keep memory busy: sharing inputs among more costs more in sums than it wins."""
-PREFETCH_BYTES = 512
-"""Of each matrix row of a program, fetched to cache before the inputs are there."""
+PREFETCH_BYTES = 256
+"""Of each matrix row of a program, fetched to cache before the inputs are there: for 8 and 32 rows an 8B model's layer
+took an H200 75.1 and 79.6 us, without 76.8 and 81.2, with 1024 bytes 77.9 and 84.0."""
 SCALED_ROWS = 512
 SCALED_OUTPUTS = 16384
 """With fewer of both, cuBLAS's product is faster without scales, and its sums are scaled by a kernel of ours."""
