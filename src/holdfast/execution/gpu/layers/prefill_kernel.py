@@ -17,7 +17,7 @@ from holdfast.observability.decisions import Decision
 HOPPER, TRITON = "hopper", "triton"
 CAPABILITY = (9, 0)
 WIDTHS = (64, 128)
-TESTED = ((3, 6), (3, 9))
+COMPILED = ((3, 6), (3, 9))
 """Releases of Triton, the last one excluded: Gluon may change from one to the next."""
 
 
@@ -56,6 +56,6 @@ def _against_triton() -> str | None:
     import triton
 
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if not TESTED[0] <= release < TESTED[1] or importlib.util.find_spec("triton.experimental.gluon") is None:
-        return f"was tested with Triton 3.6 to 3.8; this is {triton.__version__}"
+    if not COMPILED[0] <= release < COMPILED[1] or importlib.util.find_spec("triton.experimental.gluon") is None:
+        return f"was compiled with Triton 3.6 to 3.8; this is {triton.__version__}"
     return None
