@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 from holdfast.execution.ops.reference import activate
 from holdfast.execution.triton_kernels.experts import launch
 from holdfast.execution.triton_kernels.experts.direct import multiply_rounded
+from holdfast.execution.triton_kernels.experts.expanded import multiply_expanded
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.experts.rounding import round_rows
-from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
-from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, ScaledTile, scaled_tile
+from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled, span_of
+from holdfast.execution.triton_kernels.experts.tiles import MANY, ExpertTile, ScaledTile, expanded_tile, scaled_tile
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
@@ -31,6 +32,7 @@ PLAIN = {
     "int4": ScaledLayout(codes="int4", scales="float16", group=128),
     "int4 zeros": ScaledLayout(codes="int4", scales="bfloat16", group=32, zeros=True),
     "int4 rows": ScaledLayout(codes="int4", scales="float32"),
+    "int4 odd": ScaledLayout(codes="int4", scales="float32", group=192),
     "nf4": ScaledLayout(codes="nf4", group=64),
     "mxfp4": ScaledLayout(codes="mxfp4", scales="uint8", group=32),
     "int8": ScaledLayout(codes="int8", scales="float16", group=128),
@@ -153,10 +155,10 @@ class Case:
         assert (error <= tolerance).all(), f"off by {(error / tolerance).max().item():.2f} of the tolerance"
 
 
-SHAPES = [Shape(5, 4, 2, 256, 24)]
+SHAPES = [Shape(5, 4, 2, 384, 24)]
 if ON_GPU:
-    SHAPES += [Shape(1, 128, 8, 2048, 768), Shape(40, 16, 4, 768, 200), Shape(300, 16, 4, 768, 136)]
-    SHAPES += [Shape(1000, 8, 2, 1024, 264), Shape(8, 128, 8, 768, 2048)]
+    SHAPES += [Shape(1, 128, 8, 1536, 768), Shape(40, 16, 4, 768, 200), Shape(300, 16, 4, 768, 136)]
+    SHAPES += [Shape(1200, 8, 2, 1536, 264), Shape(8, 128, 8, 768, 2048)]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -166,8 +168,9 @@ def test_products_with_plain_inputs(kind: str, shape: Shape, dtype: torch.dtype)
     gated = dtype == TYPES[0]
     case = Case(PLAIN[kind], shape, gated=gated)
     x = case.normal(shape.tokens if gated else case.pairs, shape.columns + 8).to(dtype)[:, : shape.columns]
-    # NF4's values are rounded to x's type; all else is exact until it is added in float32.
-    unit = 2.0**-20 + (UNIT[dtype] if kind == "nf4" else 0)
+    # NF4's values are rounded to x's type; all else is exact until it is added in float32, unless codes are expanded.
+    expanded = ON_GPU and case.pairs / shape.experts >= MANY
+    unit = 2.0**-20 + (2 * UNIT[dtype] if expanded else UNIT[dtype] if kind == "nf4" else 0)
     case.check(case.run(x, dtype, gated), x.double(), gated, unit)
 
 
@@ -216,6 +219,23 @@ def test_columns_in_segments(kind: str, gated: bool) -> None:
     case.tile = ScaledTile(8, 16, 1, 4, 2, segments=2)
     x = case.normal(3, 256).to(TYPES[0])
     case.check(case.run(x, TYPES[0], True), x.double(), True, 2.0**-20)
+
+
+@pytest.mark.parametrize("kind", ["int4 zeros", "mxfp4", "int8", "fp8 rows"])
+def test_codes_that_are_expanded_first(kind: str) -> None:
+    """More lines than a tile has, and columns that are no whole number of steps."""
+    layout, dtype = PLAIN[kind], TYPES[0]
+    shape = Shape(18, 3, 2, 160 if layout.group < 128 else 256, 20)
+    case = Case(layout, shape, gated=True)
+    x = case.normal(shape.tokens, shape.columns).to(dtype)
+    out = torch.full((case.pairs + 1, 24), NAN, dtype=dtype, device=DEVICE)
+    multiply_expanded(
+        x, case.planes, case.lines, out[: case.pairs, :20], by_token=True, activation="silu",
+        tile=ScaledTile(16, 32, 1, 4, 2), span=min(layout.group or 64, 128),
+    )  # fmt: skip
+    case.check(out[: case.pairs, :20], x.double(), True, 2.0**-20 + 2 * UNIT[dtype])
+    assert torch.isnan(out[case.pairs :]).all()
+    assert torch.isnan(out[:, 20:]).all()
 
 
 @pytest.mark.parametrize("kind", ["int4", "rounded"])
@@ -305,12 +325,24 @@ def test_rounded_inputs_may_replace_the_numbers_themselves(many: bool, monkeypat
     assert torch.equal(scales_here, scales)
 
 
+@pytest.mark.parametrize("group", [0, 32, 128, 192, 256])
+def test_segments_have_whole_groups(group: int) -> None:
+    layout = ScaledLayout(codes="int4", group=group)
+    for columns in (32 * count for count in range(1, 80)):
+        for pairs in (1, 8, 100):
+            tile = scaled_tile(pairs, 128, layout, span_of(layout), columns, 2, 99 * 1024)
+            assert columns % tile.segments == 0
+            assert tile.segments == 1 or columns // tile.segments % (group or 32) == 0
+            assert tile.rows * tile.segments == 16
+
+
 @pytest.mark.parametrize("kind", PLAIN)
 def test_tiles_fit_where_there_is_little_shared_memory(kind: str) -> None:
     layout = PLAIN[kind]
-    span = min(layout.group or 128, 128)
+    span = span_of(layout)
     for pairs in (1, 8, 64, 512, 2000, 10**5):
         tile = scaled_tile(pairs, 128, layout, span, 2048, 2, 99 * 1024)
         codes = tile.segments * tile.lines * span // (2 if layout.four_bits else 1)
         inputs = tile.segments * tile.rows * span * 2
         assert tile.stages * tile.parts * (codes + inputs) <= 99 * 1024
+        assert expanded_tile(pairs, 128, span, 2, 99 * 1024) is None

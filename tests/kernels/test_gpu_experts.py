@@ -13,6 +13,7 @@ from tiny_gpu import Tiny, prompt, run, tokens_of
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
+from holdfast.errors import EngineError
 from holdfast.execution.gpu.layers.experts import ExpertGpuMaker
 from holdfast.execution.gpu.layers.linear import Scratch
 from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack
@@ -101,6 +102,24 @@ LAYOUTS = {
     "fp8 static": ScaledLayout(codes="fp8", inputs="fp8", static_inputs=True),
     "int8": ScaledLayout(codes="int8", inputs="int8"),
 }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ScaledLayout(codes="fp8", group=64, group_rows=64, inputs="fp8"),
+        ScaledLayout(codes="int4", scales="float16", group=128, ordered=True),
+    ],
+    ids=["groups", "order"],
+)
+def test_experts_that_no_kernel_multiplies_are_refused(layout: ScaledLayout) -> None:
+    spec = ExpertsSpec(count=2, per_token=1, intermediate_size=128)
+    gate_up, down = (QuantizedStack(ScaledMatrix(layout, 2 * rows, 128, CPU), 2) for rows in (256, 128))
+    router = DenseLinear(torch.zeros(2, 128))
+    weights = ExpertWeights(spec=spec, router=router, gate_up=(gate_up,), down=down, shared=None)
+    maker = ExpertGpuMaker(128, "silu", torch.empty(8, 0), Scratch(torch.float32, CPU))
+    with pytest.raises(EngineError, match="have no products on a GPU"):
+        maker.make(weights)
 
 
 @pytest.mark.parametrize("split", [False, True])

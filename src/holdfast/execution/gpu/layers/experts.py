@@ -22,7 +22,7 @@ from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as layer_kernels
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
-from holdfast.execution.triton_kernels.experts.direct import multiply_dense, multiply_rounded
+from holdfast.execution.triton_kernels.experts.direct import ROUNDED_GROUP, multiply_dense, multiply_rounded
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.experts.rounding import round_rows
 from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
@@ -30,6 +30,7 @@ from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.experts import GPU_TOKENS
+from holdfast.footprint.scaled_layouts import PIECE
 from holdfast.models import ExpertsSpec
 
 
@@ -216,8 +217,16 @@ class _Scaled:
     """Codes with scales."""
 
     def __init__(self, matrix: ScaledMatrix) -> None:
+        layout = matrix.layout
         if matrix.order is not None:
             raise EngineError("experts whose columns have an order of their own have no products on a GPU")
+        whole = PIECE if layout.inputs == "plain" else ROUNDED_GROUP
+        if layout.group % whole:
+            raise EngineError(
+                f"experts in {layout} have no products on a GPU",
+                needed=f"groups of a multiple of {whole} columns",
+                found=str(layout.group),
+            )
         self._planes = ScaledPlanes(matrix.layout, matrix.codes, matrix.scales, matrix.zeros)
         self._static = matrix.inputs
 

@@ -193,11 +193,10 @@ def nf4_values(codes, kind: tl.constexpr, ASSEMBLED: tl.constexpr):
 def fp8_value(code, kind: tl.constexpr):
     """e4m3 by its bits (uint8), as below compute capability 8.9 nothing converts them. 127 and 255 are no numbers."""
     code = code.to(tl.int32)
-    size = code & 127
-    # The exponent is written as it is, 120 too small.
-    value = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    value = tl.where(size == 127, float("nan"), value)
-    return tl.where(code > 127, -value, value).to(kind)
+    # The sign goes to the front, and the exponent is written as it is, 120 too small; a number that is not finite has
+    # the largest exponent there is.
+    bits = (code & 128) << 24 | (code & 127) << 20 | tl.where((code & 127) == 127, 0x7F800000, 0)
+    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(kind)
 
 
 @triton.jit

@@ -34,9 +34,11 @@ from holdfast.execution.triton_kernels.experts.launch import (
     line_part,
 )
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
-from holdfast.execution.triton_kernels.experts.tiles import ExpertTile, expert_tile, most_tiles
+from holdfast.execution.triton_kernels.experts.tiles import SOME, ExpertTile, expert_tile, most_tiles
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 
+ROUNDED_GROUP = 128
+"""Columns that are multiplied at a time where inputs are rounded: groups are multiples of it."""
 DESCRIBED_ROWS = 64
 """Tiles of so many pairs and more take matrices by descriptor: below, programs are short and making one takes longer
 than it saves."""
@@ -200,10 +202,6 @@ def _launch(
         return
     code, where = gates_of(activation, gates)
     outputs, doubled = out.shape[1], where == GATES_IN_MATRIX.value
-    tile = tile or expert_tile(pairs, experts, weight.element_size(), shared_memory_bytes(), gated=doubled)
-    if described is None:
-        aligned = weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
-        described = tile.rows >= DESCRIBED_ROWS and aligned and copies_by_descriptor()
     group, group_rows, decoded = 0, 1, False
     if matrix is not None:
         group, group_rows = matrix.layout.group, matrix.layout.group_rows
@@ -211,6 +209,12 @@ def _launch(
             decoded = not multiplies_fp8()
             kind = torch.uint8 if decoded else torch.float8_e4m3fn
             weight, x = weight.view(kind), x.view(kind)
+    # What is decoded takes registers: such tiles have no more than 64 rows.
+    most_pairs = min(pairs, SOME * experts) if decoded else pairs
+    tile = tile or expert_tile(most_pairs, experts, weight.element_size(), shared_memory_bytes(), gated=doubled)
+    if described is None:
+        aligned = weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
+        described = tile.rows >= DESCRIBED_ROWS and aligned and copies_by_descriptor()
     scales = weight if matrix is None else matrix.scales
     x_scales = weight if x_scales is None else x_scales
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * triton.cdiv(outputs, tile.outputs),)

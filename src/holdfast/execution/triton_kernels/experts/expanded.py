@@ -107,7 +107,8 @@ def multiply_expanded(
     tile: ScaledTile,
     span: int,
 ) -> None:
-    """As `scaled.multiply_scaled`; scales are rounded to x's type."""
+    """As `scaled.multiply_scaled`, but scales are rounded to x's type. `span`: columns that are taken at a time, which
+    have one scale."""
     layout, experts, per_token = matrix.layout, len(lines.counts), lines.weights.shape[1]
     pairs, outputs, columns = len(out), out.shape[1], x.shape[1]
     code, where = gates_of(activation, gates)

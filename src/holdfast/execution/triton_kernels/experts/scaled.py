@@ -23,6 +23,7 @@ import triton.language as tl
 
 from holdfast.execution.triton_kernels.experts.codes import load_scales, scaled_factors, wide_scales
 from holdfast.execution.triton_kernels.experts.device import interpreted
+from holdfast.execution.triton_kernels.experts.expanded import multiply_expanded
 from holdfast.execution.triton_kernels.experts.launch import (
     GATES_IN_MATRIX,
     GATES_IN_OUT,
@@ -36,8 +37,9 @@ from holdfast.execution.triton_kernels.experts.launch import (
     line_part,
 )
 from holdfast.execution.triton_kernels.experts.planes import ScaledPlanes
-from holdfast.execution.triton_kernels.experts.tiles import ScaledTile, most_tiles, scaled_tile
+from holdfast.execution.triton_kernels.experts.tiles import ScaledTile, expanded_tile, most_tiles, scaled_tile
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
+from holdfast.footprint.scaled_layouts import ScaledLayout
 
 SPAN = 128
 """Columns whose products are added before they are scaled, at most."""
@@ -128,6 +130,11 @@ def _product(
     tl.store(out + index, sums.to(target), mask=inside)
 
 
+def span_of(layout: ScaledLayout) -> int:
+    """Columns that are multiplied at a time: a power of two, and in one group."""
+    return min(SPAN, layout.group & -layout.group) if layout.group else SPAN
+
+
 def multiply_scaled(
     x: torch.Tensor,
     matrix: ScaledPlanes,
@@ -140,13 +147,20 @@ def multiply_scaled(
     tile: ScaledTile | None = None,
 ) -> None:
     """out [pairs, outputs] = x · the matrix of each pair's expert, transposed; with an activation activation(gate)·up.
-    `by_token`: a row of x is a token's, and all its pairs take it; else it is a pair's. `tile` replaces the table's."""
+    `by_token`: a row of x is a token's, and all its pairs take it; else it is a pair's. Where experts have many rows
+    it is left to `expanded.multiply_expanded`. `tile` replaces the table's."""
     layout, experts, per_token = matrix.layout, len(lines.counts), lines.weights.shape[1]
     pairs, outputs, columns = len(out), out.shape[1], x.shape[1]
     if pairs == 0:
         return
+    span = span_of(layout)
+    many = expanded_tile(pairs, experts, span, x.element_size(), shared_memory_bytes())
+    if tile is None and many is not None:
+        multiply_expanded(
+            x, matrix, lines, out, by_token=by_token, activation=activation, gates=gates, tile=many, span=span
+        )
+        return
     code, where = gates_of(activation, gates)
-    span = min(layout.group or SPAN, SPAN)
     tile = tile or scaled_tile(pairs, experts, layout, span, columns, x.element_size(), shared_memory_bytes())
     across = triton.cdiv(outputs, tile.lines // (2 if where == GATES_IN_MATRIX.value else 1))
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * across,)
