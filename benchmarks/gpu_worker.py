@@ -53,17 +53,17 @@ LONG_CONTEXT = 65536
 
 def stored(model: str, variant: str, folder: Path) -> str:
     """Where the weights are: a file that is written if it is not there, or a folder with a config alone."""
-    from benchmarks import quantized_files
+    from benchmarks import random_checkpoints
 
     kept = Path(os.environ.get("HOLDFAST_BENCHMARK_FILES", folder))
     if variant == "q4_k":
         path = kept / f"{model}-q4_k.gguf"
         if not path.exists():
-            quantized_files.write_q4_k(SHAPES[model], path)
+            random_checkpoints.write_q4_k(SHAPES[model], path)
         return str(path)
     path = kept / f"{model}-awq"
     if not (path / "config.json").exists():
-        quantized_files.write_awq(SHAPES[model], path)
+        random_checkpoints.write_awq(SHAPES[model], path)
     return str(path)
 
 

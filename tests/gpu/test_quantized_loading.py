@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy
 import pytest
+import quantized_files as written
 import torch
 from safetensors.torch import save_file
 
-import quantized_files as written
 from holdfast.checkpoints import Checkpoint, StoredTensor, packing_of
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.validation.packed_parts import find_packed

@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import quantized_files as written
 import torch
+from quantized_files import Format, write_quantized
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
-import quantized_files as written
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.weights.load import Weights, load_weights
 from holdfast.models import from_config
 from holdfast.records import SamplingParams
-from quantized_files import Format, write_quantized
 
 CPU = torch.device("cpu")
 INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}

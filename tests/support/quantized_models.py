@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from quantized_files import Format
 
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import Weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
-from quantized_files import Format
 
 CPU = torch.device("cpu")
 

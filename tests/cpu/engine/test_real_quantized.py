@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantized_files as written
 import torch
 from gguf_reference import reference_from_gguf
+from quantized_files import Format, compressed, write_quantized
 from quantized_models import log_chances, round_inputs
 from safetensors.torch import save_file
 
-import quantized_files as written
 from holdfast.checkpoints import locate, match, open_checkpoint, spec_of
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.cpu import weights_bytes
-from quantized_files import Format, compressed, write_quantized
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 

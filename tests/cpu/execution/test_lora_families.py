@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantized_files
 import torch
 from lora_adapters import LAYER_MODULES, merge, write_adapter
 from safetensors.torch import load_file, save_file
 from tiny_gguf import write_tiny_gguf
 
-import quantized_files
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.config import EngineConfig

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy
 import pytest
+import quantized_files as written
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import quantized_files as written
 from holdfast.checkpoints import Checkpoint, Packing, StoredTensor, packing_of
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.validation.packed_parts import find_packed

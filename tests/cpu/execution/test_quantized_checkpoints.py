@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantized_files as written
 import torch
 import transformers
+from quantized_files import Format, compressed, write_quantized
 from quantized_models import log_chances, round_inputs
 from safetensors.torch import load_file, save_file
 
-import quantized_files as written
 from holdfast.checkpoints import (
     Checkpoint,
     StoredTensor,
@@ -37,7 +38,6 @@ from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.cpu import STAGING_BYTES, weights_bytes
 from holdfast.footprint.layouts import scaled_layout
 from holdfast.models import ModelSpec, TensorSpec, describe_config, from_config
-from quantized_files import Format, compressed, write_quantized
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(3, 300, (21,), generator=torch.Generator().manual_seed(7)).tolist()
