@@ -76,7 +76,7 @@ class Calibration:
     def __init__(self, spec: ModelSpec, limits: RunnerLimits, layout: KVLayout) -> None:
         self._layout, self._limits = layout, limits
         # Where scores are capped, a constant in all of them is not without effect.
-        self._centered, self._width = not spec.decoder.attention_softcap, spec.head_dim
+        self._centered = not spec.decoder.attention_softcap
         tokens = min(TOKENS, limits.max_model_len)
         each = layout.blocks_for(tokens)
         drawn = random.Random(0)  # The same after every start: an engine that is restarted goes on as it was.
@@ -113,8 +113,9 @@ class Calibration:
             for place, layer in enumerate(group.layers):
                 # [sequence, block, key or value, token, head, dim]: what stands behind the last token is left out.
                 held = pages[blocks, place].float().transpose(1, 2).flatten(2, 3)[:, :, :tokens]
-                center = held[:, 0].mean(dim=(0, 1)) * self._still(frequencies[layer])
-                keys[layer] = _scale(float((held[:, 0] - center).abs().max()), dtype, layer, "keys")
+                center = self._center(held[:, 0].mean(dim=(0, 1)), frequencies[layer])
+                away = (held[:, 0] - center).abs().amax(dim=(0, 1)) + self._turned(center, frequencies[layer])
+                keys[layer] = _scale(float(away.max()), dtype, layer, "keys")
                 values[layer] = _scale(float(held[:, 1].abs().max()), dtype, layer, "values")
                 centers[layer] = (center / keys[layer]).flatten().contiguous()
         order = range(len(keys))
@@ -124,15 +125,24 @@ class Calibration:
             tuple(centers[layer] for layer in order) if self._centered else (),
         )
 
-    def _still(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """[dim]: 1 for dimensions that no position of the context turns by more than a radian, else 0. Turned further,
-        a key would be farther from its center than from zero."""
+    def _center(self, mean: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        """`mean` [heads, dim] in dimensions that no position of the context turns by more than a radian, else 0. Turned
+        further, a key would be farther from its center than from zero."""
         if not self._centered:
-            return torch.zeros(self._width, device=frequencies.device)
-        still = torch.ones(self._width, device=frequencies.device)
-        half = len(frequencies)
-        still[:half] = still[half : 2 * half] = (frequencies * self._limits.max_model_len <= 1.0).float()
-        return still
+            return torch.zeros_like(mean)
+        center, half = mean.clone(), len(frequencies)
+        turned = frequencies * self._limits.max_model_len > 1.0
+        center[:, :half][:, turned] = 0
+        center[:, half : 2 * half][:, turned] = 0
+        return center
+
+    def _turned(self, center: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+        """[heads, dim]: how far the last position of the context turns a center away from itself."""
+        away, half = torch.zeros_like(center), len(frequencies)
+        chord = 2 * torch.sin((frequencies * self._limits.max_model_len).clamp(max=1.0) / 2)
+        away[:, :half] = torch.hypot(center[:, :half], center[:, half : 2 * half]) * chord
+        away[:, half : 2 * half] = away[:, :half]
+        return away
 
 
 def _scale(most: float, dtype: torch.dtype, layer: int, what: str) -> float:

@@ -118,26 +118,39 @@ def rounded(oracle: Oracle, scales: KVScales, stored: torch.dtype) -> torch.Tens
 
 
 def test_calibration_measures_what_transformers_computes(oracles: Callable[..., Oracle]) -> None:
-    """The keys and values of the same tokens in the cache of transformers; two groups of layers, one with a window."""
-    for settings in ({"architecture": "Llama"}, WINDOWED):
-        oracle = oracles(**settings)
-        driver = driver_of(oracle, torch.float8_e4m3fn, compiled=False, budget=23)
-        trial = Calibration(oracle.spec, driver.runner.limits, driver.layout)
-        assert [len(sequence) for sequence in trial._sequences] == [TOKENS] * SEQUENCES
-        driver.runner.calibrate_kv()
-        keys, values = [0.0] * 3, [0.0] * 3
-        with torch.inference_mode():
-            for sequence in trial._sequences:
-                cache = oracle.model(torch.tensor([sequence]), use_cache=True).past_key_values
-                for layer in range(3 if "sliding_window" not in settings else 0):
-                    keys[layer] = max(keys[layer], float(cache.layers[layer].keys.abs().max()))
-                    values[layer] = max(values[layer], float(cache.layers[layer].values.abs().max()))
-        found = driver.runner.kv_scales
-        if "sliding_window" in settings:  # The oracle forgets what has left the window.
-            assert all(math.log2(scale) % 1 == 0 for scale in found.keys + found.values)
-            continue
-        assert found.keys == tuple(2.0 ** math.ceil(math.log2(2 * most / 448)) for most in keys)
-        assert found.values == tuple(2.0 ** math.ceil(math.log2(2 * most / 448)) for most in values)
+    """The keys and values of the same tokens in the cache of transformers."""
+    oracle = oracles()
+    driver = driver_of(oracle, torch.float8_e4m3fn, compiled=False, budget=23)
+    trial = Calibration(oracle.spec, driver.runner.limits, driver.layout)
+    assert [len(sequence) for sequence in trial._sequences] == [TOKENS] * SEQUENCES
+    driver.runner.calibrate_kv()
+    found = driver.runner.kv_scales
+    with torch.inference_mode():
+        cache = oracle.model(torch.tensor(trial._sequences), use_cache=True).past_key_values
+    angles = 256 * 10000.0 ** (-torch.arange(8) / 8)
+    assert ((angles > 1) == torch.tensor([True] * 5 + [False] * 3)).all()
+    for layer in range(3):
+        keys, values = cache.layers[layer].keys, cache.layers[layer].values
+        center = keys.mean(dim=(0, 2))
+        center[:, :5] = center[:, 8:13] = 0
+        turned = (center[:, :8].square() + center[:, 8:].square()).sqrt() * 2 * (angles.clamp(max=1) / 2).sin()
+        away = (keys - center[:, None]).abs().amax(dim=(0, 2)) + turned.repeat(1, 2)
+        for scale, most in ((found.keys[layer], away), (found.values[layer], values.abs())):
+            assert scale == 2.0 ** math.ceil(math.log2(2 * float(most.max()) / 448))
+        kept = found.center(layer)
+        assert kept is not None
+        torch.testing.assert_close(kept.view(2, 16) * found.keys[layer], center, atol=1e-5, rtol=1e-4)
+
+
+def test_constants_are_not_cut_off_at_the_end_of_the_context(large: Oracle) -> None:
+    """A position there turns them away from their center, further than any token of the calibration is."""
+    driver = driver_of(large, torch.float8_e4m3fn, compiled=False)
+    trial = Calibration(large.spec, driver.runner.limits, driver.layout)
+    frequencies, pages = [torch.full((8,), 1 / 256)] * 3, torch.zeros((trial.blocks, *driver.layout.page_shape))
+    pages[..., 0, :, :, 7] = LARGE_KEYS
+    scales = trial.scales(pages, torch.float8_e4m3fn, frequencies)
+    assert scales.keys[0] * 448 >= 2 * LARGE_KEYS * (2 * math.sin(0.5))
+    assert trial.scales(pages, torch.float8_e4m3fn, [torch.full((8,), 1e-9)] * 3).keys[0] < 0.01
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=str)
