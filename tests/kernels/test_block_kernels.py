@@ -14,7 +14,7 @@ from holdfast.errors import EngineError
 from holdfast.execution.triton_kernels.quantized import blocks
 from holdfast.execution.triton_kernels.quantized.block_products import block_gate_up, block_product
 from holdfast.execution.triton_kernels.quantized.product_tiles import QuantizedTile, VectorTile
-from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
+from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.quantized.vector_products import vector_product, vectors_of_blocks
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 
@@ -54,8 +54,8 @@ class Case:
         return torch.randn(*shape, generator=self.source).to(dtype).to(DEVICE)
 
 
-def workspace() -> Workspace:
-    return Workspace(torch.full((1 << 22,), NAN, device=DEVICE), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
+def workspace() -> SplitSums:
+    return SplitSums(torch.full((1 << 22,), NAN, device=DEVICE), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -15,7 +15,7 @@ from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear, Q
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.triton_kernels.quantized import scaled_products, scaled_rows
 from holdfast.execution.triton_kernels.quantized.product_tiles import QuantizedTile, VectorTile
-from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
+from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.quantized.vector_products import vector_product, vectors_of_codes
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
@@ -49,8 +49,8 @@ def seeded(*parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def workspace() -> Workspace:
-    return Workspace(torch.full((1 << 22,), NAN, device=DEVICE), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
+def workspace() -> SplitSums:
+    return SplitSums(torch.full((1 << 22,), NAN, device=DEVICE), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
 
 
 @dataclass
@@ -263,6 +263,6 @@ def test_limits() -> None:
             torch.zeros(1, 64, device=DEVICE),
             Case.draw(LAYOUTS["gptq 32"], 4, 64).matrix,
             torch.zeros(1, 4, device=DEVICE),
-            Workspace(torch.zeros(4, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)),
+            SplitSums(torch.zeros(4, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)),
             tile=QuantizedTile(8, 32, 32, 1, 2, 4, 2),
         )
