@@ -26,7 +26,7 @@ LAYOUTS = [*OLD_KINDS, *NEW_KINDS]
 # Triton's interpreter cuts bfloat16 off where the GPU rounds it.
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-SHAPES = [(10, 5), *([(1024, 96), (6144, 128), (49152, 18)] if ON_GPU else [])]
+SHAPES = [(10, 5), *([(6144, 128)] if ON_GPU else [])]
 """(outputs, inputs in 32; of blocks with 256 elements their next multiple)"""
 
 
@@ -60,7 +60,7 @@ def workspace() -> SplitSums:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [1, 2, 16] + ([3, 33, 64, 100] if ON_GPU else []))
+@pytest.mark.parametrize("rows", [2, 16] + ([100] if ON_GPU else []))
 @pytest.mark.parametrize(("outputs", "pieces"), SHAPES)
 def test_products(dtype: torch.dtype, layout: str, rows: int, outputs: int, pieces: int) -> None:
     case = Case(layout, outputs, pieces)

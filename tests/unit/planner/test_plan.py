@@ -406,7 +406,7 @@ def test_a_checkpoint_that_a_gpu_cannot_hold_is_refused_with_what_is_short(spec:
     """Its tensors come under the spec's own names: remedies divide them by layer."""
     gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=8 * GIB, free_bytes=8 * GIB, capability=(9, 0))
     config = EngineConfig.from_arguments(device="cuda", max_model_len=8192)
-    for mib in range(5000, 7000, 250):  # From one that does not hold the weights to one that lacks only KV.
+    for mib in range(5000, 6750, 250):  # From one that does not hold the weights to one that lacks only KV.
         few = replace(gpu, free_bytes=mib * MIB)
         refusal = _refused(partial(make_gpu_plan, spec, quantized(spec, tmp_path), config, [few]))
         assert "short" in str(refusal.found)
