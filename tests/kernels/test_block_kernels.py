@@ -14,7 +14,7 @@ from holdfast.errors import EngineError
 from holdfast.execution.triton_kernels.quantized import blocks
 from holdfast.execution.triton_kernels.quantized.block_products import block_gate_up, block_product
 from holdfast.execution.triton_kernels.quantized.product_tiles import QuantizedTile, VectorTile
-from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
+from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.quantized.vector_products import vector_product, vectors_of_blocks
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 
@@ -26,7 +26,7 @@ LAYOUTS = [*OLD_KINDS, *NEW_KINDS]
 # Triton's interpreter cuts bfloat16 off where the GPU rounds it.
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-SHAPES = [(10, 5), *([(1024, 96), (6144, 128), (49152, 18)] if ON_GPU else [])]
+SHAPES = [(10, 5), *([(6144, 128)] if ON_GPU else [])]
 """(outputs, inputs in 32; of blocks with 256 elements their next multiple)"""
 
 
@@ -54,13 +54,13 @@ class Case:
         return torch.randn(*shape, generator=self.source).to(dtype).to(DEVICE)
 
 
-def workspace() -> Workspace:
-    return Workspace(torch.full((1 << 22,), NAN, device=DEVICE), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
+def workspace() -> SplitSums:
+    return SplitSums(torch.full((1 << 22,), NAN, device=DEVICE), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [1, 2, 16] + ([3, 33, 64, 100] if ON_GPU else []))
+@pytest.mark.parametrize("rows", [2, 16] + ([100] if ON_GPU else []))
 @pytest.mark.parametrize(("outputs", "pieces"), SHAPES)
 def test_products(dtype: torch.dtype, layout: str, rows: int, outputs: int, pieces: int) -> None:
     case = Case(layout, outputs, pieces)

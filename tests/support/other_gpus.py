@@ -41,7 +41,7 @@ from holdfast.execution.triton_kernels.quantized.block_products import block_gat
 from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_QUANTIZED_ROWS
 from holdfast.execution.triton_kernels.quantized.scaled_products import scaled_gate_up, scaled_product
 from holdfast.execution.triton_kernels.quantized.scaled_rows import expand_scaled, gather_columns
-from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
+from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.quantized.vector_products import (
     vector_product,
     vectors_of_blocks,
@@ -151,7 +151,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-WORKSPACE = Workspace(empty(1 << 24, dtype=FP32), empty(1 << 13))
+WORKSPACE = SplitSums(empty(1 << 24, dtype=FP32), empty(1 << 13))
 
 
 def attention(

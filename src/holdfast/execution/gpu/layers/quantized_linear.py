@@ -22,7 +22,7 @@ from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes, dequ
 from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_QUANTIZED_ROWS
 from holdfast.execution.triton_kernels.quantized.scaled_products import scaled_gate_up, scaled_product
 from holdfast.execution.triton_kernels.quantized.scaled_rows import embed_scaled, expand_scaled, gather_columns
-from holdfast.execution.triton_kernels.quantized.split_sums import Workspace
+from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.quantized.vector_products import (
     vector_product,
     vectors_of_blocks,
@@ -56,10 +56,10 @@ class QuantizedWorkspace:
         words = self._bytes().view(self._dtype)
         return words[: len(words) // columns * columns].view(-1, columns)
 
-    def splits(self) -> Workspace:
+    def splits(self) -> SplitSums:
         if self._counters is None:
             self._counters = torch.zeros(SPLIT_COUNTERS, dtype=torch.int32, device=self._device)
-        return Workspace(self._bytes()[:SUMS_BYTES].view(torch.float32), self._counters)
+        return SplitSums(self._bytes()[:SUMS_BYTES].view(torch.float32), self._counters)
 
     def ordered(self, rows: int, columns: int) -> torch.Tensor:
         """Inputs of few rows."""
@@ -79,12 +79,12 @@ class _Blocks:
         self.vectors = vectors_of_blocks(self._planes)
 
     def multiply(
-        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, add: bool
+        self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, add: bool
     ) -> None:
         block_product(x, self._planes, out, workspace, bias=bias, accumulate=add)
 
     def gate_up(
-        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, kind: Activation
+        self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, kind: Activation
     ) -> None:
         block_gate_up(x, self._planes, out, workspace, bias=bias, activation=kind)
 
@@ -104,12 +104,12 @@ class _Codes:
         self.vectors = vectors_of_codes(matrix)
 
     def multiply(
-        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, add: bool
+        self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, add: bool
     ) -> None:
         scaled_product(x, self._matrix, out, workspace, bias=bias, accumulate=add)
 
     def gate_up(
-        self, x: torch.Tensor, out: torch.Tensor, workspace: Workspace, bias: torch.Tensor | None, kind: Activation
+        self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, kind: Activation
     ) -> None:
         scaled_gate_up(x, self._matrix, out, workspace, bias=bias, activation=kind)
 

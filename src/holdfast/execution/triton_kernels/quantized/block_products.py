@@ -34,7 +34,7 @@ from holdfast.execution.triton_kernels.quantized.product_tiles import (
 from holdfast.execution.triton_kernels.quantized.products import NOT_GATED
 from holdfast.execution.triton_kernels.quantized.scaled_codes import spread_halves
 from holdfast.execution.triton_kernels.quantized.split_sums import (
-    Workspace,
+    SplitSums,
     ask_ahead,
     cut_columns,
     finish,
@@ -391,7 +391,7 @@ def block_product(
     x: torch.Tensor,
     matrix: BlockPlanes,
     out: torch.Tensor,
-    workspace: Workspace,
+    workspace: SplitSums,
     *,
     accumulate: bool = False,
     bias: torch.Tensor | None = None,
@@ -408,7 +408,7 @@ def block_gate_up(
     x: torch.Tensor,
     matrix: BlockPlanes,
     out: torch.Tensor,
-    workspace: Workspace,
+    workspace: SplitSums,
     *,
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu",
     bias: torch.Tensor | None = None,
@@ -423,7 +423,7 @@ def _launch(
     x: torch.Tensor,
     matrix: BlockPlanes,
     out: torch.Tensor,
-    workspace: Workspace,
+    workspace: SplitSums,
     bias: torch.Tensor | None,
     activation: int,
     accumulate: bool,

@@ -31,7 +31,7 @@ from holdfast.execution.triton_kernels.quantized.scaled_codes import (
     scale_values,
 )
 from holdfast.execution.triton_kernels.quantized.split_sums import (
-    Workspace,
+    SplitSums,
     ask_ahead,
     cut_columns,
     finish,
@@ -51,6 +51,18 @@ def _stored_scales(scales, zeros, row, group, groups, GROUP_ROWS: tl.constexpr, 
     if ZEROS:
         zero = tl.load(zeros + place)
     return scale, zero
+
+
+@triton.jit
+def _both_scales(
+    scales, zeros, output, outputs, at, groups, GROUP_ROWS: tl.constexpr, ZEROS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Of outputs, and where they are gates, of their ups."""
+    scale, zero = _stored_scales(scales, zeros, output, at, groups, GROUP_ROWS, ZEROS)
+    up_scale, up_zero = scale, zero
+    if GATED:
+        up_scale, up_zero = _stored_scales(scales, zeros, output + outputs, at, groups, GROUP_ROWS, ZEROS)
+    return scale, zero, up_scale, up_zero
 
 
 @triton.jit
@@ -130,27 +142,19 @@ def _multiply_few(
                 scales, zeros, output + outputs, first, last, groups, GROUP, GROUP_ROWS, ZEROS, PIECE, PIECES
             )  # fmt: skip
 
-    at = tl.minimum(turned(0, tile, first, last) * PIECES + wide_piece, pieces - 1)
-    scale, zero = _stored_scales(scales, zeros, wide_output, at * PIECE // GROUP, groups, GROUP_ROWS, ZEROS)
-    up_scale, up_zero = scale, zero
-    if GATED:
-        up_scale, up_zero = _stored_scales(
-            scales, zeros, wide_output + outputs, at * PIECE // GROUP, groups, GROUP_ROWS, ZEROS
-        )  # fmt: skip
+    at = tl.minimum(turned(0, tile, first, last) * PIECES + wide_piece, pieces - 1) * PIECE // GROUP
+    scale, zero, up_scale, up_zero = _both_scales(
+        scales, zeros, wide_output, outputs, at, groups, GROUP_ROWS, ZEROS, GATED
+    )  # fmt: skip
     sums = tl.zeros((PIECES, OUTPUTS, ROWS), tl.float32)
     up = sums
     for index in tl.range(0, last - first):
         step = turned(index, tile, first, last)
         # Scales of the next step are on their way while this one is multiplied.
-        at = tl.minimum(turned(index + 1, tile, first, last) * PIECES + wide_piece, pieces - 1)
-        next_scale, next_zero = _stored_scales(
-            scales, zeros, wide_output, at * PIECE // GROUP, groups, GROUP_ROWS, ZEROS
+        at = tl.minimum(turned(index + 1, tile, first, last) * PIECES + wide_piece, pieces - 1) * PIECE // GROUP
+        next_scale, next_zero, next_up_scale, next_up_zero = _both_scales(
+            scales, zeros, wide_output, outputs, at, groups, GROUP_ROWS, ZEROS, GATED
         )  # fmt: skip
-        next_up_scale, next_up_zero = next_scale, next_zero
-        if GATED:
-            next_up_scale, next_up_zero = _stored_scales(
-                scales, zeros, wide_output + outputs, at * PIECE // GROUP, groups, GROUP_ROWS, ZEROS
-            )  # fmt: skip
         here = step * PIECES + piece
         inside = live & (here < pieces)
         column = here * PIECE + lane
@@ -289,7 +293,7 @@ def scaled_product(
     x: torch.Tensor,
     matrix: ScaledMatrix,
     out: torch.Tensor,
-    workspace: Workspace,
+    workspace: SplitSums,
     *,
     accumulate: bool = False,
     bias: torch.Tensor | None = None,
@@ -307,7 +311,7 @@ def scaled_gate_up(
     x: torch.Tensor,
     matrix: ScaledMatrix,
     out: torch.Tensor,
-    workspace: Workspace,
+    workspace: SplitSums,
     *,
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu",
     bias: torch.Tensor | None = None,
@@ -322,7 +326,7 @@ def _launch(
     x: torch.Tensor,
     matrix: ScaledMatrix,
     out: torch.Tensor,
-    workspace: Workspace,
+    workspace: SplitSums,
     bias: torch.Tensor | None,
     activation: int,
     accumulate: bool,

@@ -21,7 +21,7 @@ from holdfast.execution.triton_kernels.quantized.product_tiles import QuantizedT
 from holdfast.execution.triton_kernels.quantized.products import put, put_gated
 
 
-class Workspace(NamedTuple):
+class SplitSums(NamedTuple):
     """What programs of split products leave for each other."""
 
     sums: torch.Tensor
@@ -106,7 +106,7 @@ def finish(
 
 
 def cut_columns(
-    workspace: Workspace, pieces: int, outputs: int, tile: QuantizedTile, *, gated: bool
+    workspace: SplitSums, pieces: int, outputs: int, tile: QuantizedTile, *, gated: bool
 ) -> tuple[int, int, int]:
     """(tiles of outputs, splits, steps of each) of a matrix whose rows have so many pieces."""
     tiles, whole = triton.cdiv(outputs, tile.outputs), triton.cdiv(pieces, tile.pieces)
