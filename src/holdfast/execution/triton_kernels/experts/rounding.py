@@ -17,7 +17,6 @@ import triton.language as tl
 
 from holdfast.execution.triton_kernels.experts.codes import fp8_code
 
-
 ROUNDED_TOGETHER = 4096
 """Numbers that one program takes, where there are many rows."""
 MANY_ROWS = 1024
