@@ -144,6 +144,22 @@ def test_products_of_experts(
         assert torch.isnan(buffer[:, columns:]).all()
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_matrices_by_descriptor(activation: Literal["silu"] | None) -> None:
+    """Outputs and columns that are no whole number of tiles."""
+    case = Case((23, 3, 2, 80, 40), torch.float16)
+    kernels.route(case.logits, case.lines, normalized=True)
+    outputs = case.inner if activation else 2 * case.inner
+    found = []
+    for described in (False, True):
+        out = torch.full((46, outputs), NAN, dtype=case.dtype, device=DEVICE)
+        multiply_dense(
+            case.x, case.gate_up, case.lines, out, by_token=True, activation=activation, tile=TILE, described=described
+        )
+        found.append(out)
+    assert torch.equal(found[0], found[1])
+
+
 def test_gates_that_are_there_already() -> None:
     case = Case((23, 3, 2, 80, 40), TYPES[-1])
     kernels.route(case.logits, case.lines, normalized=True)

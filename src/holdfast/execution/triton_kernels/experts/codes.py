@@ -67,6 +67,44 @@ add.rn.f16x2 $1, b, $4;
 """)
 
 
+_FP8_TO_FP16: tl.constexpr = tl.constexpr("""
+{
+.reg .b32 a, b, c, d, power;
+mov.b32 power, 0x5C005C00;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 1;
+shr.u32 d, b, 1;
+and.b32 c, c, 0x3F803F80;
+and.b32 d, d, 0x3F803F80;
+lop3.b32 a, a, 0x80008000, c, 0xEA;
+lop3.b32 b, b, 0x80008000, d, 0xEA;
+mul.rn.f16x2 $0, a, power;
+mul.rn.f16x2 $1, b, power;
+}
+""")
+"""The sign goes to the front and the exponent is written as it is, 8 too small, which 2 ** 8 makes up for. Codes that
+are no numbers, which neither weights nor rounded inputs have, become 480."""
+_FP8_TO_BF16: tl.constexpr = tl.constexpr("""
+{
+.reg .b32 a, b, c, d, power, nothing;
+mov.b32 power, 0x7B807B80;
+mov.b32 nothing, 0x80008000;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07F007F0;
+and.b32 d, d, 0x07F007F0;
+lop3.b32 a, a, 0x80008000, c, 0xEA;
+lop3.b32 b, b, 0x80008000, d, 0xEA;
+fma.rn.bf16x2 $0, a, power, nothing;
+fma.rn.bf16x2 $1, b, power, nothing;
+}
+""")
+"""The same, 120 too small."""
+
+
 def _lookup(values: tuple[float, ...], kind: torch.dtype, *, high: bool) -> tl.constexpr:
     """Assembly that looks four codes up in a table of sixteen numbers, which it keeps in registers, low bytes and high
     bytes apart: a byte permutation takes four bytes out of eight by the last three bits of each code, and the fourth
@@ -190,13 +228,16 @@ def nf4_values(codes, kind: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 
 @triton.jit
-def fp8_value(code, kind: tl.constexpr):
-    """e4m3 by its bits (uint8), as below compute capability 8.9 nothing converts them. 127 and 255 are no numbers."""
-    code = code.to(tl.int32)
-    # The sign goes to the front, and the exponent is written as it is, 120 too small; a number that is not finite has
-    # the largest exponent there is.
-    bits = (code & 128) << 24 | (code & 127) << 20 | tl.where((code & 127) == 127, 0x7F800000, 0)
-    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(kind)
+def fp8_values(codes, kind: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """e4m3 by its bits (uint8), as below compute capability 8.9 nothing converts them."""
+    if ASSEMBLED and kind == tl.bfloat16:
+        return _bf16_from(codes, _FP8_TO_BF16)
+    elif ASSEMBLED and kind == tl.float16:
+        return _fp16_from(codes, _FP8_TO_FP16)
+    else:
+        wide = codes.to(tl.int32)
+        bits = (wide & 128) << 24 | (wide & 127) << 20
+        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(kind)
 
 
 @triton.jit
@@ -246,7 +287,7 @@ def scaled_factors(
     elif FORM == "mxfp4":
         return mxfp4_values(codes, kind, ASSEMBLED)
     elif FORM == "fp8":
-        values = fp8_value(codes, kind)
+        values = fp8_values(codes, kind, ASSEMBLED)
         return values, values
     else:
         values = codes.to(kind)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from holdfast.execution.triton_kernels.experts.codes import fp8_value
-from holdfast.execution.triton_kernels.experts.device import copies_by_descriptor, multiplies_fp8
+from holdfast.execution.triton_kernels.experts.codes import fp8_values
+from holdfast.execution.triton_kernels.experts.device import copies_by_descriptor, interpreted, multiplies_fp8
 from holdfast.execution.triton_kernels.experts.launch import (
     GATES_IN_MATRIX,
     GATES_IN_OUT,
@@ -46,7 +46,8 @@ than it saves."""
 
 @triton.jit
 def _matrix_tile(
-    weight, line, row, start, inside, DESCRIBED: tl.constexpr, WHOLE: tl.constexpr, DECODED: tl.constexpr
+    weight, line, row, start, inside, DESCRIBED: tl.constexpr, WHOLE: tl.constexpr, DECODED: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
     """[COLUMNS, OUTPUTS]"""
     if DESCRIBED:
@@ -56,7 +57,7 @@ def _matrix_tile(
     else:
         tile = tl.load(line + start, mask=inside, other=0.0)
     if DECODED:
-        tile = fp8_value(tile, tl.float16)
+        tile = fp8_values(tile, tl.float16, ASSEMBLED)
     return tile.T
 
 
@@ -87,8 +88,8 @@ def _product(
     scales_stride, pairs_stride, outputs,
     INPUTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr,
     ACTIVATION: tl.constexpr, GATES: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, ALIKE: tl.constexpr, DECODED: tl.constexpr, DESCRIBED: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, ALIKE: tl.constexpr, DECODED: tl.constexpr, ASSEMBLED: tl.constexpr,
+    DESCRIBED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """GROUP 0: scales are of rows. DECODED: both factors are e4m3's bits, which tensor cores do not take."""
     GATED: tl.constexpr = GATES == GATES_IN_MATRIX
@@ -128,7 +129,7 @@ def _product(
         else:
             part = tl.load(inputs + start, mask=live[:, None] & inside, other=0.0)
         if DECODED:
-            part = fp8_value(part, tl.float16)
+            part = fp8_values(part, tl.float16, ASSEMBLED)
         if GROUPED:
             x_scale = tl.load(x_scale_at + start // GROUP)
             group = start // GROUP
@@ -137,10 +138,12 @@ def _product(
                 up_scale = _group_scale(
                     scales, row + outputs, first_row + outputs, group, scales_stride, GROUP_ROWS, ALIKE
                 )  # fmt: skip
-        tile = _matrix_tile(weight, line, first_row, start, inside, DESCRIBED, WHOLE, DECODED)
+        tile = _matrix_tile(weight, line, first_row, start, inside, DESCRIBED, WHOLE, DECODED, ASSEMBLED)
         sums = _added(sums, part, tile, x_scale, scale, ROUNDED, GROUPED)
         if GATED:
-            tile = _matrix_tile(weight, up_line, first_row + outputs, start, inside, DESCRIBED, WHOLE, DECODED)
+            tile = _matrix_tile(
+                weight, up_line, first_row + outputs, start, inside, DESCRIBED, WHOLE, DECODED, ASSEMBLED
+            )
             up_sums = _added(up_sums, part, tile, x_scale, up_scale, ROUNDED, GROUPED)
     sums, up_sums = sums.to(tl.float32), up_sums.to(tl.float32)
     if ROUNDED and not GROUPED:
@@ -224,7 +227,8 @@ def _launch(
         scales.stride(0), lines.pairs.stride(0), outputs, INPUTS=inputs, EXPERTS=experts,
         BLOCK=triton.next_power_of_2(experts), SHARED_BY=per_token if by_token else 1, ACTIVATION=code, GATES=where,
         ROUNDED=matrix is not None, GROUP=group, GROUP_ROWS=group_rows,
-        ALIKE=group_rows % tile.outputs == 0 and outputs % group_rows == 0, DECODED=decoded, DESCRIBED=described,
+        ALIKE=group_rows % tile.outputs == 0 and outputs % group_rows == 0, DECODED=decoded,
+        ASSEMBLED=not interpreted(), DESCRIBED=described,
         WHOLE=inputs % tile.inputs == 0, ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=tile.inputs,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -46,6 +46,15 @@ SPAN = 128
 
 
 @triton.jit
+def _of_same_segments(
+    sums, left, right, SEGMENTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """[LINES, ROWS]: lines of a segment with x of the same segment; what else was multiplied counts for nothing."""
+    sums = tl.where(left[:, None] == right[None, :], sums, 0.0).reshape(SEGMENTS, LINES, SEGMENTS, ROWS)
+    return tl.sum(tl.sum(sums, 2), 0)
+
+
+@triton.jit
 def _product(
     x, codes, scales, zeros, out, counts, pairs, x_stride, codes_stride, scales_stride, out_stride, pairs_stride,
     outputs,
@@ -113,10 +122,7 @@ def _product(
     if GROUP == 0:
         sums *= wide_scales(next_scale, POWERS)[:, None]
     if SEGMENTS > 1:
-        # Lines of a segment with x of the same segment; what else was multiplied counts for nothing.
-        same = (left // LINES)[:, None] == (right // ROWS)[None, :]
-        sums = tl.where(same, sums, 0.0).reshape(SEGMENTS, LINES, SEGMENTS, ROWS)
-        sums = tl.sum(tl.sum(sums, 2), 0)
+        sums = _of_same_segments(sums, left // LINES, right // ROWS, SEGMENTS, LINES, ROWS)
     target: tl.constexpr = out.dtype.element_ty
     pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
     output = first_output + tl.arange(0, OUTPUTS)
