@@ -279,6 +279,7 @@ def job(template: str = "{{ messages[0].content }}") -> RenderJob:
         tool_call_parser=None,
         add_generation_prompt=False,
         continue_final_message=False,
+        documents=None,
         variables={},
     )
 

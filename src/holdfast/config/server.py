@@ -100,6 +100,11 @@ class ServerConfig:
         texts,
         metavar="FOLDER",
     )
+    strict_fields: bool = setting(
+        False,
+        "refuse requests with unknown fields; default: they are ignored, with a warning and a response header",
+        flag,
+    )
     trust_request_chat_template: bool = setting(
         False,
         "allow requests to supply a chat_template: it is a program, run in a sandbox in a separate process",

@@ -48,6 +48,7 @@ from holdfast.server.request.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
 from holdfast.server.response.json_handler import Exchange
 from holdfast.server.response.serialize import chat_shape, completion_shape
+from holdfast.server.schema.ignored import HEADER
 from holdfast.server.settings import ServerSettings
 
 _OFF = frozenset({"false", "0", "no", "off"})
@@ -135,7 +136,7 @@ def close_app(app: Starlette) -> None:
 
 def _documentation(settings: ServerSettings, *, lora: bool) -> list[Route]:
     with_key = bool(settings.api_key or settings.api_key_file)
-    described = document(settings.version, with_key=with_key, lora=lora)
+    described = document(settings.version, with_key=with_key, lora=lora, strict=settings.strict_fields)
 
     async def openapi(request: Request) -> Response:
         return json_response(described)
@@ -157,7 +158,7 @@ def _cors(settings: ServerSettings) -> list[Middleware]:
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", HEADER],
         )
     ]
 

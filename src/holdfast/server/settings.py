@@ -26,6 +26,8 @@ class ServerSettings:
     """Whether /sleep and /wake_up may be asked."""
     force_include_usage: bool = False
     """Whether every stream tells its usage, asked for or not."""
+    strict_fields: bool = False
+    """Whether a field that is not known is refused; otherwise it is ignored, and told in a header and in the log."""
     disable_docs: bool = False
     """No /docs, no /openapi.json."""
     public_metrics: bool = False

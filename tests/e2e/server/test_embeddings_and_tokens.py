@@ -67,7 +67,7 @@ def test_more_inputs_than_places_are_done_in_turns(launch):
         ({"input": ["a", 1]}, "input[1]"), ({"input": [1, "a"]}, "input[1]"), ({"input": [-1]}, "input[0]"),
         ({"input": [[1], [-1]]}, "input[1][0]"), ({"input": {"a": 1}}, "input"), ({"input": ["a"] * 2049}, "input"),
         ({"input": "a", "dimensions": 4}, "dimensions"), ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "temperature": 1}, "temperature"), ({"input": "a", "priority": 3}, "priority"),
+        ({"input": "a", "priority": 3}, "priority"),
         ({"input": "x" * 5000}, None), ({"input": [99999]}, "input"),
     ],
 )  # fmt: skip
@@ -118,10 +118,8 @@ def test_messages_become_the_prompt_of_the_chat(server):
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"prompt": ["a"]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "max_tokens": 4}, "max_tokens"),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
-        ("/tokenize", {"messages": []}, "messages"), ("/tokenize", {"messages": MESSAGES, "prompt": "a"}, "prompt"),
-        ("/tokenize", {"messages": MESSAGES, "temperature": 1}, "temperature"),
+        ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
         ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": "a"}, "tokens"),

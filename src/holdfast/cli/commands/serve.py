@@ -130,6 +130,7 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         api_key=server_config.api_key,
         api_key_file=None if server_config.api_key_file is None else Path(server_config.api_key_file),
         public_metrics=server_config.public_metrics,
+        strict_fields=server_config.strict_fields,
         disable_docs=server_config.disable_docs,
         force_include_usage=server_config.enable_force_include_usage,
         enable_sleep_mode=engine_config.enable_sleep_mode,

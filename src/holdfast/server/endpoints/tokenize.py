@@ -18,7 +18,7 @@ from holdfast.server.settings import ServerSettings
 
 _TEXT_FIELDS = honoured_fields(TokenizeBody)
 _IDS_FIELDS = honoured_fields(DetokenizeBody)
-_CHAT_FIELDS = frozenset(
+PROMPT_FIELDS = frozenset(
     {
         "model",
         "messages",
@@ -27,6 +27,9 @@ _CHAT_FIELDS = frozenset(
         "add_special_tokens",
         "chat_template",
         "chat_template_kwargs",
+        "documents",
+        "enable_thinking",
+        "reasoning_effort",
         "tools",
     }
 ) & honoured_fields(ChatBody)
@@ -67,14 +70,14 @@ class Tokenizing:
         return await self._pool.run(encode, size_bytes)
 
     async def _ids_of_chat(self, given: dict[str, Any], size_bytes: int) -> list[int]:
-        fields = check_fields(given, _CHAT_FIELDS)
+        fields = check_fields(given, PROMPT_FIELDS)
         body: ChatBody = convert(fields, ChatBody)
         served_model(body.model, self._settings)
         tokenizer = tokenizer_of(self._engine, "messages")
-        ids, _ = await chat_prompt(
+        prompt = await chat_prompt(
             body, fields.get("tools"), tokenizer, self._engine, self._settings, size_bytes, self._workers, self._pool
         )
-        return ids
+        return prompt.ids
 
     async def detokenize(self, raw: bytes, record: Record) -> DetokenizeResponse:
         body: DetokenizeBody = convert(check_fields(decode_object(raw), _IDS_FIELDS), DetokenizeBody)

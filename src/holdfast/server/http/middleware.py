@@ -31,6 +31,7 @@ from holdfast.server.http.errors import (
     failure_response,
 )
 from holdfast.server.http.request_body import INTAKE, Intake
+from holdfast.server.schema.ignored import HEADER, IGNORED, IgnoredFieldLog, IgnoredFields
 from holdfast.server.settings import AccessLog, ServerSettings
 from holdfast.units import shorten
 
@@ -121,6 +122,7 @@ class AccessMiddleware:
         self._log = log
         given = (settings.api_key,) if isinstance(settings.api_key, str) else settings.api_key or ()
         self._intake = Intake()
+        self._ignored = IgnoredFieldLog()
         self._keys = Keys(given, settings.api_key_file)
         self._open = OPEN | ({"/metrics"} if settings.public_metrics else frozenset())
 
@@ -133,11 +135,16 @@ class AccessMiddleware:
         record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic())
         scope["holdfast.record"] = record
         scope[INTAKE] = self._intake
+        ignored = IgnoredFields(strict=self._settings.strict_fields, log=self._ignored)
+        IGNORED.set(ignored)
 
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status, record.started = message["status"], True
-                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+                told = MutableHeaders(scope=message)
+                told["X-Request-Id"] = record.request_id
+                if ignored.header is not None:
+                    told[HEADER] = ignored.header
             await send(message)
 
         try:

@@ -26,8 +26,15 @@ from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool, check_ids, encode_within
-from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
-from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, TokenId
+from holdfast.server.schema.fields import (
+    check_fields,
+    check_members,
+    convert,
+    honoured_fields,
+    ignore_or_refuse,
+    unsupported,
+)
+from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, StreamOptions, TokenId
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
 
@@ -84,6 +91,8 @@ class GenerationRequest:
     """The LoRA adapter that the request named in the model's place."""
     with_token_ids: bool
     """Whether ids are shown beside the text."""
+    prompt_text: str | None
+    """A chat's prompt as the template has rendered it, where it is to be shown."""
     reading: OutputParserConfig | None
     """How an answer's text is to be read; None: it is content and nothing else."""
 
@@ -129,6 +138,7 @@ async def read_chat(
     """`request_id`: as the client named its request outside of the body."""
     fields = check_fields(decode_object(raw), _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
+    _check_inner(fields)
     model = served_model(body.model, settings)
     tokenizer = tokenizer_of(engine, "messages")
     if body.max_completion_tokens is not None:
@@ -140,7 +150,8 @@ async def read_chat(
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
-    prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool)
+    chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool)
+    reading = chat.reading
     try:
         if reading is not None:
             params, reading = await pool.run(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))
@@ -159,12 +170,13 @@ async def read_chat(
         body,
         "chatcmpl",
         model,
-        [prompt],
+        [chat.ids],
         params,
         settings,
         logprobs,
         echoes=echoes,
         bytes_of=tokenizer.bytes_of,
+        prompt_text=chat.text if body.return_prompt_text else None,
         reading=reading,
         request_id=request_id,
     )
@@ -173,7 +185,9 @@ async def read_chat(
 async def read_completion(
     raw: bytes, engine: Engine, settings: ServerSettings, *, pool: TokenizePool, request_id: str | None = None
 ) -> GenerationRequest:
-    body: CompletionBody = convert(check_fields(decode_object(raw), _COMPLETION_FIELDS), CompletionBody)
+    fields = check_fields(decode_object(raw), _COMPLETION_FIELDS)
+    body: CompletionBody = convert(fields, CompletionBody)
+    _check_inner(fields)
     model = served_model(body.model, settings)
     _check_logprobs(body.logprobs, "logprobs")
     _check_prompt_logprobs(body)
@@ -223,6 +237,14 @@ async def read_completion(
         first_tokens=firsts,
         request_id=request_id,
     )
+
+
+def _check_inner(fields: dict[str, Any]) -> None:
+    """What objects inside of a body have that is not known."""
+    options = fields.get("stream_options")
+    check_members(options, StreamOptions, "stream_options")
+    if isinstance(options, dict) and options.get("include_obfuscation"):
+        ignore_or_refuse("stream_options.include_obfuscation")
 
 
 async def _check_structured(params: SamplingParams, engine: Engine) -> None:
@@ -366,15 +388,14 @@ def _ask(
     first_tokens: list[str] | None = None,
     bytes_of: BytesOf | None = None,
     reading: OutputParserConfig | None = None,
+    prompt_text: str | None = None,
     request_id: str | None = None,
 ) -> GenerationRequest:
     if body.priority and settings.scheduling_policy != "priority":
         raise no_priority()
     options = body.stream_options
-    if options is not None and not body.stream:
+    if options not in (None, StreamOptions()) and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
-    if options is not None and options.include_obfuscation:
-        raise unsupported("stream_options.include_obfuscation")
     usage = (options is not None and bool(options.include_usage)) or (body.stream and settings.force_include_usage)
     unique = uuid.uuid4().hex
     return GenerationRequest(
@@ -399,5 +420,6 @@ def _ask(
         cache_salt=body.cache_salt,
         adapter=settings.adapter(model),
         with_token_ids=bool(body.return_token_ids),
+        prompt_text=prompt_text,
         reading=reading,
     )

@@ -65,7 +65,9 @@ def check_ids(count: int, context: int, field: str) -> None:
 def _too_long(found: str, room: str | None, context: int, field: str) -> ContextLengthError:
     limit = f"{context} tokens" + (f", {room}" if room else "")
     return ContextLengthError(
-        f"This model's maximum context length is {limit}. However, the {field} has {found}.",
+        # As `engine.requests.admission` says it, where the numbers are not exact.
+        f"This model's maximum context length is {context} tokens. However, you requested {found} in the messages. "
+        "Please reduce the length of the messages or completion.",
         needed=found,
         found=f"a context of {limit}",
         fix="shorten the prompt",

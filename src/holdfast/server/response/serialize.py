@@ -127,7 +127,7 @@ class ChatShape(_Stream):
 
     def _prompt_members(self, *, shown: bool = True) -> bytes:
         ids = encode(self._ask.prompts[0] if shown and self._ask.with_token_ids else None)
-        return b',"prompt_token_ids":%b,"prompt_text":null' % ids
+        return b',"prompt_token_ids":%b,"prompt_text":%b' % (ids, encode(self._ask.prompt_text if shown else None))
 
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))

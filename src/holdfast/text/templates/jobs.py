@@ -24,6 +24,7 @@ class RenderJob(msgspec.Struct, kw_only=True, frozen=True):
     tool_call_parser: str | None
     add_generation_prompt: bool
     continue_final_message: bool
+    documents: list[dict[str, Any]] | None
     variables: dict[str, Any]
 
 
@@ -97,6 +98,7 @@ def _rendered(job: RenderJob) -> Rendered:
         tools=tools,
         add_generation_prompt=job.add_generation_prompt,
         continue_final_message=job.continue_final_message,
+        documents=job.documents,
         variables=job.variables,
     )
     return Rendered(text.encode(errors="surrogatepass"), facts)
