@@ -74,7 +74,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     workers, pool = TemplateWorkers(), TokenizePool()
     chat = Generation(partial(read_chat, workers=workers, pool=pool), chat_shape, engine, settings, metrics, room)
     completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
-    embeddings = Embeddings(engine, settings, metrics, room, pool)
+    embeddings = Embeddings(engine, settings, metrics, room, workers, pool)
     tokenizing = Tokenizing(engine, settings, workers, pool)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)

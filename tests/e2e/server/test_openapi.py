@@ -44,11 +44,11 @@ def test_every_route_is_described_and_nothing_else(described):
     assert told | {("/openapi.json", "get"), ("/docs", "get")} == routes
 
 
-@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, EmbeddingBody, DetokenizeBody])
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, DetokenizeBody])
 def test_bodies_are_those_that_are_read(described, kind):
     schema = described["components"]["schemas"][kind.__name__]
     own = {field.encode_name for field in msgspec.structs.fields(kind)}
-    beside = fields.HARMLESS.keys() | fields.QUIET.keys() | ({"dimensions"} if kind is EmbeddingBody else set())
+    beside = fields.HARMLESS.keys() | fields.QUIET.keys()
     assert set(schema["properties"]) == own | beside
     assert schema["additionalProperties"] is True
     required = {field.encode_name for field in msgspec.structs.fields(kind) if field.required}
@@ -60,6 +60,14 @@ def test_either_form_of_a_text_for_its_tokens_is_told_whole(described):
     assert text["additionalProperties"] is chat["additionalProperties"] is True
     assert {"prompt", "user"} <= text["properties"].keys()
     assert {"messages", "tools", "chat_template_kwargs", "user"} <= chat["properties"].keys()
+
+
+def test_inputs_or_messages_are_embedded(described):
+    inputs, chat = described["components"]["schemas"]["EmbeddingBody"]["anyOf"]
+    own = {field.encode_name for field in msgspec.structs.fields(EmbeddingBody)}
+    assert own <= inputs["properties"].keys()
+    assert (own - {"input"}) | {"messages", "chat_template_kwargs"} <= chat["properties"].keys()
+    assert (inputs["required"], chat["required"]) == (["input"], ["messages"])
 
 
 def test_a_strict_server_says_that_it_takes_nothing_else(launch):

@@ -176,19 +176,23 @@ def _schemas(operations: Iterable[Operation], *, strict: bool) -> dict[str, Any]
     # Messages are read one by one, each by its own Struct, so that an error can name the place.
     messages = {"type": "array", "minItems": 1, "items": {"$ref": REFERENCE.format(name="Message")}}
     found["ChatBody"]["properties"]["messages"] = messages
-    found["EmbeddingBody"]["properties"]["dimensions"] = {"type": "null"}
     _tell_tokenize(found, beside, strict=strict)
     return dict(_portable(found))
 
 
 def _tell_tokenize(found: dict[str, Any], beside: dict[str, Any], *, strict: bool) -> None:
-    """A text, or messages: two bodies on one path."""
+    """A text, or messages: two bodies on one path, and so it is with embeddings."""
     text = found["TokenizeBody"]
     text["properties"]["return_token_strs"] = {"type": "boolean", "default": False}
     chat = beside | {name: found["ChatBody"]["properties"][name] for name in sorted(PROMPT_FIELDS)}
     chat["return_token_strs"] = text["properties"]["return_token_strs"]
     messages = {"type": "object", "properties": chat, "required": ["messages"], "additionalProperties": not strict}
     found["TokenizeBody"] = {"title": "TokenizeBody", "anyOf": [text, messages]}
+    inputs = found["EmbeddingBody"]
+    others = {name: kind for name, kind in inputs["properties"].items() if name != "input"}
+    messages = {**messages, "properties": {**chat, **others}}
+    del messages["properties"]["return_token_strs"]
+    found["EmbeddingBody"] = {"title": "EmbeddingBody", "anyOf": [inputs, messages]}
 
 
 def _portable(schema: Any) -> Any:

@@ -14,7 +14,7 @@ from holdfast.errors import RequestError
 from holdfast.server.request.messages import read_messages
 from holdfast.server.request.output_parser import OutputParserConfig, prepared, reading_of, talks_of_tools
 from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import OFF_LOOP_BYTES, TokenizePool, encode_within
+from holdfast.server.request.tokenize_pool import OFF_LOOP_BYTES, TokenizePool, Truncation, encode_within
 from holdfast.server.request.tools import ToolUse, read_tool_use
 from holdfast.server.schema.fields import unsupported
 from holdfast.server.schema.requests import ChatBody
@@ -62,6 +62,7 @@ async def chat_prompt(
     size_bytes: int,
     workers: TemplateWorkers,
     pool: TokenizePool,
+    truncation: Truncation | None = None,
 ) -> ChatPrompt:
     """The prompt that messages make. `tools`: as they came, for the template."""
     if body.chat_template is not None and not settings.trust_request_chat_template:
@@ -75,7 +76,8 @@ async def chat_prompt(
             f"messages: {len(body.messages)} messages in one request; at most {MAX_MESSAGES}", field="messages"
         )
     use = read_tool_use(body, tools, auto=settings.enable_auto_tool_choice)
-    chat = _Chat(tokenizer, body, read_messages(body.messages), use, engine.info.max_model_len, settings)
+    messages = read_messages(body.messages)
+    chat = _Chat(tokenizer, body, messages, use, engine.info.max_model_len, settings, truncation)
     if chat.is_foreign:
         return await chat.render_elsewhere(workers, pool)
     if size_bytes <= OFF_LOOP_BYTES:
@@ -121,6 +123,7 @@ class _Chat:
         use: ToolUse | None,
         context: int,
         settings: ServerSettings,
+        truncation: Truncation | None,
     ) -> None:
         extra = template_variables(body)
         check_end(add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message)
@@ -131,6 +134,7 @@ class _Chat:
         self._context = context
         self._settings = settings
         self._variables = extra
+        self._truncation = truncation
         opening = body.add_generation_prompt
         self._opening = opening if opening is not None else not body.continue_final_message
         self._talks_of_tools = talks_of_tools(use, messages)
@@ -197,6 +201,7 @@ class _Chat:
             text,
             field="messages",
             add_special_tokens=bool(self._body.add_special_tokens),
+            truncation=self._truncation,
         )
         known = reading.behind(text, continued=self._body.continue_final_message) if reading else None
         return ChatPrompt(ids, text, known)

@@ -25,7 +25,8 @@ from holdfast.server.request.logprob_budget import check_told
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import TokenizePool, check_ids, encode_within
+from holdfast.server.request.tokenize_pool import TokenizePool, Truncation, check_ids, encode_within
+from holdfast.server.schema.auxiliary import EmbeddingBody
 from holdfast.server.schema.fields import (
     check_fields,
     check_members,
@@ -91,6 +92,8 @@ class GenerationRequest:
     """The LoRA adapter that the request named in the model's place."""
     with_token_ids: bool
     """Whether ids are shown beside the text."""
+    tokens_as_ids: bool
+    """Whether logprobs name tokens by their ids (`token_name`)."""
     prompt_text: str | None
     """A chat's prompt as the template has rendered it, where it is to be shown."""
     reading: OutputParserConfig | None
@@ -150,7 +153,8 @@ async def read_chat(
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
-    chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool)
+    cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
+    chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool, cut)
     reading = chat.reading
     try:
         if reading is not None:
@@ -204,7 +208,8 @@ async def read_completion(
     if params.structured_outputs is not None:
         await _check_structured(params, engine)
     context = engine.info.max_model_len
-    texts, prompts = split_prompts(body.prompt, context)
+    cut = truncation_of(body, context, body.max_tokens)
+    texts, prompts = split_prompts(body.prompt, context, truncation=cut)
     _check_places(len(texts or prompts) * params.n, engine, settings, "prompt")
     if texts is not None:
         encode = partial(
@@ -213,16 +218,19 @@ async def read_completion(
             tokenizer_of(engine, "prompt"),
             field="prompt",
             add_special_tokens=body.add_special_tokens is not False,
+            truncation=cut,
         )
         given = texts
         prompts = await pool.run(lambda: [encode(text) for text in given], len(raw))
-    elif body.echo:
+    if body.echo and (texts is None or cut is not None):
         texts = [tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
     if not all(prompts):
         raise RequestError("prompt: a prompt has no tokens", field="prompt")
     firsts = None
     if body.echo and body.logprobs is not None:
-        firsts = [tokenizer_of(engine, "echo").decode([prompt[0]]) for prompt in prompts]
+        as_ids = bool(body.return_tokens_as_token_ids)
+        decode = tokenizer_of(engine, "echo").decode
+        firsts = [token_name(prompt[0]) if as_ids else decode([prompt[0]]) for prompt in prompts]
     echoes = texts if body.echo else None
     return _ask(
         body,
@@ -283,10 +291,38 @@ def _check_places(answers: int, engine: Engine, settings: ServerSettings, field:
     engine.check_room(answers)
 
 
+def token_name(token_id: int) -> str:
+    """vLLM's, where tokens are to be told apart whose text is the same, or is none."""
+    return f"token_id:{token_id}"
+
+
+def truncation_of(body: Common | EmbeddingBody, context: int, max_tokens: int | None) -> Truncation | None:
+    """None: a prompt that is too long is refused. `max_tokens`: that the answer shall have, if it was said."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return None
+    room = max(context - max(max_tokens or 0, 1), 0)
+    if keep > context - (max_tokens or 0):
+        raise RequestError(
+            f"truncate_prompt_tokens is {keep}; the context of {context} tokens leaves {room} for the prompt",
+            needed=f"at most {room}",
+            found=str(keep),
+            fix="truncate_prompt_tokens: -1 keeps as many as fit",
+            field="truncate_prompt_tokens",
+        )
+    return Truncation(room if keep < 0 else keep, body.truncation_side or "left")
+
+
 def split_prompts(
-    prompt: Any, context: int, *, field: str = "prompt", most: int = MAX_PROMPTS
+    prompt: Any,
+    context: int,
+    *,
+    field: str = "prompt",
+    most: int = MAX_PROMPTS,
+    truncation: Truncation | None = None,
 ) -> tuple[list[str] | None, list[list[int]]]:
     """Texts, or lists of token ids: OpenAI's four ways to write a prompt. Too many ids are not even looked at."""
+    kept = truncation.of if truncation is not None else list[int]
     if isinstance(prompt, str):
         return [prompt], []
     if not isinstance(prompt, list) or not prompt:
@@ -295,16 +331,18 @@ def split_prompts(
             field=field,
         )
     if isinstance(prompt[0], int):
+        prompt = kept(prompt)
         check_ids(len(prompt), context, field)
         return None, [convert(prompt, list[TokenId], field)]
     if len(prompt) > most:
         raise RequestError(f"{field}: {len(prompt)} prompts in one request; at most {most}", field=field)
     if isinstance(prompt[0], str):
         return convert(prompt, list[str], field), []
-    for ids in prompt:
+    listed = [kept(ids) if isinstance(ids, list) else ids for ids in prompt]
+    for ids in listed:
         if isinstance(ids, list):
             check_ids(len(ids), context, field)
-    return None, convert(prompt, list[list[TokenId]], field)
+    return None, convert(listed, list[list[TokenId]], field)
 
 
 def served_model(model: str | None, settings: ServerSettings) -> str:
@@ -420,6 +458,7 @@ def _ask(
         cache_salt=body.cache_salt,
         adapter=settings.adapter(model),
         with_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         prompt_text=prompt_text,
         reading=reading,
     )

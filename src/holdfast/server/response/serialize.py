@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from holdfast.records import AnswerDelta, Logprob
 from holdfast.server.request.output_parser import OutputParserConfig
-from holdfast.server.request.parse import BytesOf, GenerationRequest
+from holdfast.server.request.parse import BytesOf, GenerationRequest, token_name
 from holdfast.server.response.logprobs import (
     LOWEST_LOGPROB,
     CompletionLogprobsWriter,
@@ -143,7 +143,7 @@ class ChatShape(_Stream):
 
     def _shaped(self, entries: list[dict[int, Logprob]]) -> list[TokenLogprob]:
         count, bytes_of = self._ask.logprobs or 0, self._ask.bytes_of
-        return [_chat_logprob(entry, count, bytes_of) for entry in entries]
+        return [_chat_logprob(entry, count, bytes_of, as_ids=self._ask.tokens_as_ids) for entry in entries]
 
     def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
         answer.tokens.add([*self._shaped(entries)])
@@ -259,7 +259,7 @@ class CompletionShape(_Stream):
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null"
         if delta.logprobs is not None:
-            columns = CompletionLogprobsWriter()
+            columns = CompletionLogprobsWriter(token_name if self._ask.tokens_as_ids else None)
             columns.add(delta.logprobs)
             logprobs = b"".join(columns.behind(start=answer.shown_chars))
             answer.shown_chars += columns.chars
@@ -342,12 +342,13 @@ def _ending(delta: AnswerDelta) -> bytes:
     return b'"finish_reason":"%b","stop_reason":%b}' % (delta.finish_reason.value.encode(), encode(delta.stop_reason))
 
 
-def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None) -> TokenLogprob:
+def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None, *, as_ids: bool) -> TokenLogprob:
     def shown(token_id: int, candidate: Logprob) -> tuple[str, float, list[int]]:
         text = candidate.decoded_token or ""
         # A token may be half a character: its text is then U+FFFD, and only its bytes tell what it is.
         spelled = bytes_of(token_id) if bytes_of is not None else None
-        return text, max(candidate.logprob, LOWEST_LOGPROB), list(text.encode() if spelled is None else spelled)
+        name = token_name(token_id) if as_ids else text
+        return name, max(candidate.logprob, LOWEST_LOGPROB), list(text.encode() if spelled is None else spelled)
 
     chosen = next(iter(entry.items()))
     likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)

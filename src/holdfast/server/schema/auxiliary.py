@@ -34,11 +34,17 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
+    """In place of `input`, `messages` and what else makes a chat's prompt may stand."""
+
     input: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
     """A text, several, token ids, or several lists of them."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    """The first so many numbers of a vector, at length 1 again."""
     add_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Small = 0
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
 

@@ -60,6 +60,12 @@ class Common(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Small | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    """The most tokens of a prompt; -1: as many as the context has beside max_tokens."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a prompt that is too long loses tokens; left out: at its beginning, as in vLLM."""
+    return_tokens_as_token_ids: bool | None = None
+    """Whether logprobs name tokens as token_id:5."""
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     """OpenAI's: text, json_object, json_schema; vLLM's structural_tag."""
