@@ -1,4 +1,4 @@
-"""/v1/embeddings: texts, token ids or messages in, a vector for each out. What a vector is: `engine.requests.embedding`.
+"""/v1/embeddings: texts, token ids or messages in, a vector for each out. What one is: `engine.requests.embedding`.
 
 input ─► ids ─► room for all vectors ─► a few at a time through the engine ─► encoded while they are sent
 """
@@ -22,10 +22,10 @@ from holdfast.errors import EngineError, RequestError
 from holdfast.footprint.cpu import TOLD_ENTRIES, TOLD_ENTRY_BYTES
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import AnswerDelta
-from holdfast.server.http.middleware import Record
-from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
+from holdfast.server.http.middleware import Record
 from holdfast.server.request.chat import chat_prompt
+from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import (
     decode_object,
     no_priority,
