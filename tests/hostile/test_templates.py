@@ -280,6 +280,7 @@ def job(template: str = "{{ messages[0].content }}") -> RenderJob:
         add_generation_prompt=False,
         continue_final_message=False,
         documents=None,
+        in_words=True,
         variables={},
     )
 

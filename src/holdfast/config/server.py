@@ -35,7 +35,8 @@ REFUSED: Mapping[str, str] = unsupported.SERVER
 
 TOOL_CALL_PARSERS = (
     "hermes", "llama3_json", "llama4_json", "mistral", "json", "qwen", "qwen2", "qwen2_5", "qwen3", "qwen3_json",
-    "granite4", "llama3",
+    "granite4", "llama3", "qwen3_coder", "qwen3_xml", "mimo", "seed_oss", "granite", "phi4_mini_json", "jamba",
+    "hunyuan_a13b", "pythonic", "llama4_pythonic", "olmo3",
 )  # fmt: skip
 REASONING_PARSERS = (
     "deepseek_r1", "qwen3", "deepseek_v3", "ernie45", "glm45", "holo2", "kimi_k2", "minimax_m2", "mistral", "olmo3",

@@ -17,6 +17,7 @@ from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import OFF_LOOP_BYTES, TokenizePool, Truncation, encode_within
 from holdfast.server.request.tools import ToolUse, read_tool_use
 from holdfast.server.schema.fields import unsupported
+from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.schema.requests import ChatBody
 from holdfast.server.settings import ServerSettings
 from holdfast.text.templates.budget import SlowRenderingError, impatient
@@ -40,6 +41,9 @@ _TEMPLATE_OWN = frozenset(
     }
 )  # fmt: skip
 """Names that our own call of the template has."""
+
+
+_NO_TOOLS = "the chat template has no tools; with --tool-call-parser json they are described in the prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,13 @@ async def chat_prompt(
     use = read_tool_use(body, tools, auto=settings.enable_auto_tool_choice)
     messages = read_messages(body.messages)
     chat = _Chat(tokenizer, body, messages, use, engine.info.max_model_len, settings, truncation)
+    prompt = await _rendered(chat, size_bytes, workers, pool)
+    if chat.leaves_tools_out:
+        IGNORED.get().add("tools", why=_NO_TOOLS)
+    return prompt
+
+
+async def _rendered(chat: _Chat, size_bytes: int, workers: TemplateWorkers, pool: TokenizePool) -> ChatPrompt:
     if chat.is_foreign:
         return await chat.render_elsewhere(workers, pool)
     if size_bytes <= OFF_LOOP_BYTES:
@@ -135,6 +146,8 @@ class _Chat:
         self._settings = settings
         self._variables = extra
         self._truncation = truncation
+        self.leaves_tools_out = False
+        """Once rendered: whether the template has no tools, and nobody asked for calls all the same."""
         opening = body.add_generation_prompt
         self._opening = opening if opening is not None else not body.continue_final_message
         self._talks_of_tools = talks_of_tools(use, messages)
@@ -170,6 +183,7 @@ class _Chat:
             tools=[dict(tool.given) for tool in self._use.tools] if self._use else None,
             talks_of_tools=self._talks_of_tools,
             tool_call_parser=self._settings.tool_call_parser,
+            in_words=self._use is None or self._use.in_words(self._settings.tool_call_parser),
             add_generation_prompt=self._opening,
             continue_final_message=self._body.continue_final_message,
             documents=self._body.documents,
@@ -185,13 +199,15 @@ class _Chat:
         return await pool.run(finished, len(rendered.text))
 
     def _reading(self, speech: Callable[[], ToolFormat | None]) -> OutputParserConfig | None:
-        return reading_of(
+        found = reading_of(
             self._template,
             self._use,
             self._settings,
             shows_thoughts=self._body.include_reasoning,
             speech=speech if self._talks_of_tools else None,
         )
+        self.leaves_tools_out = self._use is not None and (found is None or found.use is None)
+        return found
 
     def _finished(self, text: str, reading: OutputParserConfig | None) -> ChatPrompt:
         # The template writes bos itself; a second one would change the answer.

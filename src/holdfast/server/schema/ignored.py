@@ -33,16 +33,15 @@ class IgnoredFieldLog:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def tell(self, name: str, known: Collection[str]) -> None:
+    def tell(self, name: str, known: Collection[str], why: str) -> None:
         if name in self._told or len(self._told) >= MOST_LOGGED:
             return
         self._told.add(name)
-        near = difflib.get_close_matches(name, known, n=1)
-        log.warning(
-            "ignored the field %s of a request: unknown here%s; --strict-fields refuses such requests",
-            name,
-            f" (similar: {near[0]})" if near else "",
-        )
+        if not why:
+            near = difflib.get_close_matches(name, known, n=1)
+            similar = f" (similar: {near[0]})" if near else ""
+            why = f"unknown here{similar}; --strict-fields refuses such requests"
+        log.warning("ignored the field %s of a request: %s", name, why)
         if len(self._told) == MOST_LOGGED:
             log.warning("%d unknown fields were logged; further ones are not", MOST_LOGGED)
 
@@ -57,8 +56,8 @@ class IgnoredFields:
     names: dict[str, None] = field(default_factory=dict)
     left_out: bool = False
 
-    def add(self, name: str, known: Collection[str] = ()) -> None:
-        """`known`: what may have been meant."""
+    def add(self, name: str, known: Collection[str] = (), why: str = "") -> None:
+        """`known`: what may have been meant. `why`: of a field that is known."""
         shown = shown_name(name)
         if shown in self.names:
             return
@@ -67,7 +66,7 @@ class IgnoredFields:
             return
         self.names[shown] = None
         if self.log is not None:
-            self.log.tell(shown, known)
+            self.log.tell(shown, known, why)
 
     @property
     def header(self) -> str | None:
