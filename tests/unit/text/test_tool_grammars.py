@@ -12,8 +12,8 @@ from holdfast.errors import GrammarError, RequestError
 from holdfast.text.output.reasoning import ReasoningFormat, State
 from holdfast.text.tools.call_format import ToolCallFormat
 from holdfast.text.tools.events import Arguments, CallBegun, Tool
-from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, Freedom, calls_grammar, closed, thoughtful_json
 from holdfast.text.tools.families.mistral import NAMED
+from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, Freedom, calls_grammar, closed, thoughtful_json
 from holdfast.text.tools.prompt import written
 from holdfast.text.tools.registry import DIALECTS
 

@@ -116,7 +116,7 @@ CALLS = [
     ("granite", '<tool_call>[{"arguments": %s, "name": "weather"}]', [ONE]),
     ("phi4_mini_json", 'functools[{"name": "weather", "arguments": %s}]', [ONE]),
     ("phi4_mini_json", '<|tool_call|>[{"name": "weather", "arguments": %s}]<|/tool_call|>', [ONE]),
-    ("jamba", '<tool_calls>[\n {"name": "weather", "arguments": %s},\n {"name": "add", "arguments": %s}\n]</tool_calls>',
+    ("jamba", '<tool_calls>[\n{"name": "weather", "arguments": %s}, {"name": "add", "arguments": %s}]\n</tool_calls>',
      [ONE, TWO]),
     ("pythonic", '[{"name": "weather", "arguments": %s}, {"name": "add", "arguments": %s}]', [ONE, TWO]),
 ]  # fmt: skip

@@ -54,9 +54,10 @@ class CallReader:
         forced: bool = False,
         parameters: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """`parameters`: the tools' schemas by name, for formats that do not write of which type a value is. `fits`: whether arguments are such as the tool of this name takes; for answers of which a grammar holds the
+        """`fits`: whether arguments are such as the tool of this name takes; for answers of which a grammar holds the
         marked calls alone: what no mark opens is content where it does not fit. `forced`: the answer is a call by its
-        grammar, so that a beginning is no content."""
+        grammar, so that a beginning is no content. `parameters`: the tools' schemas by name, for formats that do not
+        write of which type a value is."""
         self._names = names
         self._parameters = parameters or {}
         self._most_calls = most_calls

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from holdfast.text.tools.families import generic, hermes, listed, llama3, mistral, pythonic, xml_calls
 from holdfast.text.tools.call_format import ToolCallFormat
+from holdfast.text.tools.families import generic, hermes, listed, llama3, mistral, pythonic, xml_calls
 from holdfast.text.tools.parser import CallReader
 
 
