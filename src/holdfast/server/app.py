@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from functools import partial
@@ -39,7 +40,7 @@ from holdfast.server.http.errors import (
     failure_response,
     json_response,
 )
-from holdfast.server.http.middleware import AccessMiddleware, Tally
+from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, Tally
 from holdfast.server.http.request_metrics import Counting
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import read_chat, read_completion
@@ -50,6 +51,8 @@ from holdfast.server.response.json_handler import Exchange
 from holdfast.server.response.serialize import chat_shape, completion_shape
 from holdfast.server.schema.ignored import HEADER
 from holdfast.server.settings import ServerSettings
+
+server_log = logging.getLogger("holdfast.server")
 
 _OFF = frozenset({"false", "0", "no", "off"})
 
@@ -109,6 +112,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         response.headers.update(getattr(error, "headers", None) or {})  # Which methods a path has.
         return response
 
+    if (settings.api_key or settings.api_key_file) and not settings.public_metrics:
+        server_log.info("an API key is required: %s", METRICS_NEED_KEY)
     log = json_lines(settings.access_log) if isinstance(settings.access_log, Path) else settings.access_log
     tally = Tally()
     app = Starlette(

@@ -19,7 +19,7 @@ class ServerSettings:
     served_model_names: tuple[str, ...]
     """Names that requests may call the model by; the first is the one we answer with."""
     api_key: str | tuple[str, ...] | None = None
-    """One of these is asked for on every path but /health and /ping."""
+    """One of these is asked for on every path but those of probes (`server.http.middleware`)."""
     api_key_file: Path | None = None
     """Further ones, one a line; read again when it changes."""
     enable_sleep_mode: bool = False
@@ -31,7 +31,7 @@ class ServerSettings:
     disable_docs: bool = False
     """No /docs, no /openapi.json."""
     public_metrics: bool = False
-    """Whether /metrics is answered without a key too."""
+    """Whether /metrics is answered without a key, as in vLLM."""
     allowed_origins: tuple[str, ...] = ()
     """Of web pages in browsers that may read answers (CORS); none: no page but our own."""
     allowed_methods: tuple[str, ...] = ("*",)
