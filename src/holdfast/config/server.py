@@ -78,7 +78,7 @@ class ServerConfig:
     port: int = setting(8000, "port to listen on; 0: any free one", whole(0, 65535))
     api_key: tuple[str, ...] = setting(
         (),
-        "require this key, or one of these (Authorization: Bearer KEY), on every path except /health, /ping and /version",
+        "require this key, or one of these (Authorization: Bearer KEY), except on /health, /ping and /version",
         texts,
         metavar="KEY",
     )

@@ -25,6 +25,7 @@ from holdfast.observability.metrics.registry import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
 from holdfast.server.endpoints.docs_page import POLICY, page
 from holdfast.server.endpoints.embeddings import Embeddings
+from holdfast.server.endpoints.llama_cpp import ALIASES, LlamaCpp
 from holdfast.server.endpoints.lora import LoraEndpoints
 from holdfast.server.endpoints.memory import memory_endpoint
 from holdfast.server.endpoints.openapi import document
@@ -42,12 +43,14 @@ from holdfast.server.http.errors import (
 )
 from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, Tally
 from holdfast.server.http.request_metrics import Counting
+from holdfast.server.request.llama_cpp import read_native
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import read_chat, read_completion
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
 from holdfast.server.response.json_handler import Exchange
+from holdfast.server.response.llama_cpp import NativeShape
 from holdfast.server.response.serialize import chat_shape, completion_shape
 from holdfast.server.schema.ignored import HEADER
 from holdfast.server.settings import ServerSettings
@@ -79,6 +82,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
     embeddings = Embeddings(engine, settings, metrics, room, workers, pool)
     tokenizing = Tokenizing(engine, settings, workers, pool)
+    native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
+    llama = LlamaCpp(engine, settings, workers, pool)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
@@ -98,7 +103,12 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/metrics/", plain.metrics, methods=["GET"]),
         Route("/memory", memory_endpoint(engine), methods=["GET"]),
         *Sleeping(engine, settings).routes,
+        Route("/completion", native, methods=["POST"]),
+        Route("/apply-template", Exchange(llama.apply_template, engine, settings), methods=["POST"]),
+        Route("/props", llama.props, methods=["GET"]),
     ]
+    known = {route.path: route for route in routes}
+    routes += [Route(path, known[of].endpoint, methods=list(known[of].methods or ())) for path, of in ALIASES.items()]
 
     routes += absent_routes(lora=lora is not None)
     routes += [] if lora is None else lora.routes

@@ -18,6 +18,9 @@ AccessLog = Callable[[dict[str, Any]], None]
 class ServerSettings:
     served_model_names: tuple[str, ...]
     """Names that requests may call the model by; the first is the one we answer with."""
+    any_model_name: bool = False
+    """Whether a request may call it by any other name too: where nobody chose one. The name of an adapter never is one
+    of these, so that with adapters no other name is taken."""
     api_key: str | tuple[str, ...] | None = None
     """One of these is asked for on every path but those of probes (`server.http.middleware`)."""
     api_key_file: Path | None = None

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.server.app import create_app
+from holdfast.server.endpoints.llama_cpp import ALIASES
 from holdfast.server.endpoints.unsupported import LORA, PATHS
 from holdfast.server.schema import fields
 from holdfast.server.schema.auxiliary import DetokenizeBody, EmbeddingBody
@@ -38,7 +39,7 @@ def test_every_route_is_described_and_nothing_else(described):
         (re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path), method.lower())
         for route in app.routes
         for method in route.methods - {"HEAD"}
-        if route.path not in {*PATHS, *LORA, "/metrics/"}
+        if route.path not in {*PATHS, *LORA, *ALIASES, "/metrics/"}
     }
     told = {(path, method) for path, methods in described["paths"].items() for method in methods}
     assert told | {("/openapi.json", "get"), ("/docs", "get")} == routes

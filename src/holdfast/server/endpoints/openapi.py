@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.observability.ledger import Ledger
+from holdfast.server.endpoints.llama_cpp import AppliedTemplate
 from holdfast.server.endpoints.lora import LoadBody, UnloadBody
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.schema.auxiliary import (
@@ -24,6 +25,7 @@ from holdfast.server.schema.auxiliary import (
     TokenizeResponse,
 )
 from holdfast.server.schema.fields import HARMLESS, QUIET
+from holdfast.server.schema.llama_cpp import NativeBody
 from holdfast.server.schema.requests import ChatBody, CompletionBody, Message, Usage
 from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
 
@@ -92,6 +94,11 @@ OPERATIONS = (
               answer=TokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/detokenize", method="post", summary="Convert token ids to text", body=DetokenizeBody,
               answer=DetokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
+    Operation(path="/completion", method="post", summary="llama.cpp's own completion", body=NativeBody, streams=True,
+              refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/apply-template", method="post", summary="Render chat messages to a prompt (llama.cpp)",
+              answer=AppliedTemplate, refusals=(400, 404, 408, 413, 415, 503)),
+    Operation(path="/props", method="get", summary="Properties of the server (llama.cpp)", refusals=(503,)),
     Operation(path="/health", method="get", summary="Health check (no API key)", answer=Health, refusals=(503,)),
     Operation(path="/ping", method="get", summary="Health check", answer=Health, refusals=(503,)),
     Operation(path="/ping", method="post", summary="Health check", answer=Health, refusals=(503,)),

@@ -50,10 +50,18 @@ where an answer would tell of other users' requests, or would change the server.
 METRICS = frozenset({"/metrics", "/metrics/"})
 """Without a key only where that was asked for: they tell how much is asked of which model and adapter."""
 
-NEEDS_ENGINE = ("/v1/", "/tokenize", "/detokenize")
+NEEDS_ENGINE = (
+    "/v1/", "/tokenize", "/detokenize", "/chat/completions", "/completion", "/embeddings", "/models", "/props",
+    "/apply-template",
+)  # fmt: skip
 """Beginnings of paths that are of no use before the engine is there, or when it is gone."""
 
-COMPUTING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+COMPUTING = frozenset(
+    {
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/chat/completions", "/completions", "/embeddings",
+        "/completion",
+    }
+)  # fmt: skip
 
 METRICS_NEED_KEY = (
     "Prometheus needs it too (authorization: {credentials: KEY} in its scrape_configs), or serve with --public-metrics"

@@ -35,11 +35,13 @@ from holdfast.server.schema.fields import (
     ignore_or_refuse,
     unsupported,
 )
+from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, StreamOptions, TokenId
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
+    from holdfast.server.request.llama_cpp import NativeOptions
     from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 BytesOf = Callable[[int], bytes | None]
@@ -98,6 +100,8 @@ class GenerationRequest:
     """A chat's prompt as the template has rendered it, where it is to be shown."""
     reading: OutputParserConfig | None
     """How an answer's text is to be read; None: it is content and nothing else."""
+    native: NativeOptions | None = None
+    """Of llama.cpp's own endpoint."""
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
@@ -192,6 +196,20 @@ async def read_completion(
     fields = check_fields(decode_object(raw), _COMPLETION_FIELDS)
     body: CompletionBody = convert(fields, CompletionBody)
     _check_inner(fields)
+    return await completion_request(body, engine, settings, pool, size_bytes=len(raw), request_id=request_id)
+
+
+async def completion_request(
+    body: CompletionBody,
+    engine: Engine,
+    settings: ServerSettings,
+    pool: TokenizePool,
+    *,
+    size_bytes: int,
+    default_tokens: int | None = COMPLETION_MAX_TOKENS,
+    request_id: str | None = None,
+) -> GenerationRequest:
+    """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
     _check_logprobs(body.logprobs, "logprobs")
     _check_prompt_logprobs(body)
@@ -204,7 +222,7 @@ async def read_completion(
         body.max_tokens = 1
     if body.echo and body.prompt_logprobs is None:
         body.prompt_logprobs = body.logprobs
-    params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=COMPLETION_MAX_TOKENS)
+    params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=default_tokens)
     if params.structured_outputs is not None:
         await _check_structured(params, engine)
     context = engine.info.max_model_len
@@ -221,7 +239,7 @@ async def read_completion(
             truncation=cut,
         )
         given = texts
-        prompts = await pool.run(lambda: [encode(text) for text in given], len(raw))
+        prompts = await pool.run(lambda: [encode(text) for text in given], size_bytes)
     if body.echo and (texts is None or cut is not None):
         texts = [tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
     if not all(prompts):
@@ -350,6 +368,10 @@ def served_model(model: str | None, settings: ServerSettings) -> str:
     if model is not None and settings.adapter(model) is not None:
         return model
     if model is not None and model not in settings.served_model_names:
+        ignored = IGNORED.get()
+        if settings.any_model_name and not ignored.strict:
+            ignored.add("model", why=f"another model is served here, {settings.served_model_names[0]}, and answers")
+            return settings.served_model_names[0]
         raise UnknownModelError(
             f"the model {shorten(model)!r} does not exist",
             found=shorten(", ".join(settings.all_names)),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from holdfast.records import AnswerDelta, Logprob
+from holdfast.records import AnswerDelta, Logprob, RequestTiming
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.parse import BytesOf, GenerationRequest, token_name
 from holdfast.server.response.logprobs import (
@@ -66,10 +66,17 @@ class ResponseChoice:
     """In a stream: of tokens that only added to what is held, until an event shows them."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    """Of its prompt."""
+    timing: RequestTiming | None = None
+    """Once it has ended."""
 
 
 class ResponseFormatter(Protocol):
     """A chat or a completion."""
+
+    ending: bytes
+    """Of a stream, behind its last event."""
 
     def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
         """Events before the first token of an answer; may be empty."""
@@ -91,6 +98,8 @@ def error_event(error: dict[str, Any]) -> bytes:
 
 class _Stream:
     """The parts of an event that never change."""
+
+    ending = DONE
 
     def __init__(self, ask: GenerationRequest, kind: str) -> None:
         self._ask = ask

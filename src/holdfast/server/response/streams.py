@@ -145,7 +145,9 @@ class Conversation:
             answer = self.answers[first + delta.index]
             if self._ask.with_token_ids:
                 answer.token_ids += delta.token_ids
+            answer.cached_tokens = self._cached[position]
             if delta.finish_reason is not None:
+                answer.timing = delta.timing
                 answer.finish_reason = delta.finish_reason.value
                 answer.stop_reason = delta.stop_reason
             await consume(answer, delta)

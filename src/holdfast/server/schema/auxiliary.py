@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,10 +18,19 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = True
 
 
+class TokenizedPiece(msgspec.Struct, kw_only=True):
+    """A token as llama.cpp tells it."""
+
+    id: int
+    piece: str | list[int]
+    """Bytes, where it is no text by itself."""
+
+
 class TokenizeResponse(msgspec.Struct, kw_only=True):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: Sequence[int | TokenizedPiece]
+    """Pieces with llama.cpp's `with_pieces`."""
     token_strs: list[str] | None = None
 
 
@@ -31,6 +41,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
+    content: str
+    """llama.cpp's name for the same."""
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
