@@ -28,7 +28,7 @@ class ServerSettings:
     enable_sleep_mode: bool = False
     """Whether /sleep and /wake_up may be asked."""
     force_include_usage: bool = False
-    """Whether every stream tells its usage, asked for or not."""
+    """Whether every chunk of every stream tells its usage, asked for or not."""
     strict_fields: bool = False
     """Whether a field that is not known is refused; otherwise it is ignored, and told in a header and in the log."""
     disable_docs: bool = False

@@ -120,5 +120,12 @@ def test_a_wrong_method_is_told_the_right_ones(launch):
 
 def test_usage_may_be_forced_into_every_stream(launch):
     with launch(force_include_usage=True).client() as client:
-        assert '"completion_tokens":4' in client.post("/v1/completions", json={"prompt": "abc", "stream": True}).text
+        for path, body in (
+            ("/v1/completions", {"prompt": "abc"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+        ):
+            text = client.post(path, json={**body, "stream": True}).text
+            events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            told = [event["usage"]["completion_tokens"] for event in events]
+            assert told == ([] if path == "/v1/completions" else [0]) + [1, 2, 3, 4, 4]
         assert client.post("/v1/completions", json={"prompt": "abc"}).status_code == 200

@@ -456,7 +456,10 @@ def _ask(
     options = body.stream_options
     if options not in (None, StreamOptions()) and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
-    usage = (options is not None and bool(options.include_usage)) or (body.stream and settings.force_include_usage)
+    forced = body.stream and settings.force_include_usage
+    usage = forced or (options is not None and bool(options.include_usage))
+    # As in vLLM what the server forces is in every chunk.
+    continuous = forced or (usage and options is not None and bool(options.continuous_usage_stats))
     unique = uuid.uuid4().hex
     return GenerationRequest(
         answer_id=f"{prefix}-{request_id or body.request_id or unique}",
@@ -475,7 +478,7 @@ def _ask(
         logprobs=logprobs,
         stream=body.stream,
         include_usage=usage,
-        continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
+        continuous_usage=continuous,
         priority=body.priority,
         cache_salt=body.cache_salt,
         adapter=settings.adapter(model),
