@@ -25,7 +25,7 @@ from holdfast.observability.metrics.registry import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
 from holdfast.server.endpoints.docs_page import POLICY, page
 from holdfast.server.endpoints.embeddings import Embeddings
-from holdfast.server.endpoints.llama_cpp import ALIASES, LlamaCpp
+from holdfast.server.endpoints.llama_cpp import LlamaCpp, aliases
 from holdfast.server.endpoints.lora import LoraEndpoints
 from holdfast.server.endpoints.memory import memory_endpoint
 from holdfast.server.endpoints.openapi import document
@@ -83,7 +83,6 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     embeddings = Embeddings(engine, settings, metrics, room, workers, pool)
     tokenizing = Tokenizing(engine, settings, workers, pool)
     native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
-    llama = LlamaCpp(engine, settings, workers, pool)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
@@ -103,12 +102,10 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/metrics/", plain.metrics, methods=["GET"]),
         Route("/memory", memory_endpoint(engine), methods=["GET"]),
         *Sleeping(engine, settings).routes,
+        *LlamaCpp(engine, settings, workers, pool).routes,
         Route("/completion", native, methods=["POST"]),
-        Route("/apply-template", Exchange(llama.apply_template, engine, settings), methods=["POST"]),
-        Route("/props", llama.props, methods=["GET"]),
     ]
-    known = {route.path: route for route in routes}
-    routes += [Route(path, known[of].endpoint, methods=list(known[of].methods or ())) for path, of in ALIASES.items()]
+    routes += aliases(routes)
 
     routes += absent_routes(lora=lora is not None)
     routes += [] if lora is None else lora.routes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from holdfast.engine.interface import Engine
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
@@ -16,6 +18,7 @@ from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool
+from holdfast.server.response.json_handler import Exchange
 from holdfast.server.schema.fields import check_fields, convert
 from holdfast.server.schema.requests import ChatBody
 from holdfast.server.settings import ServerSettings
@@ -30,6 +33,11 @@ ALIASES = {
 leaves /v1 out of an address has an OpenAI client. Its own completion is /completion."""
 
 
+def aliases(routes: Iterable[Route]) -> list[Route]:
+    known = {route.path: route for route in routes}
+    return [Route(path, known[of].endpoint, methods=list(known[of].methods or ())) for path, of in ALIASES.items()]
+
+
 class AppliedTemplate(msgspec.Struct, kw_only=True):
     prompt: str
 
@@ -40,6 +48,13 @@ class LlamaCpp:
         self._settings = settings
         self._workers = workers
         self._pool = pool
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route("/apply-template", Exchange(self.apply_template, self._engine, self._settings), methods=["POST"]),
+            Route("/props", self.props, methods=["GET"]),
+        ]
 
     async def apply_template(self, raw: bytes, record: Record) -> AppliedTemplate:
         fields = check_fields(decode_object(raw), PROMPT_FIELDS)

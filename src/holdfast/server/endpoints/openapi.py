@@ -30,6 +30,7 @@ from holdfast.server.schema.requests import ChatBody, CompletionBody, Message, U
 from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
 
 VERSION = "3.1.0"
+_TEXT_ALONE = {"input", "return_token_strs"}
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -196,10 +197,9 @@ def _tell_tokenize(found: dict[str, Any], beside: dict[str, Any], *, strict: boo
     messages = {"type": "object", "properties": chat, "required": ["messages"], "additionalProperties": not strict}
     found["TokenizeBody"] = {"title": "TokenizeBody", "anyOf": [text, messages]}
     inputs = found["EmbeddingBody"]
-    others = {name: kind for name, kind in inputs["properties"].items() if name != "input"}
-    messages = {**messages, "properties": {**chat, **others}}
-    del messages["properties"]["return_token_strs"]
-    found["EmbeddingBody"] = {"title": "EmbeddingBody", "anyOf": [inputs, messages]}
+    kinds = {**chat, **inputs["properties"]}
+    conversation = {**messages, "properties": {name: kinds[name] for name in kinds.keys() - _TEXT_ALONE}}
+    found["EmbeddingBody"] = {"title": "EmbeddingBody", "anyOf": [inputs, conversation]}
 
 
 def _portable(schema: Any) -> Any:

@@ -5,7 +5,7 @@ What a request leaves out is the server's default, as everywhere, not llama.cpp'
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from holdfast.engine.interface import Engine
@@ -13,22 +13,13 @@ from holdfast.errors import RequestError
 from holdfast.server.request.parse import GenerationRequest, completion_request, decode_object
 from holdfast.server.request.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
-from holdfast.server.schema.llama_cpp import COMPANIONS, HARMLESS_NATIVE, NEUTRAL, NativeBody
+from holdfast.server.schema.llama_cpp import COMPANIONS, HARMLESS_NATIVE, NEUTRAL, NativeBody, NativeOptions
 from holdfast.server.schema.requests import CompletionBody
 from holdfast.server.settings import ServerSettings
 
 _FIELDS = honoured_fields(NativeBody)
 NEVER = -100.0
 """The least bias: what llama.cpp writes as false."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeOptions:
-    """What only llama.cpp's answers have."""
-
-    return_tokens: bool
-    prompt: str
-    """Of the first prompt, as text."""
 
 
 async def read_native(

@@ -36,12 +36,12 @@ from holdfast.server.schema.fields import (
     unsupported,
 )
 from holdfast.server.schema.ignored import IGNORED
+from holdfast.server.schema.llama_cpp import NativeOptions
 from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, StreamOptions, TokenId
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
-    from holdfast.server.request.llama_cpp import NativeOptions
     from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 BytesOf = Callable[[int], bytes | None]

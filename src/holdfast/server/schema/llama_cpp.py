@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -40,6 +41,15 @@ class NativeBody(msgspec.Struct, kw_only=True):
     cache_prompt: bool | None = None
     """The prefix cache is always on; `cache_salt` keeps prompts apart."""
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeOptions:
+    """What only llama.cpp's answers have."""
+
+    return_tokens: bool
+    prompt: str
+    """Of the first prompt, as text."""
 
 
 HARMLESS_NATIVE = frozenset({"id_slot", "slot_id", "n_cache_reuse", "timings_per_token", "t_max_prompt_ms", "n_indent"})

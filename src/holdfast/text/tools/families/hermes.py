@@ -17,7 +17,7 @@ FORMAT = ToolCallFormat(
 
 class HermesReader(GenericReader):
     opening, closing = OPEN, CLOSE
-    marks = (OPEN,)
+    marks: tuple[str, ...] = (OPEN,)
 
     def _read_calls(self) -> Region:
         if not self._mark:
