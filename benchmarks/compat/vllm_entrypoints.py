@@ -60,18 +60,9 @@ def main() -> int:
             print(f"not in this checkout: {name}")
     command = [sys.executable, "-m", "pytest", "--noconftest", "-c", os.devnull, f"--rootdir={known.checkout}"]
     command += ["-p", "benchmarks.compat.vllm_plugin", "-p", "tests.entrypoints.conftest", "-p", "no:cacheprovider"]
-    command += [
-        "-o",
-        "asyncio_mode=auto",
-        "-o",
-        "asyncio_default_fixture_loop_scope=function",
-        "--import-mode=importlib",
-        "-q",
-        "--tb=line",
-        "-rfE",
-        *further,
-        *there,
-    ]
+    command += ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function"]
+    command += ["--import-mode=importlib", "--continue-on-collection-errors", "-q", "--tb=line", "-rfE"]
+    command += [*further, *there]
     path = os.pathsep.join([str(known.checkout.resolve()), str(ROOT), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": path, "COMPAT_MODEL": known.model}
     return subprocess.run(command, cwd=known.checkout, env=environment).returncode

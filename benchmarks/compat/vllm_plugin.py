@@ -9,6 +9,7 @@ Adapters are further names of the model. Flags that are refused are left out, an
 
 from __future__ import annotations
 
+import base64
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -57,7 +58,7 @@ class Nothing:
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Any module below these names."""
 
-    roots = ("vllm", "fastapi", "tests.utils", "tests.models")
+    roots = ("vllm", "fastapi", "tests.conftest", "tests.utils", "tests.models")
 
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if any(name == root or name.startswith(root + ".") for root in self.roots):
@@ -184,6 +185,8 @@ class _Schemas(types.ModuleType):
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("pybase64") is None:
+        sys.modules["pybase64"] = base64  # The same functions, slower.
     if importlib.util.find_spec("jsonschema") is None:
         sys.modules["jsonschema"] = _Schemas("jsonschema")
 
