@@ -101,9 +101,9 @@ class RemoteOpenAIServer:
     def __init__(self, model: str, vllm_serve_args: Sequence[str], **named: Any) -> None:
         self.host, self.port = "127.0.0.1", _free_port()
         self._environment = {**os.environ, **(named.get("env_dict") or {})}
-        flags, names = _kept([*vllm_serve_args])
+        flags, names, adapters = _kept([*vllm_serve_args])
         base = [sys.executable, "-m", "holdfast.cli.main", "serve", MODEL, "--host", self.host, "--port"]
-        base += [str(self.port), "--disable-access-log", "--served-model-name", *(names or [model])]
+        base += [str(self.port), "--disable-access-log", "--served-model-name", *(names or [model]), *adapters]
         self._process = self._started([*base, *flags]) or self._started(base)
         if self._process is None:
             raise RuntimeError("holdfast serve did not start")
@@ -158,10 +158,10 @@ def _free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def _kept(flags: list[str]) -> tuple[list[str], list[str]]:
-    """What is passed on; and names that the model is served under beside its own."""
+def _kept(flags: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """What is passed on; the names that the model is served under, if they are said; and those of adapters."""
     kept: list[str] = []
-    names: list[str] = []
+    names: dict[str, list[str]] = {"--served-model-name": [], "--lora-modules": []}
     place = 0
     while place < len(flags):
         flag = flags[place].partition("=")[0]
@@ -172,9 +172,9 @@ def _kept(flags: list[str]) -> tuple[list[str], list[str]]:
         following = next((end for end in range(place, len(flags)) if flags[end].startswith("--")), len(flags))
         words = flags[place : following if REPLACED[flag] < 0 else place + REPLACED[flag]]
         place += len(words)
-        if flag in ("--served-model-name", "--lora-modules"):
-            names += [word.partition("=")[0] for word in words if not word.startswith("{")]
-    return kept, names
+        if flag in names:
+            names[flag] += [word.partition("=")[0] for word in words if not word.startswith("{")]
+    return kept, names["--served-model-name"], names["--lora-modules"]
 
 
 class _Schemas(types.ModuleType):

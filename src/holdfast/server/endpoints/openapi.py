@@ -74,6 +74,8 @@ class Operation:
     """None: told in words, or plain."""
     kind: str = "application/json"
     """Of the answer."""
+    listed: bool = False
+    """Whether the answer is a list where several are asked for."""
     streams: bool = False
     query: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Names, and the values they take."""
@@ -95,7 +97,7 @@ OPERATIONS = (
               answer=TokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/detokenize", method="post", summary="Convert token ids to text", body=DetokenizeBody,
               answer=DetokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
-    Operation(path="/completion", method="post", summary="llama.cpp's own completion", body=NativeBody, streams=True,
+    Operation(path="/completion", method="post", summary="llama.cpp's own completion", body=NativeBody, streams=True, listed=True,
               refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/apply-template", method="post", summary="Render chat messages to a prompt (llama.cpp)",
               answer=AppliedTemplate, refusals=(400, 404, 408, 413, 415, 503)),
@@ -168,6 +170,8 @@ def _described(operation: Operation, with_key: bool) -> dict[str, Any]:
 def _schema_of(operation: Operation) -> dict[str, Any]:
     if operation.answer is not None:
         return {"$ref": REFERENCE.format(name=operation.answer.__name__)}
+    if operation.listed:
+        return {"type": ["object", "array"]}
     return {"type": "object"} if operation.kind == "application/json" else {"type": "string"}
 
 
