@@ -279,6 +279,8 @@ def job(template: str = "{{ messages[0].content }}") -> RenderJob:
         tool_call_parser=None,
         add_generation_prompt=False,
         continue_final_message=False,
+        documents=None,
+        in_words=True,
         variables={},
     )
 

@@ -35,7 +35,8 @@ REFUSED: Mapping[str, str] = unsupported.SERVER
 
 TOOL_CALL_PARSERS = (
     "hermes", "llama3_json", "llama4_json", "mistral", "json", "qwen", "qwen2", "qwen2_5", "qwen3", "qwen3_json",
-    "granite4", "llama3",
+    "granite4", "llama3", "qwen3_coder", "qwen3_xml", "mimo", "seed_oss", "granite", "phi4_mini_json", "jamba",
+    "hunyuan_a13b", "pythonic", "llama4_pythonic", "olmo3",
 )  # fmt: skip
 REASONING_PARSERS = (
     "deepseek_r1", "qwen3", "deepseek_v3", "ernie45", "glm45", "holo2", "kimi_k2", "minimax_m2", "mistral", "olmo3",
@@ -77,7 +78,7 @@ class ServerConfig:
     port: int = setting(8000, "port to listen on; 0: any free one", whole(0, 65535))
     api_key: tuple[str, ...] = setting(
         (),
-        "require this key, or one of these (Authorization: Bearer KEY), on every path except /health and /ping",
+        "require this key, or one of these (Authorization: Bearer KEY), except on /health, /ping and /version",
         texts,
         metavar="KEY",
     )
@@ -99,6 +100,11 @@ class ServerConfig:
         "folders from which /v1/load_lora_adapter may load adapters; default: only those of --lora-modules",
         texts,
         metavar="FOLDER",
+    )
+    strict_fields: bool = setting(
+        False,
+        "refuse requests with unknown fields; default: they are ignored, with a warning and a response header",
+        flag,
     )
     trust_request_chat_template: bool = setting(
         False,

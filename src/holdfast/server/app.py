@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from functools import partial
@@ -24,6 +25,7 @@ from holdfast.observability.metrics.registry import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
 from holdfast.server.endpoints.docs_page import POLICY, page
 from holdfast.server.endpoints.embeddings import Embeddings
+from holdfast.server.endpoints.llama_cpp import LlamaCpp, aliases
 from holdfast.server.endpoints.lora import LoraEndpoints
 from holdfast.server.endpoints.memory import memory_endpoint
 from holdfast.server.endpoints.openapi import document
@@ -39,16 +41,21 @@ from holdfast.server.http.errors import (
     failure_response,
     json_response,
 )
-from holdfast.server.http.middleware import AccessMiddleware, Tally
+from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, Tally
 from holdfast.server.http.request_metrics import Counting
+from holdfast.server.request.llama_cpp import read_native
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import read_chat, read_completion
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
 from holdfast.server.response.json_handler import Exchange
+from holdfast.server.response.llama_cpp import NativeShape
 from holdfast.server.response.serialize import chat_shape, completion_shape
+from holdfast.server.schema.ignored import HEADER
 from holdfast.server.settings import ServerSettings
+
+server_log = logging.getLogger("holdfast.server")
 
 _OFF = frozenset({"false", "0", "no", "off"})
 
@@ -73,8 +80,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     workers, pool = TemplateWorkers(), TokenizePool()
     chat = Generation(partial(read_chat, workers=workers, pool=pool), chat_shape, engine, settings, metrics, room)
     completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
-    embeddings = Embeddings(engine, settings, metrics, room, pool)
+    embeddings = Embeddings(engine, settings, metrics, room, workers, pool)
     tokenizing = Tokenizing(engine, settings, workers, pool)
+    native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
@@ -94,7 +102,10 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/metrics/", plain.metrics, methods=["GET"]),
         Route("/memory", memory_endpoint(engine), methods=["GET"]),
         *Sleeping(engine, settings).routes,
+        *LlamaCpp(engine, settings, workers, pool).routes,
+        Route("/completion", native, methods=["POST"]),
     ]
+    routes += aliases(routes)
 
     routes += absent_routes(lora=lora is not None)
     routes += [] if lora is None else lora.routes
@@ -108,6 +119,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         response.headers.update(getattr(error, "headers", None) or {})  # Which methods a path has.
         return response
 
+    if (settings.api_key or settings.api_key_file) and not settings.public_metrics:
+        server_log.info("an API key is required: %s", METRICS_NEED_KEY)
     log = json_lines(settings.access_log) if isinstance(settings.access_log, Path) else settings.access_log
     tally = Tally()
     app = Starlette(
@@ -135,7 +148,7 @@ def close_app(app: Starlette) -> None:
 
 def _documentation(settings: ServerSettings, *, lora: bool) -> list[Route]:
     with_key = bool(settings.api_key or settings.api_key_file)
-    described = document(settings.version, with_key=with_key, lora=lora)
+    described = document(settings.version, with_key=with_key, lora=lora, strict=settings.strict_fields)
 
     async def openapi(request: Request) -> Response:
         return json_response(described)
@@ -157,7 +170,7 @@ def _cors(settings: ServerSettings) -> list[Middleware]:
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", HEADER],
         )
     ]
 

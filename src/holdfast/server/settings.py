@@ -18,18 +18,23 @@ AccessLog = Callable[[dict[str, Any]], None]
 class ServerSettings:
     served_model_names: tuple[str, ...]
     """Names that requests may call the model by; the first is the one we answer with."""
+    any_model_name: bool = False
+    """Whether a request may call it by any other name too: where nobody chose one. The name of an adapter never is one
+    of these, so that with adapters no other name is taken."""
     api_key: str | tuple[str, ...] | None = None
-    """One of these is asked for on every path but /health and /ping."""
+    """One of these is asked for on every path but those of probes (`server.http.middleware`)."""
     api_key_file: Path | None = None
     """Further ones, one a line; read again when it changes."""
     enable_sleep_mode: bool = False
     """Whether /sleep and /wake_up may be asked."""
     force_include_usage: bool = False
-    """Whether every stream tells its usage, asked for or not."""
+    """Whether every chunk of every stream tells its usage, asked for or not."""
+    strict_fields: bool = False
+    """Whether a field that is not known is refused; otherwise it is ignored, and told in a header and in the log."""
     disable_docs: bool = False
     """No /docs, no /openapi.json."""
     public_metrics: bool = False
-    """Whether /metrics is answered without a key too."""
+    """Whether /metrics is answered without a key, as in vLLM."""
     allowed_origins: tuple[str, ...] = ()
     """Of web pages in browsers that may read answers (CORS); none: no page but our own."""
     allowed_methods: tuple[str, ...] = ("*",)

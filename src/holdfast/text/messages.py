@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.text.templates.budget import MAX_NUMBER_BITS
 
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 MAX_DEPTH = 64
@@ -95,7 +95,7 @@ def _text_of(part: Any, place: str) -> str:
             fix=f"leave the {kind} part out",
             field=place,
         )
-    text = part.get("refusal" if kind == "refusal" else "text")
+    text = part.get(kind if kind in ("refusal", "thinking") else "text")
     if not isinstance(text, str):
         raise RequestError(f"{place} has no text", needed="a string in text", field=place)
     return text

@@ -92,7 +92,7 @@ async def test_a_bad_line_gets_an_error_and_loses_nothing(tmp_path) -> None:
         {**chat("number"), "custom_id": 7},
         {**chat("list"), "body": [1]},
         chat("stream", stream=True),
-        chat("unknown", no_such_field=1),
+        chat("unsupported", logits_processors=["x"]),
         chat("too long", "x" * 5000),
         chat("other model", model="gpt-9"),
         chat("good 2"),

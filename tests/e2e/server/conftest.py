@@ -138,3 +138,12 @@ def http() -> Iterator[httpx.Client]:
     with shared.client() as client:
         yield client
     shared.stop()
+
+
+@pytest.fixture(scope="session")
+def strict() -> Iterator[httpx.Client]:
+    """The same with --strict-fields."""
+    shared = RunningServer(FakeEngine(), {"strict_fields": True}).start()
+    with shared.client() as client:
+        yield client
+    shared.stop()

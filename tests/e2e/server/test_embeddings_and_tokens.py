@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import socket
 import struct
 
@@ -40,6 +41,35 @@ def test_base64_holds_the_same_numbers(http):
     assert list(struct.unpack("<8f", base64.b64decode(packed["embedding"]))) == pytest.approx(plain)
 
 
+def test_fewer_dimensions_are_the_first_at_length_one(http):
+    whole = http.post("/v1/embeddings", json={"input": "abc"}).json()["data"][0]["embedding"]
+    for count in (1, 3, 8):
+        asked = {"input": "abc", "dimensions": count}
+        vector = http.post("/v1/embeddings", json=asked).json()["data"][0]["embedding"]
+        length = math.hypot(*whole[:count])
+        assert vector == pytest.approx([number / length for number in whole[:count]], rel=1e-6)
+        packed = http.post("/v1/embeddings", json={**asked, "encoding_format": "base64"}).json()["data"][0]
+        assert list(struct.unpack(f"<{count}f", base64.b64decode(packed["embedding"]))) == pytest.approx(vector)
+
+
+def test_a_conversation_is_embedded_as_its_prompt(server):
+    with server.client() as http:
+        answer = http.post("/v1/embeddings", json={"messages": MESSAGES, "encoding_format": "float"}).json()
+        prompt = http.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}).json()["tokens"]
+        assert server.engine.received[-1][0] == prompt
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        same = http.post("/v1/embeddings", json={"input": prompt}).json()
+        assert same["data"] == answer["data"]
+
+
+def test_inputs_are_cut_when_asked(launch):
+    server = launch(FakeEngine(max_model_len=10))
+    with server.client() as http:
+        asked = {"input": ["a" * 5 + "b" * 50, "c"], "truncate_prompt_tokens": -1}
+        assert http.post("/v1/embeddings", json=asked).json()["usage"]["prompt_tokens"] == 10
+        assert server.engine.received[0][0] == [98] * 9
+
+
 def test_the_openai_client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.embeddings.create(model="fake", input=["first", "second"])
@@ -66,8 +96,9 @@ def test_more_inputs_than_places_are_done_in_turns(launch):
         ({}, "input"), ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [""]}, "input"),
         ({"input": ["a", 1]}, "input[1]"), ({"input": [1, "a"]}, "input[1]"), ({"input": [-1]}, "input[0]"),
         ({"input": [[1], [-1]]}, "input[1][0]"), ({"input": {"a": 1}}, "input"), ({"input": ["a"] * 2049}, "input"),
-        ({"input": "a", "dimensions": 4}, "dimensions"), ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "temperature": 1}, "temperature"), ({"input": "a", "priority": 3}, "priority"),
+        ({"input": "a", "dimensions": 9}, "dimensions"), ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "priority": 3}, "priority"),
+        ({"input": "a", "dimensions": 0}, "dimensions"), ({"messages": []}, "messages"),
         ({"input": "x" * 5000}, None), ({"input": [99999]}, "input"),
     ],
 )  # fmt: skip
@@ -100,7 +131,10 @@ def test_vectors_have_room_of_their_own(launch, monkeypatch):
 def test_tokens_there_and_back(http):
     answer = http.post("/tokenize", json={"model": "fake", "prompt": "häh"}).json()
     assert answer == {"count": 4, "max_model_len": 4096, "tokens": list("häh".encode()), "token_strs": None}
-    assert http.post("/detokenize", json={"model": "fake", "tokens": answer["tokens"]}).json() == {"prompt": "häh"}
+    assert http.post("/detokenize", json={"model": "fake", "tokens": answer["tokens"]}).json() == {
+        "prompt": "häh",
+        "content": "häh",
+    }
     shown = http.post("/tokenize", json={"prompt": "a<|end|>", "return_token_strs": True}).json()
     assert shown["token_strs"] == ["<0x61>", "<|end|>"]
 
@@ -118,10 +152,8 @@ def test_messages_become_the_prompt_of_the_chat(server):
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": 5}, "prompt"), ("/tokenize", {"prompt": ["a"]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "max_tokens": 4}, "max_tokens"),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
-        ("/tokenize", {"messages": []}, "messages"), ("/tokenize", {"messages": MESSAGES, "prompt": "a"}, "prompt"),
-        ("/tokenize", {"messages": MESSAGES, "temperature": 1}, "temperature"),
+        ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
         ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": "a"}, "tokens"),

@@ -26,8 +26,10 @@ def error_of(http, path: str, **extra) -> dict:
         (CHAT, "zzz" * 100, "leave " + "zzz" * 33 + "z... out"),
     ],
 )  # fmt: skip
-def test_the_nearest_field_is_named(http, path, name, fix):
-    assert error_of(http, path, **{name: 1})["holdfast"]["fix"] == fix
+def test_the_nearest_field_is_named(strict, path, name, fix):
+    error = error_of(strict, path, **{name: 1})
+    assert error["holdfast"]["fix"] == fix
+    assert error["message"].endswith(f"; {fix}")
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,8 @@ def test_the_nearest_field_is_named(http, path, name, fix):
         (CHAT, "encoding_format", "/v1/embeddings"),
     ],
 )  # fmt: skip
-def test_a_field_of_another_path_is_sent_there(http, path, name, home):
-    error = error_of(http, path, **{name: "x"})
+def test_a_field_of_another_path_is_sent_there(strict, path, name, home):
+    error = error_of(strict, path, **{name: "x"})
     assert home in error["message"]
     assert home in error["holdfast"]["fix"]
     assert error["param"] == name

@@ -62,6 +62,7 @@ def test_what_is_kept_takes_no_more_than_is_counted(shape: Any, likeliest: int) 
         logprobs=likeliest,
         echoes=None,
         with_token_ids=False,
+        tokens_as_ids=False,
         bytes_of=lambda token: b" token" + bytes([token % 99]),
     )
     made, answer = shape(ask), ResponseChoice(0, cast(Any, None))

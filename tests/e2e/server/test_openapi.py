@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.server.app import create_app
+from holdfast.server.endpoints.llama_cpp import ALIASES
 from holdfast.server.endpoints.unsupported import LORA, PATHS
 from holdfast.server.schema import fields
 from holdfast.server.schema.auxiliary import DetokenizeBody, EmbeddingBody
@@ -38,28 +39,43 @@ def test_every_route_is_described_and_nothing_else(described):
         (re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path), method.lower())
         for route in app.routes
         for method in route.methods - {"HEAD"}
-        if route.path not in {*PATHS, *LORA, "/metrics/"}
+        if route.path not in {*PATHS, *LORA, *ALIASES, "/metrics/"}
     }
     told = {(path, method) for path, methods in described["paths"].items() for method in methods}
     assert told | {("/openapi.json", "get"), ("/docs", "get")} == routes
 
 
-@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, EmbeddingBody, DetokenizeBody])
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, DetokenizeBody])
 def test_bodies_are_those_that_are_read(described, kind):
     schema = described["components"]["schemas"][kind.__name__]
     own = {field.encode_name for field in msgspec.structs.fields(kind)}
-    beside = fields.HARMLESS | fields.QUIET.keys() | ({"dimensions"} if kind is EmbeddingBody else set())
+    beside = fields.HARMLESS.keys() | fields.QUIET.keys()
     assert set(schema["properties"]) == own | beside
-    assert schema["additionalProperties"] is False
+    assert schema["additionalProperties"] is True
     required = {field.encode_name for field in msgspec.structs.fields(kind) if field.required}
     assert set(schema["required"]) == required
 
 
 def test_either_form_of_a_text_for_its_tokens_is_told_whole(described):
     text, chat = described["components"]["schemas"]["TokenizeBody"]["anyOf"]
-    assert text["additionalProperties"] is chat["additionalProperties"] is False
+    assert text["additionalProperties"] is chat["additionalProperties"] is True
     assert {"prompt", "user"} <= text["properties"].keys()
     assert {"messages", "tools", "chat_template_kwargs", "user"} <= chat["properties"].keys()
+
+
+def test_inputs_or_messages_are_embedded(described):
+    inputs, chat = described["components"]["schemas"]["EmbeddingBody"]["anyOf"]
+    own = {field.encode_name for field in msgspec.structs.fields(EmbeddingBody)}
+    assert own <= inputs["properties"].keys()
+    assert (own - {"input"}) | {"messages", "chat_template_kwargs"} <= chat["properties"].keys()
+    assert (inputs["required"], chat["required"]) == (["input"], ["messages"])
+
+
+def test_a_strict_server_says_that_it_takes_nothing_else(launch):
+    with launch(strict_fields=True).client() as client:
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["ChatBody"]["additionalProperties"] is False
+    assert [one["additionalProperties"] for one in schemas["TokenizeBody"]["anyOf"]] == [False, False]
 
 
 def test_what_is_given_together_is_told_so(described):
@@ -104,5 +120,12 @@ def test_a_wrong_method_is_told_the_right_ones(launch):
 
 def test_usage_may_be_forced_into_every_stream(launch):
     with launch(force_include_usage=True).client() as client:
-        assert '"completion_tokens":4' in client.post("/v1/completions", json={"prompt": "abc", "stream": True}).text
+        for path, body in (
+            ("/v1/completions", {"prompt": "abc"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+        ):
+            text = client.post(path, json={**body, "stream": True}).text
+            events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            told = [event["usage"]["completion_tokens"] for event in events]
+            assert told == ([] if path == "/v1/completions" else [0]) + [1, 2, 3, 4, 4]
         assert client.post("/v1/completions", json={"prompt": "abc"}).status_code == 200

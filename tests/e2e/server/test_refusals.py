@@ -76,9 +76,12 @@ def test_values_that_ask_for_nothing_are_accepted(http, path):
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
-        ({"max_token": 5}, "max_token"),
-        ({"prompt": "x"}, "prompt"),
-        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": "5 or so"}, "max_tokens"),
+        ({"temperature": "nan"}, "temperature"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "r" * 65, "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 2**70}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -100,7 +103,6 @@ def test_values_that_ask_for_nothing_are_accepted(http, path):
         ({"logprobs": 3}, "logprobs"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"what": 1}}, "stream_options"),
         ({"stream": "yes"}, "stream"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
@@ -120,23 +122,11 @@ def test_values_that_ask_for_nothing_are_accepted(http, path):
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "tool"}]}, "messages[0].content"),
-        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
             "messages[0].tool_calls[0].function",
         ),
-        (
-            {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
-            "messages[0].function_call",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]},
-            "messages[0].tool_calls",
-        ),
-        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "user", "content": "x", "reasoning": "hm"}]}, "messages[0].reasoning_content"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"tools": [TOOL] * 129}, "tools"),
@@ -191,7 +181,6 @@ def test_chat_errors_name_the_field(http, extra, param):
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
-        ({"messages": []}, "messages"),
     ],
 )
 def test_completion_errors_name_the_field(http, extra, param):
@@ -230,6 +219,10 @@ def test_beyond_the_context_both_numbers_are_told(launch):
             assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
             error = error_of(post(http, {"prompt": "y" * length, "max_tokens": 1}, PATHS[1]), 400)
             assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+            # By these words LiteLLM and others know it, and try a model with a longer context.
+            said = "This model's maximum context length is 100 tokens. However, you requested "
+            assert error["message"].startswith(said)
+            assert "Please reduce the length of the messages or completion" in error["message"]
         # As in vLLM max_tokens is the most that is wanted: what the context has left is given.
         for wanted in (10, 20, 100):
             answer = post(http, {"prompt": "x" * 90, "max_tokens": wanted, "ignore_eos": True}, PATHS[1]).json()
@@ -326,7 +319,10 @@ def test_curl(server):
 
 
 _NAMES = sorted(
-    fields.honoured_fields(ChatBody) | fields.honoured_fields(CompletionBody) | fields.HARMLESS | fields.QUIET.keys()
+    fields.honoured_fields(ChatBody)
+    | fields.honoured_fields(CompletionBody)
+    | fields.HARMLESS.keys()
+    | fields.QUIET.keys()
 )
 _SCALARS = (
     st.none()

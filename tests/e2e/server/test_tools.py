@@ -90,7 +90,7 @@ def test_calls_of_each_family_whole_and_as_a_stream(asking, family):
 
 
 def test_arguments_are_streamed_as_they_are_written(asking):
-    client, _ = asking(SAID["json"])
+    client, _ = asking(SAID["json"], tool_call_parser="json")
     pieces = [
         call.function.arguments
         for chunk in client.chat.completions.create(stream=True, **ASKED)
@@ -113,7 +113,7 @@ def test_no_call_is_plain_content(asking):
 
 
 def test_an_answer_cut_short_says_length(asking):
-    client, _ = asking(SAID["json"])
+    client, _ = asking(SAID["json"], tool_call_parser="json")
     choice = client.chat.completions.create(max_tokens=45, **ASKED).choices[0]
     assert choice.finish_reason == "length"
     assert ONE.startswith(choice.message.tool_calls[0].function.arguments)
@@ -121,14 +121,14 @@ def test_an_answer_cut_short_says_length(asking):
 
 
 def test_at_most_one_call_without_parallel_ones(asking):
-    client, _ = asking(SAID["json"])
+    client, _ = asking(SAID["json"], tool_call_parser="json")
     choice = client.chat.completions.create(parallel_tool_calls=False, **ASKED).choices[0]
     assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
     assert len(streamed(client, parallel_tool_calls=False, **ASKED)[0]["calls"]) == 1
 
 
 def test_logprobs_and_usage_go_along(asking):
-    client, _ = asking(SAID["json"])
+    client, _ = asking(SAID["json"], tool_call_parser="json")
     asked = {**ASKED, "logprobs": True, "stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(**asked))
     told = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
@@ -152,7 +152,7 @@ def test_auto_can_be_switched_off(asking):
 
 
 def test_the_model_is_shown_tools_calls_and_their_answers(asking):
-    client, server = asking("fine")
+    client, server = asking("fine", tool_call_parser="json")
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     history = [
         {"role": "system", "content": "be brief"},
@@ -221,8 +221,35 @@ def test_what_is_demanded_is_a_grammar_for_the_engine(asking):
     assert all("thought" in form for form in forms)
     assert ["weather" in form for form in forms] == [True, False, True, True, False]
     assert ["content: %json" in form for form in forms] == [False, False, False, True, True]
-    with pytest.raises(openai.BadRequestError, match="cannot be combined with these tools"):
-        client.chat.completions.create(**ASKED, tool_choice="required", response_format=schema)
+    # What must be a call has no content that could have a form.
+    client.chat.completions.create(**ASKED, tool_choice="required", response_format=schema)
+    assert server.engine.received[-1][1].structured_outputs.grammar == forms[0]
+
+
+def test_content_has_its_form_beside_calls_without_a_mark(asking):
+    client, server = asking(SAID["json"], tool_call_parser="json")
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}}
+    message = client.chat.completions.create(**ASKED, response_format=schema).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["weather", "add"]
+    form = server.engine.received[-1][1].structured_outputs.grammar
+    assert "weather" in form
+    assert "| content" in form
+    # Of any other form the answer is all, as in vLLM.
+    client.chat.completions.create(**ASKED, extra_body={"structured_outputs": {"choice": ["yes"]}})
+    assert server.engine.received[-1][1].structured_outputs.choice == ["yes"]
+
+
+def test_a_template_without_tools_is_left_alone_unless_a_call_is_asked_for(asking):
+    client, server = asking(SAID["json"])
+    answer = client.chat.completions.with_raw_response.create(**ASKED)
+    assert answer.headers["x-holdfast-ignored-fields"] == "tools"
+    message = answer.parse().choices[0].message
+    assert (message.content, message.tool_calls) == (SAID["json"], None)
+    assert "weather" not in server.engine.tokenizer.decode(server.engine.received[0][0])
+    answer = client.chat.completions.with_raw_response.create(tool_choice="required", **ASKED)
+    assert "x-holdfast-ignored-fields" not in answer.headers
+    assert [call.function.name for call in answer.parse().choices[0].message.tool_calls] == ["weather", "add"]
+    assert "weather" in server.engine.tokenizer.decode(server.engine.received[1][0])
 
 
 def test_a_form_that_is_no_schema_is_all_of_the_answer(asking):

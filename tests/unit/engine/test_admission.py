@@ -45,14 +45,16 @@ def test_whole_numbers_of_other_libraries_are_ids() -> None:
 
 
 def test_the_context_is_a_limit_with_both_numbers() -> None:
-    with pytest.raises(ContextLengthError, match=r"32 tokens.*32 tokens"):
+    with pytest.raises(ContextLengthError, match=r"32 tokens.*48 tokens \(32 in the messages, 16 in"):
         door().admit([1] * 32, SamplingParams(), request_id="r")
     with pytest.raises(ContextLengthError, match=r"a larger max_model_len \(the model supports up to 64 tokens\)"):
         door().admit([1] * 32, SamplingParams(), request_id="r")
     with pytest.raises(ContextLengthError, match="longer context: this one supports at most 64 tokens") as raised:
         Admission(SPEC, 64, random.Random(0)).admit([1] * 64, SamplingParams(), request_id="r")
     assert "max_model_len" not in str(raised.value)  # It is the model's own already.
-    with pytest.raises(ContextLengthError, match=r"length is 32 tokens.*33 tokens \(10 in the prompt, 23 in"):
+    with pytest.raises(
+        ContextLengthError, match=r"is 32 tokens.*33 tokens \(10 in the messages, 23 in the completion\)"
+    ):
         door().admit([1] * 10, SamplingParams(max_tokens=23), request_id="r")
     assert door().admit([1] * 10, SamplingParams(max_tokens=None), request_id="r")[0].max_tokens == 22
     clamped = door(clamp_output=True).admit([1] * 10, SamplingParams(max_tokens=100), request_id="r")

@@ -12,8 +12,8 @@ from holdfast.errors import GrammarError, RequestError
 from holdfast.text.output.reasoning import ReasoningFormat, State
 from holdfast.text.tools.call_format import ToolCallFormat
 from holdfast.text.tools.events import Arguments, CallBegun, Tool
+from holdfast.text.tools.families.mistral import NAMED
 from holdfast.text.tools.grammar import MAX_SCHEMA_DEPTH, Freedom, calls_grammar, closed, thoughtful_json
-from holdfast.text.tools.mistral import NAMED
 from holdfast.text.tools.prompt import written
 from holdfast.text.tools.registry import DIALECTS
 
@@ -26,7 +26,8 @@ TOOLS = [
     Tool(name="now", given={}, parameters={"type": "object", "properties": {}}),
 ]
 FORMS: dict[str, ToolCallFormat] = {
-    name: DIALECTS[name].call_format for name in ("hermes", "llama3_json", "mistral", "json")
+    name: DIALECTS[name].call_format
+    for name in ("hermes", "llama3_json", "mistral", "json", "seed_oss", "granite", "phi4_mini_json", "jamba")
 }
 GOOD = [
     ("weather", '{"city": "Oslo"}'),

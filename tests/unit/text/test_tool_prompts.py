@@ -20,7 +20,7 @@ HERMES = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools> <tool_call>{% endif %}{% for m in messages %}[{{ m.role }}]"
     "{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
 )
-XML = HERMES + "<function="
+XML = HERMES + "<arg_key>"
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 HISTORY = [
@@ -97,7 +97,7 @@ def test_the_settings_name_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "fix"), [("qwen3_xml", "plain JSON"), ("granite-20b-fc", "plain JSON"), ("hermess", "hermes")]
+    ("given", "fix"), [("minimax_m2", "plain JSON"), ("granite-20b-fc", "plain JSON"), ("hermess", "hermes")]
 )
 def test_a_parser_that_is_not_there_is_refused_with_what_helps(given: str, fix: str) -> None:
     parse = {field.name: field for field in dataclasses.fields(ServerConfig)}["tool_call_parser"].metadata["parse"]

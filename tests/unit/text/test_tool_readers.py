@@ -17,7 +17,23 @@ from holdfast.text.tools.events import Arguments, CallBegun, Content, Event, Rea
 from holdfast.text.tools.registry import DIALECTS, Dialect, dialect_of
 
 NAMES = ("weather", "add")
-FAMILY_NAMES = ("hermes", "llama3_json", "mistral", "json")
+FAMILY_NAMES = (
+    "hermes", "llama3_json", "mistral", "json", "qwen3_coder", "seed_oss", "granite", "phi4_mini_json", "jamba",
+    "pythonic", "olmo3",
+)  # fmt: skip
+PARAMETERS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "warm": {"type": "boolean"},
+            "near": {"type": ["number", "null"]},
+            "tags": {"type": "array"},
+            "mode": {"enum": ["a", "b"]},
+        },
+    }
+}
 
 
 def read(
@@ -30,7 +46,7 @@ def read(
 ) -> list[Event]:
     """The events, those of a kind that follow each other put together."""
     thoughts = None if thinking is None else ReasoningReader(FAMILIES[thinking], state)
-    calls = None if dialect is None else DIALECTS[dialect].reader(NAMES, most_calls)
+    calls = None if dialect is None else DIALECTS[dialect].reader(NAMES, most_calls, parameters=PARAMETERS)
     reader = AnswerReader(thoughts, calls)
     return joined([event for piece in pieces for event in reader.feed(piece)] + reader.finish())
 
@@ -93,6 +109,16 @@ CALLS = [
     ("hermes", '```json\n{\n  "name": "weather",\n  "arguments": %s\n}\n```', [ONE]),
     ("mistral", '{"name": "weather", "arguments": %s}', [ONE]),
     ("json", '{"name": "weather", "arguments": %s}\n{"name": "add", "arguments": %s}', [ONE, TWO]),
+    ("qwen3_coder", '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>', [ONE]),
+    ("qwen3_coder", '{"name": "weather", "arguments": %s}', [ONE]),
+    ("seed_oss", '<seed:tool_call>\n{"name": "weather", "arguments": %s}\n</seed:tool_call>', [ONE]),
+    ("granite", '<|tool_call|>[{"name": "weather", "arguments": %s}, {"name": "add", "arguments": %s}]', [ONE, TWO]),
+    ("granite", '<tool_call>[{"arguments": %s, "name": "weather"}]', [ONE]),
+    ("phi4_mini_json", 'functools[{"name": "weather", "arguments": %s}]', [ONE]),
+    ("phi4_mini_json", '<|tool_call|>[{"name": "weather", "arguments": %s}]<|/tool_call|>', [ONE]),
+    ("jamba", '<tool_calls>[\n{"name": "weather", "arguments": %s}, {"name": "add", "arguments": %s}]\n</tool_calls>',
+     [ONE, TWO]),
+    ("pythonic", '[{"name": "weather", "arguments": %s}, {"name": "add", "arguments": %s}]', [ONE, TWO]),
 ]  # fmt: skip
 
 
@@ -102,6 +128,102 @@ def test_each_familys_calls(dialect: str, form: str, arguments: list[str]) -> No
     expected = called(*zip(NAMES, arguments, strict=False))
     for size in (1, 2, 7, len(text)):
         assert read(dialect, [text[place : place + size] for place in range(0, len(text), size)]) == expected
+
+
+TAGGED = """<function=weather>
+<parameter=city>
+Oslo </b> "x"
+and more
+</parameter>
+<parameter=days>
+3
+</parameter>
+<parameter=warm>True</parameter>
+<parameter=near>null</parameter>
+<parameter=tags>
+['a', 1]
+</parameter>
+<parameter=mode>a</parameter>
+<parameter=other>
+{"b": null}
+</parameter>
+</function>"""
+TAGGED_ARGUMENTS = {
+    "city": 'Oslo </b> "x"\nand more', "days": 3, "warm": True, "near": None, "tags": ["a", 1], "mode": "a",
+    "other": {"b": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "calls"),
+    [
+        ("qwen3_coder", f"<tool_call>\n{TAGGED}\n</tool_call>", 1),
+        ("qwen3_coder", TAGGED, 1),
+        ("qwen3_coder", f"<tool_call>{TAGGED}\n{TAGGED}</tool_call>\n<tool_call>{TAGGED}<tool_call>\n{TAGGED}", 4),
+        ("qwen3_xml", f"<tool_call>\n{TAGGED.replace('</parameter>' + chr(10), '')}\n</tool_call>", 1),
+        ("seed_oss", f"<seed:tool_call>\n{TAGGED}\n</seed:tool_call>", 1),
+    ],
+)
+def test_values_in_tags_have_the_types_of_the_schema(dialect: str, text: str, calls: int) -> None:
+    expected = read(dialect, [text])
+    assert [event.name for event in expected if isinstance(event, CallBegun)] == ["weather"] * calls
+    told = [json.loads(event.text) for event in expected if isinstance(event, Arguments)]
+    assert told == [TAGGED_ARGUMENTS] * calls
+    assert not any(isinstance(event, Content) for event in expected)
+    for size in (1, 3, 11):
+        assert read(dialect, [text[place : place + size] for place in range(0, len(text), size)]) == expected
+
+
+def test_a_value_that_is_not_of_its_type_stays_text() -> None:
+    text = "<tool_call><function=weather><parameter=days>many</parameter><parameter=near>nan</parameter></function>"
+    assert read("qwen3_coder", [text]) == called(("weather", '{"days": "many", "near": "nan"}'))
+    # Cut in the middle of a value: what was complete is shown, and the rest is no content.
+    events = read("qwen3_coder", [text[:60]])
+    assert events == [CallBegun(0, "weather"), Arguments(0, "{")]
+
+
+def test_strict_tools_are_looked_at_where_no_grammar_holds_them() -> None:
+    def fits(name: str, arguments: str) -> bool:
+        return isinstance(json.loads(arguments).get("days"), int)
+
+    for value, is_call in (("3", True), ("many", False)):
+        text = f"<function=weather><parameter=days>{value}</parameter></function>"
+        reader = DIALECTS["qwen3_coder"].reader(NAMES, fits=fits, parameters=PARAMETERS)
+        events = joined([*reader.feed(text), *reader.finish()])
+        assert events == (called(("weather", '{"days": 3}')) if is_call else [Content(text)])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "calls"),
+    [
+        ("pythonic", "[weather(city='Os)lo', days=-3)]", [("weather", {"city": "Os)lo", "days": -3})]),
+        ("pythonic", '[weather(city="a\\"]", tags=[1, (2.5,)]),\n add()]', [
+            ("weather", {"city": 'a"]', "tags": [1, [2.5]]}), ("add", {})]),
+        ("llama4_pythonic", "<|python_start|>[add(a={'b': True, 'c': null})]<|python_end|>", [
+            ("add", {"a": {"b": True, "c": None}})]),
+        ("olmo3", "<function_calls>\nweather(city='x')\nadd(a=1)\n</function_calls>", [
+            ("weather", {"city": "x"}), ("add", {"a": 1})]),
+    ],
+)  # fmt: skip
+def test_calls_as_python_writes_them(dialect: str, text: str, calls: list[tuple[str, dict]]) -> None:
+    expected = read(dialect, [text])
+    assert read(dialect, list(text)) == expected
+    assert [event.name for event in expected if isinstance(event, CallBegun)] == [name for name, _ in calls]
+    told = [json.loads(event.text) for event in expected if isinstance(event, Arguments)]
+    assert told == [arguments for _, arguments in calls]
+    assert not any(isinstance(event, Content) for event in expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1] as told", "[print(1)]", "[weather(1)]", "[weather(**x)]", "[weather(city=open('x'))]", "[weather(city=1",
+        "[weather(a=1, a=2)]", "[weather(a=1e999)]", "[weather(a={1: 2})]", "[weather(a=b'x')]", "[weather(a=1j)]",
+        "[weather(a=" + "[" * 500 + "]" * 500 + ")]", "[weather(a=" + "-" * 5000 + "1)]",
+    ],
+)  # fmt: skip
+def test_what_is_no_call_in_python_is_content(text: str) -> None:
+    assert read("pythonic", [text]) == read("pythonic", list(text)) == [Content(text)]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +273,13 @@ def test_content_stands_before_and_behind_calls() -> None:
         ("json", "```python\nprint(1)\n```"),
         ("json", '{"name": "weather", "arguments'),
         ("json", " \n "),
+        ("qwen3_coder", "<tool_call>weather(Oslo)</tool_call>"),
+        ("qwen3_coder", "<function=nobody><parameter=a>1</parameter></function>"),
+        ("qwen3_coder", "<tool_call><function=wea\nther>"),
+        ("qwen3_coder", "a <function"),
+        ("granite", "<|tool_call|>none"),
+        ("phi4_mini_json", "functools is a module of Python"),
+        ("olmo3", "<function_calls>\nprint(1)\n</function_calls>"),
     ],
 )
 def test_what_is_no_call_is_content_to_the_letter(dialect: str, text: str) -> None:
@@ -172,6 +301,8 @@ def test_calls_beyond_the_most_that_are_wanted_are_dropped() -> None:
 ALPHABET = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "```", "json",
+        "<function=weather>", "<parameter=a>", "</parameter>", "</function>", "<|tool_call|>", "functools",
+        "<tool_calls>", "<function_calls>", "weather(", "a=", ")", "'", "<seed:tool_call>",
         "<think>", "</think>", '{"name": "weather", "arguments": {"a": ', '{"name": "add", "parameters": ', '"name"',
         '"arguments"', ": ", ", ", "{", "}", "[", "]", '"', "\\", "weather", "null", "7", " ", "\n", "é", "<", "x", ";",
     ]
@@ -269,7 +400,12 @@ def test_the_prompt_tells_whether_thoughts_are_open() -> None:
         ('{{ "[TOOL_CALLS]" }}', "mistral", None),
         ('{{ "[TOOL_CALLS]" }}[/THINK]', "mistral", "mistral"),
         ('{{ "<|python_tag|>" }}', "llama3_json", None),
-        ('{{ "<tool_call>\\n<function=" }}', None, None),
+        ('{{ "<tool_call>\\n<function=" }}', "qwen3_coder", None),
+        ('{{ "<tool_call>\\n<arg_key>" }}', None, None),
+        ('{{ "<seed:tool_call>\\n<function=" }}', "seed_oss", None),
+        ('{{ "<|tool_call|>" }}', "granite", None),
+        ('{{ "[func_name1(params_name1=params_value1)]" }}<|python_tag|>', "pythonic", None),
+        ('{{ "<function_calls>" }}', "olmo3", None),
         ("{{ messages }}", None, None),
         (None, None, None),
     ],

@@ -127,9 +127,11 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
     defaults = default_sampling(engine_config, model.files.generation_config)
     return ServerSettings(
         served_model_names=server_config.served_model_name or (model.files.name,),
+        any_model_name=not server_config.served_model_name and not engine_config.enable_lora,
         api_key=server_config.api_key,
         api_key_file=None if server_config.api_key_file is None else Path(server_config.api_key_file),
         public_metrics=server_config.public_metrics,
+        strict_fields=server_config.strict_fields,
         disable_docs=server_config.disable_docs,
         force_include_usage=server_config.enable_force_include_usage,
         enable_sleep_mode=engine_config.enable_sleep_mode,

@@ -283,7 +283,8 @@ class FakeEngine:
             field = "prompt" if len(prompt_token_ids) >= self.max_model_len else "max_tokens"
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{wanted} tokens",
+                f"{wanted} tokens ({len(prompt_token_ids)} in the messages, {params.max_tokens or 1} in the "
+                "completion). Please reduce the length of the messages or completion.",
                 field=field,
             )
         self.check_room(params.n)

@@ -136,14 +136,21 @@ class Admission:
             return f"shorten the prompt, or serve with a larger max_model_len (the model supports up to {most} tokens)"
         return f"shorten the prompt, or use a model with a longer context: this one supports at most {most} tokens"
 
+    def _beyond(self, prompt_length: int, output_length: int) -> str:
+        """vLLM's words: clients and routers (LiteLLM) know by them that another model may take the request."""
+        return (
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+            f"{prompt_length + output_length} tokens ({prompt_length} in the messages, {output_length} in the "
+            "completion). Please reduce the length of the messages or completion."
+        )
+
     def _output_limit(self, prompt_length: int, params: SamplingParams) -> int:
         if prompt_length == 0:
             raise RequestError("the prompt is empty", needed="at least one token", found="none", field="prompt")
         left = self.max_model_len - prompt_length
         if left < 1:
             raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
-                f"{prompt_length} tokens, and at least one more is needed for the output",
+                self._beyond(prompt_length, params.max_tokens or 1),
                 needed=f"{prompt_length + 1} tokens",
                 found=f"{self.max_model_len} tokens",
                 fix=self._longer(),
@@ -153,9 +160,7 @@ class Admission:
             return left
         if params.max_tokens > left and not self.clamp_output:
             raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{prompt_length + params.max_tokens} tokens ({prompt_length} in the prompt, "
-                f"{params.max_tokens} in the completion)",
+                self._beyond(prompt_length, params.max_tokens),
                 needed=f"{prompt_length + params.max_tokens} tokens",
                 found=f"{self.max_model_len} tokens",
                 fix=f"lower max_tokens to at most {left}, or shorten the prompt",

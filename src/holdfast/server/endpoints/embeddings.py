@@ -1,4 +1,4 @@
-"""/v1/embeddings: texts or token ids in, a vector for each out. What a vector is: `engine.requests.embedding`.
+"""/v1/embeddings: texts, token ids or messages in, a vector for each out. What one is: `engine.requests.embedding`.
 
 input ─► ids ─► room for all vectors ─► a few at a time through the engine ─► encoded while they are sent
 """
@@ -12,24 +12,34 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
 from holdfast.engine.interface import Engine
-from holdfast.engine.requests.embedding import PARAMS, finite, numbers
+from holdfast.engine.requests.embedding import PARAMS, finite, numbers, shortened
 from holdfast.errors import EngineError, RequestError
 from holdfast.footprint.cpu import TOLD_ENTRIES, TOLD_ENTRY_BYTES
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import AnswerDelta
+from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.middleware import Record
+from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.logprob_budget import LogprobBudget
-from holdfast.server.request.parse import decode_object, no_priority, served_model, split_prompts, tokenizer_of
-from holdfast.server.request.tokenize_pool import TokenizePool, encode_within
+from holdfast.server.request.parse import (
+    decode_object,
+    no_priority,
+    served_model,
+    split_prompts,
+    tokenizer_of,
+    truncation_of,
+)
+from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.request.tokenize_pool import TokenizePool, Truncation, encode_within
 from holdfast.server.response.json_handler import Pieces
 from holdfast.server.schema.auxiliary import EmbeddingBody
-from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
-from holdfast.server.schema.requests import PromptTokensDetails, Usage
+from holdfast.server.schema.fields import check_fields, convert, honoured_fields
+from holdfast.server.schema.requests import ChatBody, PromptTokensDetails, Usage
 from holdfast.server.settings import ServerSettings
 
 MAX_INPUTS = 2048
@@ -52,23 +62,35 @@ class Embeddings:
         settings: ServerSettings,
         metrics: ServingMetrics,
         room: LogprobBudget,
+        workers: TemplateWorkers,
         pool: TokenizePool,
     ) -> None:
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
         self._room = room
+        self._workers = workers
         self._pool = pool
 
     async def answer(self, raw: bytes, record: Record) -> Pieces:
         given = decode_object(raw)
-        if given.pop("dimensions", None) is not None:
-            raise unsupported("dimensions", "the embedding of a decoder-only model cannot be truncated")
-        body: EmbeddingBody = convert(check_fields(given, _FIELDS), EmbeddingBody)
+        chat = given.get("messages") is not None and given.get("input") is None
+        fields = check_fields(given, _FIELDS | PROMPT_FIELDS if chat else _FIELDS)
+        beside = {name: value for name, value in fields.items() if name in _FIELDS}
+        body: EmbeddingBody = convert({"input": []} | beside if chat else fields, EmbeddingBody)
         record.model = served_model(body.model, self._settings)
         if body.priority and self._settings.scheduling_policy != "priority":
             raise no_priority()
-        prompts = await self._read(body, len(raw))
+        size = self._engine.info.hidden_size
+        if body.dimensions is not None and body.dimensions > size:
+            raise RequestError(
+                f"dimensions is {body.dimensions}; the embeddings of this model have {size}",
+                needed=f"at most {size}",
+                found=str(body.dimensions),
+                field="dimensions",
+            )
+        cut = truncation_of(body, self._engine.info.max_model_len, None)
+        prompts = [await self._read_chat(fields, cut, len(raw))] if chat else await self._read(body, cut, len(raw))
         record.answer_id = f"embd-{uuid.uuid4().hex}"
         record.prompt_tokens, record.completion_tokens = sum(map(len, prompts)), 0
         async with AsyncExitStack() as stack:
@@ -94,16 +116,27 @@ class Embeddings:
             field="input",
         )
 
-    async def _read(self, body: EmbeddingBody, size_bytes: int) -> list[list[int]]:
+    async def _read_chat(self, fields: dict[str, Any], cut: Truncation | None, size_bytes: int) -> list[int]:
+        """vLLM's: one vector of a conversation, as it was said and no further."""
+        given = {name: value for name, value in fields.items() if name in PROMPT_FIELDS}
+        body: ChatBody = convert({"add_generation_prompt": False} | given, ChatBody)
+        prompt = await chat_prompt(
+            *(body, fields.get("tools"), tokenizer_of(self._engine, "messages"), self._engine, self._settings),
+            *(size_bytes, self._workers, self._pool, cut),
+        )
+        return prompt.ids
+
+    async def _read(self, body: EmbeddingBody, cut: Truncation | None, size_bytes: int) -> list[list[int]]:
         context = self._engine.info.max_model_len
-        texts, prompts = split_prompts(body.input, context, field="input", most=MAX_INPUTS)
+        texts, prompts = split_prompts(body.input, context, field="input", most=MAX_INPUTS, truncation=cut)
         if texts is not None:
             tokenizer = tokenizer_of(self._engine, "input")
             given, special = texts, body.add_special_tokens
 
             def encode() -> list[list[int]]:
                 return [
-                    encode_within(context, tokenizer, text, field="input", add_special_tokens=special) for text in given
+                    encode_within(context, tokenizer, text, field="input", add_special_tokens=special, truncation=cut)
+                    for text in given
                 ]
 
             prompts = await self._pool.run(encode, size_bytes)
@@ -155,7 +188,10 @@ class Embeddings:
                 request_id=name,
             )
         self._metrics.count_embedding(len(prompt), delta.cached_tokens, time.monotonic() - began_s)
-        return _Embedded(delta.embedding, delta.cached_tokens)
+        vector = delta.embedding
+        if body.dimensions is not None:
+            vector = shortened(vector, body.dimensions)
+        return _Embedded(vector, delta.cached_tokens)
 
 
 def _pieces(found: list[_Embedded], usage: Usage, name: str, model: str, encoding: str) -> Iterator[bytes]:

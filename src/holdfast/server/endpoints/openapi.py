@@ -13,7 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.observability.ledger import Ledger
+from holdfast.server.endpoints.llama_cpp import AppliedTemplate
 from holdfast.server.endpoints.lora import LoadBody, UnloadBody
+from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.schema.auxiliary import (
     DetokenizeBody,
     DetokenizeResponse,
@@ -23,10 +25,12 @@ from holdfast.server.schema.auxiliary import (
     TokenizeResponse,
 )
 from holdfast.server.schema.fields import HARMLESS, QUIET
+from holdfast.server.schema.llama_cpp import NativeBody
 from holdfast.server.schema.requests import ChatBody, CompletionBody, Message, Usage
 from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
 
 VERSION = "3.1.0"
+_TEXT_ALONE = {"input", "return_token_strs"}
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -70,6 +74,8 @@ class Operation:
     """None: told in words, or plain."""
     kind: str = "application/json"
     """Of the answer."""
+    listed: bool = False
+    """Whether the answer is a list where several are asked for."""
     streams: bool = False
     query: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Names, and the values they take."""
@@ -91,6 +97,11 @@ OPERATIONS = (
               answer=TokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/detokenize", method="post", summary="Convert token ids to text", body=DetokenizeBody,
               answer=DetokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
+    Operation(path="/completion", method="post", summary="llama.cpp's own completion", body=NativeBody, streams=True,
+              listed=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/apply-template", method="post", summary="Render chat messages to a prompt (llama.cpp)",
+              answer=AppliedTemplate, refusals=(400, 404, 408, 413, 415, 503)),
+    Operation(path="/props", method="get", summary="Properties of the server (llama.cpp)", refusals=(503,)),
     Operation(path="/health", method="get", summary="Health check (no API key)", answer=Health, refusals=(503,)),
     Operation(path="/ping", method="get", summary="Health check", answer=Health, refusals=(503,)),
     Operation(path="/ping", method="post", summary="Health check", answer=Health, refusals=(503,)),
@@ -115,7 +126,7 @@ LORA_OPERATIONS = (
 )  # fmt: skip
 
 
-def document(version: str, *, with_key: bool, lora: bool) -> dict[str, Any]:
+def document(version: str, *, with_key: bool, lora: bool, strict: bool = False) -> dict[str, Any]:
     operations = OPERATIONS + (LORA_OPERATIONS if lora else ())
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
@@ -124,7 +135,7 @@ def document(version: str, *, with_key: bool, lora: bool) -> dict[str, Any]:
         "openapi": VERSION,
         "info": {"title": "Holdfast", "version": version},
         "paths": paths,
-        "components": {"schemas": _schemas(operations)},
+        "components": {"schemas": _schemas(operations, strict=strict)},
     }
     if with_key:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -159,47 +170,40 @@ def _described(operation: Operation, with_key: bool) -> dict[str, Any]:
 def _schema_of(operation: Operation) -> dict[str, Any]:
     if operation.answer is not None:
         return {"$ref": REFERENCE.format(name=operation.answer.__name__)}
+    if operation.listed:
+        return {"type": ["object", "array"]}
     return {"type": "object"} if operation.kind == "application/json" else {"type": "string"}
 
 
-def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+def _schemas(operations: Iterable[Operation], *, strict: bool) -> dict[str, Any]:
     kinds: dict[type[msgspec.Struct], None] = dict.fromkeys([Message, Usage, Error])
     kinds |= dict.fromkeys(kind for each in operations for kind in (each.body, each.answer) if kind is not None)
     _, found = msgspec.json.schema_components([*kinds], ref_template=REFERENCE)
-    # What the Struct does not have, and is taken all the same; and nothing else is.
+    # What the Struct does not have, and is taken all the same. What is unknown is ignored, unless it is `strict`.
     beside: dict[str, Any] = {field: {} for field in HARMLESS}
     beside |= {field: {"enum": [*values, None]} for field, values in QUIET.items()}
     for name in {each.body.__name__ for each in operations if each.body is not None}:
         found[name]["properties"] = beside | found[name]["properties"]
-        found[name]["additionalProperties"] = False
+        found[name]["additionalProperties"] = not strict
     # Messages are read one by one, each by its own Struct, so that an error can name the place.
     messages = {"type": "array", "minItems": 1, "items": {"$ref": REFERENCE.format(name="Message")}}
     found["ChatBody"]["properties"]["messages"] = messages
-    found["EmbeddingBody"]["properties"]["dimensions"] = {"type": "null"}
-    _tell_tokenize(found, beside)
+    _tell_tokenize(found, beside, strict=strict)
     return dict(_portable(found))
 
 
-def _tell_tokenize(found: dict[str, Any], beside: dict[str, Any]) -> None:
-    """A text, or messages: two bodies on one path."""
+def _tell_tokenize(found: dict[str, Any], beside: dict[str, Any], *, strict: bool) -> None:
+    """A text, or messages: two bodies on one path, and so it is with embeddings."""
     text = found["TokenizeBody"]
     text["properties"]["return_token_strs"] = {"type": "boolean", "default": False}
-    chat = beside | {
-        name: found["ChatBody"]["properties"][name]
-        for name in (
-            "model",
-            "messages",
-            "add_generation_prompt",
-            "continue_final_message",
-            "add_special_tokens",
-            "chat_template",
-            "chat_template_kwargs",
-            "tools",
-        )
-    }
+    chat = beside | {name: found["ChatBody"]["properties"][name] for name in sorted(PROMPT_FIELDS)}
     chat["return_token_strs"] = text["properties"]["return_token_strs"]
-    messages = {"type": "object", "properties": chat, "required": ["messages"], "additionalProperties": False}
+    messages = {"type": "object", "properties": chat, "required": ["messages"], "additionalProperties": not strict}
     found["TokenizeBody"] = {"title": "TokenizeBody", "anyOf": [text, messages]}
+    inputs = found["EmbeddingBody"]
+    kinds = {**chat, **inputs["properties"]}
+    conversation = {**messages, "properties": {name: kinds[name] for name in kinds.keys() - _TEXT_ALONE}}
+    found["EmbeddingBody"] = {"title": "EmbeddingBody", "anyOf": [inputs, conversation]}
 
 
 def _portable(schema: Any) -> Any:

@@ -11,14 +11,20 @@ from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool, encode_within
-from holdfast.server.schema.auxiliary import DetokenizeBody, DetokenizeResponse, TokenizeBody, TokenizeResponse
-from holdfast.server.schema.fields import check_fields, convert, honoured_fields
+from holdfast.server.schema.auxiliary import (
+    DetokenizeBody,
+    DetokenizeResponse,
+    TokenizeBody,
+    TokenizedPiece,
+    TokenizeResponse,
+)
+from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.requests import ChatBody
 from holdfast.server.settings import ServerSettings
 
 _TEXT_FIELDS = honoured_fields(TokenizeBody)
 _IDS_FIELDS = honoured_fields(DetokenizeBody)
-_CHAT_FIELDS = frozenset(
+PROMPT_FIELDS = frozenset(
     {
         "model",
         "messages",
@@ -27,6 +33,9 @@ _CHAT_FIELDS = frozenset(
         "add_special_tokens",
         "chat_template",
         "chat_template_kwargs",
+        "documents",
+        "enable_thinking",
+        "reasoning_effort",
         "tools",
     }
 ) & honoured_fields(ChatBody)
@@ -45,14 +54,20 @@ class Tokenizing:
         with_pieces = body.pop("return_token_strs", None)
         if not isinstance(with_pieces, bool | None):
             raise RequestError("return_token_strs: expected true or false", field="return_token_strs")
+        with_pieces_too = _of_llama_cpp(body)
         ids = await (self._ids_of_chat(body, len(raw)) if "messages" in body else self._ids_of_text(body, len(raw)))
         pieces = None
         if with_pieces:
             tokenizer = tokenizer_of(self._engine, "return_token_strs")
             pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(ids)]
+        told = self._pieces(ids) if with_pieces_too else ids
         return TokenizeResponse(
-            count=len(ids), max_model_len=self._engine.info.max_model_len, tokens=ids, token_strs=pieces
+            count=len(ids), max_model_len=self._engine.info.max_model_len, tokens=told, token_strs=pieces
         )
+
+    def _pieces(self, ids: list[int]) -> list[TokenizedPiece]:
+        tokenizer = tokenizer_of(self._engine, "with_pieces")
+        return [TokenizedPiece(id=one, piece=_piece(tokenizer.bytes_of(one) or b"")) for one in ids]
 
     async def _ids_of_text(self, given: dict[str, Any], size_bytes: int) -> list[int]:
         body: TokenizeBody = convert(check_fields(given, _TEXT_FIELDS), TokenizeBody)
@@ -67,14 +82,14 @@ class Tokenizing:
         return await self._pool.run(encode, size_bytes)
 
     async def _ids_of_chat(self, given: dict[str, Any], size_bytes: int) -> list[int]:
-        fields = check_fields(given, _CHAT_FIELDS)
+        fields = check_fields(given, PROMPT_FIELDS)
         body: ChatBody = convert(fields, ChatBody)
         served_model(body.model, self._settings)
         tokenizer = tokenizer_of(self._engine, "messages")
-        ids, _ = await chat_prompt(
+        prompt = await chat_prompt(
             body, fields.get("tools"), tokenizer, self._engine, self._settings, size_bytes, self._workers, self._pool
         )
-        return ids
+        return prompt.ids
 
     async def detokenize(self, raw: bytes, record: Record) -> DetokenizeResponse:
         body: DetokenizeBody = convert(check_fields(decode_object(raw), _IDS_FIELDS), DetokenizeBody)
@@ -88,4 +103,25 @@ class Tokenizing:
                 found=str(unknown),
                 field="tokens",
             )
-        return DetokenizeResponse(prompt=await self._pool.run(lambda: tokenizer.decode(body.tokens), len(raw)))
+        text = await self._pool.run(lambda: tokenizer.decode(body.tokens), len(raw))
+        return DetokenizeResponse(prompt=text, content=text)
+
+
+def _of_llama_cpp(body: dict[str, Any]) -> bool:
+    """Puts llama.cpp's names in place of vLLM's; says whether pieces are wanted beside ids. Without being asked it adds
+    no special tokens. Marks in a text are read as tokens, which is all that is done here."""
+    if "content" not in body or "prompt" in body or "messages" in body:
+        return False
+    special, pieces = body.pop("add_special", None), body.pop("with_pieces", None)
+    if body.pop("parse_special", None) is False:
+        raise unsupported("parse_special", "special tokens in a text are always parsed")
+    body["prompt"] = body.pop("content")
+    body["add_special_tokens"] = False if special is None else special
+    return bool(pieces)
+
+
+def _piece(spelled: bytes) -> str | list[int]:
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return list(spelled)

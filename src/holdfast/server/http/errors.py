@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from holdfast.checkpoints.lora import adapter as lora
 from holdfast.errors import (
     ContextLengthError,
     DrainingError,
@@ -54,6 +55,10 @@ _SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (
 )
 
 
+_ABSENT = frozenset({lora.NOT_ALLOWED})
+"""Codes of what is not there for a client, be it elsewhere or nowhere: 404, where others of their class are a 400."""
+
+
 class HttpFailure(Exception):
     """A refusal that has no error class of its own because only HTTP knows it."""
 
@@ -73,6 +78,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HoldfastError):
         for kind, status, openai_type, code in _SHAPES:
             if isinstance(error, kind):
+                if error.code in _ABSENT:
+                    status, code = NOT_FOUND, "not_found"
                 body = _body(format_message(error), openai_type, error.field, code)
                 extra = {"code": error.code, "needed": error.needed, "found": error.found, "fix": error.fix}
                 if status >= INTERNAL:

@@ -31,6 +31,7 @@ from holdfast.server.http.errors import (
     failure_response,
 )
 from holdfast.server.http.request_body import INTAKE, Intake
+from holdfast.server.schema.ignored import HEADER, IGNORED, IgnoredFieldLog, IgnoredFields
 from holdfast.server.settings import AccessLog, ServerSettings
 from holdfast.units import shorten
 
@@ -43,13 +44,28 @@ CUT_OFF = "draining"
 PROBES = frozenset({"/health", "/ping", "/metrics"})
 """Asked every few seconds by machines; lines about them would bury those about requests."""
 
-OPEN = frozenset({"/health", "/ping"})
-"""Whoever keeps a server alive has no key."""
+OPEN = frozenset({"/health", "/ping", "/version"})
+"""Whoever keeps a server alive has no key, and a version tells of nobody. vLLM asks for a key under /v1 only; here also
+where an answer would tell of other users' requests, or would change the server."""
+METRICS = frozenset({"/metrics", "/metrics/"})
+"""Without a key only where that was asked for: they tell how much is asked of which model and adapter."""
 
-NEEDS_ENGINE = ("/v1/", "/tokenize", "/detokenize")
+NEEDS_ENGINE = (
+    "/v1/", "/tokenize", "/detokenize", "/chat/completions", "/completion", "/embeddings", "/models", "/props",
+    "/apply-template",
+)  # fmt: skip
 """Beginnings of paths that are of no use before the engine is there, or when it is gone."""
 
-COMPUTING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+COMPUTING = frozenset(
+    {
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/chat/completions", "/completions", "/embeddings",
+        "/completion",
+    }
+)  # fmt: skip
+
+METRICS_NEED_KEY = (
+    "Prometheus needs it too (authorization: {credentials: KEY} in its scrape_configs), or serve with --public-metrics"
+)
 
 LOGGED_PATH_CHARS = 200
 """Of a path in the log: strangers may ask for long ones, and they are logged too."""
@@ -121,8 +137,9 @@ class AccessMiddleware:
         self._log = log
         given = (settings.api_key,) if isinstance(settings.api_key, str) else settings.api_key or ()
         self._intake = Intake()
+        self._ignored = IgnoredFieldLog()
         self._keys = Keys(given, settings.api_key_file)
-        self._open = OPEN | ({"/metrics"} if settings.public_metrics else frozenset())
+        self._open = OPEN | (METRICS if settings.public_metrics else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -133,11 +150,16 @@ class AccessMiddleware:
         record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic())
         scope["holdfast.record"] = record
         scope[INTAKE] = self._intake
+        ignored = IgnoredFields(strict=self._settings.strict_fields, log=self._ignored)
+        IGNORED.set(ignored)
 
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status, record.started = message["status"], True
-                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
+                told = MutableHeaders(scope=message)
+                told["X-Request-Id"] = record.request_id
+                if ignored.header is not None:
+                    told[HEADER] = ignored.header
             await send(message)
 
         try:
@@ -166,9 +188,10 @@ class AccessMiddleware:
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         if path not in self._open and self._keys.asked_for and not self._keys.fit(_key(headers.get(b"authorization"))):
-            raise HttpFailure(
-                UNAUTHORIZED, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key"
-            )
+            message = "the API key is missing or wrong"
+            if path in METRICS:
+                message += f"; {METRICS_NEED_KEY}"
+            raise HttpFailure(UNAUTHORIZED, message, kind="authentication_error", code="invalid_api_key")
         if not path.startswith(NEEDS_ENGINE):
             return
         engine = self._engine

@@ -5,22 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.errors import RequestError, UnsupportedOptionError
-from holdfast.server.schema.fields import convert, honoured_fields
-from holdfast.server.schema.requests import ContentPart, Message
+from holdfast.server.schema.fields import check_members, convert, honoured_fields, ignore_or_refuse
+from holdfast.server.schema.requests import ContentPart, Message, ToolCall
 from holdfast.text.tools.prompt import arguments_object
 
-# "developer" is OpenAI's newer name of "system"; no template knows it.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# "developer" is OpenAI's newer name of "system", "function" its older one of "tool"; few templates know either.
+ROLES = {"developer": "system", "function": "tool"}
+MAX_ROLE_CHARS = 64
 
 _MESSAGE_FIELDS = honoured_fields(Message)
-_PART_FIELDS = honoured_fields(ContentPart)
 # What clients send back when they append an answer as they got it.
-_QUIET = frozenset({"refusal", "function_call", "audio", "annotations"})
-_INSTEAD = {"function_call": ": it is deprecated by OpenAI; send tool_calls"}
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_QUIET = frozenset({"refusal", "audio", "annotations", "id"})
+_TEXT_PARTS = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"
+}  # fmt: skip
 """Types of parts, and the member that has their text."""
-_HARMLESS = frozenset({"cache_control"})
-"""Of other APIs: how long a prefix may be kept. Here they all are, as long as there is room."""
+_HARMLESS = frozenset({"cache_control", "annotations", "logprobs", "id"})
+"""Of other APIs: how long a prefix may be kept (here they all are, as long as there is room); and what an answer had
+beside its text."""
 MAX_CALLS = 128
 """Of one message in the history."""
 MAX_PARTS = 8192
@@ -42,26 +44,23 @@ def _read_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
     for name, value in raw.items():
         if name in _MESSAGE_FIELDS:
             kept[name] = value
-        elif name in _QUIET:
-            if value not in (None, [], ""):
-                raise UnsupportedOptionError(
-                    f"{where}.{name} is not supported{_INSTEAD.get(name, '')}", field=f"{where}.{name}"
-                )
-        elif value is not None:
-            raise RequestError(f"unknown field {where}.{name[:100]}", field=f"{where}.{name[:100]}")
+        elif name == "audio" and value:
+            raise UnsupportedOptionError(f"{where}.audio is not supported", field=f"{where}.audio")
+        elif value is not None and name not in _QUIET:
+            ignore_or_refuse(f"{where}.{name}", _MESSAGE_FIELDS)
     try:
         message: Message = convert(kept, Message)
     except RequestError as error:
         field = f"{where}.{error.field}" if error.field else where
         raise RequestError(f"{where}.{error.message}", field=field) from None
-    role = ROLES.get(message.role)
-    if role is None:
-        known = ", ".join(ROLES)
-        raise UnsupportedOptionError(
-            f"{where}.role {message.role[:50]!r} is not supported", needed=known, field=f"{where}.role"
+    # As in vLLM a role of any other name is the template's to know.
+    role = ROLES.get(message.role, message.role)
+    if not 0 < len(role) <= MAX_ROLE_CHARS:
+        raise RequestError(
+            f"{where}.role has {len(role)} characters", needed=f"1 to {MAX_ROLE_CHARS}", field=f"{where}.role"
         )
     content = message.content
-    if content is None and role != "assistant":
+    if content is None and role != "assistant" and "content" not in raw:
         raise RequestError(f"{where}.content is missing", field=f"{where}.content")
     if isinstance(content, list):
         rendered: Any = _read_parts(content, raw["content"], f"{where}.content")
@@ -76,24 +75,27 @@ def _read_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _read_calls(message: Message, checked: dict[str, Any], where: str) -> None:
     """What belongs to an assistant's message, or to that of a tool, alone."""
+    role = checked["role"]
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     calls = message.tool_calls or []
-    for name, given, role in (
+    if message.function_call is not None and not calls:
+        calls = [ToolCall(function=message.function_call)]
+    for name, given, home in (
         ("tool_calls", calls, "assistant"),
         ("reasoning_content", reasoning, "assistant"),
         ("tool_call_id", message.tool_call_id, "tool"),
     ):
-        if given and message.role != role:
-            raise RequestError(f"{where}.{name} is only allowed in a message of role {role}", field=f"{where}.{name}")
+        if given and role != home:
+            ignore_or_refuse(f"{where}.{name}")
     if len(calls) > MAX_CALLS:
         raise RequestError(
             f"{where}.tool_calls has {len(calls)} calls; at most {MAX_CALLS}", field=f"{where}.tool_calls"
         )
-    if reasoning:
+    if reasoning and role == "assistant":
         checked["reasoning_content"] = reasoning
-    if message.tool_call_id is not None:
+    if message.tool_call_id is not None and role == "tool":
         checked["tool_call_id"] = message.tool_call_id
-    if calls:
+    if calls and role == "assistant":
         checked["tool_calls"] = [
             {
                 "id": call.id or f"call_{place}",
@@ -121,9 +123,7 @@ def _read_part(part: ContentPart, raw: dict[str, Any], where: str, position: int
             fix="remove the part, or describe it in text",
             field=place,
         )
-    unknown = sorted(name for name in raw.keys() - _PART_FIELDS - _HARMLESS if raw[name] is not None)
-    if unknown:
-        raise RequestError(f"unknown field {place}.{unknown[0][:100]}", field=f"{place}.{unknown[0][:100]}")
+    check_members(raw, ContentPart, place, beside=_HARMLESS)
     text: str | None = getattr(part, member)
     if text is None:
         raise RequestError(f"{place}.{member} is missing", field=f"{place}.{member}")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import RequestError
 from holdfast.records import SamplingParams
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.server.request.tools import ToolUse
@@ -56,6 +55,7 @@ class OutputParserConfig:
             None if self.use.parallel else 1,
             fits=self.fits,
             forced=self.use.forced,
+            parameters={tool.name: tool.parameters for tool in self.use.callable},
         )
         return AnswerReader(thoughts, calls)
 
@@ -82,10 +82,15 @@ class OutputParserConfig:
         self, params: SamplingParams, tokenizer: Tokenizer, structured: StructuredOutput | None
     ) -> tuple[SamplingParams, OutputParserConfig | None]:
         """Marks must be seen to be read; what must be a call is constrained to one. A grammar that was requested is for
-        the answer behind the thoughts; where it cannot be put there it is all of the answer, and nothing is read."""
+        the answer behind the thoughts, or in place of calls; where it cannot be put there it is all of the answer, and
+        nothing is read."""
         wanted = params.structured_outputs
-        if wanted is not None and self.use is None and not isinstance(_schema(wanted), dict):
+        forced = self.use is not None and self.use.forced
+        if wanted is not None and not forced and not isinstance(_schema(wanted), dict):
             return params, None
+        if wanted is not None and forced:
+            # It is about content, and what must be a call has none.
+            params, wanted = params.replace(structured_outputs=None), None
         if wanted is not None:
             for pattern in patterns(_schema(wanted)):
                 check_repeats(pattern, wanted.asked_as or wanted.kind)  # Within a grammar it is no longer seen.
@@ -159,13 +164,7 @@ class OutputParserConfig:
         if wanted is None:
             return Freedom(words=True) if any(tool.strict for tool in self.use.tools) else None
         schema = _schema(wanted)
-        if self.use.forced or not isinstance(schema, dict) or not self.speech.call_format.opens_with_mark:
-            raise RequestError(
-                "response_format cannot be combined with these tools",
-                needed='tool_choice "auto", a JSON schema, and a model whose tool calls begin with a marker',
-                fix='send tool_choice "none", or tools without response_format',
-                field="response_format",
-            )
+        assert isinstance(schema, dict)
         return Freedom(schema=schema)
 
 
@@ -187,7 +186,10 @@ def reading_of(
     thinking = FAMILIES[family] if family not in (None, NO_PARSER) else None
     if thinking is None and speech is None:
         return None
-    return OutputParserConfig(use=use, speech=speech and speech(), thinking=thinking, shows_thoughts=shows_thoughts)
+    found = speech and speech()
+    if use is not None and found is not None and not (found.has_tools or use.in_words(settings.tool_call_parser)):
+        use = None
+    return OutputParserConfig(use=use, speech=found, thinking=thinking, shows_thoughts=shows_thoughts)
 
 
 def prepared(reading: OutputParserConfig | None, messages: list[Message]) -> tuple[list[Message], list[Any] | None]:

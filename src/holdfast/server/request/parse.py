@@ -25,9 +25,19 @@ from holdfast.server.request.logprob_budget import check_told
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import TokenizePool, check_ids, encode_within
-from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
-from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, TokenId
+from holdfast.server.request.tokenize_pool import TokenizePool, Truncation, check_ids, encode_within
+from holdfast.server.schema.auxiliary import EmbeddingBody
+from holdfast.server.schema.fields import (
+    check_fields,
+    check_members,
+    convert,
+    honoured_fields,
+    ignore_or_refuse,
+    unsupported,
+)
+from holdfast.server.schema.ignored import IGNORED
+from holdfast.server.schema.llama_cpp import NativeOptions
+from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, StreamOptions, TokenId
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
 
@@ -84,8 +94,14 @@ class GenerationRequest:
     """The LoRA adapter that the request named in the model's place."""
     with_token_ids: bool
     """Whether ids are shown beside the text."""
+    tokens_as_ids: bool
+    """Whether logprobs name tokens by their ids (`token_name`)."""
+    prompt_text: str | None
+    """A chat's prompt as the template has rendered it, where it is to be shown."""
     reading: OutputParserConfig | None
     """How an answer's text is to be read; None: it is content and nothing else."""
+    native: NativeOptions | None = None
+    """Of llama.cpp's own endpoint."""
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
@@ -129,6 +145,7 @@ async def read_chat(
     """`request_id`: as the client named its request outside of the body."""
     fields = check_fields(decode_object(raw), _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
+    _check_inner(fields)
     model = served_model(body.model, settings)
     tokenizer = tokenizer_of(engine, "messages")
     if body.max_completion_tokens is not None:
@@ -140,7 +157,9 @@ async def read_chat(
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
-    prompt, reading = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool)
+    cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
+    chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool, cut)
+    reading = chat.reading
     try:
         if reading is not None:
             params, reading = await pool.run(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))
@@ -159,12 +178,13 @@ async def read_chat(
         body,
         "chatcmpl",
         model,
-        [prompt],
+        [chat.ids],
         params,
         settings,
         logprobs,
         echoes=echoes,
         bytes_of=tokenizer.bytes_of,
+        prompt_text=chat.text if body.return_prompt_text else None,
         reading=reading,
         request_id=request_id,
     )
@@ -173,7 +193,23 @@ async def read_chat(
 async def read_completion(
     raw: bytes, engine: Engine, settings: ServerSettings, *, pool: TokenizePool, request_id: str | None = None
 ) -> GenerationRequest:
-    body: CompletionBody = convert(check_fields(decode_object(raw), _COMPLETION_FIELDS), CompletionBody)
+    fields = check_fields(decode_object(raw), _COMPLETION_FIELDS)
+    body: CompletionBody = convert(fields, CompletionBody)
+    _check_inner(fields)
+    return await completion_request(body, engine, settings, pool, size_bytes=len(raw), request_id=request_id)
+
+
+async def completion_request(
+    body: CompletionBody,
+    engine: Engine,
+    settings: ServerSettings,
+    pool: TokenizePool,
+    *,
+    size_bytes: int,
+    default_tokens: int | None = COMPLETION_MAX_TOKENS,
+    request_id: str | None = None,
+) -> GenerationRequest:
+    """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
     _check_logprobs(body.logprobs, "logprobs")
     _check_prompt_logprobs(body)
@@ -186,11 +222,12 @@ async def read_completion(
         body.max_tokens = 1
     if body.echo and body.prompt_logprobs is None:
         body.prompt_logprobs = body.logprobs
-    params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=COMPLETION_MAX_TOKENS)
+    params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=default_tokens)
     if params.structured_outputs is not None:
         await _check_structured(params, engine)
     context = engine.info.max_model_len
-    texts, prompts = split_prompts(body.prompt, context)
+    cut = truncation_of(body, context, body.max_tokens)
+    texts, prompts = split_prompts(body.prompt, context, truncation=cut)
     _check_places(len(texts or prompts) * params.n, engine, settings, "prompt")
     if texts is not None:
         encode = partial(
@@ -199,16 +236,19 @@ async def read_completion(
             tokenizer_of(engine, "prompt"),
             field="prompt",
             add_special_tokens=body.add_special_tokens is not False,
+            truncation=cut,
         )
         given = texts
-        prompts = await pool.run(lambda: [encode(text) for text in given], len(raw))
-    elif body.echo:
+        prompts = await pool.run(lambda: [encode(text) for text in given], size_bytes)
+    if body.echo and (texts is None or cut is not None):
         texts = [tokenizer_of(engine, "echo").decode(prompt) for prompt in prompts]
     if not all(prompts):
         raise RequestError("prompt: a prompt has no tokens", field="prompt")
     firsts = None
     if body.echo and body.logprobs is not None:
-        firsts = [tokenizer_of(engine, "echo").decode([prompt[0]]) for prompt in prompts]
+        as_ids = bool(body.return_tokens_as_token_ids)
+        decode = tokenizer_of(engine, "echo").decode
+        firsts = [token_name(prompt[0]) if as_ids else decode([prompt[0]]) for prompt in prompts]
     echoes = texts if body.echo else None
     return _ask(
         body,
@@ -223,6 +263,14 @@ async def read_completion(
         first_tokens=firsts,
         request_id=request_id,
     )
+
+
+def _check_inner(fields: dict[str, Any]) -> None:
+    """What objects inside of a body have that is not known."""
+    options = fields.get("stream_options")
+    check_members(options, StreamOptions, "stream_options")
+    if isinstance(options, dict) and options.get("include_obfuscation"):
+        ignore_or_refuse("stream_options.include_obfuscation")
 
 
 async def _check_structured(params: SamplingParams, engine: Engine) -> None:
@@ -261,10 +309,38 @@ def _check_places(answers: int, engine: Engine, settings: ServerSettings, field:
     engine.check_room(answers)
 
 
+def token_name(token_id: int) -> str:
+    """vLLM's, where tokens are to be told apart whose text is the same, or is none."""
+    return f"token_id:{token_id}"
+
+
+def truncation_of(body: Common | EmbeddingBody, context: int, max_tokens: int | None) -> Truncation | None:
+    """None: a prompt that is too long is refused. `max_tokens`: that the answer shall have, if it was said."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return None
+    room = max(context - max(max_tokens or 0, 1), 0)
+    if keep > context - (max_tokens or 0):
+        raise RequestError(
+            f"truncate_prompt_tokens is {keep}; the context of {context} tokens leaves {room} for the prompt",
+            needed=f"at most {room}",
+            found=str(keep),
+            fix="truncate_prompt_tokens: -1 keeps as many as fit",
+            field="truncate_prompt_tokens",
+        )
+    return Truncation(room if keep < 0 else keep, body.truncation_side or "left")
+
+
 def split_prompts(
-    prompt: Any, context: int, *, field: str = "prompt", most: int = MAX_PROMPTS
+    prompt: Any,
+    context: int,
+    *,
+    field: str = "prompt",
+    most: int = MAX_PROMPTS,
+    truncation: Truncation | None = None,
 ) -> tuple[list[str] | None, list[list[int]]]:
     """Texts, or lists of token ids: OpenAI's four ways to write a prompt. Too many ids are not even looked at."""
+    kept = truncation.of if truncation is not None else list[int]
     if isinstance(prompt, str):
         return [prompt], []
     if not isinstance(prompt, list) or not prompt:
@@ -273,16 +349,18 @@ def split_prompts(
             field=field,
         )
     if isinstance(prompt[0], int):
+        prompt = kept(prompt)
         check_ids(len(prompt), context, field)
         return None, [convert(prompt, list[TokenId], field)]
     if len(prompt) > most:
         raise RequestError(f"{field}: {len(prompt)} prompts in one request; at most {most}", field=field)
     if isinstance(prompt[0], str):
         return convert(prompt, list[str], field), []
-    for ids in prompt:
+    listed = [kept(ids) if isinstance(ids, list) else ids for ids in prompt]
+    for ids in listed:
         if isinstance(ids, list):
             check_ids(len(ids), context, field)
-    return None, convert(prompt, list[list[TokenId]], field)
+    return None, convert(listed, list[list[TokenId]], field)
 
 
 def served_model(model: str | None, settings: ServerSettings) -> str:
@@ -290,6 +368,10 @@ def served_model(model: str | None, settings: ServerSettings) -> str:
     if model is not None and settings.adapter(model) is not None:
         return model
     if model is not None and model not in settings.served_model_names:
+        ignored = IGNORED.get()
+        if settings.any_model_name and not ignored.strict:
+            ignored.add("model", why=f"another model is served here, {settings.served_model_names[0]}, and answers")
+            return settings.served_model_names[0]
         raise UnknownModelError(
             f"the model {shorten(model)!r} does not exist",
             found=shorten(", ".join(settings.all_names)),
@@ -366,16 +448,18 @@ def _ask(
     first_tokens: list[str] | None = None,
     bytes_of: BytesOf | None = None,
     reading: OutputParserConfig | None = None,
+    prompt_text: str | None = None,
     request_id: str | None = None,
 ) -> GenerationRequest:
     if body.priority and settings.scheduling_policy != "priority":
         raise no_priority()
     options = body.stream_options
-    if options is not None and not body.stream:
+    if options not in (None, StreamOptions()) and not body.stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
-    if options is not None and options.include_obfuscation:
-        raise unsupported("stream_options.include_obfuscation")
-    usage = (options is not None and bool(options.include_usage)) or (body.stream and settings.force_include_usage)
+    forced = body.stream and settings.force_include_usage
+    usage = forced or (options is not None and bool(options.include_usage))
+    # As in vLLM what the server forces is in every chunk.
+    continuous = forced or (usage and options is not None and bool(options.continuous_usage_stats))
     unique = uuid.uuid4().hex
     return GenerationRequest(
         answer_id=f"{prefix}-{request_id or body.request_id or unique}",
@@ -394,10 +478,12 @@ def _ask(
         logprobs=logprobs,
         stream=body.stream,
         include_usage=usage,
-        continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
+        continuous_usage=continuous,
         priority=body.priority,
         cache_salt=body.cache_salt,
         adapter=settings.adapter(model),
         with_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        prompt_text=prompt_text,
         reading=reading,
     )

@@ -1,4 +1,5 @@
-"""What an answer must look like, as clients write it: OpenAI's response_format, vLLM's structured_outputs and guided_*.
+"""What an answer must look like, as clients write it: OpenAI's response_format, vLLM's structured_outputs and guided_*,
+llama.cpp's grammar and json_schema.
 
 Owns how these become one StructuredOutputsParams. What they mean is `text`'s, and whether they can be is the engine's
 to find out.
@@ -22,8 +23,10 @@ GUIDED = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
 }
-"""Older names of vLLM, and the newer ones."""
+"""Older names of vLLM and those of llama.cpp, and vLLM's newer ones."""
 BACKENDS = ("auto", "guidance", "llguidance")
 
 
@@ -41,6 +44,8 @@ def form_of(body: Common, switches: Mapping[str, bool] | None = None) -> Structu
 
 def _requested(body: Common) -> StructuredOutputsParams | None:
     names = [name for name in ("response_format", "structured_outputs", *GUIDED) if getattr(body, name) is not None]
+    if body.grammar == "":  # llama.cpp's clients send it so where there is none.
+        names.remove("grammar")
     if body.response_format is not None and body.response_format.get("type") == "text":
         names.remove("response_format")
     if body.guided_decoding_backend not in (None, *BACKENDS):
@@ -57,7 +62,10 @@ def _requested(body: Common) -> StructuredOutputsParams | None:
         return None
     if names[0] == "response_format":
         assert body.response_format is not None
-        return _made("response_format", **_of_response_format(body.response_format))
+        given = _of_response_format(body.response_format)
+        return _made(
+            "response_format", "response_format.schema" if _has_schema(body.response_format) else None, **given
+        )
     if names[0] == "structured_outputs":
         assert body.structured_outputs is not None
         if "asked_as" in body.structured_outputs:
@@ -69,12 +77,15 @@ def _requested(body: Common) -> StructuredOutputsParams | None:
     return _made(names[0], **given)
 
 
-def _made(field: str, **given: Any) -> StructuredOutputsParams:
+def _made(field: str, place: str | None = None, **given: Any) -> StructuredOutputsParams:
+    """`place`: where a client wrote what is wanted, if it is not where `_place` says."""
+    asked_as = place or _place(field, next((name for name in KINDS if name in given), None))
     try:
-        return StructuredOutputsParams(
-            **given, asked_as=_place(field, next((name for name in KINDS if name in given), None))
-        )
+        return StructuredOutputsParams(**given, asked_as=asked_as)
     except RequestError as error:
+        if place is not None:
+            error.field = place
+            raise
         error.field = field if error.field in (None, "structured_outputs") else _place(field, error.field)
         raise
     except TypeError as error:
@@ -90,8 +101,15 @@ def _place(field: str, kind: str | None) -> str:
     return field if kind is None or kind not in (*KINDS, *OPTIONS) else f"{field}.{kind}"
 
 
+def _has_schema(given: dict[str, Any]) -> bool:
+    """llama.cpp's way to write one: beside the type, of either kind of JSON."""
+    return given.get("type") in ("json_object", "json_schema") and given.get("schema") is not None
+
+
 def _of_response_format(given: dict[str, Any]) -> dict[str, Any]:
     kind = given.get("type")
+    if _has_schema(given):
+        return {"json": given["schema"]}
     if kind == "json_object":
         return {"json_object": True}
     if kind == "structural_tag":

@@ -1,4 +1,4 @@
-"""Tokenizes off the event loop, a few texts at a time, and refuses texts that are certainly too long.
+"""Tokenizes off the event loop, a few texts at a time, and truncates or refuses texts that are too long.
 
 Exact counts, and what they mean with max_tokens, are checked in `engine/requests/admission.py`.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from holdfast.errors import ContextLengthError
 
@@ -43,8 +44,18 @@ class TokenizePool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def encode_within(context: int, tokenizer: Tokenizer, text: str, *, field: str, add_special_tokens: bool) -> list[int]:
+def encode_within(
+    context: int,
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    field: str,
+    add_special_tokens: bool,
+    truncation: Truncation | None = None,
+) -> list[int]:
     """The ids of a text, unless its length, or its beginning alone, tells that it is far beyond the context."""
+    if truncation is not None:
+        return truncation.encode(tokenizer, text, add_special_tokens=add_special_tokens)
     most = context * tokenizer.longest_token_chars
     if len(text) > most:
         raise _too_long(f"{len(text)} characters", f"at most {most} characters", context, field)
@@ -57,6 +68,43 @@ def encode_within(context: int, tokenizer: Tokenizer, text: str, *, field: str, 
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What is kept of a prompt that is too long."""
+
+    keep: int
+    """Tokens, those that the tokenizer adds among them."""
+    side: Literal["left", "right"] = "left"
+    """Where tokens are dropped."""
+
+    def of(self, ids: list[int]) -> list[int]:
+        if len(ids) <= self.keep:
+            return ids
+        return ids[len(ids) - self.keep :] if self.side == "left" else ids[: self.keep]
+
+    def encode(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of a text. Of a long one no more is tokenized than it takes; what the tokenizer adds is kept."""
+        chars = max(self.keep, 1) * HEAD_CHARS_PER_TOKEN
+        while True:
+            part = text[-chars:] if self.side == "left" else text[:chars]
+            ids = tokenizer.encode(part, add_special_tokens=False)
+            # Where it is cut a part may have tokens that the whole has not: they must not be among those kept.
+            if len(part) == len(text) or len(ids) >= 2 * self.keep:
+                break
+            chars *= 4
+        if not add_special_tokens:
+            return self.of(ids)
+        full = tokenizer.encode(part, add_special_tokens=True)
+        if len(full) <= self.keep and len(part) == len(text):
+            return full
+        added = len(full) - len(ids)
+        before = next((place for place in range(added + 1) if full[place : place + len(ids)] == ids), added)
+        if added >= self.keep:
+            return self.of(full)
+        inner = Truncation(self.keep - added, self.side).of(ids)
+        return [*full[:before], *inner, *full[before + len(ids) :]]
+
+
 def check_ids(count: int, context: int, field: str) -> None:
     if count > context:
         raise _too_long(f"{count} tokens", None, context, field)
@@ -65,7 +113,9 @@ def check_ids(count: int, context: int, field: str) -> None:
 def _too_long(found: str, room: str | None, context: int, field: str) -> ContextLengthError:
     limit = f"{context} tokens" + (f", {room}" if room else "")
     return ContextLengthError(
-        f"This model's maximum context length is {limit}. However, the {field} has {found}.",
+        # As `engine.requests.admission` says it, where the numbers are not exact.
+        f"This model's maximum context length is {context} tokens. However, you requested {found} in the messages. "
+        "Please reduce the length of the messages or completion.",
         needed=found,
         found=f"a context of {limit}",
         fix="shorten the prompt",

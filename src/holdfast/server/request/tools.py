@@ -26,6 +26,11 @@ class ToolUse:
     name: str | None = None
     parallel: bool = True
 
+    def in_words(self, parser: str | None) -> bool:
+        """Whether tools are described in words to a template that has none: where a call is demanded, or the server was
+        told in which form calls come (`parser`). A model that may call or not is left as its template has it."""
+        return self.forced or parser is not None
+
     @property
     def callable(self) -> tuple[Tool, ...]:
         return tuple(tool for tool in self.tools if self.name in (None, tool.name))

@@ -1,4 +1,4 @@
-"""The two endpoints that generate: read the body, ask, send the answer whole or as events, notice who left.
+"""The endpoints that generate: read the body, ask, send the answer whole or as events, notice who left.
 
 An ASGI endpoint rather than a request/response function, because one try/finally must hold the whole life of a
 request: whatever happens, its streams are closed, and with them its pages.
@@ -21,7 +21,7 @@ from holdfast.server.http.middleware import CLIENT_GONE, Record, tenant_of
 from holdfast.server.http.request_body import read_body
 from holdfast.server.request.logprob_budget import LogprobBudget, LogprobReservation, check_kept
 from holdfast.server.request.parse import GenerationRequest
-from holdfast.server.response.serialize import DONE, ResponseChoice, ResponseFormatter, error_event
+from holdfast.server.response.serialize import ResponseChoice, ResponseFormatter, error_event
 from holdfast.server.response.streams import ClientGone, Conversation
 from holdfast.server.settings import ServerSettings, body_limit
 
@@ -150,10 +150,10 @@ class _Events:
             # The status is sent: what is left is an event that says so, and the [DONE] that readers wait for.
             body = describe(error)[1]
             record.fail(body)
-            await self._write(error_event(body) + DONE, last=True)
+            await self._write(error_event(body) + self._shape.ending, last=True)
             return
         tail = self._shape.usage_event(self._conversation.usage()) if self._ask.include_usage else b""
-        await self._write(tail + DONE, last=True)
+        await self._write(tail + self._shape.ending, last=True)
 
     async def _consume(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
         if not answer.begun:

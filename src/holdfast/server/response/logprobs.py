@@ -5,7 +5,7 @@ they would take three times the memory. Knows no HTTP and no engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -44,7 +44,9 @@ class JsonArrayWriter:
 class CompletionLogprobsWriter:
     """OpenAI's log-probabilities of a completion: four lists side by side."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: Callable[[int], str] | None = None) -> None:
+        """`name`: of a token, where it is not called by its text."""
+        self._name = name
         self._tokens, self._logprobs, self._tops, self._starts = (
             JsonArrayWriter(),
             JsonArrayWriter(),
@@ -65,15 +67,18 @@ class CompletionLogprobsWriter:
         tops: list[dict[str, float] | None] = []
         for entry in entries:
             chosen = next(iter(entry.values()))
-            likeliest = sorted(entry.values(), key=lambda candidate: -candidate.logprob)
+            likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)
             shown: dict[str, float] = {}
-            for top in likeliest:
+            for token_id, top in likeliest:
                 # Two ids may decode to the same text: the likelier one speaks for it.
-                shown.setdefault(top.decoded_token or "", max(top.logprob, LOWEST_LOGPROB))
-            tokens.append(chosen.decoded_token or "")
+                shown.setdefault(self._called(token_id, top), max(top.logprob, LOWEST_LOGPROB))
+            tokens.append(self._called(next(iter(entry)), chosen))
             logprobs.append(max(chosen.logprob, LOWEST_LOGPROB))
             tops.append(shown)
         self._append(tokens, logprobs, tops)
+
+    def _called(self, token_id: int, candidate: Logprob) -> str:
+        return (candidate.decoded_token or "") if self._name is None else self._name(token_id)
 
     def _append(self, tokens: list[str], logprobs: list[float | None], tops: list[dict[str, float] | None]) -> None:
         for members, values in ((self._tokens, tokens), (self._logprobs, logprobs), (self._tops, tops)):
@@ -108,12 +113,13 @@ def _starts(lengths: list[int], start: int) -> Iterator[int]:
 class PromptLogprobs:
     """Of one prompt, for all answers to it."""
 
-    def __init__(self, *, listed: bool, echoed_first: str | None) -> None:
-        """`listed`: as vLLM's `prompt_logprobs`. `echoed_first`: the first token's text, where an echo shows them."""
+    def __init__(self, *, listed: bool, echoed_first: str | None, name: Callable[[int], str] | None = None) -> None:
+        """`listed`: as vLLM's `prompt_logprobs`. `echoed_first`: what the first token is called, where an echo shows
+        them. `name`: see CompletionLogprobsWriter."""
         self.listed = JsonArrayWriter() if listed else None
         self.echoed: CompletionLogprobsWriter | None = None
         if echoed_first is not None:
-            self.echoed = CompletionLogprobsWriter()
+            self.echoed = CompletionLogprobsWriter(name)
             self.echoed.add_first(echoed_first)
 
     async def take(self, entries: Sequence[dict[int, Logprob] | None]) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from holdfast.records import AnswerDelta, Logprob
+from holdfast.records import AnswerDelta, Logprob, RequestTiming
 from holdfast.server.request.output_parser import OutputParserConfig
-from holdfast.server.request.parse import BytesOf, GenerationRequest
+from holdfast.server.request.parse import BytesOf, GenerationRequest, token_name
 from holdfast.server.response.logprobs import (
     LOWEST_LOGPROB,
     CompletionLogprobsWriter,
@@ -66,10 +66,17 @@ class ResponseChoice:
     """In a stream: of tokens that only added to what is held, until an event shows them."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    """Of its prompt."""
+    timing: RequestTiming | None = None
+    """Once it has ended."""
 
 
 class ResponseFormatter(Protocol):
     """A chat or a completion."""
+
+    ending: bytes
+    """Of a stream, behind its last event."""
 
     def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
         """Events before the first token of an answer; may be empty."""
@@ -91,6 +98,8 @@ def error_event(error: dict[str, Any]) -> bytes:
 
 class _Stream:
     """The parts of an event that never change."""
+
+    ending = DONE
 
     def __init__(self, ask: GenerationRequest, kind: str) -> None:
         self._ask = ask
@@ -127,7 +136,7 @@ class ChatShape(_Stream):
 
     def _prompt_members(self, *, shown: bool = True) -> bytes:
         ids = encode(self._ask.prompts[0] if shown and self._ask.with_token_ids else None)
-        return b',"prompt_token_ids":%b,"prompt_text":null' % ids
+        return b',"prompt_token_ids":%b,"prompt_text":%b' % (ids, encode(self._ask.prompt_text if shown else None))
 
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
@@ -143,7 +152,7 @@ class ChatShape(_Stream):
 
     def _shaped(self, entries: list[dict[int, Logprob]]) -> list[TokenLogprob]:
         count, bytes_of = self._ask.logprobs or 0, self._ask.bytes_of
-        return [_chat_logprob(entry, count, bytes_of) for entry in entries]
+        return [_chat_logprob(entry, count, bytes_of, as_ids=self._ask.tokens_as_ids) for entry in entries]
 
     def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
         answer.tokens.add([*self._shaped(entries)])
@@ -259,7 +268,7 @@ class CompletionShape(_Stream):
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null"
         if delta.logprobs is not None:
-            columns = CompletionLogprobsWriter()
+            columns = CompletionLogprobsWriter(token_name if self._ask.tokens_as_ids else None)
             columns.add(delta.logprobs)
             logprobs = b"".join(columns.behind(start=answer.shown_chars))
             answer.shown_chars += columns.chars
@@ -342,12 +351,13 @@ def _ending(delta: AnswerDelta) -> bytes:
     return b'"finish_reason":"%b","stop_reason":%b}' % (delta.finish_reason.value.encode(), encode(delta.stop_reason))
 
 
-def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None) -> TokenLogprob:
+def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None, *, as_ids: bool) -> TokenLogprob:
     def shown(token_id: int, candidate: Logprob) -> tuple[str, float, list[int]]:
         text = candidate.decoded_token or ""
         # A token may be half a character: its text is then U+FFFD, and only its bytes tell what it is.
         spelled = bytes_of(token_id) if bytes_of is not None else None
-        return text, max(candidate.logprob, LOWEST_LOGPROB), list(text.encode() if spelled is None else spelled)
+        name = token_name(token_id) if as_ids else text
+        return name, max(candidate.logprob, LOWEST_LOGPROB), list(text.encode() if spelled is None else spelled)
 
     chosen = next(iter(entry.items()))
     likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)

@@ -15,8 +15,8 @@ from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.observability.metrics.registry import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason, SamplingParams
-from holdfast.server.request.parse import GenerationRequest
-from holdfast.server.response.logprobs import PromptLogprobs
+from holdfast.server.request.parse import GenerationRequest, token_name
+from holdfast.server.response.logprobs import CompletionLogprobsWriter, PromptLogprobs
 from holdfast.server.response.serialize import ResponseChoice
 from holdfast.server.schema.requests import PromptTokensDetails, Usage
 
@@ -40,9 +40,11 @@ class Conversation:
         self._cached = [0] * prompts
         self._ending = FinishReason.ABORT
         firsts = ask.first_tokens if ask.first_tokens is not None else [None] * prompts
-        of_prompt = [PromptLogprobs(listed=not ask.stream, echoed_first=first) for first in firsts]
+        name = token_name if ask.tokens_as_ids else None
+        of_prompt = [PromptLogprobs(listed=not ask.stream, echoed_first=first, name=name) for first in firsts]
         self.answers = [
-            ResponseChoice(index, of_prompt=of_prompt[index // ask.params.n]) for index in range(prompts * ask.params.n)
+            ResponseChoice(index, of_prompt=of_prompt[index // ask.params.n], columns=CompletionLogprobsWriter(name))
+            for index in range(prompts * ask.params.n)
         ]
         self.prompt_tokens = sum(len(prompt) for prompt in ask.prompts)
         self.completion_tokens = 0
@@ -143,7 +145,9 @@ class Conversation:
             answer = self.answers[first + delta.index]
             if self._ask.with_token_ids:
                 answer.token_ids += delta.token_ids
+            answer.cached_tokens = self._cached[position]
             if delta.finish_reason is not None:
+                answer.timing = delta.timing
                 answer.finish_reason = delta.finish_reason.value
                 answer.stop_reason = delta.stop_reason
             await consume(answer, delta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,10 +18,19 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = True
 
 
+class TokenizedPiece(msgspec.Struct, kw_only=True):
+    """A token as llama.cpp tells it."""
+
+    id: int
+    piece: str | list[int]
+    """Bytes, where it is no text by itself."""
+
+
 class TokenizeResponse(msgspec.Struct, kw_only=True):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: Sequence[int | TokenizedPiece]
+    """Pieces with llama.cpp's `with_pieces`."""
     token_strs: list[str] | None = None
 
 
@@ -31,14 +41,22 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
+    content: str
+    """llama.cpp's name for the same."""
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
+    """In place of `input`, `messages` and what else makes a chat's prompt may stand."""
+
     input: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
     """A text, several, token ids, or several lists of them."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    """The first so many numbers of a vector, at length 1 again."""
     add_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Small = 0
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
 

@@ -1,11 +1,12 @@
-"""Which fields of a request body are honoured, which change nothing, and which are refused by name.
+"""Which fields of a request body are honoured, which change nothing, which are refused, and what is unknown.
 
-No field is silently ignored. A body's top-level fields are of four kinds:
+A body's top-level fields are of five kinds:
 
-  honoured   fields of the Structs in `requests.py`
-  harmless   bookkeeping that has no effect on an answer by its own definition: accepted, any value
-  quiet      accepted only with the value that asks for nothing (`tools: []`, `store: false`)
-  the rest   refused: a known name with "not supported", an unknown one with "unknown field"
+  honoured    fields of the Structs in `requests.py`
+  harmless    no effect on an answer by their own definition: accepted, any value
+  quiet       accepted only with a value that asks for nothing (`functions: []`, `best_of: 1`)
+  unsupported would change the answer and cannot be done: refused by name, with the reason
+  unknown     ignored and told (`ignored.py`), as vLLM does; with --strict-fields refused
 
 `null` always means "left out", as in OpenAI's own clients.
 """
@@ -14,22 +15,41 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
-from holdfast.records.sampling import NO_BEAMS, REFUSED
+from holdfast.records.sampling import REFUSED
 from holdfast.server.schema.auxiliary import EmbeddingBody
+from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.schema.requests import ChatBody, CompletionBody
+from holdfast.units import shorten
 
-HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+HARMLESS: dict[str, str] = {
+    **dict.fromkeys(("user", "metadata", "safety_identifier"), "the caller's own bookkeeping"),
+    "session_id": "vLLM's name of a conversation; the prefix cache finds what was said before by itself",
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_retention"), "the prefix cache evicts the least recently used blocks"
+    ),
+    "store": "responses are not stored",
+    "service_tier": "there is one tier",
+    "verbosity": "a hint to OpenAI's own models; max_tokens limits the length of an answer",
+    "prediction": "a hint that makes OpenAI's answers faster and never changes them",
+    "stream_interval": "every token has an event of its own, which vLLM's value may only make fewer",
+    "length_penalty": "of beam search, which is refused",
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "of images and audio, which are refused"),
+    **dict.fromkeys(
+        ("return_token_offsets", "return_assistant_tokens_mask"), "of vLLM's /render; without effect elsewhere"
+    ),
+    "routed_experts_prompt_start": "of vLLM's routed_experts, which are not returned",
+}
+"""Name, and why it makes no difference."""
 
 # name -> values beside null that ask for nothing
 QUIET: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     "parallel_tool_calls": (True, False),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -40,19 +60,18 @@ QUIET: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "return_tokens_as_token_ids": (False,),
     "include_reasoning": (True,),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "thinking_token_budget": (-1,),
+    "logprob_token_ids": ([],),
 }
 
 # Known to OpenAI or vLLM, with no value that asks for nothing.
 UNSUPPORTED = frozenset(
     {
-        "audio", "bootstrap_host", "bootstrap_port", "documents", "kv_transfer_params", "mm_processor_kwargs",
-        "prediction", "prompt_embeds", "reasoning_effort", "repetition_detection", "structural_tag",
-        "thinking_token_budget",
-        "truncate_prompt_tokens", "verbosity", "vllm_xargs", "web_search_options",
+        "audio", "bootstrap_host", "bootstrap_port", "prompt_embeds", "repetition_detection", "structural_tag",
+        "web_search_options",
     }
 )  # fmt: skip
 
@@ -64,28 +83,18 @@ WHY = {
     "function_call": "it is deprecated by OpenAI; send tool_choice",
     "audio": _TEXT_ONLY,
     "modalities": _TEXT_ONLY,
-    "mm_processor_kwargs": _TEXT_ONLY,
     "bootstrap_host": _PAGES_STAY,
     "bootstrap_port": _PAGES_STAY,
     "kv_transfer_params": _PAGES_STAY,
-    "documents": "chat templates receive only messages and tools",
-    "prediction": "speculative decoding is not implemented",
+    "ec_transfer_params": _PAGES_STAY,
+    "logprob_token_ids": "logprobs are returned of the likeliest tokens; send logprobs and top_logprobs",
     "prompt_embeds": "prompts must be text or token ids",
-    "reasoning_effort": "pass what the model's chat template supports in chat_template_kwargs",
     "thinking_token_budget": "max_tokens limits reasoning and answer together",
-    "verbosity": "max_tokens limits the length of the answer",
     "repetition_detection": "use frequency_penalty, presence_penalty or repetition_penalty",
     "structural_tag": "send it in response_format or structured_outputs",
-    "truncate_prompt_tokens": "prompts are never truncated",
-    "vllm_xargs": "they are for custom code in vLLM",
     "web_search_options": "there is no web search",
-    "store": "responses are not stored",
-    "service_tier": "there is only one service tier",
     "suffix": "fill-in-the-middle is not implemented",
-    "length_penalty": NO_BEAMS,
     "logits_processors": "code sent in a request is never run",
-    "return_tokens_as_token_ids": "use return_token_ids",
-    "prompt_cache_retention": "the prefix cache evicts the least recently used blocks",
     "tools": "only /v1/chat/completions has tools",
     "tool_choice": "only /v1/chat/completions has tools",
 }
@@ -95,12 +104,14 @@ FIXES = {
     "best_of": "send n with logprobs, and keep the completion with the largest sum of logprobs",
 }
 
+_NUMBER = re.compile(r"\[\d+\]")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, Any]:
-    """The honoured part of a body, without nulls; raises on the first field that could not be honoured."""
+    """The honoured part of a body, without nulls; raises on the first field that cannot be honoured."""
     kept = {}
+    ignored = IGNORED.get()
     for name, value in body.items():
         if value is None or name in HARMLESS:
             continue
@@ -110,9 +121,32 @@ def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, An
             _check_quiet(name, value)
         elif name in UNSUPPORTED:
             raise unsupported(name, WHY.get(name, ""), FIXES.get(name))
-        else:
+        elif ignored.strict:
             raise _unknown(name, honoured)
+        else:
+            ignored.add(name, honoured)
     return kept
+
+
+def check_members(given: Any, kind: type[msgspec.Struct], where: str, *, beside: Collection[str] = ()) -> None:
+    """The same for an object inside of a body, which is left as it is: what it has that `kind` has not. `beside`:
+    further names that say nothing."""
+    if not isinstance(given, dict):
+        return  # Told by whoever converts it.
+    known = honoured_fields(kind)
+    for name, value in given.items():
+        if value is not None and name not in known and name not in beside:
+            ignore_or_refuse(f"{where}.{name}", known)
+
+
+def ignore_or_refuse(place: str, known: Collection[str] = ()) -> None:
+    """A field inside of a body, by its path, that nothing is done with."""
+    ignored = IGNORED.get()
+    if ignored.strict:
+        shown = shorten(place, 150)
+        raise RequestError(f"unknown field {shown}", fix=f"leave {shown} out", field=shown)
+    # Of messages and their parts there are many: a place is told without its number.
+    ignored.add(_NUMBER.sub("[]", place), known)
 
 
 def _unknown(name: str, honoured: frozenset[str]) -> RequestError:
@@ -149,14 +183,16 @@ def unsupported(name: str, why: str = "", fix: str | None = None) -> Unsupported
     return UnsupportedOptionError(f"{name} is not supported here{reason}", fix=fix or f"leave {name} out", field=name)
 
 
+@cache
 def honoured_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
 
 
-def convert(body: Any, kind: Any, where: str = "") -> Any:
-    """To the typed body, or an error that names the field; `where`: the one that `body` itself is."""
+def convert(body: Any, kind: Any, where: str = "", *, strict: bool = False) -> Any:
+    """To the typed body, or an error that names the field; `where`: the one that `body` itself is. Numbers may come as
+    text ("0.5") and switches as "true" or 1, as vLLM takes them, unless it is `strict`."""
     try:
-        return msgspec.convert(body, kind)
+        return msgspec.convert(body, kind, strict=strict)
     except msgspec.ValidationError as error:
         text = str(error)
         what, _, path = text.partition(" - at `")

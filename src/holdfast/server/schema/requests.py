@@ -26,11 +26,11 @@ PROMPT_SCHEMA = {
 """Texts or token ids, one or several: more than one kind of list is read by hand."""
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
-    """OpenAI's padding against eavesdroppers; only False is accepted."""
+    """OpenAI's padding against eavesdroppers: ignored, and told so where it is asked for."""
 
 
 class Common(msgspec.Struct, kw_only=True):
@@ -60,6 +60,12 @@ class Common(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Small | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    """The most tokens of a prompt; -1: as many as the context has beside max_tokens."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a prompt that is too long loses tokens; left out: at its beginning, as in vLLM."""
+    return_tokens_as_token_ids: bool | None = None
+    """Whether logprobs name tokens as token_id:5."""
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     """OpenAI's: text, json_object, json_schema; vLLM's structural_tag."""
@@ -71,6 +77,9 @@ class Common(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
+    grammar: str | None = None
+    """llama.cpp's, as are its grammars (GBNF)."""
+    json_schema: dict[str, Any] | str | bool | None = None
     priority: Small = 0
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
     add_special_tokens: bool | None = None
@@ -83,6 +92,8 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
     refusal: str | None = None
     """In place of `text`, of a part that is a refusal."""
+    thinking: str | None = None
+    """The same of thoughts."""
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -110,6 +121,8 @@ class Message(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """vLLM's newer name for the same."""
+    function_call: CalledFunction | None = None
+    """OpenAI's name of old for one call; read as one in `tool_calls`."""
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
@@ -149,6 +162,13 @@ class ChatBody(Common, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the template, as in vLLM; also whether it enables thinking, unless that is said too."""
+    enable_thinking: bool | None = None
+    """The variable of this name, which many send beside chat_template_kwargs instead of in it."""
+    documents: list[dict[str, Any]] | None = None
+    """For templates that show some; others make nothing of them."""
+    return_prompt_text: bool | None = None
 
 
 class CompletionBody(Common, kw_only=True):

@@ -42,7 +42,8 @@ class ChatAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_token_ids: list[int] | None
     """With return_token_ids."""
     prompt_logprobs: PromptLogprobs | None
-    prompt_text: None
+    prompt_text: str | None
+    """With return_prompt_text."""
     service_tier: None
     system_fingerprint: None
     kv_transfer_params: None

@@ -22,8 +22,11 @@ class RenderJob(msgspec.Struct, kw_only=True, frozen=True):
     talks_of_tools: bool
     """Whether there are tools, or were in the conversation: how the template shows them is found out then."""
     tool_call_parser: str | None
+    in_words: bool
+    """Whether tools are described in words to a template that has none."""
     add_generation_prompt: bool
     continue_final_message: bool
+    documents: list[dict[str, Any]] | None
     variables: dict[str, Any]
 
 
@@ -33,10 +36,13 @@ class SpeechFacts(msgspec.Struct, frozen=True):
     dialect: str
     by_template: bool
     takes_system: bool
+    has_tools: bool
 
     def speech(self, template: str) -> ToolFormat:
         dialect = DIALECTS[self.dialect]
-        return ToolFormat(dialect, dialect.form_in(template), self.by_template, self.takes_system)
+        return ToolFormat(
+            dialect, dialect.form_in(template), self.by_template, self.takes_system, has_tools=self.has_tools
+        )
 
 
 class Rendered(msgspec.Struct, tag="rendered", frozen=True):
@@ -90,13 +96,14 @@ def _rendered(job: RenderJob) -> Rendered:
     facts = None
     if job.talks_of_tools:
         speech = speech_of(job.template, job.tool_call_parser)
-        facts = SpeechFacts(speech.dialect.name, speech.by_template, speech.takes_system)
-        messages, tools = shown(job.messages, job.tools, speech)
+        facts = SpeechFacts(speech.dialect.name, speech.by_template, speech.takes_system, speech.has_tools)
+        messages, tools = shown(job.messages, job.tools if job.in_words or speech.has_tools else None, speech)
     text = compile_template(job.template).render(
         messages,
         tools=tools,
         add_generation_prompt=job.add_generation_prompt,
         continue_final_message=job.continue_final_message,
+        documents=job.documents,
         variables=job.variables,
     )
     return Rendered(text.encode(errors="surrogatepass"), facts)

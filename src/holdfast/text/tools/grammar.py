@@ -36,7 +36,7 @@ class Freedom:
     words: bool = False
     """Any text; also before and between calls that have a mark. Arguments are then free too, but for strict tools."""
     schema: Mapping[str, Any] | None = None
-    """JSON of this schema. Only for formats with a mark: without one a call is not told from other JSON."""
+    """JSON of this schema. In formats without a mark a call is told from it by the name of a tool."""
 
 
 def calls_grammar(

@@ -12,7 +12,8 @@ is looked at once, so that neither time nor events depend on how the text was cu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
+from typing import Any
 
 from holdfast.text.output.partial_match import overlap
 from holdfast.text.tools.events import Arguments, CallBegun, Content, Event
@@ -51,11 +52,14 @@ class CallReader:
         *,
         fits: Callable[[str, str], bool] | None = None,
         forced: bool = False,
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """`fits`: whether arguments are such as the tool of this name takes; for answers of which a grammar holds the
         marked calls alone: what no mark opens is content where it does not fit. `forced`: the answer is a call by its
-        grammar, so that a beginning is no content."""
+        grammar, so that a beginning is no content. `parameters`: the tools' schemas by name, for formats that do not
+        write of which type a value is."""
         self._names = names
+        self._parameters = parameters or {}
         self._most_calls = most_calls
         self._forced = forced
         self._fits = fits if self.marks else None

@@ -41,6 +41,8 @@ class ToolFormat:
     by_template: bool
     """Whether the template shows tools and calls itself."""
     takes_system: bool
+    has_tools: bool
+    """Whether the template has tools at all, be it in a form that is not read here."""
 
 
 @lru_cache(maxsize=32)
@@ -51,7 +53,9 @@ def speech_of(template: str, parser: str | None = None) -> ToolFormat:
     found = dialect_of(template) if parser is None else DIALECTS[parser]
     dialect = found if found is not None and (parser is not None or compiled.knows_tools) else GENERIC
     by_template = compiled.knows_tools and (parser is not None or dialect is not GENERIC)
-    return ToolFormat(dialect, dialect.form_in(template), by_template, compiled.takes_system)
+    return ToolFormat(
+        dialect, dialect.form_in(template), by_template, compiled.takes_system, has_tools=compiled.knows_tools
+    )
 
 
 def shown(

@@ -32,6 +32,8 @@ from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.gpu import EXPANDED_BYTES, SKINNY_BLOCK_ROWS, SPLIT_COUNTERS, SUMS_BYTES
 
+WHOLE_ROWS = 128
+
 
 class QuantizedWorkspace:
     """What all such products share, one after the other on one stream; allocated with the first matrix, before any
@@ -52,9 +54,11 @@ class QuantizedWorkspace:
         return self._memory
 
     def expanded(self, columns: int) -> torch.Tensor:
-        """Rows of a quantized matrix as numbers."""
+        """Rows of a quantized matrix as numbers: a multiple of WHOLE_ROWS of them, so that what their product writes
+        begins where cuBLAS's fast kernels can."""
         words = self._bytes().view(self._dtype)
-        return words[: len(words) // columns * columns].view(-1, columns)
+        rows = max(WHOLE_ROWS, len(words) // columns // WHOLE_ROWS * WHOLE_ROWS)
+        return words[: rows * columns].view(rows, columns)
 
     def splits(self) -> SplitSums:
         if self._counters is None:

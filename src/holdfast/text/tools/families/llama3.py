@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.text.tools.call_format import ARGUMENTS, NAME, ToolCallFormat
-from holdfast.text.tools.generic import GenericReader
+from holdfast.text.tools.families.generic import GenericReader
 from holdfast.text.tools.parser import Region
 
 PYTHON_TAG = "<|python_tag|>"

@@ -26,7 +26,9 @@ class GenericReader(CallReader):
     first_characters = "{[`"
 
     def _read_calls(self) -> Region:
-        character = yield from self._after_space()
+        yield from self._json_calls((yield from self._after_space()))
+
+    def _json_calls(self, character: str) -> Region:
         if character == "`":
             character = yield from self._behind_fence(character)
         if character == "[":
@@ -53,9 +55,9 @@ class GenericReader(CallReader):
             raise NotACall
         return character
 
-    def _call_list(self) -> Region:
-        """Behind its bracket."""
-        character = yield from self._after_space()
+    def _call_list(self, character: str = "") -> Region:
+        """Behind its bracket, or behind the first character of what it holds."""
+        character = character or (yield from self._after_space())
         while True:
             if character != "{":
                 raise NotACall

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.text.tools.call_format import ARGUMENTS, BARE_NAME, NAME, ToolCallFormat
-from holdfast.text.tools.generic import GenericReader
+from holdfast.text.tools.families.generic import GenericReader
 from holdfast.text.tools.parser import MAX_NAME_CHARS, NotACall, Region
 
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.text.tools.call_format import ARGUMENTS, NAME, ToolCallFormat
-from holdfast.text.tools.generic import GenericReader
+from holdfast.text.tools.families.generic import GenericReader
 from holdfast.text.tools.parser import NotACall, Region
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -16,13 +16,16 @@ FORMAT = ToolCallFormat(
 
 
 class HermesReader(GenericReader):
-    marks = (OPEN,)
+    opening, closing = OPEN, CLOSE
+    marks: tuple[str, ...] = (OPEN,)
 
     def _read_calls(self) -> Region:
         if not self._mark:
             yield from super()._read_calls()
             return
-        character = yield from self._after_space()
+        yield from self._marked_json((yield from self._after_space()))
+
+    def _marked_json(self, character: str) -> Region:
         while True:
             if character == "[":
                 yield from self._call_list()
@@ -36,6 +39,6 @@ class HermesReader(GenericReader):
                 character = yield from self._after_space()
             if character == "{":
                 continue
-            if (yield from self._one_of((OPEN, CLOSE), character)) == CLOSE:
+            if (yield from self._one_of((self.opening, self.closing), character)) == self.closing:
                 return
             character = yield from self._after_space()

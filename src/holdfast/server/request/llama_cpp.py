@@ -1,0 +1,78 @@
+"""From the body of llama.cpp's /completion to what the engine is asked: its names become those of /v1/completions.
+
+What a request leaves out is the server's default, as everywhere, not llama.cpp's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from holdfast.engine.interface import Engine
+from holdfast.errors import RequestError
+from holdfast.server.request.parse import GenerationRequest, completion_request, decode_object
+from holdfast.server.request.tokenize_pool import TokenizePool
+from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
+from holdfast.server.schema.llama_cpp import COMPANIONS, HARMLESS_NATIVE, NEUTRAL, NativeBody, NativeOptions
+from holdfast.server.schema.requests import CompletionBody
+from holdfast.server.settings import ServerSettings
+
+_FIELDS = honoured_fields(NativeBody)
+NEVER = -100.0
+"""The least bias: what llama.cpp writes as false."""
+
+
+async def read_native(
+    raw: bytes, engine: Engine, settings: ServerSettings, *, pool: TokenizePool, request_id: str | None = None
+) -> GenerationRequest:
+    given = decode_object(raw)
+    for name, values in NEUTRAL.items():
+        value = given.pop(name, None)
+        if value is not None and value not in values:
+            raise unsupported(name, "this way of sampling is not implemented")
+    for name in HARMLESS_NATIVE | COMPANIONS:
+        given.pop(name, None)
+    body: NativeBody = convert(check_fields(given, _FIELDS), NativeBody)
+    wanted = body.n_predict if body.n_predict is not None else body.max_tokens
+    as_completion = CompletionBody(
+        prompt=body.prompt,
+        model=body.model,
+        stream=body.stream,
+        max_tokens=None if wanted == -1 else wanted,
+        temperature=None if body.temperature is None else max(body.temperature, 0.0),
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repeat_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=None if body.seed == -1 else body.seed,
+        stop=body.stop or None,
+        ignore_eos=body.ignore_eos,
+        logit_bias=_biases(body.logit_bias),
+        grammar=body.grammar,
+        json_schema=body.json_schema,
+        logprobs=body.n_probs or None,
+        cache_salt=body.cache_salt,
+        return_token_ids=True,  # Counted answer by answer.
+    )
+    try:
+        ask = await completion_request(
+            as_completion, engine, settings, pool, size_bytes=len(raw), default_tokens=None, request_id=request_id
+        )
+    except RequestError as error:
+        error.field = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}.get(
+            error.field or "", error.field
+        )
+        raise
+    text = body.prompt if isinstance(body.prompt, str) else ""
+    return replace(ask, native=NativeOptions(return_tokens=body.return_tokens, prompt=text))
+
+
+def _biases(given: Any) -> dict[str, float] | None:
+    if given is None:
+        return None
+    pairs = list(given.items()) if isinstance(given, dict) else given
+    if not all(len(pair) == 2 for pair in pairs):
+        raise RequestError("logit_bias: expected pairs of a token id and a number", field="logit_bias")
+    return {str(token).removesuffix(".0"): NEVER if bias is False else float(bias) for token, bias in pairs}

@@ -1,0 +1,134 @@
+"""How answers of llama.cpp's /completion look, whole and streamed. Knows nothing of the engine or of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from holdfast.records import AnswerDelta, Logprob, RequestTiming
+from holdfast.server.request.parse import GenerationRequest
+from holdfast.server.response.logprobs import LOWEST_LOGPROB, encode
+from holdfast.server.response.serialize import ResponseChoice
+from holdfast.server.schema.requests import Usage
+
+
+class NativeShape:
+    ending = b""
+    """llama.cpp's own streams end with the event that has `stop`."""
+
+    def __init__(self, ask: GenerationRequest) -> None:
+        assert ask.native is not None
+        self._ask = ask
+        self._native = ask.native
+
+    def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
+        return ()
+
+    def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
+        told: dict[str, Any] = {
+            "index": answer.index,
+            "content": delta.text,
+            "tokens": delta.token_ids,
+            "stop": delta.finish_reason is not None,
+            "id_slot": -1,
+            "tokens_predicted": len(answer.token_ids),
+            "tokens_evaluated": self._evaluated(answer),
+        }
+        if delta.logprobs is not None:
+            told["completion_probabilities"] = self._probabilities(delta.logprobs)
+        if delta.finish_reason is not None:
+            told |= self._end(answer)
+        return b"data: " + encode(told) + b"\n\n"
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return b""
+
+    def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
+        answer.tokens.add([*self._probabilities(entries)])
+
+    def body(self, answers: list[ResponseChoice], usage: Usage) -> list[bytes]:
+        pieces: list[bytes] = []
+        for place, answer in enumerate(answers):
+            told = {
+                "index": answer.index,
+                "content": answer.text,
+                "tokens": answer.token_ids if self._native.return_tokens else [],
+                "id_slot": -1,
+                "stop": True,
+                "tokens_predicted": len(answer.token_ids),
+                "tokens_evaluated": self._evaluated(answer),
+                **self._end(answer),
+            }
+            pieces += [b"," if place else b"", encode(told)[:-1]]
+            if self._ask.logprobs is not None:
+                pieces += [b',"completion_probabilities":', *answer.tokens.behind()]
+            pieces.append(b"}")
+        return [b"[", *pieces, b"]"] if len(answers) > 1 else pieces
+
+    def _evaluated(self, answer: ResponseChoice) -> int:
+        return len(self._ask.prompts[answer.index // self._ask.params.n])
+
+    def _end(self, answer: ResponseChoice) -> dict[str, Any]:
+        word = answer.stop_reason if isinstance(answer.stop_reason, str) else ""
+        kind = "limit" if answer.finish_reason == "length" else "word" if word else "eos"
+        params = self._ask.params
+        return {
+            "model": self._ask.model,
+            "generation_settings": {
+                "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+                "seed": -1 if params.seed is None else params.seed,
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": params.top_p,
+                "min_p": params.min_p,
+                "repeat_penalty": params.repetition_penalty,
+                "presence_penalty": params.presence_penalty,
+                "frequency_penalty": params.frequency_penalty,
+                "ignore_eos": params.ignore_eos,
+                "stop": params.stop_strings,
+                "n_probs": self._ask.logprobs or 0,
+                "stream": self._ask.stream,
+            },
+            "prompt": self._native.prompt if not answer.index else "",
+            "truncated": False,
+            "stop_type": kind,
+            "stopping_word": word,
+            "tokens_cached": self._evaluated(answer) + len(answer.token_ids),
+            "timings": timings(answer.timing, self._evaluated(answer), answer.cached_tokens, len(answer.token_ids)),
+        }
+
+    def _probabilities(self, entries: list[dict[int, Logprob]]) -> list[dict[str, Any]]:
+        def one(token_id: int, candidate: Logprob) -> dict[str, Any]:
+            text = candidate.decoded_token or ""
+            logprob = max(candidate.logprob, LOWEST_LOGPROB)
+            return {"id": token_id, "token": text, "bytes": list(text.encode()), "logprob": logprob}
+
+        found = []
+        for entry in entries:
+            likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)[: self._ask.logprobs]
+            found.append({**one(*next(iter(entry.items()))), "top_logprobs": [one(*top) for top in likeliest]})
+        return found
+
+
+def timings(timing: RequestTiming | None, prompt: int, cached: int, predicted: int) -> dict[str, float]:
+    """llama.cpp's: from the engine's own clock, the prompt until the first token, the rest from there on."""
+    prompt_ms = predicted_ms = 0.0
+    if timing is not None:
+        prompt_ms = max(timing.first_token_s - timing.scheduled_s, 0.0) * 1000
+        predicted_ms = max(timing.finished_s - timing.first_token_s, 0.0) * 1000
+    computed = prompt - cached
+
+    def per(amount: float, by: float) -> float:
+        return amount / by if by else 0.0
+
+    return {
+        "cache_n": cached,
+        "prompt_n": computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": per(prompt_ms, computed),
+        "prompt_per_second": per(computed * 1000, prompt_ms),
+        "predicted_n": predicted,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": per(predicted_ms, predicted),
+        "predicted_per_second": per(predicted * 1000, predicted_ms),
+    }

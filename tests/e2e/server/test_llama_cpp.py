@@ -1,0 +1,145 @@
+"""What users of llama.cpp's server send: its own completion, its names of fields, paths without /v1, any model name."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from holdfast.engine.fake import FakeEngine
+from holdfast.records import RequestTiming
+from holdfast.server.response.llama_cpp import timings
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def test_a_completion_of_its_own(server):
+    asked = {
+        "prompt": "abcdef", "n_predict": 3, "temperature": -1, "repeat_penalty": 1.1, "seed": -1, "stop": ["z"],
+        "cache_prompt": True, "id_slot": 0, "mirostat": 0, "mirostat_tau": 5.0, "typical_p": 1.0, "xtc_threshold": 0.1,
+        "logit_bias": [[5, -1.5], [6, False]], "return_tokens": True, "n_probs": 2,
+    }  # fmt: skip
+    with server.client() as http:
+        answered = http.post("/completion", json=asked)
+        assert answered.status_code == 200, answered.text
+        told = answered.json()
+        prompt, params = server.engine.received[-1]
+    assert "x-holdfast-ignored-fields" not in answered.headers
+    assert (bytes(prompt), params.max_tokens, params.repetition_penalty) == (b"abcdef", 3, 1.1)
+    assert (params.logit_bias, params.greedy, params.stop) == ({5: -1.5, 6: -100.0}, True, ["z"])
+    assert (told["content"], told["tokens"], told["stop"], told["stop_type"]) == ("abc", [97, 98, 99], True, "limit")
+    assert (told["tokens_predicted"], told["tokens_evaluated"], told["prompt"]) == (3, 6, "abcdef")
+    assert told["generation_settings"]["n_predict"] == 3
+    assert [one["id"] for one in told["completion_probabilities"]] == [97, 98, 99]
+    assert len(told["completion_probabilities"][0]["top_logprobs"]) == 2
+    counted = {"prompt_n": 6, "predicted_n": 3, "cache_n": 0}
+    assert told["timings"].items() >= counted.items()
+    assert told["timings"]["predicted_ms"] >= 0
+
+
+def test_how_a_completion_has_ended(http):
+    told = http.post("/completion", json={"prompt": "abc", "n_predict": -1}).json()
+    assert (told["content"], told["stop_type"], told["stopping_word"], told["tokens"]) == ("abc", "eos", "", [])
+    told = http.post("/completion", json={"prompt": "abc", "stop": "b"}).json()
+    assert (told["content"], told["stop_type"], told["stopping_word"]) == ("a", "word", "b")
+    several = http.post("/completion", json={"prompt": ["ab", "c"], "n_predict": 1}).json()
+    assert [(one["index"], one["content"], one["tokens_evaluated"]) for one in several] == [(0, "a", 2), (1, "c", 1)]
+
+
+def test_a_stream_of_its_own(http):
+    text = http.post("/completion", json={"prompt": "abc", "stream": True, "n_predict": 2}).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    assert [(event["content"], event["stop"]) for event in events] == [("a", False), ("b", True)]
+    assert [event["tokens_predicted"] for event in events] == [1, 2]
+    assert "timings" not in events[0]
+    assert events[1]["timings"]["predicted_n"] == 2
+    assert "[DONE]" not in text
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"n_predict": 0}, "n_predict"), ({"mirostat": 2}, "mirostat"), ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"repeat_penalty": 50}, "repeat_penalty"), ({"n_probs": 99}, "n_probs"), ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"logit_bias": [["a", 1]]}, "logit_bias[0][0]"), ({"logit_bias": [[1]]}, "logit_bias"),
+        ({"logit_bias": [[1.5, 1]]}, "logit_bias"), ({"prompt": None}, "prompt"), ({"grammar": "("}, "grammar"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named_as_it_was_sent(http, extra, param):
+    refused = http.post("/completion", json={"prompt": "a", **extra})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_other_fields_are_told(http, strict):
+    asked = {"prompt": "a", "samplers": ["top_k"]}
+    assert http.post("/completion", json=asked).headers["x-holdfast-ignored-fields"] == "samplers"
+    assert strict.post("/completion", json=asked).status_code == 400
+
+
+def test_times_are_those_of_the_engine():
+    timing = RequestTiming(arrival_s=1.0, scheduled_s=2.0, first_token_s=2.5, finished_s=4.5)
+    told = timings(timing, 110, 10, 20)
+    assert (told["prompt_ms"], told["prompt_per_second"], told["prompt_per_token_ms"]) == (500, 200, 5)
+    assert (told["predicted_ms"], told["predicted_per_second"], told["cache_n"]) == (2000, 10, 10)
+    assert timings(None, 5, 5, 0)["predicted_per_second"] == 0
+
+
+def test_an_openai_client_without_v1(server):
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        assert client.models.list().data[0].id == "fake"
+        assert client.chat.completions.create(model="fake", messages=HELLO).choices[0].message.content == "hi"
+        assert client.completions.create(model="fake", prompt="ab").choices[0].text == "ab"
+        assert len(client.embeddings.create(model="fake", input="ab").data[0].embedding) == 8
+
+
+def test_keys_and_states_are_looked_at_without_v1_too(launch):
+    server = launch(api_key="k")
+    with server.client() as http:
+        for path in ("/chat/completions", "/completions", "/embeddings", "/completion", "/apply-template"):
+            assert http.post(path, json={}).status_code == 401
+        for path in ("/models", "/props"):
+            assert http.get(path).status_code == 401
+        key = {"Authorization": "Bearer k"}
+        server.call(server.engine.die)
+        for path in ("/chat/completions", "/completion", "/apply-template"):
+            assert http.post(path, json={}, headers=key).status_code == 503
+
+
+def test_any_model_name_where_none_was_chosen(launch):
+    with launch(any_model_name=True).client() as http:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": HELLO}),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/embeddings", {"input": "a"}),
+            ("/tokenize", {"content": "a"}),
+        ):
+            answered = http.post(path, json={**body, "model": "gpt-3.5-turbo"})
+            assert (answered.status_code, answered.headers["x-holdfast-ignored-fields"]) == (200, "model")
+            assert answered.json().get("model", "fake") == "fake"
+        assert http.get("/v1/models/gpt-3.5-turbo").status_code == 404
+    with launch(any_model_name=True, strict_fields=True).client() as http:
+        assert http.post("/v1/completions", json={"prompt": "a", "model": "gpt-3.5-turbo"}).status_code == 404
+
+
+def test_tokens_by_its_names(http):
+    assert http.post("/tokenize", json={"content": "hé"}).json()["tokens"] == list("hé".encode())
+    pieces = http.post("/tokenize", json={"content": "hé", "with_pieces": True, "add_special": True}).json()["tokens"]
+    assert pieces == [{"id": 104, "piece": "h"}, {"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
+    assert http.post("/detokenize", json={"tokens": [104]}).json()["content"] == "h"
+    refused = http.post("/tokenize", json={"content": "a", "parse_special": False})
+    assert refused.json()["error"]["param"] == "parse_special"
+
+
+def test_a_template_applied_and_the_properties(http):
+    applied = http.post("/apply-template", json={"messages": HELLO}).json()["prompt"]
+    ids = http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == applied
+    told = http.get("/props").json()
+    assert (told["default_generation_settings"]["n_ctx"], told["total_slots"]) == (4096, 256)
+    assert (told["eos_token"], told["model_alias"], told["chat_template"]) == ("<|end|>", "fake", "built in")
+
+
+def test_properties_without_a_tokenizer(launch):
+    with launch(FakeEngine(with_tokenizer=False)).client() as http:
+        assert http.get("/props").json()["chat_template"] == ""
