@@ -57,7 +57,8 @@ class QuantizedWorkspace:
         """Rows of a quantized matrix as numbers: a multiple of WHOLE_ROWS of them, so that what their product writes
         begins where cuBLAS's fast kernels can."""
         words = self._bytes().view(self._dtype)
-        rows = max(WHOLE_ROWS, len(words) // columns // WHOLE_ROWS * WHOLE_ROWS)
+        rows = len(words) // columns
+        rows -= rows % WHOLE_ROWS if rows >= WHOLE_ROWS else 0
         return words[: rows * columns].view(rows, columns)
 
     def splits(self) -> SplitSums:
