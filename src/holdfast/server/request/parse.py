@@ -266,7 +266,7 @@ async def completion_request(
 
 
 def _check_inner(fields: dict[str, Any], *, stream: bool) -> None:
-    """What objects inside of a body have that is not known. An empty one says nothing, also where it is out of place."""
+    """What objects inside of a body have that is not known. An empty one says nothing, also where it has no place."""
     options = fields.get("stream_options")
     if options and not stream:
         raise RequestError("stream_options needs stream: true", field="stream_options")
