@@ -103,6 +103,7 @@ def test_values_that_ask_for_nothing_are_accepted(http, path):
         ({"logprobs": 3}, "logprobs"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": None}}, "stream_options"),
         ({"stream": "yes"}, "stream"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
@@ -370,3 +371,9 @@ def test_an_access_line_has_both_codes_of_a_refusal(launch):
     assert (long["error_code"], long["holdfast_code"]) == ("context_length_exceeded", "HF310")
     assert (unknown["status"], unknown["error_code"], unknown["holdfast_code"]) == (404, "model_not_found", None)
     assert (fine["error_code"], fine["holdfast_code"]) == (None, None)
+
+
+def test_every_wrong_key_of_a_bias_is_named(http):
+    error = error_of(post(http, {"logit_bias": {"bad1": 1, "7": 1, "bad2": 1}}), 400)
+    assert error["message"].startswith("logit_bias: 'bad1', 'bad2' are not token ids")
+    assert post(http, {"stream_options": {}}).status_code == 200

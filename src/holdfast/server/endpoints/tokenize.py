@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import UNSET
+
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.server.http.middleware import Record
@@ -104,7 +106,7 @@ class Tokenizing:
                 field="tokens",
             )
         text = await self._pool.run(lambda: tokenizer.decode(body.tokens), len(raw))
-        return DetokenizeResponse(prompt=text, content=text)
+        return DetokenizeResponse(prompt=text, content=text if body.model is None else UNSET)
 
 
 def _of_llama_cpp(body: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -145,7 +145,7 @@ async def read_chat(
     """`request_id`: as the client named its request outside of the body."""
     fields = check_fields(decode_object(raw), _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
-    _check_inner(fields)
+    _check_inner(fields, stream=body.stream)
     model = served_model(body.model, settings)
     tokenizer = tokenizer_of(engine, "messages")
     if body.max_completion_tokens is not None:
@@ -195,7 +195,7 @@ async def read_completion(
 ) -> GenerationRequest:
     fields = check_fields(decode_object(raw), _COMPLETION_FIELDS)
     body: CompletionBody = convert(fields, CompletionBody)
-    _check_inner(fields)
+    _check_inner(fields, stream=body.stream)
     return await completion_request(body, engine, settings, pool, size_bytes=len(raw), request_id=request_id)
 
 
@@ -265,9 +265,11 @@ async def completion_request(
     )
 
 
-def _check_inner(fields: dict[str, Any]) -> None:
-    """What objects inside of a body have that is not known."""
+def _check_inner(fields: dict[str, Any], *, stream: bool) -> None:
+    """What objects inside of a body have that is not known. An empty one says nothing, also where it has no place."""
     options = fields.get("stream_options")
+    if options and not stream:
+        raise RequestError("stream_options needs stream: true", field="stream_options")
     check_members(options, StreamOptions, "stream_options")
     if isinstance(options, dict) and options.get("include_obfuscation"):
         ignore_or_refuse("stream_options.include_obfuscation")
@@ -423,15 +425,18 @@ def _sampling(
         if value is not None:
             values[name] = value
     if body.logit_bias:
-        values["logit_bias"] = {_bias_id(key): bias for key, bias in body.logit_bias.items()}
+        _check_bias_ids(body.logit_bias)
+        values["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
     values["structured_outputs"] = form_of(body, settings.structured_outputs)
     return SamplingParams(**values, logprobs=logprobs)
 
 
-def _bias_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) < 10):
-        raise RequestError(f"logit_bias: {key[:50]!r} is not a token id", field="logit_bias")
-    return int(key)
+def _check_bias_ids(keys: Iterable[str]) -> None:
+    wrong = [key for key in keys if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if wrong:
+        shown = ", ".join(repr(key[:50]) for key in wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        said = "is not a token id" if len(wrong) == 1 else "are not token ids"
+        raise RequestError(f"logit_bias: {shown} {said}", field="logit_bias")
 
 
 def _ask(
@@ -454,8 +459,6 @@ def _ask(
     if body.priority and settings.scheduling_policy != "priority":
         raise no_priority()
     options = body.stream_options
-    if options not in (None, StreamOptions()) and not body.stream:
-        raise RequestError("stream_options needs stream: true", field="stream_options")
     forced = body.stream and settings.force_include_usage
     usage = forced or (options is not None and bool(options.include_usage))
     # As in vLLM what the server forces is in every chunk.

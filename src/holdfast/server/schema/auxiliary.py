@@ -41,8 +41,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
-    content: str
-    """llama.cpp's name for the same."""
+    content: str | msgspec.UnsetType = msgspec.UNSET
+    """llama.cpp's name for the same, for requests that name no model, as its own do not."""
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
