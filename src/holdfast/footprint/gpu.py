@@ -14,7 +14,7 @@ from functools import cache
 
 from holdfast.footprint import sampling as sampling_sizes
 from holdfast.footprint.cpu import ELEMENT_BYTES, Limits, sums_apart
-from holdfast.footprint.experts import gpu_bytes, mlp_width
+from holdfast.footprint.experts import gpu_bytes, kinds, mlp_width
 from holdfast.footprint.rounded import workspace_bytes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
@@ -111,7 +111,9 @@ def activations_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, quantized:
     buffers = tokens * (columns * size + angles * 4) + 2 * rows * spec.hidden_size * size
     attention = decode_workspace_bytes(rows, spec.heads, spec.kv_heads, spec.head_dim)
     experts = gpu_bytes(spec, tokens, size)
-    inputs = workspace_bytes(tokens, max(spec.hidden_size, query, mlp_width(spec)), spec.hidden_size, size)
+    shared_width = max((kind.shared_intermediate_size for kind in kinds(spec)), default=0)
+    widest = max(spec.hidden_size, query, mlp_width(spec), shared_width)
+    inputs = workspace_bytes(tokens, widest, spec.hidden_size, size)
     shared = (EXPANDED_BYTES + SPLIT_COUNTERS * 4 if quantized else 0) + (inputs if rounded else 0)
     return buffers + attention + experts + CUBLAS_BYTES + shared
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.footprint.scaled_layouts import Inputs, ScaledLayout
+from holdfast.footprint.scaled_layouts import PIECE, Inputs, ScaledLayout
 
 FP8_CAPABILITY = (8, 9)
 """Ada and later multiply float8_e4m3fn, and convert to it."""
@@ -35,6 +35,31 @@ def rounding_of(layout: ScaledLayout, capability: tuple[int, int]) -> Rounding:
             "kernel, inputs are not rounded",
         )
     return Rounding(layout.inputs, f"the checkpoint asks for inputs in {layout.inputs}, and the GPU multiplies them")
+
+
+def gpu_lacks(layout: ScaledLayout, capability: tuple[int, int], *, experts: bool) -> str | None:
+    """What of this layout no kernel for a GPU of this compute capability takes; None: it is multiplied there."""
+    rounded = rounding_of(layout, capability).inputs != "plain"
+    if layout.codes == "int8" and layout.zeros:
+        return "eight-bit codes with zero points"
+    if layout.ordered and (rounded or experts):
+        return "columns in an order of their own"
+    if not rounded:
+        return f"groups of {layout.group} columns, which 32 does not divide" if layout.group % PIECE else None
+    if layout.codes != layout.inputs:
+        return f"weights in {layout.codes} with inputs in {layout.inputs}"
+    if layout.zeros:
+        return "zero points beside rounded inputs"
+    if (layout.group_rows, layout.group) != (1, 0) and not (layout.inputs == "fp8" and _in_blocks(layout, experts)):
+        return f"scales for {layout.group_rows} x {layout.group} beside rounded inputs"
+    if layout.input_group != layout.group:
+        return f"inputs scaled by {layout.input_group or 'row'}, and a matrix by {layout.group or 'row'}"
+    return None
+
+
+def _in_blocks(layout: ScaledLayout, experts: bool) -> bool:
+    """Blocks of 128 x 128; experts whose rows do not divide by 128 have them for every row."""
+    return layout.group == GROUP and layout.group_rows in ((GROUP, 1) if experts else (GROUP,))
 
 
 def workspace_bytes(tokens: int, widest: int, hidden: int, element_bytes: int) -> int:

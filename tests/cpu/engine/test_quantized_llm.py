@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantized_files as written
 import torch
 import transformers
+from quantized_files import Format, write_quantized
 
-import quantized_files as written
 from holdfast import LLM, SamplingParams, plan
 from holdfast.config import EngineConfig
 from holdfast.engine.startup import build
 from holdfast.errors import ConfigurationError
-from quantized_files import Format, write_quantized
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

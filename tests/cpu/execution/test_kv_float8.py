@@ -328,6 +328,6 @@ def test_a_checkpoint_says_that_it_was_made_for_fp8(oracles: Callable[..., Oracl
     assert not describe_config(config).kv_cache_fp8
     assert describe_config(config | {"quantization_config": table}).kv_cache_fp8
     assert not describe_config(config | {"quantization_config": table | {"kv_cache_scheme": None}}).kv_cache_fp8
-    for wrong in ({"type": "int"}, {"num_bits": 4}, {"strategy": "attn_head"}):
-        with pytest.raises(CheckpointError):
-            describe_config(config | {"quantization_config": table | {"kv_cache_scheme": scheme | wrong}})
+    for other in ({"type": "int"}, {"num_bits": 4}, {"strategy": "attn_head"}):
+        made = table | {"kv_cache_scheme": scheme | other}
+        assert not describe_config(config | {"quantization_config": made}).kv_cache_fp8

@@ -121,6 +121,10 @@ def test_killed_and_stopped_many_times(tmp_path: Path, tiny_arguments: list[str]
     assert sorted(one["custom_id"] for one in answers(tmp_path)) == sorted(f"line-{n}" for n in range(lines))
 
 
+NAMED = ("--served-model-name", "smollm2")
+"""Without it any name is answered."""
+
+
 def test_answers_are_the_servers(tmp_path: Path, start_server) -> None:
     import httpx
 
@@ -143,10 +147,14 @@ def test_answers_are_the_servers(tmp_path: Path, start_server) -> None:
     # A key that the environment sets for servers is not asked of ourselves.
     environment = {**os.environ, "HOLDFAST_API_KEY": "secret"}
     done = subprocess.run(
-        command(tmp_path, "--max-concurrency", "1"), capture_output=True, text=True, timeout=TIMEOUT_S, env=environment
+        command(tmp_path, "--max-concurrency", "1", *NAMED),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
-    server = start_server("smollm2", *FLAGS).wait_ready()
+    server = start_server("smollm2", *FLAGS, *NAMED).wait_ready()
     found = {one["custom_id"]: one for one in answers(tmp_path)}
     for asked in lines:
         reply = httpx.post(server.url + asked["url"], json=asked["body"], timeout=TIMEOUT_S)

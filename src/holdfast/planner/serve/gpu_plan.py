@@ -13,7 +13,7 @@ from itertools import islice
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.errors import CheckpointError, ConfigurationError, DoesNotFitError
 from holdfast.footprint import lora
 from holdfast.footprint.cpu import expands, kv_layout
 from holdfast.footprint.gpu import LEAST_CAPABILITY
@@ -107,6 +107,7 @@ def _gpu_plan(
     check_type(config.dtype, spec)
     _check_kernels(spec, config)
     chosen, decision = choose_gpu(gpus)
+    _check_layouts(model, chosen)
     device = replace(measured_device(0, chosen), budget_bytes=config.vram, limited_by=f"GPU {chosen.index}")
     if config.vram is not None and config.vram > chosen.free_bytes:
         raise refusals.PlanRefusal(
@@ -166,6 +167,20 @@ def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
             found=str(widest),
             fix="--device cpu",
             field="device",
+        )
+
+
+def _check_layouts(model: PlannedModel, gpu: NvidiaGpu) -> None:
+    """Before anything is loaded: that there are kernels for how the weights are quantized."""
+    weights = engine_weights(Same(model))
+    lacking = [] if weights is None else list(weights.missing_kernels(gpu.capability or LEAST_CAPABILITY))
+    if lacking:
+        raise CheckpointError(
+            "the GPU kernels do not multiply weights that are quantized like these",
+            needed="another quantization of this model, such as AWQ, FP8 per row or in blocks of 128 x 128, or GGUF",
+            found="; ".join(lacking[:2]),
+            fix="use such a checkpoint, or --device cpu",
+            field="quantization_config",
         )
 
 

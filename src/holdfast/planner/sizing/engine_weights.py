@@ -21,7 +21,7 @@ from holdfast.errors import CheckpointError
 from holdfast.footprint import cpu
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import Quantize, is_quantized, memory_layout, quantized_layout
-from holdfast.footprint.rounded import rounding_of
+from holdfast.footprint.rounded import gpu_lacks, rounding_of
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import ModelSpec, QuantSpec, TensorSpec
 from holdfast.observability.decisions import Decision
@@ -69,8 +69,10 @@ class EngineWeights:
         return self.spec.quantization is not None and (not expand or self.rounds_inputs(None))
 
     def rounds_inputs(self, capability: tuple[int, int] | None) -> bool:
-        """Whether products of layers without experts round their inputs on such a GPU; None: on any."""
+        """Whether products of layers without experts round their inputs on such a GPU; None: on a CPU, experts too."""
         layouts = _layouts(Same(self.spec), Same(self.stored), self.quantize)
+        if capability is None:
+            layouts += _layouts(Same(self.spec), Same(self.stored), self.quantize, True)
         return any(
             layout.inputs != "plain" if capability is None else rounding_of(layout, capability).inputs != "plain"
             for layout in layouts
@@ -83,6 +85,14 @@ class EngineWeights:
         for rounding in dict.fromkeys(eight):
             how = "weight-only" if rounding.inputs == "plain" else rounding.inputs
             yield Decision("products", how, f"{gpu}: {rounding.reason}", "hardware")
+
+    def missing_kernels(self, capability: tuple[int, int]) -> Iterator[str]:
+        """What no kernel for such a GPU takes, in words."""
+        for experts in (False, True):
+            for layout in _layouts(Same(self.spec), Same(self.stored), self.quantize, experts):
+                lacking = gpu_lacks(layout, capability, experts=experts)
+                if lacking is not None:
+                    yield f"{'experts' if experts else 'matrices'} in {layout}: {lacking}"
 
     @property
     def largest_quantized_bytes(self) -> int:
@@ -123,13 +133,18 @@ class EngineWeights:
 
 @lru_cache(maxsize=64)
 def _layouts(
-    spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], quantize: Quantize | None
+    spec: Same[ModelSpec],
+    stored: Same[Mapping[str, StoredTensor] | None],
+    quantize: Quantize | None,
+    experts: bool = False,
 ) -> tuple[ScaledLayout, ...]:
-    """Of matrices that are no experts', each once."""
+    """Of matrices that are experts', or of those that are not, each once."""
     found: dict[ScaledLayout, None] = {}
     for tensor in spec.held.tensors:
         kept = None if stored.held is None else stored.held.get(tensor.name)
-        if tensor.linear and not tensor.experts and (kept is not None or stored.held is None):
+        if (tensor.experts > 0 if experts else tensor.linear and not tensor.experts) and (
+            kept is not None or stored.held is None
+        ):
             layout = memory_layout(
                 tensor,
                 kept,

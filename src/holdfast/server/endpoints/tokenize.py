@@ -62,7 +62,7 @@ class Tokenizing:
         if with_pieces:
             tokenizer = tokenizer_of(self._engine, "return_token_strs")
             pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(ids)]
-        told = self._pieces(ids) if with_pieces_too else ids
+        told = await self._pool.run(lambda: self._pieces(ids), len(raw)) if with_pieces_too else ids
         return TokenizeResponse(
             count=len(ids), max_model_len=self._engine.info.max_model_len, tokens=told, token_strs=pieces
         )

@@ -10,13 +10,14 @@ a graph. More tokens than the buffers hold are taken in turns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.layers.linear import Scratch, gpu_linear
+from holdfast.execution.gpu.layers.rounded_linear import rounds_inputs
 from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack, SharedExpert, Stack
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as layer_kernels
@@ -218,6 +219,8 @@ class _Scaled:
 
     def __init__(self, matrix: ScaledMatrix) -> None:
         layout = matrix.layout
+        if not rounds_inputs(matrix):
+            layout = replace(layout, inputs="plain", static_inputs=False, input_group=0)
         if matrix.order is not None:
             raise EngineError("experts whose columns have an order of their own have no products on a GPU")
         whole = PIECE if layout.inputs == "plain" else ROUNDED_GROUP
@@ -227,8 +230,8 @@ class _Scaled:
                 needed=f"groups of a multiple of {whole} columns",
                 found=str(layout.group),
             )
-        self._planes = ScaledPlanes(matrix.layout, matrix.codes, matrix.scales, matrix.zeros)
-        self._static = matrix.inputs
+        self._planes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros)
+        self._static = matrix.inputs if layout.static_inputs else None
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -22,6 +22,8 @@ from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.rounded import GROUP, MOST_PARTS, PART_BYTES, rounding_of
 
 HOPPER = (9, 0)
+BLOCK_SCALES_CUDA = (12, 9)
+"""The release whose cuBLAS has products with scales for blocks."""
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -182,8 +184,14 @@ def _library_multiplies(matrix: ScaledMatrix) -> bool:
     device, layout = matrix.codes.device, matrix.layout
     if device.type != "cuda" or layout.inputs != "fp8" or capability_of(device) != HOPPER:
         return False
-    whole = matrix.rows % 16 == 0 and matrix.columns % 16 == 0
-    return whole and not (layout.group and matrix.columns // GROUP % 4)
+    if matrix.rows % 16 or matrix.columns % 16:
+        return False
+    return not layout.group or (matrix.columns // GROUP % 4 == 0 and _cuda_version() >= BLOCK_SCALES_CUDA)
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """That torch was built with."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
 def _check(matrix: ScaledMatrix) -> None:
