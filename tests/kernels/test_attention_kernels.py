@@ -211,7 +211,8 @@ def test_pages_of_float8(
     device: torch.device, stored: torch.dtype, dtype: torch.dtype, window: int, softcap: float, width: int
 ) -> None:
     """Keys and values are scaled codes; a key that is NaN in a page nobody sees stays unseen."""
-    case = Case(device, RAGGED, 6, 2, width, dtype, window=window, softcap=softcap, stored=stored)
+    rows = RAGGED if ON_GPU else [(0, 20), (21, 1), (30, 18)]
+    case = Case(device, rows, 6, 2, width, dtype, window=window, softcap=softcap, stored=stored)
     case.prefill(tile=None if ON_GPU else SMALL)
     case.check()
     case = Case(device, SINGLE, 6, 2, width, dtype, window=window, softcap=softcap, stored=stored)

@@ -212,7 +212,12 @@ def kept_dtype(
     spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, expand: bool, compiled: bool
 ) -> str:
     """What plain matrices lie in memory as: `dtype`, or the half precision of their file."""
-    for _, kept, layout in _held(spec, stored, dtype=dtype, expand=expand, compiled=compiled):
+    return _kept_dtype(Same(spec), Same(stored), dtype, expand, compiled)
+
+
+@lru_cache(maxsize=64)
+def _kept_dtype(model: Same[ModelSpec], files: Same[Stored], dtype: str, expand: bool, compiled: bool) -> str:
+    for _, kept, layout in _held(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled):
         if kept is not None and kept.layout in PLAIN and isinstance(layout, str) and layout in PLAIN:
             return PLAIN[layout]
     return dtype

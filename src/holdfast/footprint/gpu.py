@@ -90,10 +90,16 @@ def decode_splits(rows: int, kv_heads: int, *, codes: bool = False) -> int:
     return min(MOST_SPLITS, -(-PROCESSORS * PROGRAMS_PER_PROCESSOR // (rows * kv_heads)))
 
 
+@cache
+def decode_parts(most_rows: int, kv_heads: int) -> int:
+    """The most splits of all rows together, for any number of rows up to `most_rows`."""
+    split = -(-PROCESSORS * PROGRAMS_PER_PROCESSOR // kv_heads)  # From this many rows on each has one.
+    return max(most_rows, *(rows * decode_splits(rows, kv_heads) for rows in range(1, min(most_rows, split) + 1)))
+
+
 def decode_workspace_bytes(most_rows: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """For any number of rows up to `most_rows`: each split leaves an output and a logarithm for every head, float32."""
-    parts = max(rows * decode_splits(rows, kv_heads) for rows in range(1, most_rows + 1))
-    return parts * heads * (head_dim + 1) * 4
+    return decode_parts(most_rows, kv_heads) * heads * (head_dim + 1) * 4
 
 
 def sampling_lanes(rows: int) -> int:

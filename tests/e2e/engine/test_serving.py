@@ -95,8 +95,8 @@ async def test_64_at_once_do_not_change_each_other(server) -> None:
             return (await client.completions.create(extra_body={"top_k": 10}, **asked)).choices[0].text
 
         together = await asyncio.gather(*(ask(place) for place in range(64)))
-        alone = [await ask(place) for place in range(64)]
-    assert together == alone
+        alone = {place: await ask(place) for place in range(0, 64, 3)}
+    assert {place: together[place] for place in alone} == alone
 
 
 def test_curl(server) -> None:

@@ -10,6 +10,7 @@ import re
 import resource
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import grimp
@@ -149,6 +150,11 @@ def test_no_tracked_file_names_a_path_of_somebodys_machine() -> None:
     assert not found, "\n".join(found)
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def test_source_files_say_what_they_own_and_stay_short() -> None:
     complaints = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -158,7 +164,7 @@ def test_source_files_say_what_they_own_and_stay_short() -> None:
             complaints.append(
                 f"{name}: {len(text.splitlines())} lines, at most {FILE_LINES_LIMIT}: split it by what it owns"
             )
-        tree = ast.parse(text)
+        tree = parsed(path)
         if tree.body and ast.get_docstring(tree) is None:
             complaints.append(f"{name}: open it with a line or two on what it owns")
         for node in ast.walk(tree):
@@ -184,7 +190,7 @@ def test_folders_have_few_children() -> None:
 def test_no_class_name_twice() -> None:
     found: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu, lora
@@ -237,6 +238,11 @@ def count_cpu_plan(question: Question, limits: Limits, *, lowered: bool = False)
     return replace(found, question=question, serve_settings={**found.serve_settings, "expand_weights": "never"})
 
 
+@lru_cache(maxsize=64)
+def _active_parameters(model: Same[ModelSpec]) -> int:
+    return model.held.active_parameters
+
+
 def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
     spec, settings, traffic, blocks = question.model.spec, question.settings, question.traffic, 0
     flags: Mapping[str, object] = {}
@@ -289,7 +295,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             compiled=count.compiled,
             compiled_attention=_compiled_attention(settings, count.compiled),
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
-            prompt_tokens_beside=prompt_tokens_beside(spec.active_parameters, question.machine.cores, step),
+            prompt_tokens_beside=prompt_tokens_beside(_active_parameters(Same(spec)), question.machine.cores, step),
         ),
     )
 
