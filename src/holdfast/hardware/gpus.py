@@ -32,6 +32,7 @@ _SIZED = re.compile(r"(.+)-(\d+)")
 _MIG = re.compile(r"\b\d+g\.(\d+)gb", re.IGNORECASE)
 _MIG_SHARE = 0.95
 """Of what a slice's name says, so much is there at most."""
+_BARE = re.compile(r"[rg]tx(\d{4}.*)")
 _USUAL_SIZES = {"a100": "a100-80"}
 """What is meant by a name without a size, where it is not the smallest that is sold."""
 _COUNT_FIRST = re.compile(r"(\d{1,9})\s*[x×*][\s_-]*(.+)")
@@ -215,7 +216,13 @@ def _names(gpus: tuple[Gpu, ...]) -> dict[str, Gpu]:
             other = names.setdefault(_normal(name), gpu)
             if other is not gpu:
                 raise ValueError(f"gpus.toml: {name!r} names both {other.key} and {gpu.key}")
-    return {**{name: family[0] for name, family in _families(gpus).items()}, **names}
+    known = {**{name: family[0] for name, family in _families(gpus).items()}, **names}
+    # People say 4090 and 3060 Ti; where two cards share a number, it names none.
+    short: dict[str, list[Gpu]] = {}
+    for name, gpu in known.items():
+        if (bare := _BARE.fullmatch(name)) is not None:
+            short.setdefault(bare[1], []).append(gpu)
+    return {**{name: found[0] for name, found in short.items() if len(set(found)) == 1}, **known}
 
 
 @cache

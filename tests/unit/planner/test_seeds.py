@@ -159,7 +159,7 @@ def test_30_percent_on_top_is_replaced_by_named_terms() -> None:
     exact += sum(rank.kv.sequence_bytes(4096) for rank in found.fit.ranks)
     assert rule.exact_bytes == exact
     assert "depends on sequences and context, not on the weights" in printed(found)
-    assert {one.name for one in found.fit.ranks[0].terms} >= {"context", "weights", "activations", "logits", "graphs"}
+    assert {one.name for one in found.fit.ranks[0].terms} >= {"context", "links", "weights", "activations", "graphs"}
 
 
 # KV

@@ -58,7 +58,8 @@ def test_embedding_and_head_lie_at_the_ends(name: str, tied: bool) -> None:
 
 def test_the_fullest_stage_decides(ask: Ask) -> None:
     """Llama 3.1 8B in three stages: 11, 11 and 10 layers, the first with the embedding, the last with the head."""
-    found = fit(ask("llama-3.1-8b", "rtx3060-12", count=3, pipeline_parallel=3, tensor_parallel=1))
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 512}
+    found = fit(ask("llama-3.1-8b", "rtx3060-12", count=3, pipeline_parallel=3, tensor_parallel=1, **limits))
     assert [len(stage) for stage in stage_layers(32, 3)] == [11, 11, 10]
     assert [rank.kv.growing_bytes for rank in found.ranks] == [layers * 4096 for layers in (11, 11, 10)]
     terms = [{term.name: term.nbytes for term in rank.terms} for rank in found.ranks]

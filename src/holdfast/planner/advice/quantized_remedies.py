@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
+from holdfast.engine_profiles.profile import profile
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.hardware.gpus import Gpu
@@ -46,13 +47,19 @@ COARSE = "; two bits noticeably reduce quality: compare its output with a smalle
 
 
 def smaller_kv(found: Plan) -> str | None:
-    """What KV could be stored in instead; None: it is that already, or the GPU has no such units. Holdfast decodes it
-    on every GPU that it runs on."""
+    """What KV could be stored in instead; None: it is that already, or nothing reads it on these GPUs. Holdfast decodes
+    it on every GPU that it runs on, vLLM and SGLang on older ones than have units for it."""
+    engine = found.question.engine
     on_gpu, gpus = found.question.machine.kind == "gpu", [rank.device.gpu for rank in found.ranks]
-    decoded = found.question.engine == "holdfast" and lacks_engine("holdfast", gpus) is None
-    able = on_gpu and all(gpu is not None and (gpu.fp8 or decoded) for gpu in gpus)
+    decoded = engine in (None, "holdfast") and lacks_engine("holdfast", gpus) is None
+    least = profile(engine or "vllm").data.get("gpus", {}).get("fp8-kv")
+    able = on_gpu and all(gpu is not None and (gpu.fp8 or decoded or _reads(gpu, least)) for gpu in gpus)
     smaller = "fp8" if able else "float16" if not on_gpu and found.kv_dtype == "float32" else None
     return None if smaller == found.kv_dtype else smaller
+
+
+def _reads(gpu: Gpu, least: Sequence[int] | None) -> bool:
+    return least is not None and gpu.compute_capability is not None and gpu.compute_capability >= tuple(least)
 
 
 def kv_dtype(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:

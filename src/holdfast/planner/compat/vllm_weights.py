@@ -3,6 +3,7 @@
     rotary    cosines and sines of every position that the model was made for, whole on every rank
     padding   experts in MXFP4 laid out in the tiles of the kernel that multiplies them: which one that is depends on
               the GPU and on the version
+    absorbed  of latent attention: the keys' and the values' part of a projection once more, each by itself
     rounding  what torch's allocator adds to a large tensor and counts as its own
 
 Counts nothing that the checkpoint has; that is in sharded_weights.py. Knows no budget.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
+from holdfast.checkpoints import LAYOUTS, packing_of, stored_parts
 from holdfast.footprint.cpu import FUSED
 from holdfast.footprint.identity_key import Same
 from holdfast.hardware.gpus import Gpu
@@ -31,6 +34,8 @@ ROUNDED_FROM_BYTES, ROUNDED_TO_BYTES, SPLIT_BYTES = 10 * MIB, 2 * MIB, 1 * MIB
 than the third: 35 MiB count as 36, 52.5 MiB as 52.5."""
 
 
+ROUNDED_METHODS = ("fp8", "int8", "int4", "awq", "gptq")
+LATENT_PROJECTION = ".kv_b"
 ExpertKernel = tuple[int, int]
 """Sides of an expert are rounded up to multiples of these, the inner one on each rank by itself."""
 EXPERT_KERNELS = {"Marlin": (256, 128), "Triton": (256, 64), "FlashInfer": (256, 256), "ROCm's Triton": (256, 256)}
@@ -86,9 +91,60 @@ def _beside(
     return ExtraBytes(rotary, padding)
 
 
+def absorbed_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
+    """Of releases that cache latents: kv_b_proj stays, and is kept once more in two halves of the compute dtype."""
+    return _absorbed(Same(model), dtype, tensor_parallel, stage, stages)
+
+
+@lru_cache(maxsize=128)
+def _absorbed(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+    spec = key.held.spec
+    halves = [
+        Weight(tensor=tensor, nbytes=tensor.elements * DTYPE_BYTES[dtype])
+        for tensor in spec.tensors
+        if tensor.name.endswith(LATENT_PROJECTION) and tensor.part == "text"
+    ]
+    return rank_bytes(halves, spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages) if halves else 0
+
+
+def left_out_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
+    """Stored, but given up when weights are put in Marlin's order: the zero points of symmetric GPTQ are all one number,
+    and without act-order its groups are where they are expected."""
+    quantization = model.spec.quantization
+    if quantization is None or quantization.method != "gptq" or not quantization.symmetric:
+        return 0
+    unused = ("qzeros",) if quantization.activation_order else ("qzeros", "g_idx")
+    return _of_parts(Same(model), unused, dtype, tensor_parallel, stage, stages)
+
+
+@lru_cache(maxsize=64)
+def _of_parts(
+    key: Same[PlannedModel], parts: tuple[str, ...], dtype: str, tensor_parallel: int, stage: int, stages: int
+) -> int:
+    spec = key.held.spec
+    found = [
+        Weight(tensor=tensor, nbytes=nbytes)
+        for tensor in spec.tensors
+        if not tensor.optional and tensor.part != "draft" and (nbytes := _stored_part(spec, tensor, parts, dtype))
+    ]
+    return rank_bytes(found, spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages) if found else 0
+
+
+def _stored_part(spec: ModelSpec, tensor: TensorSpec, names: tuple[str, ...] | None, dtype: str) -> int:
+    """Of a quantized matrix, the tensors of these names; None: its codes. 0: it is not quantized."""
+    packing = None if spec.quantization is None else packing_of(spec.quantization, tensor, dtype)
+    if packing is None:
+        return 0
+    *stacked, rows, columns = tensor.shape
+    parts = stored_parts(packing, rows, columns)
+    wanted = parts[:1] if names is None else [part for part in parts if part.name in names]
+    return prod(stacked) * sum(LAYOUTS[part.layout].bytes_for(part.shape) or 0 for part in wanted)
+
+
 def rounding_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
-    """Of plain weights: how quantized ones lie in memory is their kernels' own."""
-    if model.spec.quantization is not None or model.format == "gguf":
+    """Of plain weights, and of the codes of quantized ones whose kernels keep them in as many bytes."""
+    quantization = model.spec.quantization
+    if model.format == "gguf" or (quantization is not None and quantization.method not in ROUNDED_METHODS):
         return 0
     return _rounding(Same(model), dtype, tensor_parallel, stage, stages)
 
@@ -100,7 +156,9 @@ def _rounding(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: 
     layers = stage_layers(len(spec.layers), stages)[stage]
     for weight in weights_of(key.held, dtype=dtype):
         if weight.tensor is not None and _is_held(weight.tensor, layers, stage, stages):
-            together.setdefault(_joined(weight.tensor.name), []).append(weight)
+            codes = _stored_part(spec, weight.tensor, None, dtype)
+            kept = Weight(tensor=weight.tensor, nbytes=codes) if codes else weight
+            together.setdefault(_joined(weight.tensor.name), []).append(kept)
     alike: dict[tuple[tuple[int, ...], ...], list[list[Weight]]] = {}
     for one in together.values():
         alike.setdefault(tuple(weight.tensor.shape for weight in one if weight.tensor is not None), []).append(one)

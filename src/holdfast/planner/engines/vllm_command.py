@@ -23,7 +23,14 @@ from holdfast.planner.compat.gpu_kernels import (
     lacks_method,
 )
 from holdfast.planner.compat.vllm_release import ReleaseTerms, Vllm
-from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel, rounding_bytes
+from holdfast.planner.compat.vllm_overhead import non_torch_bytes
+from holdfast.planner.compat.vllm_weights import (
+    absorbed_bytes,
+    beside_weights,
+    expert_kernel,
+    left_out_bytes,
+    rounding_bytes,
+)
 from holdfast.planner.engines.command import ROUNDING, Command, line, named_dtype, parallel, total_is_known
 from holdfast.planner.engines.fp8_loading import loaded_whole
 from holdfast.planner.engines.vllm_features import (
@@ -34,17 +41,16 @@ from holdfast.planner.engines.vllm_features import (
     leaves_v1,
     lora_rank,
 )
-from holdfast.planner.engines.vllm_kv import KeptKV, fp8_by_default, kept_kv, most_tokens
-from holdfast.planner.fit.count import counted_for, stored_bytes
+from holdfast.planner.engines.vllm_kv import KeptKV, expands_latents, fp8_by_default, kept_kv, most_tokens
+from holdfast.planner.fit.count import stored_bytes
 from holdfast.planner.fit.search import Plan, Rank, fit
 from holdfast.planner.models.model_sources import ModelSource, torch_source
 from holdfast.planner.sizing.sharded_weights import stage_layers
-from holdfast.planner.sizing.terms import Term, adapters_bytes, gpu_terms
+from holdfast.planner.sizing.terms import adapters_bytes, gpu_terms
 from holdfast.units import GIB, format_bytes
 
 USUAL_BLOCK_TOKENS = 16
-NON_TORCH_BYTES = int(0.22 * GIB)
-"""What vLLM 0.26 printed for it on an H200, without tensor parallelism; 0.3 GiB with it."""
+MARLIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,26 +206,27 @@ def _others(found: Plan, source: ModelSource, vllm: Vllm) -> dict[str, object]:
 
 
 def vllm_terms(found: Plan, vllm: Vllm) -> ReleaseTerms:
-    """Of the tightest rank, in vLLM's categories: rotary tables, padding and rounding are part of its weights, our
-    logits and buffers of its peak."""
+    """Of the tightest rank, in vLLM's categories: rotary tables, padding, absorbed matrices and rounding are part of its
+    weights, our logits of its peak; its buffers are made before it measures."""
     rank, spec, stages = tightest(found), found.question.model.spec, found.pipeline_parallel
-    step: Iterable[Term] = rank.terms
-    if counted_for(found.question, rank.device, len(found.ranks)) != "vllm":  # What another engine would take.
-        step = gpu_terms(
-            spec,
-            found.limits,
-            dtype=found.dtype,
-            weights_bytes=0,
-            tensor_parallel=found.tensor_parallel,
-            layers=stage_layers(len(spec.layers), stages)[rank.stage],
-            last_stage=rank.stage == stages - 1,
-            vendor="nvidia" if rank.device.gpu is None else rank.device.gpu.vendor,
-        )
+    gpu, ranks = rank.device.gpu, found.tensor_parallel
+    step = gpu_terms(
+        spec,
+        found.limits,
+        dtype=found.dtype,
+        weights_bytes=0,
+        tensor_parallel=ranks,
+        layers=stage_layers(len(spec.layers), stages)[rank.stage],
+        last_stage=rank.stage == stages - 1,
+        vendor="nvidia" if gpu is None else gpu.vendor,
+        graphs=found.question.settings.graphs,
+        sorts=vllm.has("sorts-vocabulary"),
+    )
     sizes = {term.name: term.nbytes for term in step}
     return ReleaseTerms(
-        weights=stored_bytes(found.question, found.tensor_parallel, rank.stage) + _own_bytes(found, rank, vllm),
-        peak_activation=sum(sizes.get(name, 0) for name in ("activations", "encoder", "logits", "buffers")),
-        non_torch=NON_TORCH_BYTES if found.tensor_parallel == 1 else int(0.3 * GIB),
+        weights=stored_bytes(found.question, ranks, rank.stage) + _own_bytes(found, rank, vllm),
+        peak_activation=sum(sizes.get(name, 0) for name in ("activations", "encoder", "logits")),
+        non_torch=non_torch_bytes(gpu, ranks * stages, vllm),
         graphs=sizes.get("graphs", 0) + sizes.get("hip_graphs", 0),
     )
 
@@ -234,10 +241,15 @@ def _own_bytes(found: Plan, rank: Rank, vllm: Vllm) -> int:
     kernel = expert_kernel(rank.device.gpu, vllm, adapters=settings.max_loras > 0)
     dtype, ranks, stages = found.dtype, found.tensor_parallel, found.pipeline_parallel
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
-    rounding = rounding_bytes(model, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
+    cut = {"dtype": dtype, "tensor_parallel": ranks, "stage": rank.stage, "stages": stages}
+    kept = rounding_bytes(model, **cut)
+    kept += 0 if expands_latents(model.spec, vllm) else absorbed_bytes(model, **cut)
+    gpu = rank.device.gpu
+    if gpu is not None and (gpu.compute_capability or (0, 0)) >= MARLIN_CAPABILITY:
+        kept -= left_out_bytes(model, **cut)
     layers = stage_layers(len(model.spec.layers), stages)[rank.stage]
     taken = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
-    return beside.total + rounding + adapters_bytes(model.spec, dtype, layers, settings.max_loras, taken, ranks)
+    return beside.total + kept + adapters_bytes(model.spec, dtype, layers, settings.max_loras, taken, ranks)
 
 
 def _room_bytes(found: Plan, vllm: Vllm) -> int:

@@ -17,6 +17,7 @@ from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec
+from holdfast.planner.compat.vllm_overhead import links_bytes
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.fit.result import Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import Device, PlannedModel, Question
@@ -158,7 +159,8 @@ def _share(
         )
         return tuple(found), cost, byte_terms.engine_gpu_loading(held, largest)
     # Of a model that this engine does not run, what the engine keeps that would.
-    kernel = expert_kernel(device.gpu, adapters=settings.max_loras > 0)
+    gpu, vllm = device.gpu, question.vllm
+    kernel = expert_kernel(gpu, vllm, adapters=settings.max_loras > 0)
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
     found = byte_terms.gpu_terms(
         spec,
@@ -170,9 +172,13 @@ def _share(
         last_stage=stage == stages - 1,
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
-        vendor="nvidia" if device.gpu is None else device.gpu.vendor,
+        graphs=settings.graphs,
+        vendor="nvidia" if gpu is None else gpu.vendor,
         rotary_bytes=beside.rotary,
         padding_bytes=beside.padding,
+        links_bytes=links_bytes(gpu, every, vllm),
+        unified=gpu is not None and gpu.unified and gpu.vendor == "nvidia",
+        sorts=vllm.has("sorts-vocabulary"),
     )
     return tuple(found), cost, ()
 

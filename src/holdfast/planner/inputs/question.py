@@ -14,6 +14,7 @@ from holdfast.hardware import Processor
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
+from holdfast.planner.compat.vllm_release import Vllm
 
 DeviceKind = Literal["gpu", "cpu"]
 USEFUL_TOKENS = 4096
@@ -191,6 +192,8 @@ class Question:
     """Made on the way to this question: which files, which GPUs, which traffic."""
     engine: str | None = None
     """Whose commands are wanted, where that was said: on GPUs memory is counted as llama.cpp takes it for llama.cpp."""
+    vllm: Vllm = field(default_factory=Vllm)
+    """The release whose terms a GPU has where they are vLLM's."""
 
     @property
     def utilization(self) -> float:

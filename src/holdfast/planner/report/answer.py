@@ -46,7 +46,7 @@ class PlanAnswer(PlanFindings):
 def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     """`engine`: whose commands are wanted, as `holdfast plan --for` takes it. An impossible question is refused."""
     name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
-    found = fit(replace(question, engine=name))
+    found = fit(replace(question, engine=name, vllm=vllm))
     ways = ways_out(found)
     unreadable = too_long(question)
     rate = None if unreadable else throughput(found)

@@ -1,8 +1,10 @@
 """The byte terms of one rank beside its KV pool, by name, for a GPU or a CPU. Estimates carry how far off they may be.
 
     context      driver, CUDA context and libraries      framework    interpreter, torch (CPU)
+    links        buffers of NCCL or RCCL between ranks
     front        the process in front of it (CPU)        weights      as they lie in memory
-    activations  the widest live set of the largest step logits       rows that sample x vocabulary
+    activations  the widest live set of the largest step logits       rows that sample x vocabulary; of other
+                                                                      engines what is beyond activations
     buffers      token ids, block tables                 graphs       captured CUDA graphs
     encoder      of images: its largest step beyond what activations have, and what it hands to the text model
     adapters     LoRA slots                              staging      of loading alone: a tensor as it is stored
@@ -50,17 +52,25 @@ LLAMA_MASK_BYTES = 2
 """For each token of a step and of the context: attention's mask."""
 LIVE_HIDDEN, LIVE_INNER = 4, 3
 """Buffers of hidden width (stream, norm, attention's input and output) and of the MLP's (gate, up, product) that live
-at once. It gives 1.81 GiB for an 8B model at 16,384 tokens; vLLM measured 1.78."""
+at once. It gives 1.81 GiB for an 8B model at 16,384 tokens, where vLLM measured 1.78, and 2.02 for Qwen2.5-1.5B at
+32,768, where it printed 2.02."""
 GRAPHS_NAMES = {"nvidia": "graphs", "amd": "hip_graphs"}
 """By vendor; what is not here captures none: Metal, and vLLM on Intel's GPUs unless it is told to."""
-GPU_WORKSPACE_BYTES = 128 * MIB
+GPU_WORKSPACE_BYTES = 16 * MIB
 """Of attention's split sums and of cuBLAS."""
 ENCODER_UNCERTAINTY = 0.5
 """Engines cut batches of images differently, split towers over ranks or do not, and attend in their own ways."""
 GRAPHS_WITH_ADAPTERS = 3
 """Times what graphs take without: a step is captured once more, with twice as many kernels. Not measured yet."""
-LOGITS_COPIES = 2
-"""In float32 on a GPU: as computed, and as probabilities."""
+SAMPLED_BYTES = 10
+"""For each row and token of the vocabulary: as computed, in float32, and as probabilities."""
+SORTED_BYTES = 38
+"""The same where the whole vocabulary is sorted: 6 as computed and in float32; 12 of sorted values and their places, as
+much again that the sort works in, and 8 of the places it starts from. Phi-4-mini printed 1.83 GiB for 256 rows of
+200,064 tokens, which are 1.81."""
+UNIFIED_BYTES = int(2.2 * GIB)
+"""Instead of the context, of a GPU in its machine's RAM: what it cannot tell from others' memory. Qwen3-0.6B on a GB10
+printed 3.35 GiB with weights of 1.12; of seven starts on a Jetson Orin the middle one had 2.18."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +96,23 @@ def gpu_terms(
     vendor: str = "nvidia",
     rotary_bytes: int = 0,
     padding_bytes: int = 0,
+    links_bytes: int = 0,
+    unified: bool = False,
+    sorts: bool = False,
 ) -> list[Term]:
+    """`sorts`: the whole vocabulary, for every row that samples."""
     captured = GRAPHS_NAMES.get(vendor)
     activations = activations_bytes(spec, limits, dtype, tensor_parallel, layers)
+    context = UNIFIED_BYTES if unified else CONTEXT_BYTES
     terms = [
-        Term("context", CONTEXT_BYTES, 0.25) if vendor == "nvidia" else Term("driver", CONTEXT_BYTES, 0.5),
+        Term("context", context, 0.25) if vendor == "nvidia" else Term("driver", context, 0.5),
+        Term("links", links_bytes, 0.5),
         Term("weights", weights_bytes),
         Term("rotary", rotary_bytes),
         Term("padding", padding_bytes),
         Term("activations", activations, 0.25),
         Term("encoder", encoder_bytes(spec, limits, dtype, activations) if 0 in layers else 0, ENCODER_UNCERTAINTY),
-        Term("logits", logits_bytes(spec, limits, tensor_parallel) if last_stage else 0),
+        Term("logits", logits_bytes(spec, limits, dtype, activations, sorts=sorts) if last_stage else 0),
         Term("buffers", limits.max_num_seqs * limits.max_model_len // 16 * 4 + limits.max_num_batched_tokens * 64),
         Term(captured or "graphs", graphs_bytes(spec, layers, limits) if graphs and captured else 0, 0.5),
         Term("adapters", adapters_bytes(spec, dtype, layers, max_loras, max_lora_rank, tensor_parallel)),
@@ -174,8 +190,9 @@ def _live_columns(spec: ModelSpec, layer: LayerSpec, ranks: int) -> int:
     if layer.experts is None:
         mlp = LIVE_INNER * (layer.intermediate_size or spec.intermediate_size) // ranks
     else:
-        experts = layer.experts
-        routed = experts.per_token * (LIVE_INNER * experts.intermediate_size // ranks + spec.hidden_size)
+        # The inputs of the second product and its outputs take turns in one buffer.
+        experts, inner = layer.experts, layer.experts.intermediate_size // ranks
+        routed = experts.per_token * (max(2 * inner, spec.hidden_size) + inner)
         mlp = routed + LIVE_INNER * experts.shared_intermediate_size // ranks
     return LIVE_HIDDEN * spec.hidden_size + max(attention, mlp)
 
@@ -196,9 +213,13 @@ def encoder_bytes(spec: ModelSpec, limits: Limits, dtype: str, activations: int)
     return max(0, live - activations) + images * spec.encoder.tokens * spec.hidden_size * element
 
 
-def logits_bytes(spec: ModelSpec, limits: Limits, ranks: int) -> int:
-    """Each rank computes its share of the vocabulary, and the first gathers all of it."""
-    return (LOGITS_COPIES + (1 if ranks > 1 else 0)) * limits.max_num_seqs * spec.vocab_size * 4
+def logits_bytes(spec: ModelSpec, limits: Limits, dtype: str, activations: int, *, sorts: bool = False) -> int:
+    """Beyond activations: the layers' memory is free again by then, but for what they hand over. Every rank gathers the
+    whole vocabulary."""
+    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    handed_over = limits.max_num_batched_tokens * spec.hidden_size * DTYPE_BYTES[dtype]
+    sampled = rows * spec.vocab_size * (SORTED_BYTES if sorts else SAMPLED_BYTES)
+    return max(0, handed_over + sampled - activations)
 
 
 def graphs_bytes(spec: ModelSpec, layers: Sequence[int], limits: Limits) -> int:
