@@ -33,6 +33,11 @@ _FIRST = ("failed to start", "hit an exception", "encountered a fatal error")
 """Words of lines that come before the traceback they pass on."""
 _TORN = "the rest of the log: it ends inside a traceback, before the error itself"
 _REST = "the rest of the log: it ends while the server is still starting, with no error in it"
+LOOP_STARTS = 3
+"""Two may be somebody who tried twice."""
+_LOOPS = "The server is restarted in a loop: {} starts in this log failed{}."
+_ONCE = "It was restarted after that, and the log ends in the middle of the new start."
+_OPEN = ", and the log ends in the middle of another"
 _QUOTED = 160
 """Characters of an error that are shown."""
 _OF_MEMORY = re.compile(
@@ -65,6 +70,20 @@ class Candidate:
 
 
 def diagnosis(log: LogState) -> Diagnosis:
+    """Where the log ends in the middle of another start: of what the start before it died of."""
+    settled = log.without_open_start()
+    found = _diagnosis(settled)
+    if found.healthy or not found.findings:
+        return found
+    failed = log.failed_starts + (log.run.failed and settled is log)
+    if settled is log and failed < LOOP_STARTS:
+        return found
+    looped = _ONCE if failed == 1 else _LOOPS.format(failed, _OPEN if settled is not log else "")
+    first = msgspec.structs.replace(found.findings[0], what=f"{found.findings[0].what} {looped}")
+    return msgspec.structs.replace(found, findings=[first, *found.findings[1:]])
+
+
+def _diagnosis(log: LogState) -> Diagnosis:
     candidates = _candidates(log)
     ready = any(run.ready for run in log.final_runs)
     missing: list[str] = []
@@ -128,6 +147,8 @@ def _candidates(log: LogState) -> list[Candidate]:
             if said_better or answered or event.times < event.rule.least or _outlived(run, event):
                 continue
             found.append(_candidate(log, event))
+    if not found:
+        found = _passed_over(log)
     found.sort(key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
     chosen: dict[str, Candidate] = {}
     for candidate in found:
@@ -141,6 +162,13 @@ def _candidates(log: LogState) -> list[Candidate]:
     known = [one for one in kept if one.rule.kind != "hint"]
     serious = any(one.rule.kind != "advice" for one in known)
     return _without_shadows(known if serious else kept)
+
+
+def _passed_over(log: LogState) -> list[Candidate]:
+    """Messages of another engine, or of a start after it, where the log has no better reason for its failure."""
+    failed = [run for run in log.final_runs if run.failed and (not run.ready or run.wrappers)]
+    events = [event for run in failed for event in run.passed_over.values()]
+    return [Candidate(event, event.rule, event.rule.phase or None, "medium") for event in events]
 
 
 def _says_more(candidate: Candidate, first: Candidate) -> bool:
@@ -221,6 +249,7 @@ def _numbers(log: LogState) -> dict[str, float]:
         "in_nccl": run.phase == "load" and "nccl" in run.tags and "weights" not in run.tags,
         "engine_known": log.engine is not None,
         "ready": run.ready,
+        "silent_starts": run.begun - 1,
         "held_tokens": log.numbers.get("kv_tokens", log.numbers.get("kv_blocks", 0) * BLOCK_TOKENS),
         "prefix_caching": settings.values.get("enable-prefix-caching") == "True",
         "share_set": settings.number("gpu-memory-utilization"),
