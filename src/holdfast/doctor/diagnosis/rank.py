@@ -181,7 +181,7 @@ def _without_shadows(found: list[Candidate]) -> list[Candidate]:
     """A vague finding beside a precise one is only its echo."""
     if found and found[0].rule.kind == "fatal":
         found = [one for one in found if one.rule.kind != "advice"]
-    precise = [one for one in found if one.confidence == "high" and not one.rule.effect]
+    precise = [one for one in found if one.confidence == "high" and not one.rule.effect and one.rule.kind == "fatal"]
     if not precise:
         return found
     return [one for one in found if one.confidence == "high" or one.rule.kind != "fatal"]
@@ -308,6 +308,7 @@ def _unexplained(log: LogState, missing: list[str]) -> Finding | None:
     errors = [line for run in final if not run.ready for line in run.unexplained]
     if wrappers and not errors:
         errors = [line for run in final for line in run.unexplained]
+    errors += [run.last_words for run in final if run.ready and run.last_words is not None]
     if wrappers and not errors:
         last = wrappers[-1].line
         asked = _BELOW if len(wrappers) == 1 and any(words in last for words in _FIRST) else _ABOVE

@@ -26,8 +26,11 @@ _ERROR = re.compile(
     r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
     r"|^(?:[a-z_]\w*\.)+(?:exc|exceptions|errors?)\.[A-Z]\w*(?::|$)"
     r"|(?:Segmentation fault|core dumped|Aborted|Bus error|SIGSEGV|SIGABRT|panicked at|terminate called)"
-    r"|\b(?:ROCm|HIP) error\b|HSA_STATUS_ERROR|error loading model: \S"
+    r"|\b(?:ROCm|HIP|CUDA) error\b|HSA_STATUS_ERROR|error loading model: \S"
 )
+_DIED = re.compile(r"Segmentation fault|core dumped|Aborted|SIGSEGV|SIGABRT|terminate called|\b(?:CUDA|HIP|ROCm) error\b")
+_OF_REQUEST = re.compile(r"HTTPException|CancelledError|ClientDisconnect|ValidationError|ExceptionGroup|Disconnect|Timeout")
+"""Errors of one request or of its client: the server goes on."""
 _MARKERS = re.compile(r"^\s*[\^~]+\s*$")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause|During handling of the above exception)")
 FRAMES_HELD = 200
@@ -123,6 +126,8 @@ class Run:
     traces: list[Trace] = field(default_factory=list)
     named: bool = False
     """An error was seen that has a name and no rule."""
+    last_words: Evidence | None = None
+    """Such an error of a server that was ready, with no sign of life after it."""
 
     @property
     def failed(self) -> bool:
@@ -313,6 +318,8 @@ class LogState:
                 self.version = words.pop("version").lstrip("v").rstrip(".,)")
             if mark.phase and (mark.begin or further(mark.phase, self.run.phase)):
                 self.run.phase = mark.phase
+            if mark.ready:
+                self.run.last_words = None
             if mark.ready and not self.run.ready:
                 self._came_up()
             if mark.tag:
@@ -459,6 +466,9 @@ class LogState:
             self.run.named = self.run.named or named
             if trace is not None and named:
                 trace.ended = True
+            ended = trace is not None or severe or _DIED.search(text) is not None
+            if named and ended and self.run.ready and not _OF_REQUEST.search(text):
+                self.run.last_words = self.run.last_words or evidence
             if not self.run.unexplained:
                 told = None if trace is None else trace.phase
                 self.run.unexplained_phase = told or ("serve" if self.run.ready else self.run.phase)
