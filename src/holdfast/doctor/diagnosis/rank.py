@@ -19,7 +19,7 @@ from holdfast.doctor.diagnosis.fixes import base_command, fixes, known_numbers, 
 from holdfast.doctor.diagnosis.out_of_memory import judge as judge_memory
 from holdfast.doctor.diagnosis.out_of_memory import phase_of
 from holdfast.doctor.evidence.holdfast_errors import own_fixes, refined
-from holdfast.doctor.evidence.log_state import STARTING, Event, LogState, Run, further
+from holdfast.doctor.evidence.log_state import NEAR_LINES, STARTING, Event, LogState, Run, further
 from holdfast.doctor.findings import ENDED_IN_ORDER, Confidence, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
 from holdfast.doctor.logs.line import read_line
 from holdfast.doctor.rules.formulas import evaluate, filled, holds
@@ -96,7 +96,8 @@ def _diagnosis(log: LogState) -> Diagnosis:
         findings = [*_new(log, "load", findings), *findings]
     figures = _new(log, "figures", findings)
     findings += figures
-    unknown = _unexplained(log, missing) if not findings or advice else None
+    died = any(run.died for run in log.final_runs) and not any(one.rule.kind == "fatal" for one in candidates)
+    unknown = _unexplained(log, missing) if not findings or advice or died else None
     if unknown is not None:
         findings = [unknown, *findings]
         phase = next((run.unexplained_phase for run in log.final_runs if run.unexplained_phase), phase)
@@ -199,6 +200,20 @@ def _killed_after_an_error(run: Run, event: Event) -> bool:
 
 
 def _candidate(log: LogState, event: Event) -> Candidate:
+    found = _judged(log, event)
+    if found.confidence == "high" and found.rule.kind == "fatal" and _comes_after_another(log, event):
+        found.confidence = "medium"
+    return found
+
+
+def _comes_after_another(log: LogState, event: Event) -> bool:
+    """An error that no rule knows stands before it: it may be what this one follows from."""
+    run = next((one for one in log.runs if event in one.events.values()), None)
+    first = None if run is None or not run.named else run.first_named
+    return first is not None and first < event.line - NEAR_LINES
+
+
+def _judged(log: LogState, event: Event) -> Candidate:
     if event.rule.out_of_memory:
         verdict = judge_memory(event, log)
         return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)

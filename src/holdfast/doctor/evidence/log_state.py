@@ -126,6 +126,10 @@ class Run:
     traces: list[Trace] = field(default_factory=list)
     named: bool = False
     """An error was seen that has a name and no rule."""
+    first_named: int | None = None
+    """The line of the first of them."""
+    died: bool = False
+    """The last words are those of a process that ends."""
     last_words: Evidence | None = None
     """Such an error of a server that was ready, with no sign of life after it."""
 
@@ -319,7 +323,7 @@ class LogState:
             if mark.phase and (mark.begin or further(mark.phase, self.run.phase)):
                 self.run.phase = mark.phase
             if mark.ready:
-                self.run.last_words = None
+                self.run.last_words, self.run.died = None, False
             if mark.ready and not self.run.ready:
                 self._came_up()
             if mark.tag:
@@ -350,6 +354,7 @@ class LogState:
     def _came_up(self) -> None:
         """What went wrong before did not matter."""
         self.run.ready, self.run.named, self.run.unexplained_phase = True, False, None
+        self.run.first_named = None
         for seen in (self.run.unexplained, self.run.near, self.run.wrappers, self.run.traces):
             seen.clear()
 
@@ -469,6 +474,9 @@ class LogState:
             ended = trace is not None or severe or _DIED.search(text) is not None
             if named and ended and self.run.ready and not _OF_REQUEST.search(text):
                 self.run.last_words = self.run.last_words or evidence
+                self.run.died = self.run.died or _DIED.search(text) is not None
+            if named and self.run.first_named is None:
+                self.run.first_named = line.number
             if not self.run.unexplained:
                 told = None if trace is None else trace.phase
                 self.run.unexplained_phase = told or ("serve" if self.run.ready else self.run.phase)
