@@ -474,7 +474,7 @@ class LogState:
             ended = trace is not None or severe or _DIED.search(text) is not None
             if named and ended and self.run.ready and not _OF_REQUEST.search(text):
                 self.run.last_words = self.run.last_words or evidence
-                self.run.died = self.run.died or _DIED.search(text) is not None
+            self.run.died = self.run.died or _DIED.search(text) is not None
             if named and self.run.first_named is None:
                 self.run.first_named = line.number
             if not self.run.unexplained:
