@@ -137,6 +137,14 @@ class Profile:
             tuple(self._lists.get("defaults", {}).get(name, ())),
         )
 
+    def instead(self, flag: str, value: str | None) -> dict[str, str] | None:
+        """What a flag that is no longer taken is written as now, with that value; None: it is not known."""
+        named = self._lists.get("instead", {}).get(flag.lstrip("-"), {}).get(value or "")
+        if named is None:
+            return None
+        words = named.split()
+        return dict(zip(words[::2], words[1::2], strict=True))
+
     def takes(self, flag: str, version: str | None = None) -> bool | None:
         """Whether that release has the flag, under its one name; of no version the newest. None: it is in no list."""
         if not self.listed:

@@ -118,6 +118,7 @@ def _once_taken(command: ServerCommand, flag: Flag, spelled: str, history: FlagH
     changes: dict[str, str | None] = {spelled: None}
     if instead == "--hf-overrides" and _is_object(flag.value):
         changes[instead] = json.dumps({flag.name.replace("-", "_"): json.loads(flag.value or "{}")})
+    changes |= profile(command.engine).instead(flag.name, flag.value) or {}
     until_when = "" if last is None else f" (the last that did: {'.'.join(map(str, last))})"
     this = f"this is {version}" if version else "the version is not known here"
     what = f"{command.engine} {version or profile(command.engine).read_from} no longer takes {spelled}"

@@ -8,6 +8,7 @@ from itertools import chain
 import msgspec
 
 from holdfast.doctor.diagnosis.rank import diagnosis
+from holdfast.doctor.diagnosis.services import Services
 from holdfast.doctor.evidence.log_state import LogState
 from holdfast.doctor.findings import Diagnosis, Evidence
 from holdfast.doctor.logs.line import Line, read_lines
@@ -84,22 +85,21 @@ def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
 
 def diagnose(sources: Sequence[str]) -> Diagnosis:
     """Logs, judged together: paths of files (gz too), `-` for standard input. Raises a ConfigurationError (HFD90)."""
-    log: LogState | None = None
+    services = Services()
     logs: dict[str, _Log] = {}
     torn = []
     for name in sources:
         called = "standard input" if name == "-" else name
-        if log is None:
-            log = LogState(called)
-        else:
-            log.open(called)
-        source, sift = LogSource(name), Sift(log.feed)
+        source, sift = LogSource(name), Sift(services.feed)
         logs[called] = _Log(source)
-        for block in logs[called].blocks():
+        blocks = iter(logs[called].blocks())
+        first = next(blocks, b"")
+        services.open(called, first)
+        for block in chain([first], blocks):
             sift.feed(block)
         sift.close()
         torn += [_TORN.format(called)] if source.torn else []
-    found = diagnosis(log or LogState(""))
+    found = services.diagnosis()
     found.missing.extend(torn)
     for name, read in logs.items():
         found.seen.extend(read.told(name))

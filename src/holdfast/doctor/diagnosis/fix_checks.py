@@ -59,6 +59,10 @@ class Facts:
             return None
 
 
+UNIFIED_SHARE = 0.85
+"""Of memory that CPU and GPU share, up to which a share may be raised."""
+
+
 def sound(facts: Facts, changes: Changes) -> tuple[Changes, str] | None:
     """The changes as they hold, and what to say where they are others than were asked for; None: they do not hold."""
     said: list[str] = []
@@ -170,6 +174,8 @@ def _share(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     if total is not None and weights is not None and weights + STEP_GIB > share * total:
         return None
     now, short = numbers.get("utilization"), numbers.get("kv_short_gib")
+    if numbers.get("unified") and share > max(now or 0.0, UNIFIED_SHARE):
+        return None  # The system lives in the same memory.
     if now is None or shared > 1:
         return changes
     if short is not None and total is not None:

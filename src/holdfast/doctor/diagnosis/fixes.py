@@ -15,6 +15,7 @@ from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
 from holdfast.doctor.diagnosis.fix_checks import Facts, sound
 from holdfast.doctor.diagnosis.kv_budget import room_for_kv
 from holdfast.doctor.diagnosis.llama_layers import layers_that_fit
+from holdfast.doctor.diagnosis.out_of_memory import UNIFIED_GIB
 from holdfast.doctor.evidence.log_state import Event, LogState
 from holdfast.doctor.findings import Fix
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
@@ -42,6 +43,7 @@ _SPELLED_TOO = {"tensor-parallel-size": ("tp",), "max-input-tokens": ("max-input
 _OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
 """Without one of these nothing can be reckoned of KV, and no model need be looked up."""
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)")
 FLAGS_NAMED = 16
 """Of a message that names flags, so many are put right: a line may be anything."""
 
@@ -59,6 +61,9 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
             numbers[f"{name}_set"] = value
     if _GGUF_FOLDER.search(log.settings.model or ""):
         numbers["gguf_folder"] = 1
+    numbers["hub_name"] = float(_HUB_NAME.fullmatch(log.settings.model or "MODEL/NAME") is not None)
+    offloaded = log.settings.number("cpu-offload-gb")
+    numbers["offload_asked"] = offloaded or 0.0
     told = {**numbers, **log.numbers, **event.numbers}
     if log.engine == "llama.cpp":
         told |= layers_that_fit(told)
@@ -68,6 +73,7 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
         told.setdefault("total_gib", told["free_at_start_gib"])
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
+    told["unified"] = float(UNIFIED_GIB[0] <= told.get("total_gib", 0) < UNIFIED_GIB[1] or "unified" in log.run.tags)
     if told.keys() & _OF_KV:
         told |= room_for_kv(log.engine or "vllm", told, kv_token_gib(log.settings.model))
     return told
@@ -98,7 +104,7 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
     command = base_command(log)
     return {
         "model": log.settings.model or "MODEL",
-        "fetch_again": _fetch_again(log.settings.model or "MODEL"),
+        "fetch_again": _fetch_again(log.engine, log.settings.model or "MODEL"),
         "package": profile(log.engine or "vllm").package,
         "command": "" if command is None else command.with_changes({}),
         **log.words,
@@ -106,7 +112,12 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
     }
 
 
-def _fetch_again(model: str) -> str:
+def _fetch_again(engine: str | None, model: str) -> str:
+    if engine == "ollama":  # What it logs is the file of a layer, which has another name than the model.
+        name = "NAME" if "/" in model or "\\" in model or model == "MODEL" else shlex.quote(model)
+        return f"ollama rm {name}; ollama pull {name}"
+    if model.endswith(".gguf"):
+        return f"ls -l {shlex.quote(model)}; sha256sum {shlex.quote(model)}"
     if model.startswith(("/", "./", "~")):
         return f"ls -l {shlex.quote(model)}; sha256sum {shlex.quote(model.rstrip('/'))}/*.safetensors"
     return f"hf download {shlex.quote(model)} --force-download"
@@ -170,7 +181,10 @@ def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> F
     corrected = [
         flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
     ]
-    if corrected:
+    replaced_by = [row for flag in changes if (row := profile(engine).flag(flag.lstrip("-")).replaced_by)]
+    if replaced_by and "{flag}" in rule.change:
+        why, price = f"in its place this version has {', '.join(replaced_by)}", None
+    elif corrected:
         why, price = f"the flag is spelled {', '.join(corrected)}", None
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
         price = "weights and KV take twice the memory"
@@ -209,6 +223,11 @@ def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | Non
             continue
         flag = flag if flag.startswith("-") else f"--{flag.replace('_', '-')}"
         found[flag] = None
+        value = command.value(flag) if command is not None and command.has(flag) else None
+        instead = profile(engine).instead(flag, value)
+        if instead is not None:
+            found |= instead
+            continue
         near = profile(engine).nearest(flag)
         if near is not None and command is not None and command.has(flag):
             found[f"--{near}"] = command.value(flag) or ""

@@ -30,6 +30,9 @@ WEIGHTS_SHARE = 0.75
 FULL_SHARE = 0.93
 SMALL_SHARE = 0.1
 
+UNIFIED_GIB = (118.0, 124.0)
+"""Of a card: no GPU with memory of its own has so much. GB10 (DGX Spark) reports 121.6 GiB, Jetson Thor 122.8."""
+
 Sureness = Literal["high", "medium", "low"]
 
 
@@ -133,6 +136,10 @@ def _names_holders(failure: FailedAllocation) -> bool:
     return _OURS.search(failure.text) is not None or len(_PROCESS.findall(failure.text)) > 1
 
 
+def _unified(failure: FailedAllocation) -> bool:
+    return UNIFIED_GIB[0] <= (failure.total or 0.0) < UNIFIED_GIB[1]
+
+
 def _speculates(failure: FailedAllocation) -> bool:
     values = failure.log.settings.values
     flags = ("speculative-model", "speculative-config", "model-draft")
@@ -180,6 +187,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], boo
     ("oom_fragmentation", ("profile", "capture", "warmup"), _in_pieces, "medium"),
     ("oom_parallel_unused", _LOADING, _unused_gpus, "medium"),
     ("oom_weights", _LOADING, lambda one: True, "of the phase"),
+    ("oom_unified", ("profile", "capture", "warmup", "serve", "request", None), _unified, "medium"),
     ("oom_weights_profile", ("profile",), _crowded_by_weights, "at least medium"),
     ("oom_profile", ("profile",), lambda one: True, "at least medium"),
     ("oom_capture", ("capture",), lambda one: True, "of the phase"),

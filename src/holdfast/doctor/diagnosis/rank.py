@@ -19,7 +19,7 @@ from holdfast.doctor.diagnosis.fixes import base_command, fixes, known_numbers, 
 from holdfast.doctor.diagnosis.out_of_memory import judge as judge_memory
 from holdfast.doctor.diagnosis.out_of_memory import phase_of
 from holdfast.doctor.evidence.holdfast_errors import own_fixes, refined
-from holdfast.doctor.evidence.log_state import STARTING, Event, LogState, Run, further
+from holdfast.doctor.evidence.log_state import NEAR_LINES, STARTING, Event, LogState, Run, further
 from holdfast.doctor.findings import ENDED_IN_ORDER, Confidence, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
 from holdfast.doctor.logs.line import read_line
 from holdfast.doctor.rules.formulas import evaluate, filled, holds
@@ -33,6 +33,11 @@ _FIRST = ("failed to start", "hit an exception", "encountered a fatal error")
 """Words of lines that come before the traceback they pass on."""
 _TORN = "the rest of the log: it ends inside a traceback, before the error itself"
 _REST = "the rest of the log: it ends while the server is still starting, with no error in it"
+LOOP_STARTS = 3
+"""Two may be somebody who tried twice."""
+_LOOPS = "The server is restarted in a loop: {} starts in this log failed{}."
+_ONCE = "It was restarted after that, and the log ends in the middle of the new start."
+_OPEN = ", and the log ends in the middle of another"
 _QUOTED = 160
 """Characters of an error that are shown."""
 _OF_MEMORY = re.compile(
@@ -65,6 +70,20 @@ class Candidate:
 
 
 def diagnosis(log: LogState) -> Diagnosis:
+    """Where the log ends in the middle of another start: of what the start before it died of."""
+    settled = log.without_open_start()
+    found = _diagnosis(settled)
+    if found.healthy or not found.findings:
+        return found
+    failed = log.failed_starts + (log.run.failed and settled is log)
+    if settled is log and failed < LOOP_STARTS:
+        return found
+    looped = _ONCE if failed == 1 else _LOOPS.format(failed, _OPEN if settled is not log else "")
+    first = msgspec.structs.replace(found.findings[0], what=f"{found.findings[0].what} {looped}")
+    return msgspec.structs.replace(found, findings=[first, *found.findings[1:]])
+
+
+def _diagnosis(log: LogState) -> Diagnosis:
     candidates = _candidates(log)
     ready = any(run.ready for run in log.final_runs)
     missing: list[str] = []
@@ -77,7 +96,8 @@ def diagnosis(log: LogState) -> Diagnosis:
         findings = [*_new(log, "load", findings), *findings]
     figures = _new(log, "figures", findings)
     findings += figures
-    unknown = _unexplained(log, missing) if not findings or advice else None
+    died = any(run.died for run in log.final_runs) and not any(one.rule.kind == "fatal" for one in candidates)
+    unknown = _unexplained(log, missing) if not findings or advice or died else None
     if unknown is not None:
         findings = [unknown, *findings]
         phase = next((run.unexplained_phase for run in log.final_runs if run.unexplained_phase), phase)
@@ -128,6 +148,8 @@ def _candidates(log: LogState) -> list[Candidate]:
             if said_better or answered or event.times < event.rule.least or _outlived(run, event):
                 continue
             found.append(_candidate(log, event))
+    if not found:
+        found = _passed_over(log)
     found.sort(key=lambda one: (_KINDS[one.rule.kind], one.rule.effect, one.event.line))
     chosen: dict[str, Candidate] = {}
     for candidate in found:
@@ -143,6 +165,13 @@ def _candidates(log: LogState) -> list[Candidate]:
     return _without_shadows(known if serious else kept)
 
 
+def _passed_over(log: LogState) -> list[Candidate]:
+    """Messages of another engine, or of a start after it, where the log has no better reason for its failure."""
+    failed = [run for run in log.final_runs if run.failed and (not run.ready or run.wrappers)]
+    events = [event for run in failed for event in run.passed_over.values()]
+    return [Candidate(event, event.rule, event.rule.phase or None, "medium") for event in events]
+
+
 def _says_more(candidate: Candidate, first: Candidate) -> bool:
     """The same cause told with numbers beats the same told without."""
     same_kind = candidate.rule.kind == first.rule.kind
@@ -153,7 +182,7 @@ def _without_shadows(found: list[Candidate]) -> list[Candidate]:
     """A vague finding beside a precise one is only its echo."""
     if found and found[0].rule.kind == "fatal":
         found = [one for one in found if one.rule.kind != "advice"]
-    precise = [one for one in found if one.confidence == "high" and not one.rule.effect]
+    precise = [one for one in found if one.confidence == "high" and not one.rule.effect and one.rule.kind == "fatal"]
     if not precise:
         return found
     return [one for one in found if one.confidence == "high" or one.rule.kind != "fatal"]
@@ -171,6 +200,20 @@ def _killed_after_an_error(run: Run, event: Event) -> bool:
 
 
 def _candidate(log: LogState, event: Event) -> Candidate:
+    found = _judged(log, event)
+    if found.confidence == "high" and found.rule.kind == "fatal" and _comes_after_another(log, event):
+        found.confidence = "medium"
+    return found
+
+
+def _comes_after_another(log: LogState, event: Event) -> bool:
+    """An error that no rule knows stands before it: it may be what this one follows from."""
+    run = next((one for one in log.runs if event in one.events.values()), None)
+    first = None if run is None or not run.named else run.first_named
+    return first is not None and first < event.line - NEAR_LINES
+
+
+def _judged(log: LogState, event: Event) -> Candidate:
     if event.rule.out_of_memory:
         verdict = judge_memory(event, log)
         return Candidate(event, rulebook().rule(verdict.rule), verdict.phase, verdict.confidence)
@@ -221,6 +264,7 @@ def _numbers(log: LogState) -> dict[str, float]:
         "in_nccl": run.phase == "load" and "nccl" in run.tags and "weights" not in run.tags,
         "engine_known": log.engine is not None,
         "ready": run.ready,
+        "silent_starts": run.begun - 1,
         "held_tokens": log.numbers.get("kv_tokens", log.numbers.get("kv_blocks", 0) * BLOCK_TOKENS),
         "prefix_caching": settings.values.get("enable-prefix-caching") == "True",
         "share_set": settings.number("gpu-memory-utilization"),
@@ -279,6 +323,7 @@ def _unexplained(log: LogState, missing: list[str]) -> Finding | None:
     errors = [line for run in final if not run.ready for line in run.unexplained]
     if wrappers and not errors:
         errors = [line for run in final for line in run.unexplained]
+    errors += [run.last_words for run in final if run.ready and run.last_words is not None]
     if wrappers and not errors:
         last = wrappers[-1].line
         asked = _BELOW if len(wrappers) == 1 and any(words in last for words in _FIRST) else _ABOVE

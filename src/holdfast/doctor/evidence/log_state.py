@@ -5,6 +5,7 @@ Bounded however long the log is. Judges nothing: rank.py does, once the log has 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,20 +26,26 @@ _ERROR = re.compile(
     r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
     r"|^(?:[a-z_]\w*\.)+(?:exc|exceptions|errors?)\.[A-Z]\w*(?::|$)"
     r"|(?:Segmentation fault|core dumped|Aborted|Bus error|SIGSEGV|SIGABRT|panicked at|terminate called)"
-    r"|\b(?:ROCm|HIP) error\b|HSA_STATUS_ERROR|error loading model: \S"
+    r"|\b(?:ROCm|HIP|CUDA) error\b|HSA_STATUS_ERROR|error loading model: \S"
 )
+_DIED = re.compile(r"Segmentation fault|core dumped|Aborted|SIGSEGV|SIGABRT|terminate called|\b(?:CUDA|HIP|ROCm) error\b")
+_OF_REQUEST = re.compile(r"HTTPException|CancelledError|ClientDisconnect|ValidationError|ExceptionGroup|Disconnect|Timeout")
+"""Errors of one request or of its client: the server goes on."""
 _MARKERS = re.compile(r"^\s*[\^~]+\s*$")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause|During handling of the above exception)")
 FRAMES_HELD = 200
 EVENTS_HELD = 200
 EVIDENCE_HELD = 4
 RUNS_HELD = 8
+VOTES = 3
+"""Times that one mark tells whose log it is: what is said every ten seconds tells no more than what is said once."""
 NEAR_LINES = 12
 """Between a message and the traceback that belongs to it."""
 
 
 PHASES = ("args", "download", "load", "profile", "capture", "warmup", "serve", "request")
 STARTING = PHASES[:6]
+OWN = "holdfast"
 SECOND = "second"
 """The tag of an engine in a process that had one before."""
 RECOVERED = "engine_recovered"
@@ -99,9 +106,16 @@ class Run:
     """From one start of the server to the next."""
 
     start: int = 1
+    source: str = ""
     phase: str | None = None
     ready: bool = False
     events: dict[str, Event] = field(default_factory=dict)
+    passed_over: dict[str, Event] = field(default_factory=dict)
+    """What rules saw that are of another engine, or of a start, after it: better than nothing, if nothing else is."""
+    begun: int = 0
+    """Starts in it: more than one where the ones before came as far as loading and said nothing of their end."""
+    beyond_args: bool = False
+    """The last of them has begun to load."""
     tags: set[str] = field(default_factory=set)
     unexplained: list[Evidence] = field(default_factory=list)
     unexplained_phase: str | None = None
@@ -112,6 +126,18 @@ class Run:
     traces: list[Trace] = field(default_factory=list)
     named: bool = False
     """An error was seen that has a name and no rule."""
+    first_named: int | None = None
+    """The line of the first of them."""
+    died: bool = False
+    """The last words are those of a process that ends."""
+    last_words: Evidence | None = None
+    """Such an error of a server that was ready, with no sign of life after it."""
+
+    @property
+    def failed(self) -> bool:
+        """It came to an end of its own, as far as the log tells."""
+        fatal = any(event.rule.kind == "fatal" and event.ready == self.ready for event in self.events.values())
+        return fatal or bool(self.wrappers) or ((self.named or bool(self.passed_over)) and not self.ready)
 
     @property
     def torn_off(self) -> Trace | None:
@@ -123,12 +149,15 @@ class LogState:
     def __init__(self, source: str) -> None:
         self.source = source
         self.engines: Counter[str] = Counter()
+        self._votes: Counter[int] = Counter()
         self.version: str | None = None
         self.settings = ServerArgs()
         self.statistics = Statistics()
         self.numbers: dict[str, float] = {}
         self.words: dict[str, str] = {}
-        self.runs: list[Run] = [Run()]
+        self.runs: list[Run] = [Run(source=source)]
+        self.failed_starts = 0
+        """Runs that failed and that another start followed."""
         self.lines = 0
         self._book = rulebook()
         self._page = self._book.page("")
@@ -144,7 +173,7 @@ class LogState:
     def open(self, source: str) -> None:
         """Lines of another source follow."""
         self.source = source
-        self.runs = [*self.runs[-RUNS_HELD:], Run()]
+        self.runs = [*self.runs[-RUNS_HELD:], Run(source=source)]
         self.final_runs.append(self.run)
         self._traces.clear()
         self._waiting.clear()
@@ -158,8 +187,23 @@ class LogState:
         broken = [run for run in self.runs if run.ready and run.wrappers]
         return [run for run in self.runs if run in broken or run in self.final_runs]
 
+    def without_open_start(self) -> LogState:
+        """Where the log ends in the middle of another start: as it was before that one, so that what the ones before
+        died of is judged. Else itself. Nothing is changed."""
+        final = self.run
+        before = [run for run in self.runs[:-1] if run.source == final.source]
+        if final.ready or final.failed or final.unexplained or final.torn_off is not None or not before:
+            return self
+        if not before[-1].failed:
+            return self
+        log = copy.copy(self)
+        log.runs = self.runs[:-1]
+        log.final_runs = [before[-1] if run is final else run for run in self.final_runs]
+        return log
+
     def _begin(self, line: Line) -> None:
-        run = Run(start=line.number)
+        self.failed_starts += self.run.failed
+        run = Run(start=line.number, source=self.source)
         self.final_runs = [run if one is self.run else one for one in self.final_runs]
         self.runs = [*self.runs[-RUNS_HELD:], run]
 
@@ -174,7 +218,7 @@ class LogState:
         self.lines = max(self.lines, line.number)
         self._page = self._book.page(line.whole)
         if line.style:
-            self.engines.setdefault(line.style, 1)
+            self.engines[line.style] += line.style == OWN or line.style not in self.engines
         if any(pattern.search(line.text) for pattern in self._page.quoted):
             return False
         if _HEADER in line.text:
@@ -264,14 +308,22 @@ class LogState:
                 self.run.tags.add(SECOND)
             for name in mark.forgives:
                 self.run.events.pop(name, None)
-            for name in mark.recovers:
-                self._recovered(name, line)
-            if mark.engine:
-                self.engines[mark.engine] += 5 if mark.begin else 1
+            if mark.recovers:
+                coded = [one.rule for one in self.run.events.values() if one.rule.code and one.rule.kind == "fatal"]
+                for rule in coded:
+                    self._recovered(rule.id, line)
+            if mark.engine and line.style in ("", "vllm", mark.engine):
+                self._vote(mark)
+            if mark.begin and not mark.restarted and (mark.phase or None) == "args":
+                self.run.begun += self.run.begun == 0 or self.run.beyond_args
+                self.run.beyond_args = False
+            self.run.beyond_args |= mark.phase in STARTING[2:]
             if "version" in words and mark.engine:
                 self.version = words.pop("version").lstrip("v").rstrip(".,)")
             if mark.phase and (mark.begin or further(mark.phase, self.run.phase)):
                 self.run.phase = mark.phase
+            if mark.ready:
+                self.run.last_words, self.run.died = None, False
             if mark.ready and not self.run.ready:
                 self._came_up()
             if mark.tag:
@@ -281,6 +333,11 @@ class LogState:
                 self.settings.values.setdefault("model", words.pop("model_file"))
             self.words.update(words)
         return told
+
+    def _vote(self, mark: Mark) -> None:
+        self._votes[id(mark)] += 1
+        if self._votes[id(mark)] <= VOTES:
+            self.engines[mark.engine] += 5 if mark.begin else 1
 
     def _recovered(self, name: str, line: Line) -> None:
         """The server got over a failure by itself: it stays as advice, with the line that says so."""
@@ -297,22 +354,24 @@ class LogState:
     def _came_up(self) -> None:
         """What went wrong before did not matter."""
         self.run.ready, self.run.named, self.run.unexplained_phase = True, False, None
+        self.run.first_named = None
         for seen in (self.run.unexplained, self.run.near, self.run.wrappers, self.run.traces):
             seen.clear()
 
     def _over(self) -> bool:
         """Whether the run came to anything; what only warns may come before the first line of a start."""
         failed = any(event.rule.kind == "fatal" for event in self.run.events.values())
-        return self.run.ready or failed or bool(self.run.wrappers)
+        return self.run.ready or failed or self.run.failed
 
     def _rules(self, line: Line, *, frames: bool = False) -> bool:
         engine = self.engine
         matched = False
         for rule in self._page.rules:
-            if rule.engines and engine is not None and engine not in rule.engines and self.engines[engine] > 1:
-                continue
+            foreign = rule.engines and engine is not None and engine not in rule.engines and self.engines[engine] > 1
+            foreign = foreign and rule.id != RULE  # Its code leaves no doubt.
             found = rule.match(line.text)
-            if found is not None and self._past(rule):
+            if found is not None and (foreign or self._past(rule)):
+                self._pass_over(rule, line, found)
                 continue
             elsewhere = rule.only_in and self.run.phase is not None and self.run.phase not in rule.only_in
             if found is None or elsewhere or (frames and rule.out_of_memory):
@@ -325,6 +384,12 @@ class LogState:
                 self._event(said, line, numbers, words)
                 matched = True
         return matched
+
+    def _pass_over(self, rule: Rule, line: Line, found: re.Match[str]) -> None:
+        numbers, words = captured(found)
+        sure = rule.kind == "fatal" and not rule.out_of_memory and rule.confidence == "high"
+        if sure and len(self.run.passed_over) < EVENTS_HELD and holds(rule.when, numbers):
+            self.run.passed_over.setdefault(rule.id, self._made(rule, line, numbers, words))
 
     def _past(self, rule: Rule) -> bool:
         """Words of a start, after it: a client's, or a model's. Ollama loads models while it serves."""
@@ -358,21 +423,24 @@ class LogState:
             if event.trace is None:
                 self._bind(event, line)
             return
-        event = Event(
+        event = self._made(rule, line, numbers, words)
+        self._bind(event, line)
+        if len(self.run.events) < EVENTS_HELD:
+            self.run.events[rule.id] = event
+        self._own = event if rule.code else self._own
+
+    def _made(self, rule: Rule, line: Line, numbers: dict[str, float], words: dict[str, str]) -> Event:
+        return Event(
             rule=rule,
             line=line.number,
             numbers=numbers,
             words=words,
-            evidence=[evidence],
+            evidence=[self._evidence(line)],
             phase=self.run.phase,
             ready=self.run.ready,
             process=line.process,
             tags=frozenset(self.run.tags),
         )
-        self._bind(event, line)
-        if len(self.run.events) < EVENTS_HELD:
-            self.run.events[rule.id] = event
-        self._own = event if rule.code else self._own
 
     def _bind(self, event: Event, line: Line) -> None:
         """To the traceback it ends, or else to the one that follows."""
@@ -403,6 +471,12 @@ class LogState:
             self.run.named = self.run.named or named
             if trace is not None and named:
                 trace.ended = True
+            ended = trace is not None or severe or _DIED.search(text) is not None
+            if named and ended and self.run.ready and not _OF_REQUEST.search(text):
+                self.run.last_words = self.run.last_words or evidence
+            self.run.died = self.run.died or _DIED.search(text) is not None
+            if named and self.run.first_named is None:
+                self.run.first_named = line.number
             if not self.run.unexplained:
                 told = None if trace is None else trace.phase
                 self.run.unexplained_phase = told or ("serve" if self.run.ready else self.run.phase)

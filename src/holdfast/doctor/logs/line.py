@@ -13,9 +13,19 @@ PARTS = 400
 NESTED = 3
 """Wraps in wraps that are taken off: Docker's JSON around a program's JSON."""
 
+PREFIXED = 200
+"""Characters in which whoever wrote a line names itself."""
+
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[()][A-B0-2]")
 _TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
 _WORD = r"[\w.@/:-]+"
+_SERVICES = (
+    r"\[pod/(?P<pod>[\w./-]+)\] ",  # kubectl logs --prefix
+    r"(?P<supervised>[\w.-]{1,60}) (?:stdout|stderr) \| ",  # supervisord
+    r"(?P<composed>[\w.-]{1,60}) +\| ?",  # docker compose
+)
+"""Prefixes that name the one of several programs that a line is of."""
+_SERVICE = re.compile("|".join((*_SERVICES, r"(?P<exited>[\w.-]{1,60}) exited with code \d+")))
 _PREFIXES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -27,9 +37,7 @@ _PREFIXES = tuple(
         rf"{_TIME} [\w-]+\[[\w.-]+\]: ",  # Heroku and its like
         rf"{_TIME} [\w.-]+/[\w.-]+/[\w-]+ ",  # awslogs: prefix/container/task
         rf"{_TIME} (?:stdout|stderr) [FP] ",  # containerd's files
-        r"\[pod/[\w./-]+\] ",  # kubectl logs --prefix
-        r"[\w.-]{1,60} (?:stdout|stderr) \| ",  # supervisord
-        r"[\w.-]{1,60} +\| ",  # docker compose
+        *_SERVICES,
         rf"\[?{_TIME}\]?:?[ \t]+(?:- )?",
         r"[A-Z][a-z]{2} [ \d]\d +\d\d:\d\d:\d\d(?:\.\d+)? \| ",
         r"\[(?:Info|Warning|Error|Debug)\] \(\w+\) ",
@@ -57,6 +65,7 @@ _NAMED_LEVELS = (
     re.compile(r"\| (TRACE|DEBUG|INFO|SUCCESS|WARNING|ERROR|CRITICAL) +\| [\w.<>]+:[\w.<>]+:\d+ - "),  # loguru
     re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+:(?=\S)"),  # Python's own
 )
+_OWN = re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) holdfast[\w.]*: ")
 _MESSAGES = ("log", "MESSAGE", "message", "msg", "event", "textPayload", "jsonPayload", "fields", "text")
 _TRACES = ("exc_info", "exception", "stack_trace", "error.stack_trace", "traceback", "stack", "error")
 _LEVELS = ("level", "severity", "levelname", "log.level", "log_level")
@@ -73,8 +82,16 @@ class Line(NamedTuple):
     level: str
     style: str
     """The engine that stamps its lines so; empty: nobody's in particular."""
+    service: str = ""
+    """The one of several programs that it is of, as compose, kubectl and supervisord name it before the line."""
     near: str = ""
     """Lines above and below an error that bear no stamp, level or process, and may be parts of it."""
+
+
+def service_of(raw: str) -> str:
+    """As the prefix of a line names it; empty: none does."""
+    found = _SERVICE.match(bare(raw[:LONGEST]))
+    return "" if found is None else next(name for name in found.groups() if name)
 
 
 def bare(raw: str) -> str:
@@ -89,7 +106,11 @@ def read_lines(raw: str, number: int) -> list[Line]:
     lines = [line]
     for part in more[: PARTS - 1]:
         following = _read(part, number)
-        lines.append(following._replace(process=following.process or line.process))
+        lines.append(
+            following._replace(
+                process=following.process or line.process, service=line.service, style=following.style or line.style
+            )
+        )
     return lines
 
 
@@ -127,7 +148,9 @@ def _read(raw: str, number: int) -> Line:
             level, text = told[1], text.lstrip()[told.end() :]
     if not level and " E " in whole and _CLOCK_ERROR.search(whole[: len(whole) - len(text)]) is not None:
         level = "ERROR"
-    return Line(number, whole, text, process, "WARNING" if level == "WARN" else level, style)
+    if _OWN.search(whole[:PREFIXED]) is not None:
+        style = "holdfast"
+    return Line(number, whole, text, process, "WARNING" if level == "WARN" else level, style, service_of(whole))
 
 
 def _undressed(whole: str) -> tuple[str, str]:

@@ -93,7 +93,9 @@ def _cut_at(columns: int, measure: Callable[[bytes], int], lines: list[bytes], *
     rests = [below for is_cut, (_, below) in zip(cut, pairs, strict=True) if is_cut and not fold.begins(below)]
     dressed = sum(_DRESSED.match(line) is not None for line in lines)
     sure = dressed > len(lines) // 2 and not any(rest.startswith(b" ") for rest in rests)
-    enough = len(rests) >= (FEW_CUT if sure else LEAST_CUT) and len(rests) >= CUT_SHARE * sum(cut)
+    # A server that is restarted says the same lines again: what follows a wide one then is no other rest.
+    different = len({rest.translate(_DIGITS) for rest in rests})
+    enough = different >= (FEW_CUT if sure else LEAST_CUT) and len(rests) >= CUT_SHARE * sum(cut)
     return replace(fold, joined=len(rests)) if enough else None
 
 

@@ -104,6 +104,8 @@ def _rest(line: Line, below: str) -> list[str]:
     parts: list[str] = []
     for raw in below.removeprefix("\n").split("\n")[:BELOW]:  # Behind a carriage return stands the end of the line.
         following = read_line(raw, line.number)
+        if following.service != line.service and line.service:
+            continue
         stranger = following.process not in ("", line.process) or _BEGINS.match(following.text)
         if stranger or _ANOTHER.match(following.text):
             break

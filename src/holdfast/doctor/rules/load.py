@@ -143,12 +143,14 @@ class Mark(Entry, frozen=True, kw_only=True):
     ready: bool = False
     begin: bool = False
     """A server starts anew here."""
+    restarted: bool = False
+    """A supervisor restarts it here: the first line of the new one does not follow from another start."""
     again: bool = False
     """One starts here; anew, where one was ready before."""
     forgives: tuple[str, ...] = ()
     """Rules whose failures were got over: another way is tried."""
-    recovers: tuple[str, ...] = ()
-    """Rules whose failures the server has recovered from: they become advice, worded as `engine_recovered`."""
+    recovers: bool = False
+    """Holdfast has recovered from the failures of its engine process: they become advice, as `engine_recovered`."""
     frame: bool = False
     """A line of a traceback."""
     tag: str = ""
