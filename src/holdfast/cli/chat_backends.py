@@ -252,13 +252,13 @@ async def _start_local(
 ) -> LocalBackend:
     """In an engine process of its own."""
     from holdfast.engine.process.client import ProcessEngine
-    from holdfast.engine.requests.sampling_defaults import default_sampling
+    from holdfast.engine.requests.sampling_defaults import served_sampling
     from holdfast.engine.startup.progress import LoadProgress
 
     engine = ProcessEngine(config, model, tokenizer, plan=plan, on_progress=LoadProgress(restarts=False))
     try:
         await engine.start()
-        return LocalBackend(engine, default_sampling(config, model.files.generation_config))
+        return LocalBackend(engine, served_sampling(config, model.files, model.spec))
     except BaseException:
         # Also when Ctrl-C ends the waiting: the process must not stay behind.
         await engine.stop()

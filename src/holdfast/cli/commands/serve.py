@@ -120,11 +120,11 @@ def unread_variables(environment: Mapping[str, str]) -> list[str]:
 def server_settings(engine_config: EngineConfig, server_config: ServerConfig, model: FoundModel) -> ServerSettings:
     """What the application is told, whoever runs it."""
     import holdfast
-    from holdfast.engine.requests.sampling_defaults import default_sampling
+    from holdfast.engine.requests.sampling_defaults import served_sampling
     from holdfast.observability.logs import json_lines
     from holdfast.server.settings import ServerSettings
 
-    defaults = default_sampling(engine_config, model.files.generation_config)
+    defaults = served_sampling(engine_config, model.files, model.spec)
     return ServerSettings(
         served_model_names=server_config.served_model_name or (model.files.name,),
         any_model_name=not server_config.served_model_name and not engine_config.enable_lora,

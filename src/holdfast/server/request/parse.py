@@ -419,7 +419,9 @@ def _prompt_logprob_entries(body: Common, prompts: list[list[int]], params: Samp
 def _sampling(
     body: Common, settings: ServerSettings, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
-    values: dict[str, Any] = {"max_tokens": max_tokens, **settings.default_sampling}
+    values: dict[str, Any] = {"max_tokens": None, **settings.default_sampling}
+    if max_tokens is not None:  # As in vLLM, a completion's own default is stronger than the model's.
+        values["max_tokens"] = max_tokens
     for name in _SAMPLING_NAMES:
         value = getattr(body, name)
         if value is not None:
