@@ -120,11 +120,10 @@ def unread_variables(environment: Mapping[str, str]) -> list[str]:
 def server_settings(engine_config: EngineConfig, server_config: ServerConfig, model: FoundModel) -> ServerSettings:
     """What the application is told, whoever runs it."""
     import holdfast
-    from holdfast.engine.requests.sampling_defaults import served_sampling
+    from holdfast.engine.requests.sampling_defaults import chat_limit, default_sampling
     from holdfast.observability.logs import json_lines
     from holdfast.server.settings import ServerSettings
 
-    defaults = served_sampling(engine_config, model.files, model.spec)
     return ServerSettings(
         served_model_names=server_config.served_model_name or (model.files.name,),
         any_model_name=not server_config.served_model_name and not engine_config.enable_lora,
@@ -142,7 +141,8 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         max_body_bytes=server_config.max_body_size,
         max_queued_requests=engine_config.max_queued_requests,
         scheduling_policy=engine_config.scheduling_policy,
-        default_sampling=defaults,
+        default_sampling=default_sampling(engine_config, model.files),
+        chat_max_tokens=chat_limit(engine_config, model.files, model.spec),
         trust_request_chat_template=server_config.trust_request_chat_template,
         enable_auto_tool_choice=server_config.enable_auto_tool_choice,
         tool_call_parser=server_config.tool_call_parser,

@@ -41,13 +41,17 @@ SMALL_ANSWER_TOKENS = 1024
 """Smaller models often do not find an end and repeat themselves up to the context's."""
 
 
-def served_sampling(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> dict[str, Any]:
-    """As `default_sampling`, and where a chat says no max_tokens, a limit for a small model in a GGUF file."""
-    defaults = default_sampling(config, files)
+def chat_limit(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> int | None:
+    """The max_tokens of a chat that says none and whose model advises none: for a small model in a GGUF file."""
     reasons = "think" in (files.chat_template or "")  # Such a model needs thousands of tokens, however small it is.
     small = files.format == "gguf" and spec.parameters < SMALL_PARAMETERS and not reasons
-    limited = small and config.generation_config == "auto"
-    return ({"max_tokens": SMALL_ANSWER_TOKENS} if limited else {}) | defaults
+    return SMALL_ANSWER_TOKENS if small and config.generation_config == "auto" else None
+
+
+def served_sampling(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> dict[str, Any]:
+    """As a chat is sampled: `default_sampling` with that limit."""
+    limit = chat_limit(config, files, spec)
+    return ({} if limit is None else {"max_tokens": limit}) | default_sampling(config, files)
 
 
 def default_sampling(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
@@ -123,7 +127,7 @@ def decided(
     if config.generation_config == "auto" and not (advised and defaults):
         reason = "the model sets none" if not defaults else "the file sets none: llama.cpp's defaults"
     if config.generation_config == "auto" and defaults.get("max_tokens") == SMALL_ANSWER_TOKENS:
-        reason += "; a small model's answers are limited unless a request sets max_tokens"
+        reason += "; max_tokens in chats only, for a small model"
     if config.override_generation_config:
         reason += ", overridden by override_generation_config"
     source = "model" if config.generation_config == "auto" and not config.override_generation_config else "set"

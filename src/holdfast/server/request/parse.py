@@ -154,7 +154,7 @@ async def read_chat(
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs")
-    params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
+    params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
@@ -419,9 +419,7 @@ def _prompt_logprob_entries(body: Common, prompts: list[list[int]], params: Samp
 def _sampling(
     body: Common, settings: ServerSettings, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
-    values: dict[str, Any] = {"max_tokens": None, **settings.default_sampling}
-    if max_tokens is not None:  # As in vLLM, a completion's own default is stronger than the model's.
-        values["max_tokens"] = max_tokens
+    values: dict[str, Any] = {"max_tokens": max_tokens, **settings.default_sampling}
     for name in _SAMPLING_NAMES:
         value = getattr(body, name)
         if value is not None:
