@@ -41,8 +41,9 @@ class ChatScreen:
             with contextlib.suppress(ImportError):
                 import readline  # importing it gives input() line editing and history
 
-                # So the line ends that are pasted are part of the message; older libraries have it off.
-                readline.parse_and_bind("set enable-bracketed-paste on")
+                if not self._newline:
+                    # So the line ends that are pasted are part of the message; older libraries have it off.
+                    readline.parse_and_bind("set enable-bracketed-paste on")
                 self._typed = readline.get_line_buffer
 
     def read(self) -> str | None:

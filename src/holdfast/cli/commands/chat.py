@@ -28,7 +28,7 @@ from holdfast.errors import ConfigurationError, HoldfastError
 HELP = """Chat with a model in the terminal.
 
 Without --url the model is loaded here, in a separate process; with --url a running server is used.
-Ctrl-C stops an answer, not the program; Ctrl-D exits. Several lines: between \"\"\" and \"\"\", with \\ at a line's end,
+Ctrl-C stops an answer, not the program; Ctrl-D exits. Several lines: between \"\"\" and \"\"\", with \\ at an end,
 or pasted. When stdin is not a terminal, each line is a message."""
 
 USAGE = "holdfast chat [MODEL] [--url URL] [--system TEXT] [settings]"

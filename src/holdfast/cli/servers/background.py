@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.cache import cache_folder
 from holdfast.checkpoints.sources.resolve import short_name
+from holdfast.checkpoints.sources.stored_models import StoredModel
 from holdfast.cli.servers.registry import RunningServer, is_alive, running_servers, starting_alone
 from holdfast.config.setting import flag_name
 from holdfast.errors import ConfigurationError, EngineError, printable
@@ -47,11 +48,11 @@ class StartFailed(Exception):
 
 def is_called(server: RunningServer, name: str) -> bool:
     """Whether that is what it serves: by one of its names, as it was asked for, or by its files."""
-    wanted = _identity(name)
-    return wanted in {_identity(known) for known in (server.model, *server.names) if known} | {server.path}
+    wanted = identity(name)
+    return wanted in {identity(known) for known in (server.model, *server.names) if known} | {server.path}
 
 
-def _identity(name: str) -> str:
+def identity(name: str) -> str:
     """One word for all names of a model."""
     path = Path(name).expanduser()
     with contextlib.suppress(OSError):
@@ -64,9 +65,19 @@ def _identity(name: str) -> str:
     return known.hub_id if known is not None else name
 
 
+def serving(running: Sequence[RunningServer], model: StoredModel) -> list[RunningServer]:
+    """Those among `running` that have it open, or are about to."""
+    places = [path.resolve() for path in (model.path, *model.remove)]
+    return [
+        server
+        for server in running
+        if is_called(server, model.name) or any(server.path and Path(server.path).is_relative_to(at) for at in places)
+    ]
+
+
 def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningServer:
-    """One that is ready. `settings`: engine settings that were given, as text. Raises StartFailed; Ctrl-C while it waits
-    ends a server that was started here."""
+    """One that is ready. `settings`: engine settings that were given, as text. Raises StartFailed; Ctrl-C while it
+    waits ends a server that was started here."""
     try:
         with starting_alone():
             server = next((one for one in running_servers() if not one.user and is_called(one, model)), None)

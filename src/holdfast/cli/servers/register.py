@@ -13,12 +13,13 @@ from typing import Any
 
 import msgspec
 
+from holdfast.checkpoints.sources.stored_models import mark_used
 from holdfast.cli.fatal import command_line
 from holdfast.cli.servers.registry import Registration, RunningServer
 
 log = logging.getLogger("holdfast")
 
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # Where it listens, not where we do.
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # Where it listens, not where we do.
 
 
 class ServerEntry:
@@ -58,6 +59,7 @@ class ServerEntry:
 
     def found(self, *, names: Sequence[str], path: Path) -> None:
         """Once the model's files are known."""
+        mark_used(path)
         if self._registration is None:
             return
         with contextlib.suppress(OSError):  # It stays as it was listed before.
