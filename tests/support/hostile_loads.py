@@ -46,7 +46,7 @@ def load_model(path: str) -> dict[str, Any]:
     config = EngineConfig(model=path, load_format="auto")
     model = find_model(config, progress=False)
     plan = plan_model(config, model)
-    default_sampling(config, model.files.generation_config)
+    default_sampling(config, model.files)
     with open_checkpoint(model.files) as checkpoint:
         matched = match(model.spec, checkpoint)
         read = sum(checkpoint.read(stored.name).nbytes for stored in matched.values())

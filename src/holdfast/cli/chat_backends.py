@@ -17,6 +17,8 @@ from holdfast.records import SamplingParams
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
     from holdfast.engine.interface import Engine
@@ -28,6 +30,7 @@ Messages = Sequence[Mapping[str, str]]
 
 CONNECT_TIMEOUT_S = 10.0
 INTERNAL = 500
+TLS_FAILED = "HF158"
 MAX_EVENT_BYTES = 16 << 20
 """One event of a stream; a server that sends more without a line's end is not speaking SSE."""
 
@@ -40,6 +43,10 @@ class ChatBackend(Protocol):
     @property
     def failure(self) -> HoldfastError | None:
         """Why there will be no more answers; None while there may be."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Of the last answer; None: nobody counted them."""
 
     def stream(self, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         """The answer's text as it comes. Closing it, or cancelling who waits for it, aborts the request.
@@ -56,15 +63,19 @@ class UrlBackend:
     def __init__(self, client: httpx.AsyncClient, name: str) -> None:
         self._client = client
         self._name = name
+        self.tokens: int | None = None
 
     @classmethod
-    async def open(cls, url: str, *, model: str | None = None, api_key: str | None = None) -> UrlBackend:
-        """`url` as people write it: see `api_of`. With no model named, the server's first one is asked."""
+    async def open(
+        cls, url: str, *, model: str | None = None, api_key: str | None = None, certificate: str = ""
+    ) -> UrlBackend:
+        """`url` as people write it: see `api_of`. With no model named, the server's first one is asked. `certificate`:
+        see `trust`."""
         import httpx
 
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        client = httpx.AsyncClient(base_url=api_of(url), headers=headers, timeout=timeout)
+        client = httpx.AsyncClient(base_url=api_of(url), headers=headers, timeout=timeout, verify=trust(certificate))
         try:
             with _said_plainly(url):
                 name = model or await _first_model(client)
@@ -82,14 +93,17 @@ class UrlBackend:
         return None  # A server that is gone may be back at the next question.
 
     async def stream(self, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[str, None]:
-        body = {"model": self._name, "messages": list(messages), "stream": True, **options}
+        usage = {"stream_options": {"include_usage": True}}
+        body = {"model": self._name, "messages": list(messages), "stream": True, **usage, **options}
+        self.tokens = None
         with _said_plainly(str(self._client.base_url)):
             async with self._client.stream("POST", "chat/completions", json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise _refusal(response.status_code, response.content)
                 async for event in _events(response.aiter_bytes()):
-                    text = _text_of(event)
+                    text, tokens = _read_event(event)
+                    self.tokens = self.tokens if tokens is None else tokens
                     if text:
                         yield text
 
@@ -129,6 +143,17 @@ def api_of(url: str, *, written: str = "--url") -> str:
     )
 
 
+def trust(certificate: str) -> ssl.SSLContext | bool:
+    """For a server of this machine: its own certificate, which names some host; else what the system trusts."""
+    if not certificate:
+        return True
+    import ssl
+
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    return context
+
+
 async def _first_model(client: httpx.AsyncClient) -> str:
     response = await client.get("models")
     if response.status_code != 200:
@@ -156,17 +181,19 @@ async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 yield data
 
 
-def _text_of(event: bytes) -> str:
+def _read_event(event: bytes) -> tuple[str, int | None]:
+    """Its text, and the answer's tokens where it counts them."""
     try:
         parsed = json.loads(event)
         failed = "error" in parsed
         choices = parsed.get("choices") or [{}]
         text = str((choices[0].get("delta") or {}).get("content") or "")
+        tokens = (parsed.get("usage") or {}).get("completion_tokens")
     except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as problem:
         raise EngineError("the server's stream does not follow the OpenAI API", found=repr(event[:200])) from problem
     if failed:
         raise _refusal(500, event)
-    return text
+    return text, tokens if isinstance(tokens, int) else None
 
 
 def _refusal(status: int, content: bytes) -> HoldfastError:
@@ -191,11 +218,46 @@ def _said_plainly(url: str) -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as problem:
+        told = certificate_problem(url, problem)
+        if told is not None:
+            raise told from problem
         raise EngineError(
             f"{url} cannot be reached, or closed the connection",
             found=str(problem) or type(problem).__name__,
             fix="check that the server is running: holdfast serve",
         ) from problem
+
+
+def certificate_problem(url: str, problem: BaseException) -> EngineError | None:
+    """Of HTTPS that failed before anything was said: what is wrong with the certificate, or that there is none."""
+    import ssl
+
+    found: BaseException | None = problem
+    while found is not None and not isinstance(found, ssl.SSLError):
+        found = found.__cause__ or found.__context__
+    if found is None:
+        return None
+    if not isinstance(found, ssl.SSLCertVerificationError):
+        if "WRONG_VERSION_NUMBER" not in str(found) and "record layer" not in str(found):
+            return EngineError(f"{url}: HTTPS failed", code=TLS_FAILED, found=str(found), fix="check the server's TLS")
+        plain = url.replace("https://", "http://")
+        return EngineError(
+            f"{url} does not speak HTTPS", code=TLS_FAILED, found=str(found), fix=f"use {plain}, or another port"
+        )
+    said = found.verify_message or str(found)
+    if "mismatch" in said.lower() or "not valid for" in said.lower():
+        fix = "use a name that the certificate has, or a certificate with this one (subjectAltName)"
+    elif "expired" in said or "not yet valid" in said:
+        fix = "renew the server's certificate, and check the clocks of both machines"
+    else:
+        fix = "if you trust it: SSL_CERT_FILE=/path/to/the/server's/certificate.pem in front of the command"
+    return EngineError(
+        f"the certificate of {url} is not trusted: {said}",
+        code=TLS_FAILED,
+        needed="a certificate that this machine trusts, for this name, in its time",
+        found=said,
+        fix=fix,
+    )
 
 
 class LocalBackend:
@@ -208,6 +270,7 @@ class LocalBackend:
         self._defaults = dict(defaults or {})
         self._tokenizer = engine.tokenizer
         self._numbers = itertools.count(1)
+        self.tokens: int | None = None
 
     @property
     def name(self) -> str:
@@ -222,8 +285,10 @@ class LocalBackend:
         prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         params = SamplingParams(**{"max_tokens": None, **self._defaults, **options})
         deltas = await self._engine.generate(prompt, params, request_id=f"chat-{next(self._numbers)}")
+        self.tokens = 0
         try:
             async for delta in deltas:
+                self.tokens += len(delta.token_ids)
                 if delta.text:
                     yield delta.text
         finally:
@@ -252,13 +317,13 @@ async def _start_local(
 ) -> LocalBackend:
     """In an engine process of its own."""
     from holdfast.engine.process.client import ProcessEngine
-    from holdfast.engine.requests.sampling_defaults import default_sampling
+    from holdfast.engine.requests.sampling_defaults import served_sampling
     from holdfast.engine.startup.progress import LoadProgress
 
     engine = ProcessEngine(config, model, tokenizer, plan=plan, on_progress=LoadProgress(restarts=False))
     try:
         await engine.start()
-        return LocalBackend(engine, default_sampling(config, model.files.generation_config))
+        return LocalBackend(engine, served_sampling(config, model.files, model.spec))
     except BaseException:
         # Also when Ctrl-C ends the waiting: the process must not stay behind.
         await engine.stop()

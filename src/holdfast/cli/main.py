@@ -21,18 +21,27 @@ from holdfast.units import shorten
 COMMANDS = {
     "serve": "serve a model over the OpenAI API",
     "run-batch": "run a batch file of requests, resuming a run that was interrupted",
+    "run": "chat with a model, serving it in the background",
     "chat": "chat with a model in the terminal",
+    "ps": "list running servers and the memory they hold",
+    "stop": "stop a running server",
     "pull": "download a model ahead of time",
+    "list": "list the models on this machine",
+    "show": "show what a model is, and what fits here",
+    "rm": "remove a downloaded model",
     "models": "list the models that are built in, cached and known",
     "plan": "show what fits before anything is loaded",
     "rescue": "run a server; if it fails, fix its command and restart it",
     "doctor": "explain why a server failed, and how to fix it",
-    "ps": "list running servers and the memory they hold",
     "explain": "explain an error code",
 }
 
+STORED = ("list", "models", "pull", "rm", "show")
+"""Commands of the models on this machine, in a folder of their own."""
 NEAR = 0.6
 """How alike two flags are when one may be meant for the other."""
+JSON = ("plan", "models", "list", "show", "ps", "explain", "doctor")
+"""Commands with --json."""
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
 _JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")
 
@@ -40,6 +49,7 @@ READER_LEFT_EXIT = 128 + 13
 """As a shell says of a program that was still writing when its reader left."""
 
 OVERVIEW = """examples:
+  holdfast run smollm2                       chat; a server is started, and stays for the next time
   holdfast serve                             the built-in model on http://127.0.0.1:8000
   holdfast serve ./my-model --port 9000      a folder, a .gguf file or a hub id
   holdfast chat                              chat with the built-in model, no server needed
@@ -84,7 +94,8 @@ def _dispatched(given: list[str]) -> int:
         return 0
     if given[0] not in COMMANDS:
         return _unknown_command(given[0])
-    module = importlib.import_module(f"holdfast.cli.commands.{given[0].replace('-', '_')}")
+    folder = "commands.stored" if given[0] in STORED else "commands"
+    module = importlib.import_module(f"holdfast.cli.{folder}.{given[0].replace('-', '_')}")
     parser = _Parser(
         prog=f"holdfast {given[0]}",
         usage=getattr(module, "USAGE", None),
@@ -94,7 +105,9 @@ def _dispatched(given: list[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    parsed, unknown = parser.parse_known_args(_spelled(joined(given[1:])))
+    # Words of a prompt may stand behind flags.
+    parse = parser.parse_known_intermixed_args if given[0] == "run" else parser.parse_known_args
+    parsed, unknown = parse(_spelled(joined(given[1:])))
     if unknown:
         known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
         refuse([*_unknown_arguments(unknown, parser), *known_but_absent])
@@ -104,7 +117,7 @@ def _dispatched(given: list[str]) -> int:
 
 def _wants_json(given: list[str]) -> bool:
     """A mistake in the words is told to a program as its answer would have been."""
-    return given[:1] in (["plan"], ["models"], ["ps"], ["explain"], ["doctor"]) and "--json" in given
+    return given[:1] in ([name] for name in JSON) and "--json" in given
 
 
 def _overview(stream: object, code: int) -> int:

@@ -70,8 +70,8 @@ class EngineConfig:
     )
     generation_config: str = setting(
         "auto",
-        "default sampling parameters: auto (from the model's generation_config.json), vllm (the API's own defaults), "
-        "or a folder with such a file",
+        "default sampling parameters: auto (from the model's generation_config.json; of a GGUF file without any "
+        "llama.cpp's), vllm (the API's own defaults), or a folder with such a file",
         text,
         metavar="SOURCE",
     )

@@ -89,12 +89,12 @@ class LLM(AbsentMethods):
         warn_if_short(plan)
         preload_torch()  # After the plan, which counts what is free.
         self._tokenizer = open_tokenizer(config, found)
-        defaults = default_sampling(config, found.files.generation_config)
+        defaults = default_sampling(config, found.files)
         self._defaults = SamplingParams(**defaults)
         self._config, self._found = config, found
         self._core, info = build_core(config, found, lambda stage, done, total: None, plan)
         self._structured = self._enable_structured_output(self._core)
-        self.info = decided(info, config, defaults)
+        self.info = self._with_sampling(info)
         self._policy = config.scheduling_policy
         self._sleeping = False
         seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
@@ -180,6 +180,10 @@ class LLM(AbsentMethods):
         self._run(runs, use_tqdm)
         return [embedding_output(run.output, run.embedding) for run in runs]
 
+    def _with_sampling(self, info: EngineInfo) -> EngineInfo:
+        files = self._found.files
+        return decided(info, self._config, default_sampling(self._config, files), advised=bool(files.generation_config))
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where it is given none: as the model's makers advise."""
         return self._defaults
@@ -219,7 +223,7 @@ class LLM(AbsentMethods):
                 return
             self._core, info = build_core(self._config, self._found, lambda stage, done, total: None)
             self._structured = self._enable_structured_output(self._core)
-            self.info = decided(info, self._config, default_sampling(self._config, self._found.files.generation_config))
+            self.info = self._with_sampling(info)
             self._door.max_model_len = self.info.max_model_len
             self._sleeping = False
 

@@ -54,6 +54,8 @@ class ServerSettings:
     """Where the JSON lines go; None: nowhere."""
     version: str = "0"
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    chat_max_tokens: int | None = None
+    """Of a chat's answer, where neither the request nor default_sampling says; None: up to the context's end."""
     """SamplingParams of the model's own generation config, for what a request leaves out."""
     adapters: Adapters | None = None
     """LoRA adapters that requests may name beside the model; None: there are none."""

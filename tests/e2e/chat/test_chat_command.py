@@ -396,7 +396,7 @@ def test_lines_of_the_log_stand_above_the_prompt(tiny_arguments: list[str], term
         assert not [line for line in above if "hello" in line and line != "> hello"]
         assert above.count("> hello") == (2 if term == "dumb" else 0)
         terminal.type("\r")
-        terminal.wait_for("\r\n> ")
+        terminal.wait_for("> ")
     finally:
         terminal.close()
 

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.checkpoints import ModelFiles, locate
 from holdfast.checkpoints.sources import builtin
-from holdfast.cli.commands import models, pull
+from holdfast.cli.commands.stored import models, pull
 from holdfast.cli.main import main
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.build import find_model

@@ -152,15 +152,8 @@ def test_a_file_cut_after_its_header_was_read(model_folder: Folder) -> None:
             checkpoint.read("nothing")
 
 
-def test_a_name_of_the_catalogue_is_not_advised_where_it_cannot_run() -> None:
+def test_a_name_of_the_catalogue_is_not_fetched_where_it_cannot_run() -> None:
     """To fetch it would not help."""
     with pytest.raises(UnknownArchitectureError) as caught:
         locate("deepseek-v3")
     assert "cannot run it yet" in caught.value.message
-    for name, repository in (
-        ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
-        ("llama-3.1-8b-awq", "hugging-quants/"),
-    ):
-        with pytest.raises(ModelNotFoundError) as runs:
-            locate(name)
-        assert f"use the hub id: {repository}" in str(runs.value.fix)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 
+from holdfast.checkpoints import ModelFiles
 from holdfast.cli.commands.ps import lines
 from holdfast.config import EngineConfig
 from holdfast.engine.fake import FakeEngine
@@ -16,7 +18,8 @@ def told(own: dict[str, object] | None, **settings: object) -> list[str]:
     engine = FakeEngine()
     asyncio.run(engine.start())
     config = EngineConfig.from_arguments(**settings)
-    info = decided(engine.info, config, default_sampling(config, own))
+    files = ModelFiles(name="x", kind="folder", path=Path("x"), weights=(), format="safetensors", generation_config=own)
+    info = decided(engine.info, config, default_sampling(config, files))
     ledger = engine.memory()
     assert ledger is not None
     memory = msgspec.structs.replace(ledger, decisions=info.decisions)

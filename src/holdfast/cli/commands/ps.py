@@ -1,9 +1,13 @@
-"""`holdfast ps`: which servers are ready, and what memory they hold. Asks their /health and /memory; starts nothing."""
+"""`holdfast ps`: which servers are ready, and what memory they hold. Asks their /health and /memory; starts nothing.
+
+Those of this machine are found by their entries (`servers.registry`); others are named by their addresses.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.output import say, say_json
@@ -11,17 +15,23 @@ from holdfast.cli.output import say, say_json
 if TYPE_CHECKING:
     import httpx
 
-HELP = """Show whether one or more running servers are ready and what memory they use, planned and measured."""
+    from holdfast.cli.servers.registry import RunningServer
+
+HELP = (
+    """Show which servers run on this machine, whether they are ready and what memory they use, planned and measured."""
+)
 
 USAGE = "holdfast ps [URL ...] [-v] [--json]"
 
 EXAMPLES = """examples:
-  holdfast ps                                       the server on http://127.0.0.1:8000
+  holdfast ps                                       every server on this machine
   holdfast ps 8000 localhost:9000                   two servers, the first by its local port
   holdfast ps -v                                    every memory term and every decision, with its reason
   holdfast ps --json | jq '.[0].memory.terms'       for programs
 
-exit codes: 0 all are ready, 1 one is not, 2 an address is not valid
+Where none is known on this machine, http://127.0.0.1:8000 is asked.
+
+exit codes: 0 all are ready, 1 one is not or there is none, 2 an address is not valid
 """
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -32,7 +42,7 @@ NEEDS_A_KEY = (401, 403)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("urls", nargs="*", metavar="URL", help=f"addresses of servers; default: {DEFAULT_URL}")
+    parser.add_argument("urls", nargs="*", metavar="URL", help="addresses of servers; default: all on this machine")
     parser.add_argument("-v", "--verbose", action="store_true", help="also show every memory term and every decision")
     parser.add_argument(
         "--json", action="store_true", help="print JSON: one list of objects, each with the server's /memory"
@@ -42,18 +52,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import httpx
 
-    from holdfast.cli.chat_backends import api_of
+    from holdfast.cli.chat_backends import api_of, trust
+    from holdfast.cli.servers.registry import running_servers
 
     # Addresses are all read before the first is asked.
-    addresses = [api_of(url, written="URL").removesuffix("/v1/") for url in arguments.urls or [DEFAULT_URL]]
+    addresses = [api_of(url, written="URL").removesuffix("/v1/") for url in arguments.urls]
+    here = {} if addresses else {server.url: server for server in running_servers()}
     key = os.environ.get("HOLDFAST_API_KEY")
-    with httpx.Client(timeout=TIMEOUT_S, headers={"Authorization": f"Bearer {key}"} if key else {}) as client:
-        found = [ask(client, address) for address in addresses]
+    found = []
+    for address in addresses or list(here) or [DEFAULT_URL]:
+        server = here.get(address)
+        verify = trust(server.certificate if server is not None else "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=verify) as client:
+            found.append(ask(client, address) | {"process": None if server is None else _process(server)})
     if arguments.json:
         say_json(found)
     else:
         say(line for answer in found for line in lines(answer, verbose=arguments.verbose))
-        if not arguments.urls and found[0]["status"] == "unreachable":
+        if not addresses and not here and found[0]["status"] == "unreachable":
+            say(["  no server of this machine is known; start one: holdfast run smollm2"])
             say(["  a server elsewhere: holdfast ps localhost:8123"])
     return READY if all(answer["status"] == "ready" for answer in found) else NOT_READY
 
@@ -61,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
 def ask(client: httpx.Client, address: str) -> dict[str, Any]:
     """`status` as /health says it, or unreachable; `memory` as /memory says it, where it does."""
     import httpx
+
+    from holdfast.cli.chat_backends import certificate_problem
 
     answer: dict[str, Any] = {"url": address, "status": "unreachable", "reason": None, "memory": None}
     try:
@@ -74,10 +94,27 @@ def ask(client: httpx.Client, address: str) -> dict[str, Any]:
         elif memory.status_code in NEEDS_A_KEY:
             answer["reason"] = "its memory report needs a key: set HOLDFAST_API_KEY"
     except httpx.HTTPError as error:
-        answer |= {"reason": str(error) or type(error).__name__}
-        if isinstance(error, httpx.ConnectError):
+        told = certificate_problem(address, error)
+        answer |= {"reason": f"{told.message}; {told.fix}" if told else str(error) or type(error).__name__}
+        if isinstance(error, httpx.ConnectError) and told is None:
             answer["reason"] = f"nothing answers there ({answer['reason']})"
     return answer
+
+
+def _process(server: RunningServer) -> dict[str, Any]:
+    fields = ("pid", "model", "names", "path", "log", "user", "command")
+    return {name: getattr(server, name) for name in fields} | {"since_s": server.created_s}
+
+
+def _process_line(process: dict[str, Any]) -> str:
+    from holdfast.units import format_duration
+
+    names = ", ".join(process["names"]) or process["model"]
+    parts = [f"pid {process['pid']}, up {format_duration(time.time() - process['since_s'])}", names]
+    parts += [f"of user {process['user']}"] if process["user"] else []
+    parts += [f"log: {process['log']}"] if process["log"] else []
+    parts += [] if process["user"] else [f"to end it: holdfast stop {process['pid']}"]
+    return "  " + "; ".join(part for part in parts if part)
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
@@ -98,14 +135,16 @@ def lines(answer: dict[str, Any], *, verbose: bool = False) -> list[str]:
 
     reason = f": {answer['reason']}" if answer["reason"] else ""
     said, memory = f"{answer['url']}  {answer['status']}{reason}", answer["memory"]
+    process = [_process_line(answer["process"])] if answer.get("process") else []
     if memory is None:
-        return [said, "  it does not report its memory"] if answer["status"] == "ready" and not reason else [said]
+        silent = answer["status"] == "ready" and not reason
+        return [said, *process, *(["  it does not report its memory"] if silent else [])]
     try:
         ledger = msgspec.convert(memory, Ledger)
     except (msgspec.ValidationError, ValueError) as error:
-        return [said, f"  its memory report cannot be read: {error}"]
+        return [said, *process, f"  its memory report cannot be read: {error}"]
     if ledger.version != VERSION:
         return [said, f"  its memory report has version {ledger.version}, this program reads {VERSION}: try --json"]
     shown = ledger_lines(ledger) if verbose else summary_lines(ledger)
     decisions = [line for line in ledger.decisions if verbose or line.startswith(SAMPLING)]
-    return [f"{said}  {ledger.model}", *(f"  {line}" for line in (*shown, *decisions))]
+    return [f"{said}  {ledger.model}", *process, *(f"  {line}" for line in (*shown, *decisions))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -120,11 +121,10 @@ def unread_variables(environment: Mapping[str, str]) -> list[str]:
 def server_settings(engine_config: EngineConfig, server_config: ServerConfig, model: FoundModel) -> ServerSettings:
     """What the application is told, whoever runs it."""
     import holdfast
-    from holdfast.engine.requests.sampling_defaults import default_sampling
+    from holdfast.engine.requests.sampling_defaults import chat_limit, default_sampling
     from holdfast.observability.logs import json_lines
     from holdfast.server.settings import ServerSettings
 
-    defaults = default_sampling(engine_config, model.files.generation_config)
     return ServerSettings(
         served_model_names=server_config.served_model_name or (model.files.name,),
         any_model_name=not server_config.served_model_name and not engine_config.enable_lora,
@@ -142,7 +142,8 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         max_body_bytes=server_config.max_body_size,
         max_queued_requests=engine_config.max_queued_requests,
         scheduling_policy=engine_config.scheduling_policy,
-        default_sampling=defaults,
+        default_sampling=default_sampling(engine_config, model.files),
+        chat_max_tokens=chat_limit(engine_config, model.files, model.spec),
         trust_request_chat_template=server_config.trust_request_chat_template,
         enable_auto_tool_choice=server_config.enable_auto_tool_choice,
         tool_call_parser=server_config.tool_call_parser,
@@ -183,8 +184,10 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
         error.fix = _with_command(error, refused_settings(arguments), words)
         raise
     early = EarlyProcess()
+    given = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    settings = {name: value for name, value in vars(arguments).items() if name in given}
     try:
-        return _run(engine_config, server_config, early, words)
+        return _run(engine_config, server_config, early, words, settings)
     except HoldfastError as error:
         say_fatal(error, words)
         return 2 if isinstance(error, ConfigurationError) else 1
@@ -192,8 +195,16 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
         early.end()  # Whatever stopped us.
 
 
-def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyProcess, words: tuple[str, ...]) -> int:
+def _run(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    early: EarlyProcess,
+    words: tuple[str, ...],
+    given: Mapping[str, Any],
+) -> int:
     import holdfast
+    from holdfast.checkpoints import DEFAULT_MODEL
+    from holdfast.cli.servers.register import ServerEntry
     from holdfast.engine.process.client import ProcessEngine
     from holdfast.engine.startup.build import find_model, log_plan, open_tokenizer, plan_model
     from holdfast.engine.startup.progress import LoadProgress
@@ -212,8 +223,16 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
         log.warning("%s is set in the environment but ignored: settings are HOLDFAST_NAME", name)
     listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
     tls = tls_of(server_config)
+    entry = ServerEntry(
+        listener.getsockname()[:2],
+        model=engine_config.model or DEFAULT_MODEL,
+        settings=given,
+        certificate=server_config.ssl_certfile,
+        words=words,
+    )
     engine_config = settle_device(engine_config)
     model = find_model(engine_config)
+    entry.found(names=server_config.served_model_name or (model.files.name,), path=model.files.path)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
     plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
     log_plan(model, plan)

@@ -26,7 +26,7 @@ from holdfast.engine.process.stats import at_rest, continued, ledger_of
 from holdfast.engine.requests.admission import Admission, check_room
 from holdfast.engine.requests.embedding import embedding_requests
 from holdfast.engine.requests.output import OutputBuilder
-from holdfast.engine.requests.sampling_defaults import decided, default_sampling
+from holdfast.engine.requests.sampling_defaults import decided, served_sampling
 from holdfast.engine.requests.stream import Stream, Waiting
 from holdfast.engine.requests.structured_output import StructuredOutput
 from holdfast.engine.startup.build import FoundModel, Progress, with_located_model
@@ -67,7 +67,7 @@ class ProcessEngine:
         self._config = with_located_model(config, model)
         self._model = model
         self._tokenizer = tokenizer
-        self._defaults = default_sampling(config, model.files.generation_config)
+        self._defaults = served_sampling(config, model.files, model.spec)
         self._plan = plan
         self._on_progress = on_progress
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
@@ -327,7 +327,9 @@ class ProcessEngine:
         limit_s, decision = hang_limit(self._config, info)
         child.watch.expect(limit_s)
         named = msgspec.structs.replace(info, model=self._model.files.name)
-        self._info = decided(named, self._config, self._defaults, [decision])
+        self._info = decided(
+            named, self._config, self._defaults, [decision], advised=bool(self._model.files.generation_config)
+        )
         self._door = Admission(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
         self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
         # A new process has touched nothing of its pool yet.

@@ -1,5 +1,9 @@
 """Default sampling parameters: the model's generation_config.json, another folder's, and overrides. A request's own
 values win.
+
+    auto:  the makers' advice ─► of a GGUF file without any: llama.cpp's defaults, for which such files are made
+                              ─► of other models: the API's own, as vLLM has it
+    vllm:  the API's own, whatever the model says
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ from typing import Any
 
 import msgspec
 
+from holdfast.checkpoints import ModelFiles
 from holdfast.checkpoints.bounded_files import read_json
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, RequestError
+from holdfast.models import ModelSpec
 from holdfast.observability.decisions import SAMPLING, Decision
 from holdfast.records import EngineInfo, SamplingParams
 
@@ -28,13 +34,32 @@ NAMES = {
 }
 """In a generation config, and ours."""
 
+GGUF_DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""llama.cpp's own. At temperature 1 over the whole vocabulary a small quantized model soon writes nonsense."""
+SMALL_PARAMETERS = 1_000_000_000
+SMALL_ANSWER_TOKENS = 1024
+"""Smaller models often do not find an end and repeat themselves up to the context's."""
 
-def default_sampling(config: EngineConfig, models_own: Mapping[str, Any] | None) -> dict[str, Any]:
-    """SamplingParams by name. `models_own`: the model's generation_config.json, where it has one."""
+
+def chat_limit(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> int | None:
+    """The max_tokens of a chat that says none and whose model advises none: for a small model in a GGUF file."""
+    reasons = "think" in (files.chat_template or "")  # Such a model needs thousands of tokens, however small it is.
+    small = files.format == "gguf" and spec.parameters < SMALL_PARAMETERS and not reasons
+    return SMALL_ANSWER_TOKENS if small and config.generation_config == "auto" else None
+
+
+def served_sampling(config: EngineConfig, files: ModelFiles, spec: ModelSpec) -> dict[str, Any]:
+    """As a chat is sampled: `default_sampling` with that limit."""
+    limit = chat_limit(config, files, spec)
+    return ({} if limit is None else {"max_tokens": limit}) | default_sampling(config, files)
+
+
+def default_sampling(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
+    """SamplingParams by name."""
     if config.generation_config == "vllm":
         chosen: Mapping[str, Any] = {}
     elif config.generation_config == "auto":
-        chosen = models_own or {}
+        chosen = files.generation_config or (GGUF_DEFAULTS if files.format == "gguf" else {})
     else:
         path = Path(config.generation_config) / "generation_config.json"
         read = read_json(path)
@@ -84,17 +109,25 @@ def _ours(config: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def decided(
-    info: EngineInfo, config: EngineConfig, defaults: Mapping[str, Any], others: Sequence[Decision] = ()
+    info: EngineInfo,
+    config: EngineConfig,
+    defaults: Mapping[str, Any],
+    others: Sequence[Decision] = (),
+    *,
+    advised: bool = True,
 ) -> EngineInfo:
-    """With a line on how is sampled where a request says nothing, behind those of `others`."""
+    """With a line on how is sampled where a request says nothing, behind those of `others`. `advised`: the model's
+    files say how."""
     shown = ", ".join(f"{name} {value}" for name, value in defaults.items()) or "API defaults"
     reasons = {
         "auto": "from the model's generation config",
         "vllm": "the model's generation config is ignored",
     }
     reason = reasons.get(config.generation_config, f"read from {config.generation_config}")
-    if config.generation_config == "auto" and not defaults:
-        reason = "the model sets none"
+    if config.generation_config == "auto" and not (advised and defaults):
+        reason = "the model sets none" if not defaults else "the file sets none: llama.cpp's defaults"
+    if config.generation_config == "auto" and defaults.get("max_tokens") == SMALL_ANSWER_TOKENS:
+        reason += "; max_tokens in chats only, for a small model"
     if config.override_generation_config:
         reason += ", overridden by override_generation_config"
     source = "model" if config.generation_config == "auto" and not config.override_generation_config else "set"

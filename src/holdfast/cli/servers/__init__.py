@@ -1,0 +1,1 @@
+"""The servers of this machine: who runs, and starting one in the background."""

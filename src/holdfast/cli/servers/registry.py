@@ -1,0 +1,207 @@
+"""Which servers run on this machine: one small file each in a folder that only its user can read.
+
+    $HOLDFAST_RUNTIME_DIR, else $XDG_RUNTIME_DIR/holdfast, /run/user/UID/holdfast, /tmp/holdfast.UID   (all are read)
+        PID.json        held with a lock by the server as long as it lives, so that a pid used again fools nobody
+
+A file that nobody holds was left by a server that was killed; whoever reads the folder removes it. Servers of other
+users are found by their command line alone. Starts and stops nothing, and opens no connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
+MAX_ENTRY_BYTES = 1 << 20
+STARTING = ".starting"
+
+
+class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    created_s: float
+    """When the process began, by the system's clock: a pid alone may belong to another program by now."""
+    url: str
+    port: int
+    model: str = ""
+    """As it was asked for; a path is absolute."""
+    names: tuple[str, ...] = ()
+    """By which clients call it; empty until its files were found."""
+    path: str = ""
+    """Of its files, once they were found."""
+    log: str = ""
+    """The file that its output goes to, if it does."""
+    settings: dict[str, str] = {}
+    """Engine settings that were given, as text."""
+    certificate: str = ""
+    """Of HTTPS: the file to trust."""
+    user: str = ""
+    """Whose it is, where it is somebody else's."""
+    command: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if self.names else self.model
+
+
+class Registration:
+    """The entry of this process; it ends with it, or with `remove`."""
+
+    def __init__(self, server: RunningServer) -> None:
+        """Raises OSError where no folder can be used."""
+        self._path = _writable_folder() / f"{server.pid}.json"
+        self._lock = -1
+        self.server = server
+        self.update(server)
+
+    def update(self, server: RunningServer) -> None:
+        """Readers see the old entry or the new one, and always a held one."""
+        self.server = server
+        fresh = self._path.with_suffix(".new")
+        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, msgspec.json.encode(server))
+        os.replace(fresh, self._path)
+        self._close()
+        self._lock = descriptor
+
+    def remove(self) -> None:
+        """May be called again."""
+        if self._lock >= 0:
+            self._path.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def running_servers() -> list[RunningServer]:
+    """In the order of their ports. What killed ones left is removed."""
+    found: dict[int, RunningServer] = {}
+    for folder in _candidates():
+        if _is_ours(folder):
+            for path in folder.glob("*.json"):
+                server = _read(path)
+                if server is not None:
+                    found[server.pid] = server
+    if not os.environ.get(FOLDER_VARIABLE):
+        for server in _unregistered(set(found)):
+            found[server.pid] = server
+    return sorted(found.values(), key=lambda server: (server.port, server.pid))
+
+
+def is_alive(server: RunningServer) -> bool:
+    """The very process; one that has ended and waits for its parent is not."""
+    import psutil
+
+    try:
+        process = psutil.Process(server.pid)
+        return abs(process.create_time() - server.created_s) < 1 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@contextlib.contextmanager
+def starting_alone() -> Iterator[None]:
+    """Of several that want to start a server at once, one after the other."""
+    descriptor = os.open(_writable_folder() / STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _candidates() -> list[Path]:
+    own = os.environ.get(FOLDER_VARIABLE)
+    if own:
+        return [Path(own).expanduser()]
+    found = [Path(f"/run/user/{os.getuid()}"), Path(tempfile.gettempdir()) / f"holdfast.{os.getuid()}"]
+    found[0] /= "holdfast"
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    return list(dict.fromkeys([Path(session) / "holdfast", *found] if session else found))
+
+
+def _writable_folder() -> Path:
+    """The first that is ours alone. What another user has put in the way in a shared folder is passed over."""
+    tried = _candidates()
+    for folder in tried:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if _is_ours(folder) and os.access(folder, os.W_OK):
+                return folder
+    raise PermissionError(f"no folder for running servers can be used: {', '.join(map(str, tried))}")
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _read(path: Path) -> RunningServer | None:
+    """None: nobody holds it, or it says nothing that can be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        try:
+            return msgspec.json.decode(os.read(descriptor, MAX_ENTRY_BYTES), type=RunningServer)
+        except (msgspec.MsgspecError, OSError):
+            return None
+    else:
+        path.unlink(missing_ok=True)
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _unregistered(known: set[int]) -> Iterator[RunningServer]:
+    """Servers of other users, and of this one where no folder could be used, by their command lines."""
+    import psutil
+
+    own = psutil.Process().username()
+    for process in psutil.process_iter(["cmdline", "username", "create_time"]):
+        words = process.info["cmdline"] or []
+        place = _serve_place(words)
+        if process.pid in known or place is None:
+            continue
+        port, rest = "8000", words[place + 1 :]
+        for at, word in enumerate(rest):
+            flag, equals, value = word.partition("=")
+            if flag == "--port":
+                port = value if equals else (rest[at + 1] if at + 1 < len(rest) else port)
+        number = int(port) if port.isdecimal() else 0
+        model = rest[0] if rest and not rest[0].startswith("-") else ""
+        if number:
+            yield RunningServer(
+                pid=process.pid,
+                created_s=process.info["create_time"] or time.time(),
+                url=f"http://127.0.0.1:{number}",
+                port=number,
+                model=model,
+                user="" if process.info["username"] == own else process.info["username"] or "another user",
+            )
+
+
+def _serve_place(words: list[str]) -> int | None:
+    """Where `serve` stands in `python -m holdfast serve` or `holdfast serve`."""
+    for at, word in enumerate(words[:5]):
+        if (word == "holdfast" or word.endswith("/holdfast")) and words[at + 1 : at + 2] == ["serve"]:
+            return at + 1
+    return None
