@@ -194,7 +194,8 @@ class TensorSpec:
     name: str
     """Canonical: embed, layers.N.attn_norm, layers.N.q, .k, .v, .o, .q_bias, .k_bias, .v_bias, .o_bias,
     layers.N.mlp_norm, .gate, .up, .down, .router, .experts.gate, .experts.up, .experts.down, final_norm, head; .qkv
-    and .gate_up where a checkpoint keeps those as one matrix; .q_norm, .k_norm, .post_attn_norm, .post_mlp_norm; score, of a classifier."""
+    and .gate_up where a checkpoint keeps those as one matrix; .q_norm, .k_norm, .post_attn_norm, .post_mlp_norm;
+    score, of a classifier."""
     shape: tuple[int, ...]
     hf_name: str
     """With {expert} in it: every expert lies under a name of its own. Empty: not in that format."""

@@ -46,16 +46,22 @@ def test_pairs() -> None:
     [
         ({}, ("LABEL_0", "LABEL_1"), "softmax"),
         ({"id2label": {"0": "LABEL_0"}}, ("LABEL_0",), "sigmoid"),
-        ({"id2label": {"1": "bad", "0": "good"}, "problem_type": "multi_label_classification"}, ("good", "bad"), "sigmoid"),
+        (
+            {"id2label": {"1": "bad", "0": "good"}, "problem_type": "multi_label_classification"},
+            ("good", "bad"),
+            "sigmoid",
+        ),
         ({"id2label": {"0": "reward"}, "problem_type": "regression"}, ("reward",), "identity"),
     ],
 )
 def test_what_a_config_says_of_its_head(more: dict[str, object], labels: tuple[str, ...], activation: str) -> None:
     spec = describe_config(CONFIG | more)
-    assert spec.classifier is not None and spec.runnable
+    assert spec.classifier is not None
+    assert spec.runnable
     assert (spec.classifier.labels, spec.classifier.activation) == (labels, activation)
     names = {tensor.name: tensor.shape for tensor in spec.tensors}
-    assert names["score"] == (len(labels), 32) and "head" not in names
+    assert names["score"] == (len(labels), 32)
+    assert "head" not in names
 
 
 def test_labels_that_are_not_numbered_are_refused() -> None:

@@ -1,7 +1,7 @@
 """From what an engine tells of prompts to chances and scores. No tensors, no HTTP.
 
-  embeds       cosine of two vectors, which are of length 1
-  classifies   its activation over the head's products; a score where there is one label
+embeds       cosine of two vectors, which are of length 1
+classifies   its activation over the head's products; a score where there is one label
 """
 
 from __future__ import annotations

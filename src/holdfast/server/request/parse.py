@@ -26,7 +26,6 @@ from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool, Truncation, check_ids, encode_within
-from holdfast.server.schema.auxiliary import EmbeddingBody
 from holdfast.server.schema.fields import (
     check_fields,
     check_members,
@@ -37,6 +36,7 @@ from holdfast.server.schema.fields import (
 )
 from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.schema.llama_cpp import NativeOptions
+from holdfast.server.schema.pooling import PoolingCommon
 from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, StreamOptions, TokenId
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
@@ -316,7 +316,7 @@ def token_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def truncation_of(body: Common | EmbeddingBody, context: int, max_tokens: int | None) -> Truncation | None:
+def truncation_of(body: Common | PoolingCommon, context: int, max_tokens: int | None) -> Truncation | None:
     """None: a prompt that is too long is refused. `max_tokens`: that the answer shall have, if it was said."""
     keep = body.truncate_prompt_tokens
     if keep is None:

@@ -23,8 +23,8 @@ import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.records.sampling import REFUSED
-from holdfast.server.schema.auxiliary import EmbeddingBody
 from holdfast.server.schema.ignored import IGNORED
+from holdfast.server.schema.pooling import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from holdfast.server.schema.requests import ChatBody, CompletionBody
 from holdfast.units import shorten
 
@@ -169,6 +169,10 @@ def _homes() -> dict[str, frozenset[str]]:
         "/v1/chat/completions": honoured_fields(ChatBody),
         "/v1/completions": honoured_fields(CompletionBody),
         "/v1/embeddings": honoured_fields(EmbeddingBody),
+        "/v1/score": honoured_fields(ScoreBody),
+        "/v1/rerank": honoured_fields(RerankBody),
+        "/classify": honoured_fields(ClassifyBody),
+        "/pooling": honoured_fields(PoolingBody),
     }
 
 
