@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 from holdfast.errors import CheckpointError, UnknownArchitectureError
-from holdfast.models.classifier import decoder_of, with_classifier
+from holdfast.models.families.classifier import decoder_of, with_classifier
 from holdfast.models.fields import Fields
 from holdfast.models.runnable import RUNNABLE_ARCHITECTURES, lacking, require_runnable
 from holdfast.models.source import ModelDescription, source_of_config, source_of_gguf

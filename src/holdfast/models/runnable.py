@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
-from holdfast.models.classifier import decoder_of
+from holdfast.models.families.classifier import decoder_of
 from holdfast.models.fields import Fields
 from holdfast.models.quantization import INSTEAD
 from holdfast.models.spec import ExpertsSpec, ModelSpec

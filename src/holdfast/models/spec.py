@@ -176,13 +176,16 @@ class LayerSpec:
         return "full" if self.window is None else "window"
 
 
+LabelActivation = Literal["sigmoid", "softmax", "identity"]
+"""What makes chances of a classification head's products; identity: they are the answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
     """A head that scores the last token of a text, instead of one that predicts the next."""
 
     labels: tuple[str, ...]
-    activation: Literal["sigmoid", "softmax", "identity"]
-    """What makes chances of the head's products; identity: they are the answer."""
+    activation: LabelActivation
 
 
 Turn = Literal["none", "unpermute_rope"]

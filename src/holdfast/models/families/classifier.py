@@ -10,15 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.models.fields import Fields
-from holdfast.models.spec import ClassifierSpec, ModelSpec, TensorSpec
+from holdfast.models.spec import ClassifierSpec, LabelActivation, ModelSpec, TensorSpec
 
 SUFFIX = "ForSequenceClassification"
 MAX_LABELS = 65_536
-_SIGMOID, _SOFTMAX, _IDENTITY = "sigmoid", "softmax", "identity"
-_BY_PROBLEM = {
-    "regression": _IDENTITY,
-    "single_label_classification": _SOFTMAX,
-    "multi_label_classification": _SIGMOID,
+_BY_PROBLEM: Mapping[str, LabelActivation] = {
+    "regression": "identity",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
 }
 
 
@@ -33,7 +32,7 @@ def with_classifier(spec: ModelSpec, config: Mapping[str, Any], architecture: st
     fields = Fields(config, where="config.json")
     labels = _labels(config, fields)
     problem = fields.text("problem_type", default="")
-    activation = _BY_PROBLEM.get(problem) or (_SIGMOID if len(labels) == 1 else _SOFTMAX)
+    activation = _BY_PROBLEM.get(problem) or ("sigmoid" if len(labels) == 1 else "softmax")
     score = TensorSpec(
         name="score", shape=(len(labels), spec.hidden_size), hf_name="score.weight", gguf_name="", wide=True
     )
