@@ -19,6 +19,7 @@ from holdfast.config.python_words import in_python
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import make_structured_outputs
 from holdfast.engine.interface import check_wake_tags
+from holdfast.engine.llm_beams import BeamMethods
 from holdfast.engine.llm_pooling import PoolingMethods, Prompt
 from holdfast.engine.llm_unsupported import AbsentMethods
 from holdfast.engine.requests.adapters import Adapters
@@ -72,7 +73,7 @@ Message = Mapping[str, Any]
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 
 
-class LLM(PoolingMethods, AbsentMethods):
+class LLM(PoolingMethods, BeamMethods, AbsentMethods):
     """All keyword arguments are settings of `holdfast serve`, spelled with underscores: see EngineConfig."""
 
     @in_python()
@@ -171,6 +172,9 @@ class LLM(PoolingMethods, AbsentMethods):
         runs = [self._prepare(prompt, PARAMS, 0, embed=True) for prompt in _as_list(prompts)]
         self._run(runs, show_progress)
         return [(run.output, run.embedding) for run in runs]
+
+    def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        return [list(self._read_prompt(prompt)[1]) for prompt in _as_list(prompts)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where it is given none: as the model's makers advise."""

@@ -5,16 +5,11 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from holdfast.errors import UnsupportedOptionError
-from holdfast.records.sampling import NO_BEAMS
 
 _NO_REWARD = "it needs a reward for every token, and only the last token is pooled"
 
 
 class AbsentMethods:
-    def beam_search(self, *_: Any, **__: Any) -> NoReturn:
-        fix = "generate with n completions and logprobs=0, and keep the one with the largest cumulative_logprob"
-        raise UnsupportedOptionError(f"beam search is not supported: {NO_BEAMS}", fix=fix, field="beam_search")
-
     def reward(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("reward", _NO_REWARD, "classify(prompts) with a model that rewards whole texts")
 

@@ -128,6 +128,7 @@ class FakeEngine:
             kv_pool_bytes=0,
             attention_backend="none",
             hidden_size=EMBEDDING_SIZE,
+            eos_token_ids=[END],
             labels=self.labels,
             label_activation="" if not self.labels else "sigmoid" if len(self.labels) == 1 else "softmax",
             memory=MemoryReport(

@@ -444,6 +444,7 @@ def _info(
         attention_backend=f"{runner.attention_backend} ({_why(plan)})",
         max_concurrency=_concurrency(plan),
         hidden_size=model.spec.hidden_size,
+        eos_token_ids=list(model.spec.eos_token_ids),
         labels=[] if classifier is None else list(classifier.labels),
         label_activation="" if classifier is None else classifier.activation,
         max_loras=config.lora_places,

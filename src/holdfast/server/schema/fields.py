@@ -39,7 +39,6 @@ HARMLESS: dict[str, str] = {
     "verbosity": "a hint to OpenAI's own models; max_tokens limits the length of an answer",
     "prediction": "a hint that makes OpenAI's answers faster and never changes them",
     "stream_interval": "every token has an event of its own, which vLLM's value may only make fewer",
-    "length_penalty": "of beam search, which is refused",
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "of images and audio, which are refused"),
     **dict.fromkeys(
         ("return_token_offsets", "return_assistant_tokens_mask"), "of vLLM's /render; without effect elsewhere"
@@ -59,7 +58,6 @@ QUIET: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "best_of": (1,),
     "suffix": ("",),
-    "use_beam_search": (False,),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
@@ -100,7 +98,6 @@ WHY = {
 }
 
 FIXES = {
-    "use_beam_search": "send n with logprobs, and keep the completion with the largest sum of logprobs",
     "best_of": "send n with logprobs, and keep the completion with the largest sum of logprobs",
 }
 
