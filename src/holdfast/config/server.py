@@ -174,6 +174,9 @@ class ServerConfig:
         0, "client certificates: 0 none, 1 optional, 2 required", whole(0, 2), metavar="NUMBER"
     )
     ssl_ciphers: str | None = setting(None, "TLS 1.2 ciphers, in OpenSSL's syntax", optional(text))
+    enable_tokenizer_info_endpoint: bool = setting(
+        False, "serve GET /tokenizer_info: special tokens and the chat template", flag
+    )
     disable_docs: bool = setting(False, "do not serve /docs and /openapi.json", flag, flags=("--disable-fastapi-docs",))
     enable_force_include_usage: bool = setting(
         False, "include usage at the end of every stream, even if not requested", flag

@@ -168,7 +168,6 @@ SERVER: Mapping[str, str] = {
     "default_chat_template_kwargs": "send chat_template_kwargs in the request",
     "trust_request_mm_kwargs": _TEXT_ONLY,
     **_each("the request line and headers may have up to 64 KiB", "h11_max_incomplete_event_size h11_max_header_count"),
-    "enable_tokenizer_info_endpoint": "use /tokenize and /detokenize; the tokenizer's files are with the model",
     "sse_keep_alive_interval": "a stream's headers are sent at once, and its events as tokens are generated",
     "headless": "only one machine is supported so far",
     **_each("it speaks HTTP only", "grpc grpc_port"),

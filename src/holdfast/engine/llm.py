@@ -19,10 +19,12 @@ from holdfast.config.python_words import in_python
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import make_structured_outputs
 from holdfast.engine.interface import check_wake_tags
+from holdfast.engine.llm_beams import BeamMethods
+from holdfast.engine.llm_pooling import PoolingMethods, Prompt
 from holdfast.engine.llm_unsupported import AbsentMethods
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
-from holdfast.engine.requests.embedding import PARAMS, embedding_output, embedding_requests
+from holdfast.engine.requests.embedding import PARAMS
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.structured_output import StructuredOutput
@@ -53,7 +55,6 @@ from holdfast.records import (
     AdapterRef,
     AnswerDelta,
     CompletionOutput,
-    EmbeddingRequestOutput,
     EngineInfo,
     EngineStats,
     FinishReason,
@@ -68,14 +69,11 @@ from holdfast.text.tools.prompt import shown_in
 
 log = logging.getLogger("holdfast")
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
-"""Text, {"prompt": text}, {"prompt_token_ids": [...]}, or token ids."""
-
 Message = Mapping[str, Any]
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 
 
-class LLM(AbsentMethods):
+class LLM(PoolingMethods, BeamMethods, AbsentMethods):
     """All keyword arguments are settings of `holdfast serve`, spelled with underscores: see EngineConfig."""
 
     @in_python()
@@ -167,18 +165,16 @@ class LLM(AbsentMethods):
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
-    @in_python()
-    def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: None = None
-    ) -> list[EmbeddingRequestOutput]:
-        """One vector a prompt, in order: the normed hidden state of its last token, scaled to length 1."""
-        if pooling_params is not None:
-            raise UnsupportedOptionError(
-                "pooling_params is not supported: only last-token pooling is", field="pooling_params"
-            )
+    def _pool(
+        self, prompts: Prompt | Sequence[Prompt], show_progress: bool
+    ) -> list[tuple[RequestOutput, bytes | None]]:
+        """What the engine tells of each prompt in place of an answer."""
         runs = [self._prepare(prompt, PARAMS, 0, embed=True) for prompt in _as_list(prompts)]
-        self._run(runs, use_tqdm)
-        return [embedding_output(run.output, run.embedding) for run in runs]
+        self._run(runs, show_progress)
+        return [(run.output, run.embedding) for run in runs]
+
+    def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        return [list(self._read_prompt(prompt)[1]) for prompt in _as_list(prompts)]
 
     def _with_sampling(self, info: EngineInfo) -> EngineInfo:
         files = self._found.files
@@ -296,9 +292,7 @@ class LLM(AbsentMethods):
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer", fix="leave skip_tokenizer_init out", field="stop")
         name = str(next(self._names))
-        requests = self._door.admit(ids, params, request_id=name, priority=priority, adapter=adapter)
-        if embed:
-            requests = embedding_requests(requests)
+        requests = self._door.admit(ids, params, request_id=name, priority=priority, adapter=adapter, embed=embed)
         answers = [OutputBuilder(request, index, self._tokenizer) for index, request in enumerate(requests)]
         return _Run(RequestOutput(request_id=name, prompt=text, prompt_token_ids=list(ids), outputs=[]), answers)
 

@@ -5,31 +5,13 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from holdfast.errors import UnsupportedOptionError
-from holdfast.records.sampling import NO_BEAMS
 
-_NO_HEAD = "scoring and classification need a model with a classification head, and only decoder-only models run here"
+_NO_REWARD = "it needs a reward for every token, and only the last token is pooled"
 
 
 class AbsentMethods:
-    def beam_search(self, *_: Any, **__: Any) -> NoReturn:
-        fix = "generate with n completions and logprobs=0, and keep the one with the largest cumulative_logprob"
-        raise UnsupportedOptionError(f"beam search is not supported: {NO_BEAMS}", fix=fix, field="beam_search")
-
-    def encode(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse(
-            "encode",
-            "only last-token pooling is supported",
-            "embed(prompts), which returns the last token's hidden state",
-        )
-
-    def score(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("score", _NO_HEAD, "embed(prompts), and compare the vectors by dot product")
-
-    def classify(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("classify", _NO_HEAD, "generate with StructuredOutputsParams(choice=[...])")
-
     def reward(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("reward", _NO_HEAD, "generate with prompt_logprobs=0 scores a text with the model itself")
+        _refuse("reward", _NO_REWARD, "classify(prompts) with a model that rewards whole texts")
 
     def collective_rpc(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("collective_rpc", "the engine has no worker processes to call", "leave it out")

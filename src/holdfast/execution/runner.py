@@ -195,7 +195,7 @@ class Runner:
                 token_ids=[max(token, 0) for token in token_ids],
                 logprobs=logprobs,
                 prompt_logprobs=tell_of_others(plan.rows, scores, failures) if failures else scores,
-                embeddings=vectors(hidden, wanted) if wanted.any() else [],
+                embeddings=vectors(hidden, wanted, decoder.weights.classifier) if wanted.any() else [],
                 failures=failures,
                 late=late,
                 adapters=arrived,

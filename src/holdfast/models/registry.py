@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 from holdfast.errors import CheckpointError, UnknownArchitectureError
+from holdfast.models.families.classifier import decoder_of, with_classifier
 from holdfast.models.fields import Fields
 from holdfast.models.runnable import RUNNABLE_ARCHITECTURES, lacking, require_runnable
 from holdfast.models.source import ModelDescription, source_of_config, source_of_gguf
@@ -153,9 +154,11 @@ def describe_config(config: Mapping[str, Any], generation_config: Mapping[str, A
     else:
         names = ["(none named)" if model_type is None else _of_model_type(model_type)]
     for name in names:
-        if name in _BY_ARCHITECTURE:
-            _require_one_family(model_type, name)
-            return _described(_BY_ARCHITECTURE[name], source_of_config(config, generation_config, name))
+        decoder = decoder_of(name)
+        if decoder in _BY_ARCHITECTURE:
+            _require_one_family(model_type, decoder)
+            spec = _described(_BY_ARCHITECTURE[decoder], source_of_config(config, generation_config, decoder))
+            return spec if name == decoder else with_classifier(spec, config, name)
     raise _unknown(", ".join(names), known_architectures(), field="architectures")
 
 

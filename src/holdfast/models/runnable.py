@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
+from holdfast.models.families.classifier import decoder_of
 from holdfast.models.fields import Fields
 from holdfast.models.quantization import INSTEAD
 from holdfast.models.spec import ExpertsSpec, ModelSpec
@@ -115,7 +116,7 @@ def require_runnable(spec: ModelSpec, known: tuple[str, ...]) -> ModelSpec:
     if spec.runnable:
         return spec
     found = "; ".join(spec.unsupported)
-    if spec.architecture not in RUNNABLE_ARCHITECTURES:
+    if decoder_of(spec.architecture) not in RUNNABLE_ARCHITECTURES:
         raise UnknownArchitectureError(
             f"model architecture {spec.architecture} is known, but this engine cannot run it yet",
             needed="one of " + ", ".join(known),

@@ -176,6 +176,18 @@ class LayerSpec:
         return "full" if self.window is None else "window"
 
 
+LabelActivation = Literal["sigmoid", "softmax", "identity"]
+"""What makes chances of a classification head's products; identity: they are the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierSpec:
+    """A head that scores the last token of a text, instead of one that predicts the next."""
+
+    labels: tuple[str, ...]
+    activation: LabelActivation
+
+
 Turn = Literal["none", "unpermute_rope"]
 """unpermute_rope: GGUF stores llama's q and k rows in interleaved rotary order; undo it, row by row of a head."""
 
@@ -185,7 +197,8 @@ class TensorSpec:
     name: str
     """Canonical: embed, layers.N.attn_norm, layers.N.q, .k, .v, .o, .q_bias, .k_bias, .v_bias, .o_bias,
     layers.N.mlp_norm, .gate, .up, .down, .router, .experts.gate, .experts.up, .experts.down, final_norm, head; .qkv
-    and .gate_up where a checkpoint keeps those as one matrix; .q_norm, .k_norm, .post_attn_norm, .post_mlp_norm."""
+    and .gate_up where a checkpoint keeps those as one matrix; .q_norm, .k_norm, .post_attn_norm, .post_mlp_norm;
+    score, of a classifier."""
     shape: tuple[int, ...]
     hf_name: str
     """With {expert} in it: every expert lies under a name of its own. Empty: not in that format."""
@@ -260,6 +273,8 @@ class ModelSpec:
     """What of it this engine lacks, in words; planning needs none of that."""
     not_counted: tuple[str, ...] = ()
     """Parts of the checkpoint whose tensors are not in `tensors`, in words."""
+    classifier: ClassifierSpec | None = None
+    """None: it has a head for tokens, and generates."""
     encoder: EncoderSpec | None = None
     """None: it reads text alone, or its config does not tell how large images may be."""
     spellings: Mapping[str, str] = field(repr=False, default_factory=dict)

@@ -171,6 +171,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str
     hidden_size: int = 0
     """Numbers in an embedding."""
+    eos_token_ids: list[int] = []
+    """The model's own ends."""
+    labels: list[str] = []
+    """Of a model that classifies: it generates nothing and embeds nothing."""
+    label_activation: str = ""
+    """What makes chances of its scores: sigmoid, softmax, identity."""
     max_concurrency: float = 0.0
     """Requests of max_model_len tokens that the pool holds at once."""
     max_loras: int = 0

@@ -35,9 +35,8 @@ MAX_STOP_IDS = 1000
 NOT_YET = {"logits_processors": "code out of a request is never run"}
 
 
-NO_BEAMS = "beams would copy and drop KV blocks at every token, and n samples are better for open-ended text"
 REFUSED = {
-    "use_beam_search": NO_BEAMS,
+    "use_beam_search": "LLM.beam_search does it, with BeamSearchParams",
     "best_of": "all n completions are returned; the caller chooses the best",
     "truncate_prompt_tokens": "prompts are never truncated",
     "extra_args": "they are for custom code in vLLM",

@@ -24,11 +24,13 @@ from holdfast.observability.metrics.http import HttpMetrics
 from holdfast.observability.metrics.registry import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
 from holdfast.server.endpoints.docs_page import POLICY, page
-from holdfast.server.endpoints.embeddings import Embeddings
 from holdfast.server.endpoints.llama_cpp import LlamaCpp, aliases
 from holdfast.server.endpoints.lora import LoraEndpoints
 from holdfast.server.endpoints.memory import memory_endpoint
 from holdfast.server.endpoints.openapi import document
+from holdfast.server.endpoints.pooling.embeddings import Embeddings
+from holdfast.server.endpoints.pooling.prompt_vectors import PromptVectors
+from holdfast.server.endpoints.pooling.scores import Scores
 from holdfast.server.endpoints.sleep import Sleeping
 from holdfast.server.endpoints.tokenize import Tokenizing
 from holdfast.server.endpoints.unsupported import absent_routes
@@ -49,7 +51,7 @@ from holdfast.server.request.parse import read_chat, read_completion
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
-from holdfast.server.response.json_handler import Exchange
+from holdfast.server.response.json_handler import Answering, Exchange
 from holdfast.server.response.llama_cpp import NativeShape
 from holdfast.server.response.serialize import chat_shape, completion_shape
 from holdfast.server.schema.ignored import HEADER
@@ -80,7 +82,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     workers, pool = TemplateWorkers(), TokenizePool()
     chat = Generation(partial(read_chat, workers=workers, pool=pool), chat_shape, engine, settings, metrics, room)
     completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
-    embeddings = Embeddings(engine, settings, metrics, room, workers, pool)
+    vectors = PromptVectors(engine, settings, metrics, room, workers, pool)
     tokenizing = Tokenizing(engine, settings, workers, pool)
     native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
@@ -88,7 +90,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
-        Route("/v1/embeddings", Exchange(embeddings.answer, engine, settings), methods=["POST"]),
+        *_pooling(vectors),
         Route("/tokenize", Exchange(tokenizing.tokenize, engine, settings), methods=["POST"]),
         Route("/detokenize", Exchange(tokenizing.detokenize, engine, settings), methods=["POST"]),
         Route("/v1/models", plain.models, methods=["GET"]),
@@ -107,6 +109,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     ]
     routes += aliases(routes)
 
+    if settings.enable_tokenizer_info_endpoint:
+        routes.append(Route("/tokenizer_info", tokenizing.info, methods=["GET"]))
     routes += absent_routes(lora=lora is not None)
     routes += [] if lora is None else lora.routes
     routes += [] if settings.disable_docs else _documentation(settings, lora=lora is not None)
@@ -185,6 +189,21 @@ def _as_failure(error: Exception) -> Exception:
     }
     message, code = known.get(error.status_code, (str(error.detail), "invalid_request"))
     return HttpFailure(error.status_code, message, kind="invalid_request_error", code=code)
+
+
+def _pooling(vectors: PromptVectors) -> list[Route]:
+    embeddings, scores = Embeddings(vectors), Scores(vectors)
+    answers: dict[str, Answering] = {
+        "/v1/embeddings": embeddings.answer,
+        "/pooling": embeddings.pool,
+        "/v1/score": scores.score,
+        "/v1/rerank": scores.rerank,
+        "/classify": scores.classify,
+    }
+    return [
+        Route(path, Exchange(answer, vectors.engine, vectors.settings), methods=["POST"])
+        for path, answer in answers.items()
+    ]
 
 
 class _Plain:

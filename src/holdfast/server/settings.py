@@ -31,6 +31,8 @@ class ServerSettings:
     """Whether every chunk of every stream tells its usage, asked for or not."""
     strict_fields: bool = False
     """Whether a field that is not known is refused; otherwise it is ignored, and told in a header and in the log."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Whether /tokenizer_info is answered: a chat template may be its maker's secret."""
     disable_docs: bool = False
     """No /docs, no /openapi.json."""
     public_metrics: bool = False
@@ -61,6 +63,8 @@ class ServerSettings:
     """LoRA adapters that requests may name beside the model; None: there are none."""
     trust_request_chat_template: bool = False
     """Whether a request may bring its own chat_template: a template is a program."""
+    scores_by_template: bool = False
+    """Whether the chat template was given at start, and so joins a query and a document for a classifier."""
     enable_auto_tool_choice: bool = True
     """Whether a model may be left to decide itself if it calls a tool."""
     tool_call_parser: str | None = None

@@ -222,8 +222,6 @@ def test_bad_requests_lose_nothing(llm) -> None:
         llm.generate([good, good], [SamplingParams()])
     with pytest.raises(UnsupportedOptionError):
         SamplingParams(logits_processors=[print])
-    with pytest.raises(UnsupportedOptionError, match="beam search"):
-        llm.beam_search([good], None)
     with pytest.raises(UnsupportedOptionError, match="first come, first served"):
         llm.generate([good, good], SamplingParams(max_tokens=2), priority=[0, 1])
     with pytest.raises(RequestError, match="priorities"):

@@ -70,8 +70,12 @@ def test_words_that_shall_not_be_written(server) -> None:
     )
     with pytest.raises(openai.BadRequestError, match="leave no token"):
         client.completions.create(**completion(), extra_body={"allowed_token_ids": [2], "min_tokens": 2})
-    with pytest.raises(openai.BadRequestError, match="n samples are better"):
-        client.completions.create(**completion(), extra_body={"use_beam_search": True})
+    beams = {"use_beam_search": True, "ignore_eos": True}
+    searched = client.completions.create(**completion(n=3, max_tokens=5, logprobs=1), extra_body=beams)
+    sums = [sum(choice.logprobs.token_logprobs) for choice in searched.choices]
+    assert sums == sorted(sums, reverse=True)
+    assert len({choice.text for choice in searched.choices}) == 3
+    assert searched.usage.completion_tokens == 15
 
 
 def test_streamed_is_what_is_not_streamed(server) -> None:

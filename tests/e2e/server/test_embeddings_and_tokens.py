@@ -121,7 +121,7 @@ def test_a_client_that_leaves_frees_its_places(launch):
 
 
 def test_vectors_have_room_of_their_own(launch, monkeypatch):
-    monkeypatch.setattr("holdfast.server.endpoints.embeddings.TOLD_ENTRIES", 2)
+    monkeypatch.setattr("holdfast.server.endpoints.pooling.prompt_vectors.TOLD_ENTRIES", 2)
     with launch().client() as http:
         assert http.post("/v1/embeddings", json={"input": ["a"] * 10}).status_code == 200
         error = error_of(http.post("/v1/embeddings", json={"input": ["a"] * 11}))
@@ -196,7 +196,7 @@ def test_the_prefix_cache_is_forgotten(launch):
 
 def test_room_is_given_back_when_all_is_sent(monkeypatch, launch):
     """Also by a request that fails, and with room for one request at a time."""
-    monkeypatch.setattr("holdfast.server.endpoints.embeddings.TOLD_ENTRIES", 4)
+    monkeypatch.setattr("holdfast.server.endpoints.pooling.prompt_vectors.TOLD_ENTRIES", 4)
     monkeypatch.setattr("holdfast.server.app.LogprobBudget", lambda most_waiting: LogprobBudget(4, most_waiting))
     with launch().client() as http:
         for _ in range(3):

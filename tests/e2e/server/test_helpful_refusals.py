@@ -48,8 +48,9 @@ def test_a_field_of_another_path_is_sent_there(strict, path, name, home):
 
 def test_what_is_not_there_says_what_to_do_instead(http):
     assert "--scheduling-policy priority" in error_of(http, CHAT, priority=1)["holdfast"]["fix"]
-    for name, value in (("use_beam_search", True), ("best_of", 3)):
-        assert "n with logprobs" in error_of(http, COMPLETION, **{name: value})["holdfast"]["fix"]
+    assert "n with logprobs" in error_of(http, COMPLETION, best_of=3)["holdfast"]["fix"]
+    assert "use_beam_search" in error_of(http, COMPLETION, use_beam_search=True, stop=["x"])["message"]
+    assert "from 1 to 10 beams" in error_of(http, COMPLETION, use_beam_search=True, n=11)["message"]
 
 
 def test_too_many_messages(http):

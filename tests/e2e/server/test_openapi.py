@@ -13,7 +13,8 @@ from holdfast.server.app import create_app
 from holdfast.server.endpoints.llama_cpp import ALIASES
 from holdfast.server.endpoints.unsupported import LORA, PATHS
 from holdfast.server.schema import fields
-from holdfast.server.schema.auxiliary import DetokenizeBody, EmbeddingBody
+from holdfast.server.schema.auxiliary import DetokenizeBody
+from holdfast.server.schema.pooling import EmbeddingBody
 from holdfast.server.schema.requests import ChatBody, CompletionBody
 from holdfast.server.settings import ServerSettings
 

@@ -39,7 +39,7 @@ _AXES: Mapping[str, tuple[str, str]] = {
     "embed": ("vocab_size", _HIDDEN), "head": ("vocab_size", _HIDDEN), "q": (_HEAD_COUNT, _HIDDEN),
     "k": ("num_key_value_heads", _HIDDEN), "v": ("num_key_value_heads", _HIDDEN), "o": (_HIDDEN, _HEAD_COUNT),
     "gate": (_INNER, _HIDDEN), "up": (_INNER, _HIDDEN), "down": (_HIDDEN, _INNER), "gate_up": (_INNER, _HIDDEN),
-    "router": ("num_experts", _HIDDEN),
+    "router": ("num_experts", _HIDDEN), "score": ("id2label", _HIDDEN),
 }  # fmt: skip
 """What the config calls the rows and the columns of a matrix."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -72,9 +72,11 @@ class FakeEngine:
         token_delay_s: float = 0.0,
         fail_after_tokens: int | None = None,
         with_tokenizer: bool = True,
+        labels: Sequence[str] = (),
     ) -> None:
         self.script = script
         self.model = model
+        self.labels = list(labels)
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.max_queued_requests = max_queued_requests
@@ -126,6 +128,9 @@ class FakeEngine:
             kv_pool_bytes=0,
             attention_backend="none",
             hidden_size=EMBEDDING_SIZE,
+            eos_token_ids=[END],
+            labels=self.labels,
+            label_activation="" if not self.labels else "sigmoid" if len(self.labels) == 1 else "softmax",
             memory=MemoryReport(
                 total_bytes=GIB,
                 free_bytes=GIB,
@@ -401,7 +406,9 @@ class _Stream:
                     )
                     output = speaker.next_output(cached_tokens, timing)
                     if self._embed:
-                        output = msgspec.structs.replace(output, token_ids=[], embedding=fake_vector(prompt))
+                        output = msgspec.structs.replace(
+                            output, token_ids=[], embedding=fake_vector(prompt, len(engine.labels))
+                        )
                     delta = answer.take(output)
                     if answer.finished:
                         speaking.remove((answer, speaker))

@@ -37,11 +37,12 @@ def say(text: str) -> Script:
 EMBEDDING_SIZE = 8
 
 
-def fake_vector(prompt_token_ids: list[int]) -> bytes:
-    """Of length 1, and nearly always another one for another prompt."""
-    numbers = [float(1 + (sum(prompt_token_ids) * (place + 1)) % 97) for place in range(EMBEDDING_SIZE)]
-    length = math.hypot(*numbers)
-    return struct.pack(f"<{EMBEDDING_SIZE}f", *(number / length for number in numbers))
+def fake_vector(prompt_token_ids: list[int], labels: int = 0) -> bytes:
+    """Of length 1, and nearly always another one for another prompt. `labels`: as many numbers in its place."""
+    size = labels or EMBEDDING_SIZE
+    numbers = [float(1 + (sum(prompt_token_ids) * (place + 1)) % 97) for place in range(size)]
+    length = 97.0 if labels else math.hypot(*numbers)
+    return struct.pack(f"<{size}f", *(number / length for number in numbers))
 
 
 class Speaker:

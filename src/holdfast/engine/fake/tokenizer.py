@@ -53,6 +53,9 @@ class ByteTokenizer:
                 token_ids.extend(piece.encode())
         return token_ids
 
+    def encode_pair(self, first: str, second: str, chat_template: str | None = None, **variables: Any) -> list[int]:
+        return [*self.encode(first), *self.encode(second)]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         raw = bytearray()
         for token_id in ids:

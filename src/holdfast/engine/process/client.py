@@ -24,7 +24,6 @@ from holdfast.engine.process.quarantine import CrashQuarantine
 from holdfast.engine.process.restarts import RestartBackoff
 from holdfast.engine.process.stats import at_rest, continued, ledger_of
 from holdfast.engine.requests.admission import Admission, check_room
-from holdfast.engine.requests.embedding import embedding_requests
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, served_sampling
 from holdfast.engine.requests.stream import Stream, Waiting
@@ -174,10 +173,14 @@ class ProcessEngine:
         self._refuse_if_closed(request_id)
         assert self._door is not None
         requests = self._door.admit(
-            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, adapter=adapter
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            embed=embed,
         )
-        if embed:
-            requests = embedding_requests(requests)
         self.check_room(len(requests))
         if any(request.request_id in self._open for request in requests):
             raise EngineError(f"request id {request_id!r} is already in use", request_id=request_id)

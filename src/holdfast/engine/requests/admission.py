@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import ContextLengthError, OverloadedError, RequestError
+from holdfast.errors import ContextLengthError, OverloadedError, RequestError, UnsupportedOptionError
 from holdfast.models import ModelSpec
 from holdfast.records import AdapterRef, Request, SamplingParams
 from holdfast.records.structured import StructuredOutputsParams
@@ -44,7 +44,14 @@ class Admission:
         priority: int = 0,
         cache_salt: str = "",
         adapter: AdapterRef | None = None,
+        embed: bool = False,
     ) -> list[Request]:
+        """`embed`: not a token is wanted but the prompt as a vector, or as a classifier's scores."""
+        if self.spec.classifier is not None and not embed:
+            raise UnsupportedOptionError(
+                f"this model ({self.spec.architecture}) classifies texts and cannot generate any",
+                fix="POST /classify, /score or /rerank; in Python LLM.classify or LLM.score",
+            )
         # The length first: it bounds what the other checks cost.
         params = params.replace(max_tokens=self._output_limit(len(prompt_token_ids), params))
         prompt = self._whole_ids("prompt", prompt_token_ids)
@@ -73,6 +80,7 @@ class Admission:
                 bad_word_ids=bad_words,
                 adapter=adapter,
                 costly_grammar=costly,
+                embed=embed,
             )
             for index in range(params.n)
         ]

@@ -9,19 +9,12 @@ from __future__ import annotations
 import array
 import math
 import sys
-from collections.abc import Sequence
-
-import msgspec
 
 from holdfast.errors import NotFiniteError, StepMemoryError
-from holdfast.records import EmbeddingOutput, EmbeddingRequestOutput, Request, RequestOutput, SamplingParams
+from holdfast.records import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, seed=0)
 """Of a request that wants no answer."""
-
-
-def embedding_requests(requests: Sequence[Request]) -> list[Request]:
-    return [msgspec.structs.replace(request, embed=True) for request in requests]
 
 
 def numbers(embedding: bytes) -> list[float]:
@@ -48,8 +41,8 @@ def finite(embedding: bytes) -> bool:
     return all(map(math.isfinite, numbers(embedding)))
 
 
-def embedding_output(output: RequestOutput, embedding: bytes | None) -> EmbeddingRequestOutput:
-    """As `LLM.embed` gives it; raises where the machine had no memory for it, or no numbers came of it."""
+def pooled(output: RequestOutput, embedding: bytes | None) -> bytes:
+    """What came of a prompt; raises where the machine had no memory for it, or no numbers came of it."""
     if embedding is None and output.outputs[0].stop_reason == NotFiniteError.code:
         raise NotFiniteError(f"the embedding of prompt {output.request_id} contains NaN or infinite values")
     if embedding is None:
@@ -57,9 +50,14 @@ def embedding_output(output: RequestOutput, embedding: bytes | None) -> Embeddin
             f"out of memory while embedding prompt {output.request_id}",
             fix="try again, or embed fewer prompts at a time",
         )
+    return embedding
+
+
+def embedding_output(output: RequestOutput, embedding: bytes | None) -> EmbeddingRequestOutput:
+    """As `LLM.embed` gives it."""
     return EmbeddingRequestOutput(
         request_id=output.request_id,
-        outputs=EmbeddingOutput(embedding=numbers(embedding)),
+        outputs=EmbeddingOutput(embedding=numbers(pooled(output, embedding))),
         prompt_token_ids=output.prompt_token_ids,
         num_cached_tokens=output.num_cached_tokens,
     )

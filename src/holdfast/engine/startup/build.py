@@ -426,6 +426,7 @@ def _info(
     report: MemoryReport,
     profile_run_s: float | None = None,
 ) -> EngineInfo:
+    classifier = model.spec.classifier
     last = {decision.field: decision for decision in plan.decisions}  # What was measured overrides what was planned.
     return EngineInfo(
         model=model.files.name,
@@ -444,6 +445,9 @@ def _info(
         attention_backend=f"{runner.attention_backend} ({_why(plan)})",
         max_concurrency=_concurrency(plan),
         hidden_size=model.spec.hidden_size,
+        eos_token_ids=list(model.spec.eos_token_ids),
+        labels=[] if classifier is None else list(classifier.labels),
+        label_activation="" if classifier is None else classifier.activation,
         max_loras=config.lora_places,
         kv_groups=len(plan.engine.layout.groups),
         decisions=[decision.line() for decision in (*plan.decisions, *_kernel_decision(plan), *runner.decisions)],

@@ -98,6 +98,7 @@ class GpuDecoder:
         scratch = Scratch(weights.dtype, device, tokens)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._final_norm = weights.final_norm
+        self.classifier = weights.classifier
 
         def beside(layer: int, product: str, base: GpuLinear) -> GpuLinear:
             return base if adapters is None else adapters.beside(layer, product, base)

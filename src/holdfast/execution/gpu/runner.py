@@ -365,7 +365,8 @@ class GpuRunner:
     def _embed(self, step: DeviceStep, stream: torch.Tensor, slots: list[int]) -> dict[int, bytes]:
         """Waits for the step: its buffers are the next one's."""
         wanted = self._embeds[slots]
-        found = vectors(self.decoder.states(stream, step.sampling, len(slots)), wanted)
+        states = self.decoder.states(stream, step.sampling, len(slots))
+        found = vectors(states, wanted, self.decoder.classifier)
         return {slot: vector for slot, vector in zip(slots, found, strict=True) if vector}
 
     def _score(self, step: DeviceStep, at: torch.Tensor, stream: torch.Tensor, rows: Sequence[Row]) -> FoundScores:

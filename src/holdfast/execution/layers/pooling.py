@@ -1,4 +1,5 @@
-"""From hidden states to vectors that can be compared: float32, of length 1. Knows nothing of who asked."""
+"""From hidden states to vectors: of length 1, which can be compared, or a classifier's scores. Knows nothing of who
+asked."""
 
 from __future__ import annotations
 
@@ -10,13 +11,19 @@ LEAST_LENGTH = 1e-12
 """A state of nothing but zeros stays what it is."""
 
 
-def vectors(hidden: torch.Tensor, wanted: numpy.typing.NDArray[numpy.bool_]) -> list[bytes]:
-    """Of normed hidden states [rows, hidden]: bytes for the rows that are wanted, none for the others."""
+def vectors(
+    hidden: torch.Tensor, wanted: numpy.typing.NDArray[numpy.bool_], classifier: torch.Tensor | None = None
+) -> list[bytes]:
+    """Of normed hidden states [rows, hidden]: bytes of float32 for the rows that are wanted, none for the others.
+    `classifier` [labels, hidden]: its products in place of the states themselves."""
     places = numpy.flatnonzero(wanted)
     chosen = hidden.index_select(0, torch.from_numpy(places).to(hidden.device)).float()
-    lengths = chosen.norm(dim=1, keepdim=True).clamp_min(LEAST_LENGTH)
-    normed = (chosen / lengths).cpu().numpy().astype("<f4", copy=False)
+    if classifier is None:
+        told = chosen / chosen.norm(dim=1, keepdim=True).clamp_min(LEAST_LENGTH)
+    else:
+        told = chosen @ classifier.T
+    numbers = told.cpu().numpy().astype("<f4", copy=False)
     found = [b""] * len(wanted)
-    for place, vector in zip(places.tolist(), normed, strict=True):
+    for place, vector in zip(places.tolist(), numbers, strict=True):
         found[place] = vector.tobytes()
     return found

@@ -130,6 +130,8 @@ class Weights:
     final_norm: Norm
     head: Linear
     """The embedding itself where they are tied."""
+    classifier: torch.Tensor | None
+    """[labels, hidden] in float32, of a model that classifies."""
     rope_freqs: torch.Tensor | None
     """What a checkpoint divides rotary frequencies by."""
     rope_freqs_long: torch.Tensor | None
@@ -146,6 +148,8 @@ class Weights:
         total = self.embed.nbytes + self.final_norm.nbytes
         if self.head is not self.embed:
             total += self.head.nbytes
+        if self.classifier is not None:
+            total += self.classifier.nbytes
         return total + sum(layer.nbytes for layer in self.layers)
 
 
@@ -212,6 +216,7 @@ class Loader:
             layers=layers,
             final_norm=self.norm("final_norm"),
             head=embed if self.spec.tied_embeddings else self.linear("head"),
+            classifier=self.vector("score") if self.has("score") else None,
             rope_freqs=self.vector("rope_freqs", torch.float32) if self.has("rope_freqs") else None,
             rope_freqs_long=self.vector("rope_freqs_long", torch.float32) if self.has("rope_freqs_long") else None,
             layouts=tuple(sorted(self.layouts)),

@@ -27,6 +27,10 @@ ALIASES = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/v1/completions",
     "/embeddings": "/v1/embeddings",
+    "/score": "/v1/score",
+    "/rerank": "/v1/rerank",
+    "/v2/rerank": "/v1/rerank",
+    "/v1/classify": "/classify",
     "/models": "/v1/models",
 }
 """All in OpenAI's shapes: in llama.cpp /completions and /embeddings without /v1 have shapes of their own, but who

@@ -19,13 +19,23 @@ from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.schema.auxiliary import (
     DetokenizeBody,
     DetokenizeResponse,
-    EmbeddingBody,
-    EmbeddingResponse,
     TokenizeBody,
     TokenizeResponse,
 )
 from holdfast.server.schema.fields import HARMLESS, QUIET
 from holdfast.server.schema.llama_cpp import NativeBody
+from holdfast.server.schema.pooling import (
+    ClassifyBody,
+    ClassifyResponse,
+    EmbeddingBody,
+    EmbeddingResponse,
+    PoolingBody,
+    PoolingResponse,
+    RerankBody,
+    RerankResponse,
+    ScoreBody,
+    ScoreResponse,
+)
 from holdfast.server.schema.requests import ChatBody, CompletionBody, Message, Usage
 from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
 
@@ -91,6 +101,14 @@ OPERATIONS = (
               answer=CompletionAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/embeddings", method="post", summary="Create embeddings", body=EmbeddingBody,
               answer=EmbeddingResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/pooling", method="post", summary="Embeddings or chances as numbers", body=PoolingBody,
+              answer=PoolingResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/score", method="post", summary="Score pairs of texts", body=ScoreBody,
+              answer=ScoreResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/rerank", method="post", summary="Order documents by a query", body=RerankBody,
+              answer=RerankResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/classify", method="post", summary="Classify texts", body=ClassifyBody,
+              answer=ClassifyResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/models", method="get", summary="List the served models", refusals=(503,)),
     Operation(path="/v1/models/{name}", method="get", summary="Describe one served model", refusals=(404, 503)),
     Operation(path="/tokenize", method="post", summary="Tokenize text or chat messages", body=TokenizeBody,
@@ -200,10 +218,11 @@ def _tell_tokenize(found: dict[str, Any], beside: dict[str, Any], *, strict: boo
     chat["return_token_strs"] = text["properties"]["return_token_strs"]
     messages = {"type": "object", "properties": chat, "required": ["messages"], "additionalProperties": not strict}
     found["TokenizeBody"] = {"title": "TokenizeBody", "anyOf": [text, messages]}
-    inputs = found["EmbeddingBody"]
-    kinds = {**chat, **inputs["properties"]}
-    conversation = {**messages, "properties": {name: kinds[name] for name in kinds.keys() - _TEXT_ALONE}}
-    found["EmbeddingBody"] = {"title": "EmbeddingBody", "anyOf": [inputs, conversation]}
+    for body in ("EmbeddingBody", "PoolingBody", "ClassifyBody"):
+        inputs = found[body]
+        kinds = {**chat, **inputs["properties"]}
+        conversation = {**messages, "properties": {name: kinds[name] for name in kinds.keys() - _TEXT_ALONE}}
+        found[body] = {"title": body, "anyOf": [inputs, conversation]}
 
 
 def _portable(schema: Any) -> Any:

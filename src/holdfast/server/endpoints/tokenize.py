@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
+from holdfast.server.http.errors import json_response
 from holdfast.server.http.middleware import Record
 from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
@@ -26,6 +29,7 @@ from holdfast.server.settings import ServerSettings
 
 _TEXT_FIELDS = honoured_fields(TokenizeBody)
 _IDS_FIELDS = honoured_fields(DetokenizeBody)
+_ROLES = ("bos", "eos", "unk", "pad")
 PROMPT_FIELDS = frozenset(
     {
         "model",
@@ -107,6 +111,28 @@ class Tokenizing:
             )
         text = await self._pool.run(lambda: tokenizer.decode(body.tokens), len(raw))
         return DetokenizeResponse(prompt=text, content=text if body.model is None else UNSET)
+
+    async def info(self, request: Request) -> Response:
+        """vLLM's, as far as a tokenizer.json tells it."""
+        tokenizer = tokenizer_of(self._engine, "tokenizer_info")
+        added = tokenizer.backend.get_added_tokens_decoder()
+        named = {f"{role}_token": tokenizer.special_tokens_map.get(f"{role}_token") for role in _ROLES}
+        return json_response(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                **named,
+                "additional_special_tokens": [
+                    token for token in tokenizer.all_special_tokens if token not in named.values()
+                ],
+                "model_max_length": self._engine.info.max_model_len,
+                "chat_template": tokenizer.chat_template,
+                "added_tokens_decoder": {
+                    str(number): {"content": token.content, "special": token.special}
+                    for number, token in sorted(added.items())
+                },
+            },
+            200,
+        )
 
 
 def _of_llama_cpp(body: dict[str, Any]) -> bool:

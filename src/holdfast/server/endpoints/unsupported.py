@@ -9,9 +9,6 @@ from starlette.routing import Route
 from holdfast.errors import UnsupportedOptionError
 from holdfast.server.http.errors import NOT_FOUND, describe, json_response
 
-_SCORES = (
-    "scoring needs a model with a classification head, and only decoder-only models are served; use /v1/embeddings"
-)
 _NO_SOUND = "only text input and output are supported"
 _CHAT = "POST /v1/chat/completions"
 
@@ -21,11 +18,6 @@ PATHS: dict[str, tuple[str, str]] = {
     "/v1/responses/{name}/cancel": ("responses are not stored", "close the connection"),
     "/v1/messages": ("it is Anthropic's API; this server implements OpenAI's", _CHAT),
     "/v1/messages/count_tokens": ("it is Anthropic's API; this server implements OpenAI's", "POST /tokenize"),
-    **dict.fromkeys(
-        ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify"),
-        (_SCORES, "POST /v1/embeddings"),
-    ),
-    "/pooling": ("only last-token pooling is supported", "POST /v1/embeddings"),
     "/v2/embed": ("it is Cohere's API; this server implements OpenAI's", "POST /v1/embeddings"),
     **dict.fromkeys(
         ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations",
@@ -36,7 +28,10 @@ PATHS: dict[str, tuple[str, str]] = {
         ("/v1/files", "/v1/batches", "/v1/fine_tuning/jobs"),
         ("files and jobs are not stored; a batch file is processed by a command", "holdfast run-batch"),
     ),
-    "/tokenizer_info": ("the tokenizer files are in the model folder", "POST /tokenize"),
+    "/tokenizer_info": (
+        "it is not enabled on this server",
+        "start the server with --enable-tokenizer-info-endpoint",
+    ),
     "/server_info": ("it would expose settings of this machine", "GET /memory, or holdfast ps on that machine"),
     "/invocations": ("it is SageMaker's endpoint", _CHAT),
     "/inference/v1/generate": ("/v1/completions accepts and returns token ids", "POST /v1/completions"),

@@ -52,14 +52,15 @@ METRICS = frozenset({"/metrics", "/metrics/"})
 
 NEEDS_ENGINE = (
     "/v1/", "/tokenize", "/detokenize", "/chat/completions", "/completion", "/embeddings", "/models", "/props",
-    "/apply-template",
+    "/apply-template", "/pooling", "/score", "/rerank", "/v2/rerank", "/classify", "/tokenizer_info",
 )  # fmt: skip
 """Beginnings of paths that are of no use before the engine is there, or when it is gone."""
 
 COMPUTING = frozenset(
     {
         "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/chat/completions", "/completions", "/embeddings",
-        "/completion",
+        "/completion", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify",
+        "/v1/classify",
     }
 )  # fmt: skip
 

@@ -10,15 +10,17 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from holdfast.engine.interface import Engine
+from holdfast.engine.requests.beam_search import one_token
 from holdfast.errors import GrammarError, RequestError, UnknownModelError, UnsupportedOptionError
 from holdfast.records import AdapterRef, SamplingParams
+from holdfast.records.beams import BeamSearchParams
 from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.request.chat import chat_prompt, final_answer
 from holdfast.server.request.logprob_budget import check_told
@@ -26,7 +28,6 @@ from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool, Truncation, check_ids, encode_within
-from holdfast.server.schema.auxiliary import EmbeddingBody
 from holdfast.server.schema.fields import (
     check_fields,
     check_members,
@@ -37,6 +38,7 @@ from holdfast.server.schema.fields import (
 )
 from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.schema.llama_cpp import NativeOptions
+from holdfast.server.schema.pooling import PoolingCommon
 from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, StreamOptions, TokenId
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
@@ -57,6 +59,12 @@ _SAMPLING_NAMES = (
     "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
     "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs", "allowed_token_ids",
     "bad_words", "spaces_between_special_tokens",
+)  # fmt: skip
+
+
+_NOT_WITH_BEAMS = (
+    "stop", "stop_token_ids", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "allowed_token_ids", "bad_words", "structured_outputs", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -100,6 +108,8 @@ class GenerationRequest:
     """A chat's prompt as the template has rendered it, where it is to be shown."""
     reading: OutputParserConfig | None
     """How an answer's text is to be read; None: it is content and nothing else."""
+    beams: BeamSearchParams | None = None
+    """Of a beam search, which has as many beams as answers."""
     native: NativeOptions | None = None
     """Of llama.cpp's own endpoint."""
 
@@ -316,7 +326,7 @@ def token_name(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def truncation_of(body: Common | EmbeddingBody, context: int, max_tokens: int | None) -> Truncation | None:
+def truncation_of(body: Common | PoolingCommon, context: int, max_tokens: int | None) -> Truncation | None:
     """None: a prompt that is too long is refused. `max_tokens`: that the answer shall have, if it was said."""
     keep = body.truncate_prompt_tokens
     if keep is None:
@@ -489,4 +499,24 @@ def _ask(
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         prompt_text=prompt_text,
         reading=reading,
+        beams=_beams(body, params),
     )
+
+
+def _beams(body: Common, params: SamplingParams) -> BeamSearchParams | None:
+    """What would choose other tokens than a search does is refused, where vLLM passes it over."""
+    if not body.use_beam_search:
+        return None
+    for name in _NOT_WITH_BEAMS:
+        if getattr(params, name) not in (None, [], {}, 0, 1.0):
+            raise unsupported(name, "it cannot be combined with use_beam_search")
+    beams = BeamSearchParams(
+        beam_width=params.n,
+        max_tokens=params.max_tokens or 0,
+        ignore_eos=params.ignore_eos,
+        temperature=body.temperature or 0.0,
+        length_penalty=body.length_penalty,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+    )
+    one_token(beams if params.max_tokens is not None else replace(beams, max_tokens=1))
+    return beams

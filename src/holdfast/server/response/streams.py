@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import cast
 
 import msgspec
@@ -16,6 +17,7 @@ from holdfast.errors import RequestError
 from holdfast.observability.metrics.registry import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason, SamplingParams
 from holdfast.server.request.parse import GenerationRequest, token_name
+from holdfast.server.response.beams import beam_answers
 from holdfast.server.response.logprobs import CompletionLogprobsWriter, PromptLogprobs
 from holdfast.server.response.serialize import ResponseChoice
 from holdfast.server.schema.requests import PromptTokensDetails, Usage
@@ -78,15 +80,9 @@ class Conversation:
         ask, many = self._ask, len(self._ask.prompts) > 1
         for position, prompt in enumerate(ask.prompts):
             params, room = self._within_context(ask.params, len(prompt))
+            name = f"{ask.engine_id}-{position}" if many else ask.engine_id
             try:
-                stream = await self._engine.generate(
-                    prompt,
-                    params,
-                    request_id=f"{ask.engine_id}-{position}" if many else ask.engine_id,
-                    priority=ask.priority,
-                    cache_salt=ask.cache_salt,
-                    adapter=ask.adapter,
-                )
+                stream = await self._opened(prompt, params, room, name)
             except RequestError as error:
                 if error.field == "prompt":  # Of ids, which is all that the engine knows.
                     error.field = ask.prompt_field
@@ -95,6 +91,31 @@ class Conversation:
             self._meters.append(
                 self._metrics.open_request(prompt_tokens=len(prompt), max_tokens=params.max_tokens or room, n=params.n)
             )
+
+    async def _opened(
+        self, prompt: list[int], params: SamplingParams, room: int, name: str
+    ) -> AsyncIterator[AnswerDelta]:
+        ask = self._ask
+        if ask.beams is None:
+            return await self._engine.generate(
+                prompt,
+                params,
+                request_id=name,
+                priority=ask.priority,
+                cache_salt=ask.cache_salt,
+                adapter=ask.adapter,
+            )
+        beams = replace(ask.beams, max_tokens=max(min(params.max_tokens or room, room), 1))
+        return beam_answers(
+            self._engine,
+            prompt,
+            beams,
+            request_id=name,
+            logprobs=ask.logprobs,
+            priority=ask.priority,
+            cache_salt=ask.cache_salt,
+            adapter=ask.adapter,
+        )
 
     def _within_context(self, params: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, int]:
         """What is left behind the prompt, and parameters that ask for no more. As in vLLM `max_tokens` is the most a

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
 
 import msgspec
 
-from holdfast.server.schema.requests import PROMPT_SCHEMA, Small, TokenId, Usage
+from holdfast.server.schema.requests import TokenId
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -43,35 +42,3 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
     prompt: str
     content: str | msgspec.UnsetType = msgspec.UNSET
     """llama.cpp's name for the same, for requests that name no model, as its own do not."""
-
-
-class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """In place of `input`, `messages` and what else makes a chat's prompt may stand."""
-
-    input: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
-    """A text, several, token ids, or several lists of them."""
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
-    """The first so many numbers of a vector, at length 1 again."""
-    add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    priority: Small = 0
-    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
-
-
-class Embedding(msgspec.Struct, kw_only=True):
-    index: int
-    object: str = "embedding"
-    embedding: list[float] | str
-    """Numbers, or float32 in little-endian order as base64."""
-
-
-class EmbeddingResponse(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: Usage

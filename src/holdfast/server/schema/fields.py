@@ -23,8 +23,8 @@ import msgspec
 
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.records.sampling import REFUSED
-from holdfast.server.schema.auxiliary import EmbeddingBody
 from holdfast.server.schema.ignored import IGNORED
+from holdfast.server.schema.pooling import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from holdfast.server.schema.requests import ChatBody, CompletionBody
 from holdfast.units import shorten
 
@@ -39,7 +39,6 @@ HARMLESS: dict[str, str] = {
     "verbosity": "a hint to OpenAI's own models; max_tokens limits the length of an answer",
     "prediction": "a hint that makes OpenAI's answers faster and never changes them",
     "stream_interval": "every token has an event of its own, which vLLM's value may only make fewer",
-    "length_penalty": "of beam search, which is refused",
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "of images and audio, which are refused"),
     **dict.fromkeys(
         ("return_token_offsets", "return_assistant_tokens_mask"), "of vLLM's /render; without effect elsewhere"
@@ -59,7 +58,6 @@ QUIET: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "best_of": (1,),
     "suffix": ("",),
-    "use_beam_search": (False,),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
@@ -100,7 +98,6 @@ WHY = {
 }
 
 FIXES = {
-    "use_beam_search": "send n with logprobs, and keep the completion with the largest sum of logprobs",
     "best_of": "send n with logprobs, and keep the completion with the largest sum of logprobs",
 }
 
@@ -169,6 +166,10 @@ def _homes() -> dict[str, frozenset[str]]:
         "/v1/chat/completions": honoured_fields(ChatBody),
         "/v1/completions": honoured_fields(CompletionBody),
         "/v1/embeddings": honoured_fields(EmbeddingBody),
+        "/v1/score": honoured_fields(ScoreBody),
+        "/v1/rerank": honoured_fields(RerankBody),
+        "/classify": honoured_fields(ClassifyBody),
+        "/pooling": honoured_fields(PoolingBody),
     }
 
 

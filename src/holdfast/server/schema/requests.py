@@ -60,6 +60,10 @@ class Common(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Small | None = None
+    use_beam_search: bool = False
+    """n is how many beams there are."""
+    length_penalty: Annotated[float, msgspec.Meta(ge=-10, le=10)] = 1.0
+    """Of beam search; without effect elsewhere."""
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     """The most tokens of a prompt; -1: as many as the context has beside max_tokens."""
     truncation_side: Literal["left", "right"] | None = None

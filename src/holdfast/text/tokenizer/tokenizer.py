@@ -148,6 +148,18 @@ class Tokenizer:
             encoded = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
 
+    def encode_pair(self, first: str, second: str, chat_template: str | None = None, **variables: Any) -> list[int]:
+        """Two texts as one prompt, as the tokenizer joins them; `chat_template`: as that does, from the roles query and
+        document."""
+        _check_text(first)
+        _check_text(second)
+        if chat_template is not None:
+            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+            return list(self.apply_chat_template(messages, chat_template=chat_template, **variables))
+        with refusing(_cannot_encode):
+            encoded = self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)
+        return list(encoded[0].ids)
+
     @cached_property
     def _plain_backend(self) -> Backend:
         """A copy, because the setting is the library's own and other threads may be encoding."""

@@ -1,0 +1,165 @@
+"""The methods of `LLM` that want vectors, classes or scores of prompts and no answers. Owns no state.
+
+What a model can is told by its labels (`engine.requests.scoring`); what it cannot is refused by name.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from holdfast.config.python_words import in_python
+from holdfast.engine.requests.embedding import embedding_output, numbers, pooled
+from holdfast.engine.requests.scoring import (
+    chances,
+    cosine,
+    pairs,
+    require_embeddings,
+    require_labels,
+    require_score,
+)
+from holdfast.errors import UnsupportedOptionError
+from holdfast.records import EmbeddingRequestOutput, EngineInfo, RequestOutput
+from holdfast.records.pooling import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from holdfast.text.tokenizer.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+"""Text, {"prompt": text}, {"prompt_token_ids": [...]}, or token ids."""
+_POOLED_BY_TOKEN = "only the last token is pooled"
+
+
+class PoolingMethods:
+    info: EngineInfo
+
+    @abstractmethod
+    def get_tokenizer(self) -> Tokenizer: ...
+
+    @abstractmethod
+    def _pool(
+        self, prompts: Prompt | Sequence[Prompt], show_progress: bool
+    ) -> list[tuple[RequestOutput, bytes | None]]: ...
+
+    @in_python()
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: Any = None
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector a prompt, in order: the normed hidden state of its last token, scaled to length 1."""
+        _no_pooling_params(pooling_params)
+        require_embeddings(self.info, "embed")
+        return [embedding_output(output, vector) for output, vector in self._pool(prompts, use_tqdm)]
+
+    @in_python()
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: Any = None
+    ) -> list[ClassificationRequestOutput]:
+        """The chances of the model's labels, a list a prompt, in order."""
+        _no_pooling_params(pooling_params)
+        require_labels(self.info, "classify")
+        return [
+            ClassificationRequestOutput(
+                request_id=output.request_id,
+                outputs=ClassificationOutput(probs=self._chances(output, vector)),
+                prompt_token_ids=output.prompt_token_ids,
+                num_cached_tokens=output.num_cached_tokens,
+            )
+            for output, vector in self._pool(prompts, use_tqdm)
+        ]
+
+    @in_python()
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: Literal["embed", "classify"] | str | None = None,
+        use_tqdm: bool = True,
+        pooling_params: Any = None,
+    ) -> list[PoolingRequestOutput]:
+        """Embeddings or chances as plain numbers; `pooling_task`: left out, which of them the model has."""
+        _no_pooling_params(pooling_params)
+        task = pooling_task or ("classify" if self.info.labels else "embed")
+        if task not in ("embed", "classify"):
+            raise UnsupportedOptionError(
+                f"pooling_task={task!r} is not supported: {_POOLED_BY_TOKEN}",
+                needed="embed or classify",
+                fix='encode(prompts, pooling_task="embed")',
+                field="pooling_task",
+            )
+        (require_embeddings if task == "embed" else require_labels)(self.info, f"pooling_task={task!r}")
+        return [
+            PoolingRequestOutput(
+                request_id=output.request_id,
+                outputs=PoolingOutput(data=self._chances(output, vector)),
+                prompt_token_ids=output.prompt_token_ids,
+                num_cached_tokens=output.num_cached_tokens,
+            )
+            for output, vector in self._pool(prompts, use_tqdm)
+        ]
+
+    @in_python()
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Any = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each text of `data_2` fits the one of `data_1`, or its own: by cosine of their embeddings, or by a
+        classifier that reads both. `chat_template`: joins them, from the roles query and document."""
+        _no_pooling_params(pooling_params)
+        require_score(self.info, "score")
+        first, second = ([given] if isinstance(given, str) else list(given) for given in (data_1, data_2))
+        joined = pairs(first, second, ("data_1", "data_2"))
+        if not self.info.labels:
+            return self._compared(joined, use_tqdm)
+        tokenizer = self.get_tokenizer()
+        prompts = [tokenizer.encode_pair(one, other, chat_template) for one, other in joined]
+        return [
+            ScoringRequestOutput(
+                request_id=output.request_id,
+                outputs=ScoringOutput(score=self._chances(output, vector)[0]),
+                prompt_token_ids=output.prompt_token_ids,
+                num_cached_tokens=output.num_cached_tokens,
+            )
+            for output, vector in self._pool(prompts, use_tqdm)
+        ]
+
+    def _compared(self, joined: list[tuple[str, str]], show_progress: bool) -> list[ScoringRequestOutput]:
+        texts = list(dict.fromkeys(text for pair in joined for text in pair))
+        known = dict(zip(texts, self._pool(texts, show_progress), strict=True))
+        found = []
+        for one, other in joined:
+            outputs = [known[text][0] for text in (one, other)]
+            vectors = [numbers(pooled(*known[text])) for text in (one, other)]
+            found.append(
+                ScoringRequestOutput(
+                    request_id=outputs[1].request_id,
+                    outputs=ScoringOutput(score=cosine(*vectors)),
+                    prompt_token_ids=[*outputs[0].prompt_token_ids, *outputs[1].prompt_token_ids],
+                    num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
+                )
+            )
+        return found
+
+    def _chances(self, output: RequestOutput, vector: bytes | None) -> list[float]:
+        """Of a model without labels: its vector."""
+        return chances(numbers(pooled(output, vector)), self.info.label_activation)
+
+
+def _no_pooling_params(given: Any) -> None:
+    if given is not None:
+        raise UnsupportedOptionError(
+            f"pooling_params is not supported: {_POOLED_BY_TOKEN}",
+            fix="leave pooling_params out",
+            field="pooling_params",
+        )

@@ -1,0 +1,61 @@
+"""Decoders with a classification head in place of the one for tokens: XForSequenceClassification of a config.json.
+
+Owns which decoder such a name means, its labels and its head's tensor. Knows nothing of how scores are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from holdfast.models.fields import Fields
+from holdfast.models.spec import ClassifierSpec, LabelActivation, ModelSpec, TensorSpec
+
+SUFFIX = "ForSequenceClassification"
+MAX_LABELS = 65_536
+_BY_PROBLEM: Mapping[str, LabelActivation] = {
+    "regression": "identity",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+
+
+def decoder_of(architecture: str) -> str:
+    """The architecture that generates with the same decoder; the name itself where it has no such head."""
+    return architecture.removesuffix(SUFFIX) + "ForCausalLM" if architecture.endswith(SUFFIX) else architecture
+
+
+def with_classifier(spec: ModelSpec, config: Mapping[str, Any], architecture: str) -> ModelSpec:
+    """The decoder of `spec` with the head that `config` describes. There is none for tokens in such a checkpoint: where
+    one is computed with, it is the embedding."""
+    fields = Fields(config, where="config.json")
+    labels = _labels(config, fields)
+    problem = fields.text("problem_type", default="")
+    activation = _BY_PROBLEM.get(problem) or ("sigmoid" if len(labels) == 1 else "softmax")
+    score = TensorSpec(
+        name="score", shape=(len(labels), spec.hidden_size), hf_name="score.weight", gguf_name="", wide=True
+    )
+    kept = tuple(tensor for tensor in spec.tensors if tensor.name not in ("head", "head_bias"))
+    return replace(
+        spec,
+        architecture=architecture,
+        tied_embeddings=True,
+        tensors=(*kept, score),
+        classifier=ClassifierSpec(labels=labels, activation=activation),
+    )
+
+
+def _labels(config: Mapping[str, Any], fields: Fields) -> tuple[str, ...]:
+    """By number, as transformers names them: it writes `id2label` whenever there are not two."""
+    named = config.get("id2label")
+    if named is None:
+        count = fields.integer("num_labels", low=1, high=MAX_LABELS, default=2)
+        return tuple(f"LABEL_{number}" for number in range(count))
+    wanted = "an object from 0, 1, ... to names"
+    if not isinstance(named, Mapping) or not 1 <= len(named) <= MAX_LABELS:
+        raise fields.wrong("id2label", wanted, named)
+    found = [named.get(str(number)) for number in range(len(named))]
+    if not all(isinstance(name, str) for name in found):
+        raise fields.wrong("id2label", wanted, named)
+    return tuple(str(name) for name in found)

@@ -1,0 +1,1 @@
+"""Endpoints that want vectors, classes or scores of prompts, and no answers."""

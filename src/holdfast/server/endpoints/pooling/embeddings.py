@@ -1,0 +1,122 @@
+"""/v1/embeddings and /pooling: texts, token ids or messages in, numbers for each out, encoded while they are sent.
+
+What an embedding is: `engine.requests.embedding`. /pooling has the chances of a classifier too.
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from holdfast.engine.requests.embedding import numbers, shortened
+from holdfast.engine.requests.scoring import chances, require_embeddings, require_labels
+from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.server.endpoints.pooling.prompt_vectors import PromptVector, PromptVectors, usage_of
+from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
+from holdfast.server.http.middleware import Record
+from holdfast.server.request.parse import decode_object
+from holdfast.server.response.json_handler import Pieces
+from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
+from holdfast.server.schema.pooling import EmbeddingBody, PoolingBody
+from holdfast.server.schema.requests import Usage
+
+_TASKS = ("embed", "classify")
+
+
+class Embeddings:
+    def __init__(self, vectors: PromptVectors) -> None:
+        self._vectors = vectors
+
+    async def answer(self, raw: bytes, record: Record) -> Pieces:
+        require_embeddings(self._vectors.engine.info, "/v1/embeddings")
+        return await self._answer(raw, record, EmbeddingBody, "embedding")
+
+    async def pool(self, raw: bytes, record: Record) -> Pieces:
+        """vLLM's: numbers as they are, whichever kind the model has."""
+        return await self._answer(raw, record, PoolingBody, "data")
+
+    async def _answer(self, raw: bytes, record: Record, kind: type[EmbeddingBody], member: str) -> Pieces:
+        given, known = decode_object(raw), honoured_fields(kind)
+        chat = given.get("messages") is not None and given.get("input") is None
+        fields = check_fields(given, known | PROMPT_FIELDS if chat else known)
+        beside = {name: value for name, value in fields.items() if name in known}
+        body: EmbeddingBody = convert({"input": []} | beside if chat else fields, kind)
+        cut = self._vectors.begin(body, record)
+        activation = self._activation(body)
+        self._check_dimensions(body)
+        if chat:
+            prompts = [await self._vectors.read_chat(fields, cut, len(raw))]
+        else:
+            prompts = await self._vectors.read(body.input, cut, len(raw), special=body.add_special_tokens)
+        record.answer_id = f"{'embd' if member == 'embedding' else 'pool'}-{uuid.uuid4().hex}"
+
+        def shaped(vector: bytes) -> bytes:
+            if body.dimensions is not None:
+                return shortened(vector, body.dimensions)
+            return _packed(chances(numbers(vector), activation)) if activation else vector
+
+        async with AsyncExitStack() as stack:
+            await self._vectors.hold(stack, len(prompts), "input")
+            found = await self._vectors.all_of(prompts, body, record, shaped=shaped)
+            resources = stack.pop_all()
+        return Pieces(_pieces(found, usage_of(record), record, body.encoding_format, member), resources)
+
+    def _activation(self, body: EmbeddingBody) -> str:
+        """What is done to what the engine tells; empty: nothing."""
+        info = self._vectors.engine.info
+        if not isinstance(body, PoolingBody):
+            return ""
+        task = body.task or ("classify" if info.labels else "embed")
+        if task not in _TASKS:
+            raise UnsupportedOptionError(
+                f"Unsupported task: {task!r}: only the last token is pooled",
+                needed=" or ".join(_TASKS),
+                found=task,
+                fix="leave task out",
+                field="task",
+            )
+        if task == "embed":
+            require_embeddings(info, "task embed")
+            return ""
+        require_labels(info, "task classify")
+        return info.label_activation if body.use_activation is not False else ""
+
+    def _check_dimensions(self, body: EmbeddingBody) -> None:
+        info = self._vectors.engine.info
+        size = info.hidden_size
+        if body.dimensions is not None and info.labels:
+            raise unsupported("dimensions", "it shortens embeddings, and this model classifies")
+        if body.dimensions is not None and body.dimensions > size:
+            raise RequestError(
+                f"dimensions is {body.dimensions}; the embeddings of this model have {size}",
+                needed=f"at most {size}",
+                found=str(body.dimensions),
+                field="dimensions",
+            )
+
+
+def _packed(values: list[float]) -> bytes:
+    packed = array.array("f", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _pieces(found: list[PromptVector], usage: Usage, record: Record, encoding: str, member: str) -> Iterator[bytes]:
+    """As numbers a vector takes some five times its bytes: so it becomes JSON when it is its turn."""
+    head = {"id": record.answer_id, "object": "list", "created": int(time.time()), "model": record.model}
+    kind = b"embedding" if member == "embedding" else b"pooling"
+    yield msgspec.json.encode(head)[:-1] + b',"data":['
+    for place, one in enumerate(found):
+        value = base64.b64encode(one.vector).decode() if encoding == "base64" else numbers(one.vector)
+        comma = b"," if place else b""
+        encoded = msgspec.json.encode(value)
+        yield comma + b'{"index":%d,"object":"%b","%b":%b}' % (place, kind, member.encode(), encoded)
+    yield b'],"usage":%b}' % msgspec.json.encode(usage)
