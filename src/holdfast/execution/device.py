@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from holdfast.errors import ConfigurationError
+from holdfast.execution import native
 from holdfast.hardware import processor
 
 Device = torch.device
@@ -16,6 +17,8 @@ CPU = Device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """By the planner's names."""
+HARDLY_BY_TORCH = 0.02
+"""Of the weights, that torch may multiply with one thread: the routers of experts are less."""
 
 
 def packs_weights(dtype: torch.dtype, device: torch.device, features: Collection[str] | None = None) -> bool:
@@ -50,15 +53,22 @@ def has_gpu_context() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def set_threads(count: int | None) -> int:
-    """Sets how many threads torch computes with, where a number is given; returns the number in force."""
+def set_threads(count: int | None, torch_share: float = 1.0) -> int:
+    """Sets how many threads compute, where a number is given; returns the number in force.
+
+    `torch_share`: the part of the weights that torch multiplies. Where that is next to nothing, the compiled kernels
+    have threads of their own and torch has one; else both compute with torch's.
+    """
     if count is not None:
         if count < 1:
             raise ConfigurationError(
                 f"the number of threads is {count}", needed="at least 1", found=str(count), field="threads"
             )
-        torch.set_num_threads(count)
-    return torch.get_num_threads()
+        if native.available() and torch_share <= HARDLY_BY_TORCH:
+            native.use_own_threads(count)
+        else:
+            native.share_torch_threads(count)
+    return native.threads()
 
 
 def warm_up(dtype: torch.dtype, device: torch.device) -> None:

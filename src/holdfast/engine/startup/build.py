@@ -276,6 +276,7 @@ def build_core(
         from holdfast.execution.lora.slots import LoraLimits
         from holdfast.execution.runner import Runner, RunnerLimits
         from holdfast.execution.weights.load import load_weights
+        from holdfast.execution.weights.products_by import torch_share
 
     if plan is None or (plan.engine.compiled and not native.available()):
         plan = plan_model(config, model, kernels=native.available())
@@ -300,6 +301,7 @@ def build_core(
             quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
         )
+    set_threads(config.threads or processor().cores, torch_share(weights))
     limits = RunnerLimits.of(plan.limits, config.lora_places)
     runner = Runner(
         model.spec,

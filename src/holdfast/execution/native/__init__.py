@@ -1,6 +1,6 @@
 """Compiled CPU kernels of our own: products straight from stored blocks, paged attention, small fused operations.
 
-They compute in float32 on torch's own threads. `available()` says whether this machine has them; where it has not,
+They compute in float32, on threads of their own or on torch's (`use_own_threads`, `share_torch_threads`). `available()` says whether this machine has them; where it has not,
 the torch forms in `holdfast.execution.ops` do the same work. Nothing here decides which of the two is used.
 """
 
@@ -10,7 +10,7 @@ from holdfast.execution.native.attention import AttentionRows, PoolPlace, paged_
 from holdfast.execution.native.decoder import DecoderLayer, DecoderStep
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.experts import ExpertLayer, NativeExpertBuffers
-from holdfast.execution.native.loading import available, why_not
+from holdfast.execution.native.loading import available, share_torch_threads, threads, use_own_threads, why_not
 from holdfast.execution.native.products import BlockMatrix, dequantize, matmul_blocks
 
 __all__ = [
@@ -28,5 +28,8 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotate_and_store",
+    "share_torch_threads",
+    "threads",
+    "use_own_threads",
     "why_not",
 ]

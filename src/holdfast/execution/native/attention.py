@@ -10,7 +10,7 @@ import numpy
 import numpy.typing
 import torch
 
-from holdfast.execution.native.loading import kernels
+from holdfast.execution.native.loading import kernels, threads
 from holdfast.execution.native.products import LAYOUT_NUMBERS
 
 Int32s = numpy.typing.NDArray[numpy.int32]
@@ -144,7 +144,7 @@ def paged_attention(
         *rows.addresses,
         scale,
         softcap,
-        torch.get_num_threads(),
+        threads(),
     )
 
 

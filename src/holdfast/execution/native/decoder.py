@@ -13,7 +13,7 @@ import torch
 
 from holdfast.execution.native.attention import AttentionRows, PoolPlace
 from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS, center_address
-from holdfast.execution.native.loading import kernels
+from holdfast.execution.native.loading import kernels, threads
 from holdfast.execution.native.products import BlockMatrix
 
 
@@ -143,5 +143,5 @@ class DecoderLayer:
             *rows.addresses,
             0 if center is None else center_address(center, pool.kv_heads * pool.dim),
             *scales,
-            torch.get_num_threads(),
+            threads(),
         )

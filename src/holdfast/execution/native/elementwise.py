@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.execution.native.attention import STORED_TYPES, token_stride
-from holdfast.execution.native.loading import kernels
+from holdfast.execution.native.loading import kernels, threads
 
 ACTIVATION_NUMBERS = {"silu": 0, "gelu_tanh": 1}
 """As elementwise.h numbers them."""
@@ -42,7 +42,7 @@ def rms_norm(
         rows,
         columns,
         epsilon,
-        torch.get_num_threads(),
+        threads(),
     )
 
 
@@ -62,7 +62,7 @@ def activate_and_multiply(gate_up: torch.Tensor, out: torch.Tensor, activation: 
         rows,
         columns,
         ACTIVATION_NUMBERS[activation],
-        torch.get_num_threads(),
+        threads(),
     )
 
 
@@ -130,7 +130,7 @@ def rotate_and_store(
         kv_heads,
         dim,
         half,
-        torch.get_num_threads(),
+        threads(),
     )
 
 

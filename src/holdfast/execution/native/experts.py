@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS
-from holdfast.execution.native.loading import kernels
+from holdfast.execution.native.loading import kernels, threads
 from holdfast.execution.native.products import BlockMatrix
 
 
@@ -129,7 +129,7 @@ class ExpertLayer:
             buffers.chosen.data_ptr(),
             buffers.places.data_ptr(),
             buffers.firsts.data_ptr(),
-            torch.get_num_threads(),
+            threads(),
         )
 
     @staticmethod

@@ -10,7 +10,9 @@ class Kernels(Protocol):
     VARIANT: str
     """Of those that holdfast.hardware.kernels chooses from."""
 
-    def bind(self, parallel: int, /) -> None: ...
+    def share(self, parallel: int, /) -> None: ...
+
+    def stop(self) -> None: ...
 
     def matmul(
         self,

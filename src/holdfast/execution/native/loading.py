@@ -1,7 +1,8 @@
-"""Finds the compiled kernels and gives them torch's threads, or says why there are none. Knows none of them."""
+"""Finds the compiled kernels, or says why there are none, and knows whose threads they compute with. Knows no kernel."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 from functools import cache
@@ -12,6 +13,9 @@ import torch
 
 from holdfast.execution.native.interface import Kernels
 from holdfast.hardware.kernels import MODULE, KernelChoice, kernel_choice
+
+_own_threads: int | None = None
+"""Of the kernels' pool; None: as many as torch has."""
 
 
 def available() -> bool:
@@ -32,6 +36,29 @@ def kernels() -> Kernels:
     return found
 
 
+def threads() -> int:
+    """How many the kernels compute with. Asked at each call: asking torch also makes its number hold in a new thread."""
+    return torch.get_num_threads() if _own_threads is None else _own_threads
+
+
+def use_own_threads(count: int) -> None:
+    """The kernels compute with a pool of their own, torch with one thread: for models that torch hardly multiplies."""
+    global _own_threads
+    kernels().share(0)
+    torch.set_num_threads(1)
+    _own_threads = count
+
+
+def share_torch_threads(count: int) -> None:
+    """Torch computes with `count` threads, and so do the kernels, where there are any: with the same ones, or, where
+    torch has no OpenMP runtime that can be shared, with a pool beside them."""
+    global _own_threads
+    torch.set_num_threads(count)
+    _own_threads = None
+    if available():
+        kernels().share(_torch_parallel() or 0)
+
+
 @cache
 def _find() -> Kernels | str:
     choice = kernel_choice()
@@ -41,16 +68,14 @@ def _find() -> Kernels | str:
         module = cast(Kernels, importlib.import_module(MODULE + choice.variant))
     except ImportError as error:
         return f"they were not built when Holdfast was installed, or failed to load ({error})"
-    parallel = _torch_parallel()
-    if parallel is None:
-        return "this build of torch has no OpenMP runtime to share threads with"
-    module.bind(parallel)
+    atexit.register(module.stop)
     return module
 
 
+@cache
 def _torch_parallel() -> int | None:
     """Address of GOMP_parallel in the very runtime torch uses: looked up through torch's own library, because
-    several OpenMP runtimes may be loaded and a second pool would fight with torch's for the cores."""
+    several OpenMP runtimes may be loaded."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         # Already loaded: this opens the same one again, and looks a name up in all it depends on.

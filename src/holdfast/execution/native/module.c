@@ -38,12 +38,22 @@ static int complete(const arguments *args) {
 
 static PyObject *finish(int failed) { return failed ? PyErr_NoMemory() : Py_NewRef(Py_None); }
 
-static PyObject *py_bind(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+static PyObject *py_share(PyObject *module, PyObject *const *values, Py_ssize_t count) {
     (void)module;
     arguments args = {values, count};
     void *parallel = address(&args);
     if (!complete(&args)) return NULL;
-    bind_runtime(parallel);
+    share_runtime(parallel);
+    return finish(0);
+}
+
+static PyObject *py_stop(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    if (!complete(&args)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    stop_pool();
+    Py_END_ALLOW_THREADS
     return finish(0);
 }
 
@@ -314,7 +324,8 @@ static PyObject *py_experts(PyObject *module, PyObject *const *values, Py_ssize_
 #define FUNCTION(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
 
 static PyMethodDef METHODS[] = {
-    FUNCTION("bind", py_bind, "(GOMP_parallel): share this OpenMP runtime's threads."),
+    FUNCTION("share", py_share, "(GOMP_parallel): share this OpenMP runtime's threads; 0: have a pool of our own."),
+    FUNCTION("stop", py_stop, "(): end the threads; the next call starts new ones."),
     FUNCTION("matmul", py_matmul,
              "(x, x_stride, out, out_stride, weights, bias, rows, columns, outputs, layout, add, threads)"),
     FUNCTION("expand", py_expand, "(weights, chosen, rows, stored_rows, columns, layout, out, out_stride, threads)"),

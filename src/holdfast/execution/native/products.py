@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.execution.native.loading import kernels
+from holdfast.execution.native.loading import kernels, threads
 
 LAYOUT_NUMBERS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5} | {
     "Q5_0": 9,
@@ -101,7 +101,7 @@ class BlockMatrix:
             self._number,
             out.data_ptr(),
             out.stride(0),
-            torch.get_num_threads(),
+            threads(),
         )
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
@@ -122,8 +122,7 @@ class BlockMatrix:
             self.rows,
             self._number,
             add,
-            # Asked anew: it is torch's number that governs, and asking also makes it hold in a new thread.
-            torch.get_num_threads(),
+            threads(),
         )
 
     def _check(self, tensor: torch.Tensor, columns: int, name: str) -> tuple[int, int]:
