@@ -134,6 +134,10 @@ class PlanConfig:
         optional(whole(1, 1024)),
         flags=("-pp",),
     )
+    enable_expert_parallel: bool = setting(
+        False, "give each GPU of a tensor-parallel group whole experts instead of a part of every one", flag
+    )
+    enforce_eager: bool = setting(False, "capture no CUDA graphs, and count none", flag)
     block_size: int = setting(16, "tokens in one KV block", whole(1, 4096))
     enable_lora: bool = setting(False, "reserve memory for LoRA adapters", flag)
     max_loras: int | None = setting(

@@ -194,8 +194,9 @@ def _others(found: Plan, source: ModelSource, vllm: Vllm) -> dict[str, object]:
         "block_size": None if asked.block_tokens == USUAL_BLOCK_TOKENS else asked.block_tokens,
         **source.flags,
         "load_format": "bitsandbytes" if made and vllm.has("bitsandbytes-needs-load-format") else None,
-        "enforce_eager": True if made and vllm.has("bitsandbytes-needs-eager") else None,
+        "enforce_eager": True if not asked.graphs or (made and vllm.has("bitsandbytes-needs-eager")) else None,
         **parallel(found),
+        "enable_expert_parallel": True if asked.expert_parallel else None,
         "enable_lora": True if asked.max_loras else None,
         "max_loras": asked.max_loras or None,
         "max_lora_rank": (lora_rank(asked.max_lora_rank, vllm) or asked.max_lora_rank) if asked.max_loras else None,
@@ -243,7 +244,7 @@ def _own_bytes(found: Plan, rank: Rank, vllm: Vllm) -> int:
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
     cut = {"dtype": dtype, "tensor_parallel": ranks, "stage": rank.stage, "stages": stages}
     kept = rounding_bytes(model, **cut)
-    kept += 0 if expands_latents(model.spec, vllm) else absorbed_bytes(model, **cut)
+    kept += 0 if expands_latents(model.spec, vllm) else absorbed_bytes(model, vllm, **cut)
     gpu = rank.device.gpu
     if gpu is not None and (gpu.compute_capability or (0, 0)) >= MARLIN_CAPABILITY:
         kept -= left_out_bytes(model, **cut)

@@ -122,6 +122,8 @@ class Settings:
     max_lora_rank: int = 16
     graphs: bool = True
     """Steps are captured, by engines that do that."""
+    expert_parallel: bool = False
+    """Ranks have whole experts each, not a part of every one."""
     expand_weights: str = "auto"
     """Of this engine on a CPU, as is what follows: auto, always or never."""
     attention_backend: str = "auto"
