@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3, R1, Kimi K2 and K2.5 and others of that build: latent attention, a dense start, shared and routed experts.
+"""DeepSeek V2, V3, R1, Kimi K2, K2.5 and others so built: latent attention, a dense start, shared and routed experts.
 
 V3 carries draft layers (multi-token prediction) behind the last one; they are counted apart. V3.2 and GLM-5 choose
 the tokens to attend to by an index, which has a key of its own for every token.

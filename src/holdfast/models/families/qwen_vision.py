@@ -11,7 +11,7 @@ STEM = "model.visual."
 
 
 def qwen_vision(source: ModelDescription) -> list[TensorSpec]:
-    """`source`: of the whole model. Layers in deepstack_visual_indexes hand their output to the text model as well, each
+    """`source`: of the whole model. Layers in deepstack_visual_indexes hand their output to the text model too, each
     through a merger of its own."""
     config = source.fields.table("vision_config") or Fields({}, where="config.json")
     hidden = config.integer("hidden_size", high=MAX_WIDTH, default=1152)

@@ -103,9 +103,7 @@ def absorbed_bytes(
 
 
 @lru_cache(maxsize=128)
-def _absorbed(
-    key: Same[PlannedModel], into: bool, dtype: str, tensor_parallel: int, stage: int, stages: int
-) -> int:
+def _absorbed(key: Same[PlannedModel], into: bool, dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
     spec = key.held.spec
     found = [
         Weight(tensor=tensor, nbytes=_absorbed_elements(spec, tensor, into) * DTYPE_BYTES[dtype])
@@ -126,7 +124,7 @@ def _absorbed_elements(spec: ModelSpec, tensor: TensorSpec, into: bool) -> int:
 
 
 def left_out_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
-    """Stored, but given up when weights are put in Marlin's order: the zero points of symmetric GPTQ are all one number,
+    """Stored, but given up when weights are put in Marlin's order: zero points of symmetric GPTQ are all one number,
     and without act-order its groups are where they are expected."""
     quantization = model.spec.quantization
     if quantization is None or quantization.method != "gptq" or not quantization.symmetric:

@@ -9,7 +9,7 @@ How it cuts memory is in vllm_release.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.engine_profiles.profile import profile
@@ -22,8 +22,8 @@ from holdfast.planner.compat.gpu_kernels import (
     lacks_gguf_types,
     lacks_method,
 )
-from holdfast.planner.compat.vllm_release import ReleaseTerms, Vllm
 from holdfast.planner.compat.vllm_overhead import non_torch_bytes
+from holdfast.planner.compat.vllm_release import ReleaseTerms, Vllm
 from holdfast.planner.compat.vllm_weights import (
     absorbed_bytes,
     beside_weights,
@@ -207,7 +207,7 @@ def _others(found: Plan, source: ModelSource, vllm: Vllm) -> dict[str, object]:
 
 
 def vllm_terms(found: Plan, vllm: Vllm) -> ReleaseTerms:
-    """Of the tightest rank, in vLLM's categories: rotary tables, padding, absorbed matrices and rounding are part of its
+    """Of the tightest rank, in vLLM's categories: rotary tables, padding, absorbed matrices and rounding are in its
     weights, our logits of its peak; its buffers are made before it measures."""
     rank, spec, stages = tightest(found), found.question.model.spec, found.pipeline_parallel
     gpu, ranks = rank.device.gpu, found.tensor_parallel

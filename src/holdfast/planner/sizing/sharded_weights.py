@@ -193,7 +193,8 @@ def _cuts(key: Same[ModelSpec]) -> tuple[_Cut, ...]:
 
 
 def _quantized_cut(spec: ModelSpec, quantization: QuantSpec, tensor: TensorSpec, axis: int) -> Iterator[_Cut]:
-    if packing_of(quantization, tensor, spec.stored_dtype) is None:
+    whole_experts = tensor.experts > 0 and len(tensor.shape) == 3 and axis == EXPERTS_AXIS
+    if whole_experts or packing_of(quantization, tensor, spec.stored_dtype) is None:
         return
     rows, columns = _whole(quantization)
     inner = axis == len(tensor.shape) - 1
