@@ -15,9 +15,9 @@ from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Machine, Question, Traffic, settings_of
+from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
-from holdfast.planner.sizing.sharded_weights import with_whole_experts
 from holdfast.units import counted
 
 OF_A_CPU = "HF127"
@@ -66,9 +66,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         )
     wanted, said = traffic_of(config) if traffic is None else traffic
     resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
-    model = resolved.model
-    if config.enable_expert_parallel:
-        model = replace(model, spec=with_whole_experts(model.spec))
+    model, changed = adjusted(resolved.model, config)
     machine, shared = _share_of_vram(found.machine, config)
     return Question(
         model=model,
@@ -81,9 +79,11 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
             max_lora_rank=config.max_lora_rank or DEFAULT_LORA_RANK,
             graphs=not config.enforce_eager,
             expert_parallel=config.enable_expert_parallel,
+            rope_scaling=config.rope_scaling,
+            spec_method=config.spec_method,
         ),
-        traffic=_with_length(wanted, config.max_model_len or resolved.model.spec.max_position),
-        decisions=(*resolved.decisions, *found.decisions, *shared, *said),
+        traffic=_with_length(wanted, config.max_model_len or model.spec.max_position),
+        decisions=(*resolved.decisions, *changed, *found.decisions, *shared, *said),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast import plan
 from holdfast.config.plan import PlanConfig
+from holdfast.errors import ConfigurationError
 from holdfast.planner.api import question_of
 from holdfast.planner.compat.vllm_release import ReleaseTerms, kv_bytes, parse_vllm, requested_bytes
 from holdfast.planner.engines.vllm_command import tightest, vllm_terms
@@ -59,7 +60,7 @@ def pool_error(log: dict[str, Any]) -> float | None:
     if not printed:
         return None
     planned = kv_bytes(requested_bytes(int(log["total"] * GIB), log["utilization"]), terms, vllm)
-    return planned / printed - 1
+    return float(planned / printed - 1)
 
 
 def errors(use: str) -> list[float]:
@@ -114,9 +115,44 @@ def test_a_share_of_vram_is_the_budget() -> None:
 
 def test_whole_experts_split_what_their_columns_do_not() -> None:
     asked: dict[str, Any] = {"gpu": "l40sx8", "tensor_parallel_size": 8, "engine": "vllm"}
-    with pytest.raises(Exception, match="cannot be split over 8"):
+    with pytest.raises(ConfigurationError, match="cannot be split over 8"):
         plan("qwen3-235b-a22b-fp8", **asked)
     whole = plan("qwen3-235b-a22b-fp8", **asked, enable_expert_parallel=True, enforce_eager=True)
     assert "--enable-expert-parallel" in whole.commands["vllm"].text
     assert "--enforce-eager" in whole.commands["vllm"].text
     assert "graphs" not in {term.name for term in whole.fit.ranks[0].terms}
+
+
+YARN = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
+
+
+def test_positions_stretched_by_yarn() -> None:
+    with pytest.raises(ConfigurationError, match="context length is"):
+        plan("qwen3-8b", gpu="l40s", max_model_len=131072)
+    asked: dict[str, Any] = {"gpu": "l40s", "max_model_len": 131072, "rope_scaling": YARN}
+    longer = plan("qwen3-8b", engine="vllm", **asked)
+    assert longer.fits
+    assert '"rope_parameters"' in longer.commands["vllm"].text
+    assert f"--rope-scaling '{YARN}'" in plan("qwen3-8b", engine="vllm==0.9.2", **asked).commands["vllm"].text
+    assert not longer.commands["holdfast"].available
+
+
+@pytest.mark.parametrize(
+    "written", ["4", "{}", '{"rope_type": "linear", "factor": 2}', "[" * 9999, YARN.replace("4.0", "0")]
+)
+def test_other_scalings_are_refused(written: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        plan("qwen3-8b", gpu="l40s", rope_scaling=written)
+    assert refused.value.code == "HF148"
+
+
+def test_draft_layers_are_counted_where_they_are_loaded() -> None:
+    asked: dict[str, Any] = {"gpu": "h200x8", "tensor_parallel_size": 8, "max_model_len": 8192, "engine": "vllm"}
+    alone, drafting = plan("glm-4.6", **asked), plan("glm-4.6", **asked, spec_method="mtp")
+    one = alone.fit.kv_bytes_per_token // 92
+    assert drafting.fit.kv_bytes_per_token == 93 * one
+    assert 5 * GIB < drafting.fit.weights_bytes - alone.fit.weights_bytes < 9 * GIB
+    assert '"method": "mtp"' in drafting.commands["vllm"].text
+    with pytest.raises(ConfigurationError) as refused:
+        plan("qwen3-8b", gpu="l40s", spec_method="mtp")
+    assert refused.value.code == "HF149"
