@@ -134,6 +134,22 @@ class PlanConfig:
         optional(whole(1, 1024)),
         flags=("-pp",),
     )
+    rope_scaling: str | None = setting(
+        None,
+        "positions stretched by YaRN, as vLLM takes it:"
+        ' {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}',
+        optional(text),
+        metavar="JSON",
+    )
+    spec_method: str | None = setting(
+        None,
+        "speculative decoding whose weights and KV are counted: mtp (the model's own draft layers)",
+        optional(choice("mtp")),
+    )
+    enable_expert_parallel: bool = setting(
+        False, "give each GPU of a tensor-parallel group whole experts instead of a part of every one", flag
+    )
+    enforce_eager: bool = setting(False, "capture no CUDA graphs, and count none", flag)
     block_size: int = setting(16, "tokens in one KV block", whole(1, 4096))
     enable_lora: bool = setting(False, "reserve memory for LoRA adapters", flag)
     max_loras: int | None = setting(

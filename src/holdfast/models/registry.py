@@ -41,7 +41,13 @@ FAMILIES: Mapping[str, Names] = {
     "cohere": Names(("CohereForCausalLM", "Cohere2ForCausalLM"), ("command-r", "cohere2")),
     "dbrx": Names(("DbrxForCausalLM",), ("dbrx",)),
     "deepseek": Names(
-        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        (
+            "DeepseekV2ForCausalLM",
+            "DeepseekV3ForCausalLM",
+            "DeepseekV32ForCausalLM",
+            "GlmMoeDsaForCausalLM",
+            "KimiK25ForConditionalGeneration",
+        ),
         ("deepseek2",),
     ),
     "exaone": Names(("ExaoneForCausalLM", "Exaone4ForCausalLM"), ("exaone", "exaone4")),
@@ -82,7 +88,10 @@ FAMILIES: Mapping[str, Names] = {
     "opt": Names(("OPTForCausalLM",), ()),
     "phi": Names(("PhiForCausalLM",), ("phi2",)),
     "phi3": Names(("Phi3ForCausalLM",), ("phi3",)),
-    "qwen": Names(("Qwen2ForCausalLM", "Qwen3ForCausalLM", "SeedOssForCausalLM"), ("qwen2", "qwen3", "seed_oss")),
+    "qwen": Names(
+        ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration", "SeedOssForCausalLM"),
+        ("qwen2", "qwen3", "seed_oss"),
+    ),
     "qwen3_next": Names(
         (
             "Qwen3NextForCausalLM",
@@ -93,7 +102,9 @@ FAMILIES: Mapping[str, Names] = {
         ),
         (),
     ),
-    "qwen_moe": Names(("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), ("qwen2moe", "qwen3moe")),
+    "qwen_moe": Names(
+        ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"), ("qwen2moe", "qwen3moe")
+    ),
     "smollm3": Names(("SmolLM3ForCausalLM",), ("smollm3",)),
     "stablelm": Names(("StableLmForCausalLM", "StableLMEpochForCausalLM"), ("stablelm",)),
     "starcoder2": Names(("Starcoder2ForCausalLM",), ("starcoder2",)),

@@ -14,7 +14,8 @@ from holdfast.config.plan import PlanConfig
 from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.machine import Asked, machine_of
-from holdfast.planner.inputs.question import Question, Traffic, settings_of
+from holdfast.planner.inputs.question import Machine, Question, Traffic, settings_of
+from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
 from holdfast.units import counted
@@ -65,19 +66,38 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         )
     wanted, said = traffic_of(config) if traffic is None else traffic
     resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
+    model, changed = adjusted(resolved.model, config)
+    machine, shared = _share_of_vram(found.machine, config)
     return Question(
-        model=resolved.model,
-        machine=found.machine,
+        model=model,
+        machine=machine,
         settings=settings_of(
             config,
             tensor_parallel=config.tensor_parallel_size,
             pipeline_parallel=config.pipeline_parallel_size,
             max_loras=config.max_loras if config.max_loras is not None else int(config.enable_lora),
             max_lora_rank=config.max_lora_rank or DEFAULT_LORA_RANK,
+            graphs=not config.enforce_eager,
+            expert_parallel=config.enable_expert_parallel,
+            rope_scaling=config.rope_scaling,
+            spec_method=config.spec_method,
         ),
-        traffic=_with_length(wanted, config.max_model_len or resolved.model.spec.max_position),
-        decisions=(*resolved.decisions, *found.decisions, *said),
+        traffic=_with_length(wanted, config.max_model_len or model.spec.max_position),
+        decisions=(*resolved.decisions, *changed, *found.decisions, *shared, *said),
     )
+
+
+def _share_of_vram(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:
+    """Both were set: --vram is what a GPU has, and the budget a share of that."""
+    share = config.gpu_memory_utilization
+    if config.vram is None or share is None or machine.kind != "gpu":
+        return machine, ()
+    devices = tuple(
+        device if device.budget_bytes is None else replace(device, budget_bytes=int(device.budget_bytes * share))
+        for device in machine.devices
+    )
+    reason = "--vram is the memory of a GPU where --gpu-memory-utilization is set too: its share is the budget"
+    return replace(machine, devices=devices), (Decision("vram", f"{share:g} of {config.vram}", reason, "set"),)
 
 
 def _with_length(traffic: Traffic | None, context: int) -> Traffic | None:

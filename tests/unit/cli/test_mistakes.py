@@ -62,7 +62,7 @@ def test_from_python_too(setting: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "flag"), [("4090", "--gpu rtx4090,"), ("rtx4091", "--gpu rtx4090,"), ("a100-8", "--gpu a100-80,")]
+    ("written", "flag"), [("4091", "--gpu rtx4090,"), ("rtx4091", "--gpu rtx4090,"), ("a100-8", "--gpu a100-80,")]
 )
 def test_an_unknown_gpu_is_answered_with_the_nearest_as_a_flag(
     capsys: pytest.CaptureFixture[str], written: str, flag: str

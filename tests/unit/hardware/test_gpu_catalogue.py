@@ -58,6 +58,10 @@ def test_every_name_of_an_entry_finds_it(gpu: gpus.Gpu) -> None:
     ("name", "usable_mib"),
     [
         ("rtx4090", 24207),
+        ("4090", 24207),
+        ("3060 Ti", 8069),
+        ("rtx4090-laptop", 16128),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16128),
         ("RTX 4090", 24207),
         ("NVIDIA GeForce RTX 4090", 24207),
         ("RTX-3090", 24258),

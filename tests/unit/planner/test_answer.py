@@ -383,7 +383,7 @@ def test_commands_carry_their_notes_everywhere(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("model", "gpu", "settings"),
     [
-        ("qwen3-8b", "l4", {"max_model_len": 29600}),
+        ("qwen3-8b", "l4", {"max_model_len": 29000}),
         ("qwen3-8b", "l4", {"max_model_len": 22400, "max_num_seqs": 4, "max_num_batched_tokens": 8192}),
     ],
 )

@@ -20,12 +20,20 @@ def quantized(question: Question) -> list[Remedy]:
 
 
 def test_a_published_checkpoint_with_a_shorter_context_comes_before_a_file_that_holds_all_of_it(ask: Ask) -> None:
-    ways = quantized(ask("llama-3.1-8b", "rtx3060", max_model_len=44000))
+    ways = quantized(ask("llama-3.1-8b", "rtx2080ti", max_model_len=34000))
     *ready, made = ways
     assert all(way.available and "model" in way.settings and not way.meets_request for way in ready)
     assert made.settings["quantization"] == "Q4_K_M"
     assert made.meets_request
     assert not made.available
+
+
+def test_a_published_checkpoint_with_kv_in_fewer_bits_on_a_gpu_without_units_for_it(ask: Ask) -> None:
+    """Two 3090: vLLM reads FP8 KV there, and AWQ with it holds what neither holds alone."""
+    first = quantized(ask("llama-3.3-70b", "rtx3090", count=2, max_model_len=32768))[0]
+    assert first.settings["model"] == "casperhansen/llama-3.3-70b-instruct-awq"
+    assert first.settings["kv_cache_dtype"] == "fp8"
+    assert first.meets_request
 
 
 def test_with_kv_in_fewer_bits_where_neither_alone_is_enough(ask: Ask) -> None:

@@ -42,7 +42,7 @@ def test_a_published_variant_with_fp8_kv_where_neither_is_enough(
 
 
 def test_fp8_kv_is_not_added_where_the_gpu_has_none_or_where_it_is_not_needed(ask: Ask) -> None:
-    for gpu in ("rtx3090", "a10"):
+    for gpu in ("titan-rtx", "quadro-rtx6000"):
         assert all("kv_cache_dtype" not in way.settings for way in ways(ask("qwen3-8b", gpu, traffic=(30, 5640, 500))))
     enough = ways(ask("qwen3-8b", "l4", traffic=(8, 5640, 500)))
     assert [way for way in enough if way.kind == "kv_cache_dtype"]

@@ -144,8 +144,7 @@ def test_what_torch_adds_to_large_tensors_is_counted(case: dict[str, Any]) -> No
 
 
 def test_what_torch_adds_is_of_each_stage_its_own() -> None:
-    """Layers in two stages, the embedding in the first and the head in the last; of FP8 its own, of other packed weights
-    none."""
+    """Layers in two stages, the embedding in the first and the head in the last; of FP8 its own, of NF4 none."""
     model = model_of(next(case for case in CASES["weights"] if case["id"] == "qwen2.5-32b-bf16-tp2"))
     whole = rounding_bytes(model, dtype="bfloat16", tensor_parallel=2)
     stages = [rounding_bytes(model, dtype="bfloat16", tensor_parallel=2, stage=at, stages=2) for at in (0, 1)]

@@ -48,6 +48,9 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
         given["enable_lora"] = True
     elif command.engine != "holdfast":
         given.pop("max_lora_rank", None)
+    if command.engine == "vllm":
+        switches = ("enable-expert-parallel", "enforce-eager")
+        given |= {switch.replace("-", "_"): True for switch in switches if command.has(switch)}
     if command.engine == "llama.cpp":
         given |= _llama_context(command)
     method = quantization_of(command, _is_quantized(command.model))

@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3, R1, Kimi K2 and others of that build: latent attention, a dense start, shared and routed experts.
+"""DeepSeek V2, V3, R1, Kimi K2, K2.5 and others so built: latent attention, a dense start, shared and routed experts.
 
 V3 carries draft layers (multi-token prediction) behind the last one; they are counted apart. V3.2 and GLM-5 choose
 the tokens to attend to by an index, which has a key of its own for every token.
@@ -7,9 +7,10 @@ the tokens to attend to by an index, which has a key of its own for every token.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
-from holdfast.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from holdfast.models.fields import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.tensors import LayerTensors, TensorList
@@ -34,7 +35,12 @@ class Latent:
     index_dim: int = 0
 
 
+WITH_VISION = "KimiK25ForConditionalGeneration"
+
+
 def describe(source: ModelDescription) -> ModelSpec:
+    whole, outer = source.architecture == WITH_VISION, source
+    source = source.within("text_config") if whole else source
     # transformers writes a head_dim that is only the rotated part.
     source = source.called({"num_experts": "n_routed_experts", "head_dim": "qk_head_dim"})
     latent = _latent(source)
@@ -47,18 +53,20 @@ def describe(source: ModelDescription) -> ModelSpec:
     first = source.architecture == "DeepseekV2ForCausalLM"
     correction = source.has_tensor(f"blk.{dense}.exp_probs_b.bias") if source.gguf else not first
     sparse = [experts if index >= dense and index % step == 0 else None for index in range(shape.layer_count)]
-    tensors = TensorList()
+    stem = "language_model." if whole else ""
+    tensors = TensorList(f"{stem}model.")
     tensors.embed(shape)
     for index, chosen in enumerate(sparse):
         _layer(tensors.block(index), shape, latent, chosen, correction)
-    tensors.end(shape)
+    tensors.end(shape, head=f"{stem}lm_head")
+    vision = _vision(outer, shape) if whole else []
     memory = LatentSpec(rank=latent.rank, rope_dim=latent.rope_dim, index_dim=latent.index_dim)
     return build_spec(
         source,
         shape,
         family=FAMILY,
         layers=[LayerSpec(index=index, latent=memory, experts=chosen) for index, chosen in enumerate(sparse)],
-        tensors=[*tensors.found, *_draft(source, shape, latent, experts, correction)],
+        tensors=[*tensors.found, *_draft(source, shape, latent, experts, correction), *vision],
         features=("attention to chosen tokens only",) if latent.index_dim else (),
     )
 
@@ -195,3 +203,35 @@ def draft_ends(block: LayerTensors, shape: DecoderShape) -> None:
     block.linear("join", hidden, 2 * hidden, "eh_proj", "nextn.eh_proj", axis=None)
     block.norm("final_norm", hidden, "shared_head.norm", "nextn.shared_head_norm")
     block.add("head", vocabulary, "shared_head.head.weight", "nextn.shared_head_head.weight", shard_axis=0)
+
+
+def _vision(source: ModelDescription, shape: DecoderShape) -> list[TensorSpec]:
+    """Of Kimi K2.5: MoonViT, and a merger of neighbouring patches."""
+    config = source.fields.table("vision_config") or Fields({}, where="config.json")
+    hidden = config.integer("vt_hidden_size", high=MAX_WIDTH, default=1152)
+    inner = config.integer("vt_intermediate_size", high=MAX_WIDTH, default=4304)
+    patch = config.integer("patch_size", high=1 << 12, default=14)
+    sides = [config.integer(f"init_pos_emb_{side}", high=1 << 12, default=64) for side in ("height", "width")]
+    merged = hidden * prod(config.integers("merge_kernel_size", low=1, high=64, most=2) or (2, 2))
+    tensors = TensorList("vision_tower.", part="vision")
+
+    def linear(name: str, *size: int, stem: str = tensors.stem) -> None:
+        tensors.add(f"vision.{name}", size, f"{stem}{name}.weight", linear=len(size) == 2)
+        tensors.add(f"vision.{name}_bias", size[:1], f"{stem}{name}.bias")
+
+    linear("patch_embed.proj", hidden, 3, patch, patch)
+    tensors.add("vision.position", (*sides, hidden), "vision_tower.patch_embed.pos_emb.weight")
+    for layer in range(config.integer("vt_num_hidden_layers", high=MAX_LAYERS, default=27)):
+        here = f"encoder.blocks.{layer}"
+        for norm in ("norm0", "norm1"):
+            tensors.norm(f"vision.layers.{layer}.{norm}", hidden, f"{here}.{norm}", bias=True)
+        linear(f"{here}.wqkv", 3 * hidden, hidden)
+        linear(f"{here}.wo", hidden, hidden)
+        linear(f"{here}.mlp.fc0", inner, hidden)
+        linear(f"{here}.mlp.fc1", hidden, inner)
+    tensors.norm("vision.final_norm", hidden, "encoder.final_layernorm", bias=True)
+    for name in ("weight", "bias"):
+        tensors.add(f"vision.projector.norm_{name}", (hidden,), f"mm_projector.pre_norm.{name}")
+    linear("proj.0", merged, merged, stem="mm_projector.")
+    linear("proj.2", shape.hidden, merged, stem="mm_projector.")
+    return tensors.found

@@ -1,9 +1,10 @@
-"""Dense Qwen: 1.5, 2, 2.5 (biases on q, k and v), 3 (norms on queries and keys), and Seed-OSS that is built alike."""
+"""Dense Qwen: 1.5, 2, 2.5 (biases on q, k and v), 3 (norms on queries and keys), 3-VL, and Seed-OSS that is alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast.models.families.qwen_vision import qwen_vision
 from holdfast.models.fields import MAX_LAYERS
 from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import DecoderSpec, LayerSpec, ModelSpec
@@ -12,9 +13,14 @@ from holdfast.models.tensors import TensorList
 FAMILY = "qwen"
 
 
+WITH_VISION = "Qwen3VLForConditionalGeneration"
+
+
 def describe(source: ModelDescription) -> ModelSpec:
+    whole, outer = source.architecture == WITH_VISION, source
+    source = source.within("text_config") if whole else source
     fields = source.fields
-    third = source.architecture in ("Qwen3ForCausalLM", "qwen3")
+    third = source.architecture in ("Qwen3ForCausalLM", "qwen3", WITH_VISION)
     seed = source.architecture == "SeedOssForCausalLM"
     shape = read_shape(
         source,
@@ -23,7 +29,7 @@ def describe(source: ModelDescription) -> ModelSpec:
         max_position=None if source.gguf else 524_288 if seed else 32_768,
     )
     bias, out_bias = _biases(source, third)
-    tensors = TensorList()
+    tensors = TensorList("model.language_model." if whole else "model.")
     tensors.embed(shape)
     for index in range(shape.layer_count):
         block = tensors.block(index)
@@ -42,7 +48,7 @@ def describe(source: ModelDescription) -> ModelSpec:
         shape,
         family=FAMILY,
         layers=[LayerSpec(index=index, window=window) for index, window in enumerate(windows)],
-        tensors=tensors.found,
+        tensors=[*tensors.found, *(qwen_vision(outer) if whole else ())],
         decoder=DecoderSpec(query_key_norm="head" if third else "none"),
     )
 

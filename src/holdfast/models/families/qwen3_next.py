@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.models.families.qwen_moe import qwen_experts, read_experts, sparse_layers
-from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
+from holdfast.models.families.qwen_vision import qwen_vision
+from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.source import ModelDescription, build_spec, read_shape
-from holdfast.models.spec import LayerSpec, ModelSpec, StateSpec, TensorSpec
+from holdfast.models.spec import LayerSpec, ModelSpec, StateSpec
 from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "qwen3_next"
@@ -87,7 +88,7 @@ def describe(source: ModelDescription) -> ModelSpec:
         shape,
         family=FAMILY,
         layers=layers,
-        tensors=[*tensors.found, *(_vision(outer) if whole else ())],
+        tensors=[*tensors.found, *(qwen_vision(outer) if whole else ())],
         features=features,
         # Published checkpoints carry them, but config.json does not say so.
         not_counted=("draft layers (multi-token prediction)",),
@@ -132,37 +133,3 @@ def _delta_tensors(block: LayerTensors, hidden: int, delta: DeltaShape, *, fused
         block.linear("delta.a", delta.value_heads, hidden, "linear_attn.in_proj_a", axis=0)
     block.norm("delta.norm", delta.value_dim, "linear_attn.norm")
     block.linear("delta.out", hidden, values, "linear_attn.out_proj", axis=1)
-
-
-def _vision(source: ModelDescription) -> list[TensorSpec]:
-    config = source.fields.table("vision_config") or Fields({}, where="config.json")
-    if config.raw("deepstack_visual_indexes"):
-        raise config.wrong("deepstack_visual_indexes", "none (3.5 has none)", config.raw("deepstack_visual_indexes"))
-    hidden = config.integer("hidden_size", high=MAX_WIDTH, default=1152)
-    inner = config.integer("intermediate_size", high=MAX_WIDTH, default=4304)
-    patch = config.integer("patch_size", high=1 << 12, default=16)
-    frames = config.integer("temporal_patch_size", high=64, default=2)
-    merged = hidden * config.integer("spatial_merge_size", high=64, default=2) ** 2
-    out = config.integer("out_hidden_size", high=MAX_WIDTH, default=3584)
-    channels = config.integer("in_channels", high=64, default=3)
-    stem = "model.visual."
-    tensors = TensorList(stem, part="vision")
-
-    def linear(name: str, *shape: int) -> None:
-        tensors.add(f"vision.{name}", shape, f"{stem}{name}.weight", linear=len(shape) == 2)
-        tensors.add(f"vision.{name}_bias", shape[:1], f"{stem}{name}.bias")
-
-    linear("patch_embed.proj", hidden, channels, frames, patch, patch)
-    positions = config.integer("num_position_embeddings", high=1 << 24, default=2304)
-    tensors.add("vision.position", (positions, hidden), f"{stem}pos_embed.weight")
-    for layer in range(config.integer("depth", high=MAX_LAYERS, default=27)):
-        for name in ("norm1", "norm2"):
-            tensors.norm(f"vision.layers.{layer}.{name}", hidden, f"blocks.{layer}.{name}", bias=True)
-        linear(f"blocks.{layer}.attn.qkv", 3 * hidden, hidden)
-        linear(f"blocks.{layer}.attn.proj", hidden, hidden)
-        linear(f"blocks.{layer}.mlp.linear_fc1", inner, hidden)
-        linear(f"blocks.{layer}.mlp.linear_fc2", hidden, inner)
-    tensors.norm("vision.merger.norm", hidden, "merger.norm", bias=True)
-    linear("merger.linear_fc1", merged, merged)
-    linear("merger.linear_fc2", out, merged)
-    return tensors.found

@@ -1,8 +1,9 @@
-"""Qwen's mixtures of experts: 1.5-MoE and 2-57B (a shared expert), 3-30B-A3B, 3-235B and 3-Coder (none)."""
+"""Qwen's mixtures of experts: 1.5-MoE and 2-57B (a shared expert), 3-30B-A3B, 3-235B, 3-Coder and 3-VL (none)."""
 
 from __future__ import annotations
 
 from holdfast.models.families.qwen import windows_if_used
+from holdfast.models.families.qwen_vision import qwen_vision
 from holdfast.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, ModelSpec
@@ -11,9 +12,14 @@ from holdfast.models.tensors import LayerTensors, TensorList
 FAMILY = "qwen_moe"
 
 
+WITH_VISION = "Qwen3VLMoeForConditionalGeneration"
+
+
 def describe(source: ModelDescription) -> ModelSpec:
+    whole, outer = source.architecture == WITH_VISION, source
+    source = source.within("text_config") if whole else source
     source = source.called({"num_experts": ("num_experts", "num_local_experts")})
-    third = source.architecture in ("Qwen3MoeForCausalLM", "qwen3moe")
+    third = source.architecture in ("Qwen3MoeForCausalLM", "qwen3moe", WITH_VISION)
     shape = read_shape(
         source,
         kv_heads=4 if third and not source.gguf else None,
@@ -29,7 +35,7 @@ def describe(source: ModelDescription) -> ModelSpec:
         bias = source.has_tensor("blk.0.attn_q.bias")
     elif not third:
         bias = source.fields.boolean("qkv_bias", default=True)
-    tensors = TensorList()
+    tensors = TensorList("model.language_model." if whole else "model.")
     tensors.embed(shape)
     for index in range(shape.layer_count):
         block = tensors.block(index)
@@ -49,7 +55,8 @@ def describe(source: ModelDescription) -> ModelSpec:
         for index, window in enumerate(_windows(source, shape.layer_count, third))
     ]
     decoder = DecoderSpec(query_key_norm="head" if third else "none")
-    return build_spec(source, shape, family=FAMILY, layers=layers, tensors=tensors.found, decoder=decoder)
+    found = [*tensors.found, *(qwen_vision(outer) if whole else ())]
+    return build_spec(source, shape, family=FAMILY, layers=layers, tensors=found, decoder=decoder)
 
 
 def _windows(source: ModelDescription, count: int, third: bool) -> tuple[int | None, ...]:

@@ -91,12 +91,12 @@ def _layouts(question: Question, variant: Variant | None, below: int | None) -> 
         # As flags name them: whole ones of the catalogue's where it knows the GPU, within a budget that was set.
         named: dict[str, object] = {} if smallest.gpu is None else {"gpu": f"{smallest.gpu.key}x{count}"}
         size = smallest.free_bytes if smallest.gpu is None else None
-        size = size if smallest.budget_bytes is None else smallest.budget_bytes
+        size = size if smallest.budget_bytes is None else _named_budget(smallest.budget_bytes, question)
         named |= {} if size is None else {"vram": f"{written_size(size)}x{count}"}
         parallel = {"tensor_parallel_size": tensor}
         if stages != question.settings.pipeline_parallel:
             parallel["pipeline_parallel_size"] = stages
-        more = replace(question, machine=_machine(question.machine, named))
+        more = replace(question, machine=_machine(question, named))
         for extra in attempts(more):
             yield Change(
                 more,
@@ -105,10 +105,26 @@ def _layouts(question: Question, variant: Variant | None, below: int | None) -> 
             )
 
 
-def _machine(machine: Machine, named: Mapping[str, object]) -> Machine:
+def _named_budget(budget: int, question: Question) -> int:
+    """As --vram has it: what the GPU has, where the budget is a share of that."""
+    share = question.settings.utilization
+    return budget if share is None else -int(-budget // share)
+
+
+def _machine(question: Question, named: Mapping[str, object]) -> Machine:
     """The machine that `holdfast plan` would make of --gpu and --vram; its RAM stays."""
     words = {name: str(value) for name, value in named.items()}
-    made = machine_of(Asked(gpu=words.get("gpu"), vram=words.get("vram"))).machine
+    made, machine, share = (
+        machine_of(Asked(gpu=words.get("gpu"), vram=words.get("vram"))).machine,
+        question.machine,
+        question.settings.utilization,
+    )
+    if share is not None:
+        devices = (
+            device if device.budget_bytes is None else replace(device, budget_bytes=int(device.budget_bytes * share))
+            for device in made.devices
+        )
+        made = replace(made, devices=tuple(devices))
     return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes)
 
 
@@ -191,7 +207,7 @@ def _with_gpus(question: Question, gpu: Gpu, count: int) -> tuple[dict[str, obje
     named: dict[str, object] = {"gpu": f"{gpu.key}{number}"}
     if is_absolute(question):
         named["vram"] = f"{int(gpu.usable_bytes * USUAL_UTILIZATION) // MIB}MiB{number}"
-    return named, planned(replace(question, machine=_machine(question.machine, named)))
+    return named, planned(replace(question, machine=_machine(question, named)))
 
 
 def _chip(gpu: Gpu) -> str:

@@ -27,6 +27,8 @@ from holdfast.units import MIB
 
 MULTIMODAL_TIMES = 4
 """Rotary tables for positions in three dimensions are that many times as long."""
+THREE_DIMENSIONS = ("Qwen3VL", "Qwen3_5")
+"""Architectures whose positions are so, though their configs call them default."""
 TWO_BASES = ("Gemma3", "Gemma4", "Olmo3")
 """Architectures whose windows turn by another base than the rest: a table for each."""
 ROUNDED_FROM_BYTES, ROUNDED_TO_BYTES, SPLIT_BYTES = 10 * MIB, 2 * MIB, 1 * MIB
@@ -91,24 +93,38 @@ def _beside(
     return ExtraBytes(rotary, padding)
 
 
-def absorbed_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
-    """Of releases that cache latents: kv_b_proj stays, and is kept once more in two halves of the compute dtype."""
-    return _absorbed(Same(model), dtype, tensor_parallel, stage, stages)
+def absorbed_bytes(
+    model: PlannedModel, vllm: Vllm, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1
+) -> int:
+    """Of releases that cache latents: kv_b_proj stays, and is kept once more in two halves of the compute dtype. The
+    first of them multiplied these into the projections of queries and outputs as well."""
+    into = vllm.has("absorbs-queries")
+    return _absorbed(Same(model), into, dtype, tensor_parallel, stage, stages)
 
 
 @lru_cache(maxsize=128)
-def _absorbed(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+def _absorbed(key: Same[PlannedModel], into: bool, dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
     spec = key.held.spec
-    halves = [
-        Weight(tensor=tensor, nbytes=tensor.elements * DTYPE_BYTES[dtype])
+    found = [
+        Weight(tensor=tensor, nbytes=_absorbed_elements(spec, tensor, into) * DTYPE_BYTES[dtype])
         for tensor in spec.tensors
         if tensor.name.endswith(LATENT_PROJECTION) and tensor.part == "text"
     ]
-    return rank_bytes(halves, spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages) if halves else 0
+    return rank_bytes(found, spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages) if found else 0
+
+
+def _absorbed_elements(spec: ModelSpec, tensor: TensorSpec, into: bool) -> int:
+    latent = None if tensor.layer is None else spec.layers[tensor.layer].latent
+    if not into or latent is None:
+        return tensor.elements
+    queries = next(
+        (one.shape[1] for one in spec.tensors if one.layer == tensor.layer and one.name.endswith((".q", ".q_b"))), 0
+    )
+    return spec.heads * (queries * (latent.rank + latent.rope_dim) + latent.rank * spec.hidden_size)
 
 
 def left_out_bytes(model: PlannedModel, *, dtype: str, tensor_parallel: int, stage: int = 0, stages: int = 1) -> int:
-    """Stored, but given up when weights are put in Marlin's order: the zero points of symmetric GPTQ are all one number,
+    """Stored, but given up when weights are put in Marlin's order: zero points of symmetric GPTQ are all one number,
     and without act-order its groups are where they are expected."""
     quantization = model.spec.quantization
     if quantization is None or quantization.method != "gptq" or not quantization.symmetric:
@@ -189,7 +205,7 @@ def rotary_positions(spec: ModelSpec) -> int:
     rows = spec.max_position
     if spec.rope.scaling == "longrope":
         rows += spec.rope.original_max_position
-    if spec.rope.scaling == "mrope":
+    if spec.rope.scaling == "mrope" or spec.architecture.startswith(THREE_DIMENSIONS):
         rows *= MULTIMODAL_TIMES
     return rows * (2 if spec.architecture.startswith(TWO_BASES) else 1)
 

@@ -8,8 +8,9 @@ How it cuts memory is in vllm_release.py.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.engine_profiles.profile import profile
@@ -22,8 +23,8 @@ from holdfast.planner.compat.gpu_kernels import (
     lacks_gguf_types,
     lacks_method,
 )
-from holdfast.planner.compat.vllm_release import ReleaseTerms, Vllm
 from holdfast.planner.compat.vllm_overhead import non_torch_bytes
+from holdfast.planner.compat.vllm_release import ReleaseTerms, Vllm
 from holdfast.planner.compat.vllm_weights import (
     absorbed_bytes,
     beside_weights,
@@ -194,19 +195,35 @@ def _others(found: Plan, source: ModelSource, vllm: Vllm) -> dict[str, object]:
         "block_size": None if asked.block_tokens == USUAL_BLOCK_TOKENS else asked.block_tokens,
         **source.flags,
         "load_format": "bitsandbytes" if made and vllm.has("bitsandbytes-needs-load-format") else None,
-        "enforce_eager": True if made and vllm.has("bitsandbytes-needs-eager") else None,
+        "enforce_eager": True if not asked.graphs or (made and vllm.has("bitsandbytes-needs-eager")) else None,
         **parallel(found),
+        "enable_expert_parallel": True if asked.expert_parallel else None,
+        **_stretching(found, vllm),
+        "speculative_config": None
+        if asked.spec_method is None
+        else json.dumps({"method": asked.spec_method, "num_speculative_tokens": 1}),
         "enable_lora": True if asked.max_loras else None,
         "max_loras": asked.max_loras or None,
         "max_lora_rank": (lora_rank(asked.max_lora_rank, vllm) or asked.max_lora_rank) if asked.max_loras else None,
     }
 
 
+def _stretching(found: Plan, vllm: Vllm) -> dict[str, object]:
+    """Of positions, in a flag of its own until overrides of the config took its place."""
+    written, spec = found.question.settings.rope_scaling, found.question.model.spec
+    if written is None:
+        return {}
+    if vllm.has("rope-scaling-flag"):
+        return {"rope_scaling": written}
+    parameters = {"rope_theta": spec.rope.theta, **json.loads(written)}
+    return {"hf_overrides": json.dumps({"rope_parameters": parameters})}
+
+
 # What it makes of it
 
 
 def vllm_terms(found: Plan, vllm: Vllm) -> ReleaseTerms:
-    """Of the tightest rank, in vLLM's categories: rotary tables, padding, absorbed matrices and rounding are part of its
+    """Of the tightest rank, in vLLM's categories: rotary tables, padding, absorbed matrices and rounding are in its
     weights, our logits of its peak; its buffers are made before it measures."""
     rank, spec, stages = tightest(found), found.question.model.spec, found.pipeline_parallel
     gpu, ranks = rank.device.gpu, found.tensor_parallel
@@ -241,12 +258,13 @@ def _own_bytes(found: Plan, rank: Rank, vllm: Vllm) -> int:
     kernel = expert_kernel(rank.device.gpu, vllm, adapters=settings.max_loras > 0)
     dtype, ranks, stages = found.dtype, found.tensor_parallel, found.pipeline_parallel
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=ranks, stage=rank.stage, stages=stages)
-    cut = {"dtype": dtype, "tensor_parallel": ranks, "stage": rank.stage, "stages": stages}
-    kept = rounding_bytes(model, **cut)
-    kept += 0 if expands_latents(model.spec, vllm) else absorbed_bytes(model, **cut)
+    at = rank.stage
+    kept = rounding_bytes(model, dtype=dtype, tensor_parallel=ranks, stage=at, stages=stages)
+    if not expands_latents(model.spec, vllm):
+        kept += absorbed_bytes(model, vllm, dtype=dtype, tensor_parallel=ranks, stage=at, stages=stages)
     gpu = rank.device.gpu
     if gpu is not None and (gpu.compute_capability or (0, 0)) >= MARLIN_CAPABILITY:
-        kept -= left_out_bytes(model, **cut)
+        kept -= left_out_bytes(model, dtype=dtype, tensor_parallel=ranks, stage=at, stages=stages)
     layers = stage_layers(len(model.spec.layers), stages)[rank.stage]
     taken = lora_rank(settings.max_lora_rank, vllm) or settings.max_lora_rank
     return beside.total + kept + adapters_bytes(model.spec, dtype, layers, settings.max_loras, taken, ranks)

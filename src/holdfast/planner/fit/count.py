@@ -104,8 +104,7 @@ def _share(
     question: Question, device: Device, stage: int, layers: range, tensor_parallel: int, limits: Limits
 ) -> _Share:
     model, settings, spec = question.model, question.settings, question.model.spec
-    stages = settings.pipeline_parallel
-    every = tensor_parallel * stages
+    stages, every = settings.pipeline_parallel, tensor_parallel * settings.pipeline_parallel
     dtype, stored_kv = compute_dtype(question, every), kv_dtype(question, every)
     held = stored_bytes(question, tensor_parallel, stage)
     cost = kv_cost(

@@ -122,6 +122,12 @@ class Settings:
     max_lora_rank: int = 16
     graphs: bool = True
     """Steps are captured, by engines that do that."""
+    expert_parallel: bool = False
+    """Ranks have whole experts each, not a part of every one."""
+    rope_scaling: str | None = None
+    """As it was written: the model has it already."""
+    spec_method: str | None = None
+    """Draft layers are among the model's."""
     expand_weights: str = "auto"
     """Of this engine on a CPU, as is what follows: auto, always or never."""
     attention_backend: str = "auto"

@@ -19,6 +19,7 @@ from holdfast.planner.advice.warnings import warnings
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
+from holdfast.planner.engines.vllm_command import vllm_command
 from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, describe_devices, fit
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.json import document
@@ -67,8 +68,17 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         commands_of=of,
         engine=name,
         vllm=vllm,
+        as_requested=None if fits or name != "vllm" else _as_requested(found, vllm),
         decisions=(*found.decisions, *_budgets(found), *_as_the_engine(printed.get(name or ""), vllm)),
     )
+
+
+def _as_requested(found: Plan, vllm: Vllm) -> Command | None:
+    """None: it is not on a GPU, or longer than the model's context."""
+    if found.question.machine.kind != "gpu" or too_long(found.question):
+        return None
+    command = vllm_command(found, found.limits.max_num_seqs, vllm)
+    return None if command.kv_tokens is None else command
 
 
 def _as_the_engine(command: Command | None, vllm: Vllm) -> Iterator[Decision]:

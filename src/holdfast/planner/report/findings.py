@@ -35,6 +35,8 @@ class PlanFindings:
     """plan, or the kind of that way out."""
     engine: str | None
     vllm: Vllm
+    as_requested: Command | None
+    """Of a plan that does not fit, where vLLM was asked for: how it would size what was requested, and refuse it."""
     decisions: tuple[Decision, ...]
 
     @property

@@ -67,6 +67,13 @@ def document(answer: PlanFindings) -> dict[str, Any]:
         ],
         **_commands(answer.commands),
         "commands_of": answer.commands_of,
+        "as_requested": None
+        if answer.as_requested is None
+        else {
+            "kv_tokens": answer.as_requested.kv_tokens,
+            "max_model_len": answer.as_requested.max_model_len,
+            "lacks": list(answer.as_requested.lacks),
+        },
         "throughput": _throughput(answer.throughput),
         "no_throughput": answer.no_throughput,
     }

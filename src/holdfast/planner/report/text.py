@@ -235,6 +235,10 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
         held = f"largest context {found.longest_tokens:,} of {most}"
         at = f"{counted(rounded_down(answer.concurrency), 'sequence')} of {answer.max_model_len:,} at once"
         yield from wrapped(f"{held}; {at}", width, "")
+    if answer.as_requested is not None:
+        refused = "; ".join(answer.as_requested.lacks) or answer.as_requested.notes[0]
+        tokens = counted(max(0, answer.as_requested.kv_tokens or 0), "KV token")
+        yield from wrapped(f"as {answer.vllm.name} sizes what was requested: {tokens}; {refused}", width, "")
     theirs = answer.commands.get(answer.engine or "")
     if theirs is not None and theirs.kv_tokens is not None and theirs.max_model_len is not None:
         tokens = f"a context of {theirs.max_model_len:,} and {counted(theirs.kv_tokens, 'KV token')}"

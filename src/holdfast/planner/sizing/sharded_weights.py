@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, lcm, prod
 
@@ -28,6 +28,8 @@ from holdfast.units import counted
 DTYPE_BYTES = ELEMENT_BYTES
 AS_STORED = "stored"
 """In the place of a type: plain tensors of a file stay what they are, as llama.cpp keeps them."""
+EXPERTS_AXIS = 0
+"""Of a stack of experts' matrices."""
 VOCABULARY_PAD = 64
 """Engines pad the vocabulary to a multiple of this on every rank."""
 TP_NOT_POSSIBLE, PP_NOT_POSSIBLE = "HF131", "HF132"
@@ -191,7 +193,8 @@ def _cuts(key: Same[ModelSpec]) -> tuple[_Cut, ...]:
 
 
 def _quantized_cut(spec: ModelSpec, quantization: QuantSpec, tensor: TensorSpec, axis: int) -> Iterator[_Cut]:
-    if packing_of(quantization, tensor, spec.stored_dtype) is None:
+    whole_experts = tensor.experts > 0 and len(tensor.shape) == 3 and axis == EXPERTS_AXIS
+    if whole_experts or packing_of(quantization, tensor, spec.stored_dtype) is None:
         return
     rows, columns = _whole(quantization)
     inner = axis == len(tensor.shape) - 1
@@ -226,8 +229,29 @@ def _split_widths(spec: ModelSpec, layer: int) -> list[int]:
     described = spec.layers[layer]
     if described.experts is None:
         return [described.intermediate_size or spec.intermediate_size]
-    shared = described.experts.shared_intermediate_size
-    return [described.experts.intermediate_size, *([shared] if shared else [])]
+    shared = [described.experts.shared_intermediate_size] if described.experts.shared_intermediate_size else []
+    return shared if has_whole_experts(spec) else [described.experts.intermediate_size, *shared]
+
+
+def with_whole_experts(spec: ModelSpec) -> ModelSpec:
+    """Of expert parallelism: ranks have some experts each, not a part of every one. The same where there are none."""
+    if not any(tensor.experts for tensor in spec.tensors):
+        return spec
+    tensors = [
+        replace(tensor, shard_axis=EXPERTS_AXIS) if tensor.experts and len(tensor.shape) > 1 else tensor
+        for tensor in spec.tensors
+    ]
+    return replace(spec, tensors=tuple(tensors))
+
+
+def has_whole_experts(spec: ModelSpec) -> bool:
+    return _whole_experts(Same(spec))
+
+
+@lru_cache(maxsize=64)
+def _whole_experts(key: Same[ModelSpec]) -> bool:
+    stacks = [tensor for tensor in key.held.tensors if tensor.experts and len(tensor.shape) == 3]
+    return bool(stacks) and all(tensor.shard_axis == EXPERTS_AXIS for tensor in stacks)
 
 
 def check_parallel(spec: ModelSpec, tensor_parallel: int, pipeline_parallel: int, *, unchecked: bool = False) -> None:

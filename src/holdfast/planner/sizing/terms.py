@@ -28,7 +28,7 @@ from holdfast.footprint.cpu import Limits
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.structured_output import forms_bytes
 from holdfast.models import LayerSpec, ModelSpec
-from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES
+from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, has_whole_experts
 from holdfast.units import GIB, MIB
 
 CONTEXT_BYTES = 450 * MIB
@@ -191,7 +191,8 @@ def _live_columns(spec: ModelSpec, layer: LayerSpec, ranks: int) -> int:
         mlp = LIVE_INNER * (layer.intermediate_size or spec.intermediate_size) // ranks
     else:
         # The inputs of the second product and its outputs take turns in one buffer.
-        experts, inner = layer.experts, layer.experts.intermediate_size // ranks
+        experts = layer.experts
+        inner = experts.intermediate_size // (1 if has_whole_experts(spec) else ranks)
         routed = experts.per_token * (max(2 * inner, spec.hidden_size) + inner)
         mlp = routed + LIVE_INNER * experts.shared_intermediate_size // ranks
     return LIVE_HIDDEN * spec.hidden_size + max(attention, mlp)

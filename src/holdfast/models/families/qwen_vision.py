@@ -1,0 +1,50 @@
+"""The vision tower of Qwen3-VL and Qwen3.5: its tensors, for counting only. Ranks share its matrices."""
+
+from __future__ import annotations
+
+from holdfast.models.fields import MAX_LAYERS, MAX_WIDTH, Fields
+from holdfast.models.source import ModelDescription
+from holdfast.models.spec import TensorSpec
+from holdfast.models.tensors import TensorList
+
+STEM = "model.visual."
+
+
+def qwen_vision(source: ModelDescription) -> list[TensorSpec]:
+    """`source`: of the whole model. Layers in deepstack_visual_indexes hand their output to the text model too, each
+    through a merger of its own."""
+    config = source.fields.table("vision_config") or Fields({}, where="config.json")
+    hidden = config.integer("hidden_size", high=MAX_WIDTH, default=1152)
+    inner = config.integer("intermediate_size", high=MAX_WIDTH, default=4304)
+    patch = config.integer("patch_size", high=1 << 12, default=16)
+    frames = config.integer("temporal_patch_size", high=64, default=2)
+    merged = hidden * config.integer("spatial_merge_size", high=64, default=2) ** 2
+    out = config.integer("out_hidden_size", high=MAX_WIDTH, default=3584)
+    channels = config.integer("in_channels", high=64, default=3)
+    depth = config.integer("depth", high=MAX_LAYERS, default=27)
+    tensors = TensorList(STEM, part="vision")
+    _linear(tensors, "patch_embed.proj", hidden, channels, frames, patch, patch)
+    positions = config.integer("num_position_embeddings", high=1 << 24, default=2304)
+    tensors.add("vision.position", (positions, hidden), f"{STEM}pos_embed.weight")
+    for layer in range(depth):
+        for name in ("norm1", "norm2"):
+            tensors.norm(f"vision.layers.{layer}.{name}", hidden, f"blocks.{layer}.{name}", bias=True)
+        _linear(tensors, f"blocks.{layer}.attn.qkv", 3 * hidden, hidden, axis=0)
+        _linear(tensors, f"blocks.{layer}.attn.proj", hidden, hidden, axis=1)
+        _linear(tensors, f"blocks.{layer}.mlp.linear_fc1", inner, hidden, axis=0)
+        _linear(tensors, f"blocks.{layer}.mlp.linear_fc2", hidden, inner, axis=1)
+    tensors.norm("vision.merger.norm", hidden, "merger.norm", bias=True)
+    stacked = config.integers("deepstack_visual_indexes", low=0, high=depth - 1, most=depth) or ()
+    mergers = [f"deepstack_merger_list.{number}" for number in range(len(stacked))]
+    for name in mergers:
+        tensors.norm(f"vision.{name}.norm", merged, f"{name}.norm", bias=True)
+    for name in ("merger", *mergers):
+        _linear(tensors, f"{name}.linear_fc1", merged, merged, axis=0)
+        _linear(tensors, f"{name}.linear_fc2", out, merged, axis=1)
+    return tensors.found
+
+
+def _linear(tensors: TensorList, name: str, *shape: int, axis: int | None = None) -> None:
+    matrix = len(shape) == 2
+    tensors.add(f"vision.{name}", shape, f"{STEM}{name}.weight", linear=matrix, shard_axis=axis)
+    tensors.add(f"vision.{name}_bias", shape[:1], f"{STEM}{name}.bias", shard_axis=0 if axis == 0 else None)

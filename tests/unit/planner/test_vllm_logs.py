@@ -1,0 +1,158 @@
+"""Start-up logs of vLLM that were published, against how a plan would have sized them."""
+
+from __future__ import annotations
+
+import statistics
+import tomllib
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import plan
+from holdfast.config.plan import PlanConfig
+from holdfast.errors import ConfigurationError
+from holdfast.planner.api import question_of
+from holdfast.planner.compat.vllm_release import ReleaseTerms, kv_bytes, parse_vllm, requested_bytes
+from holdfast.planner.engines.vllm_command import tightest, vllm_terms
+from holdfast.planner.engines.vllm_kv import kept_kv
+from holdfast.planner.fit.search import Plan, fit
+from holdfast.units import GIB
+
+LOGS: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "vllm_logs.toml").read_text())["log"]
+BY_ID = {log["id"]: log for log in LOGS}
+
+
+@cache
+def sized(name: str) -> tuple[Plan, ReleaseTerms]:
+    log = BY_ID[name]
+    model, quantization = (*log.get("plan_as", [log["model"]]), None)[:2]
+    ranks = log.get("tensor_parallel", 1)
+    given = {
+        "model": model,
+        "quantization": quantization,
+        "gpu": f"{log['gpu']}x{ranks}",
+        "tensor_parallel_size": ranks,
+        "enable_expert_parallel": log.get("expert_parallel", False),
+        "gpu_memory_utilization": log["utilization"],
+        "max_model_len": log.get("max_model_len", 4096),
+        "max_num_seqs": log.get("seqs", 2),
+        "max_num_batched_tokens": log.get("step", 4096),
+        "dtype": log.get("dtype", "auto"),
+    }
+    question = question_of(
+        PlanConfig.from_arguments(**{key: value for key, value in given.items() if value is not None})
+    )
+    vllm = parse_vllm("==" + log["version"])
+    found = fit(replace(question, engine="vllm", vllm=vllm))
+    return found, vllm_terms(found, vllm)
+
+
+def pool_error(log: dict[str, Any]) -> float | None:
+    """Of the KV pool, as a share of what was printed; None: it is not."""
+    found, terms = sized(log["id"])
+    vllm = parse_vllm("==" + log["version"])
+    printed = log.get("kv", 0.0) * GIB
+    if "kv_tokens" in log:
+        printed = log["kv_tokens"] * kept_kv(found, tightest(found), vllm).printed_bytes
+    if not printed:
+        return None
+    planned = kv_bytes(requested_bytes(int(log["total"] * GIB), log["utilization"]), terms, vllm)
+    return float(planned / printed - 1)
+
+
+def errors(use: str) -> list[float]:
+    found = (pool_error(log) for log in LOGS if log["use"] == use)
+    return sorted(abs(error) for error in found if error is not None)
+
+
+def test_the_pool_of_logs_that_were_not_fitted() -> None:
+    """The median within 2.5%, nine of ten within 10%."""
+    held = errors("held")
+    assert len(held) >= 10
+    assert statistics.median(held) < 0.025
+    assert held[int(0.9 * (len(held) - 1))] < 0.10
+
+
+@pytest.mark.parametrize("log", [pytest.param(log, id=log["id"]) for log in LOGS])
+def test_each_term_that_was_printed(log: dict[str, Any]) -> None:
+    """Of those that were not fitted only weights, which are counted, and the pool."""
+    _, terms = sized(log["id"])
+    if "weights" in log:
+        assert terms.weights / GIB == pytest.approx(log["weights"], rel=0.01)
+    error = pool_error(log)
+    assert error is None or abs(error) < 0.10
+    if log["use"] == "held":
+        return
+    if "activations" in log:
+        assert terms.peak_activation / GIB == pytest.approx(log["activations"], rel=0.08)
+    if "non_torch" in log:
+        assert terms.non_torch / GIB == pytest.approx(log["non_torch"], abs=0.12)
+
+
+def test_what_vllm_refused_does_not_fit() -> None:
+    """Its profile run sorts 201,088 tokens for each of 1,024 sequences: 7.3 GiB."""
+    asked = {"max_model_len": 131072, "max_num_batched_tokens": 1024, "max_num_seqs": 1024}
+    refused = plan("gpt-oss-120b", gpu="h100-80", engine="vllm==0.11.0", gpu_memory_utilization=0.95, **asked)
+    assert not refused.fits
+    assert refused.as_requested is not None
+    assert "4.54 GiB KV cache is needed" in refused.as_requested.lacks[0]
+    assert "sizes what was requested" in str(refused)
+    assert refused.to_json()["as_requested"]["kv_tokens"] == refused.as_requested.kv_tokens
+    newer = plan("gpt-oss-120b", gpu="h100-80", engine="vllm==0.20", gpu_memory_utilization=0.95, **asked)
+    assert newer.fits, "it no longer sorts"
+    assert newer.as_requested is None
+
+
+def test_a_share_of_vram_is_the_budget() -> None:
+    both = plan("qwen3-8b", vram="24GiB", gpu_memory_utilization=0.8)
+    assert both.fit.budget_bytes == int(24 * GIB * 0.8)
+    assert any(one.field == "vram" for one in both.decisions)
+    assert plan("qwen3-8b", vram="24GiB").fit.budget_bytes == 24 * GIB
+
+
+def test_whole_experts_split_what_their_columns_do_not() -> None:
+    asked: dict[str, Any] = {"gpu": "l40sx8", "tensor_parallel_size": 8, "engine": "vllm"}
+    with pytest.raises(ConfigurationError, match="cannot be split over 8"):
+        plan("qwen3-235b-a22b-fp8", **asked)
+    whole = plan("qwen3-235b-a22b-fp8", **asked, enable_expert_parallel=True, enforce_eager=True)
+    assert "--enable-expert-parallel" in whole.commands["vllm"].text
+    assert "--enforce-eager" in whole.commands["vllm"].text
+    assert "graphs" not in {term.name for term in whole.fit.ranks[0].terms}
+
+
+YARN = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
+
+
+def test_positions_stretched_by_yarn() -> None:
+    with pytest.raises(ConfigurationError, match="context length is"):
+        plan("qwen3-8b", gpu="l40s", max_model_len=131072)
+    asked: dict[str, Any] = {"gpu": "l40s", "max_model_len": 131072, "rope_scaling": YARN}
+    longer = plan("qwen3-8b", engine="vllm", **asked)
+    assert longer.fits
+    assert '"rope_parameters"' in longer.commands["vllm"].text
+    assert f"--rope-scaling '{YARN}'" in plan("qwen3-8b", engine="vllm==0.9.2", **asked).commands["vllm"].text
+    assert not longer.commands["holdfast"].available
+
+
+@pytest.mark.parametrize(
+    "written", ["4", "{}", '{"rope_type": "linear", "factor": 2}', "[" * 9999, YARN.replace("4.0", "0")]
+)
+def test_other_scalings_are_refused(written: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        plan("qwen3-8b", gpu="l40s", rope_scaling=written)
+    assert refused.value.code == "HF148"
+
+
+def test_draft_layers_are_counted_where_they_are_loaded() -> None:
+    asked: dict[str, Any] = {"gpu": "h200x8", "tensor_parallel_size": 8, "max_model_len": 8192, "engine": "vllm"}
+    alone, drafting = plan("glm-4.6", **asked), plan("glm-4.6", **asked, spec_method="mtp")
+    one = alone.fit.kv_bytes_per_token // 92
+    assert drafting.fit.kv_bytes_per_token == 93 * one
+    assert 5 * GIB < drafting.fit.weights_bytes - alone.fit.weights_bytes < 9 * GIB
+    assert '"method": "mtp"' in drafting.commands["vllm"].text
+    with pytest.raises(ConfigurationError) as refused:
+        plan("qwen3-8b", gpu="l40s", spec_method="mtp")
+    assert refused.value.code == "HF149"
