@@ -167,7 +167,7 @@ def test_a_crash_comes_before_what_only_made_it_slow() -> None:
 
 
 def test_an_answer_is_not_sure_where_an_error_nobody_knows_comes_before_it() -> None:
-    missing = "ModuleNotFoundError: No module named 'zmq'"
+    missing = "OSError: [Errno 24] Too many open files"
     apart = [f"INFO 11-01 10:00:02 [loader.py:{at}] loading" for at in range(20)]
     assert diagnose_lines([*BEGIN[:2], missing], "log").findings[0].confidence == "high"
     assert diagnose_lines([*BEGIN[:2], *UNKNOWN, *apart, missing], "log").findings[0].confidence == "medium"
