@@ -172,8 +172,42 @@ def test_values_that_llama_does_not_take_are_named_with_those_it_takes(
     assert f"{flag} does not take {value}: its values are " in finding.what
     assert finding.fix is not None
     assert finding.fix.changes == {flag: offered}
-    for able in (f"{flag} {offered or 'row'}", "-fa", "-fa on -fa true", "-fa $FLASH"):
+    for able in (f"{flag} {offered or 'row'}", "-fa on -fa true", "-fa $FLASH"):
         assert not judged(able)
+
+
+@pytest.mark.parametrize(("version", "confidence"), [(None, "medium"), ("b7000", "high"), ("b6000", None)])
+@pytest.mark.parametrize("flags", ["-fa", "-fa -c 4096", "--flash-attn --port 9000"])
+def test_flash_attention_without_a_value_takes_the_next_word(
+    flags: str, version: str | None, confidence: str | None
+) -> None:
+    command = parse_command(f"llama-server -m model.gguf {flags}")
+    assert command is not None
+    found = flag_findings(command, version)
+    assert [one.confidence for one in found] == ([] if confidence is None else [confidence])
+    for finding in found:
+        assert finding.fix is not None
+        assert (
+            finding.fix.command
+            == f"llama-server -m model.gguf {flags.replace(flags.split()[0], flags.split()[0] + ' on')}"
+        )
+
+
+def test_a_context_above_the_trained_one_is_a_warning_where_the_engine_only_warns() -> None:
+    warned = _judged(f"llama-server -m {LLAMA} -c 262144", "h100-80")
+    assert warned.healthy
+    assert any("above the trained 131,072 tokens" in one for one in warned.seen)
+    assert [one.cause for one in _judged(f"vllm serve {LLAMA} --max-model-len 262144", "h100-80").findings] == [
+        "bad_flag"
+    ]
+
+
+def test_a_flag_that_was_replaced_is_written_as_it_is_now() -> None:
+    command = parse_command("vllm serve BAAI/bge-m3 --task embed")
+    assert command is not None
+    [finding] = flag_findings(command, "0.15.0")
+    assert finding.fix is not None
+    assert finding.fix.command == "vllm serve BAAI/bge-m3 --runner pooling --convert embed"
 
 
 def test_a_smaller_kv_space_of_vllm_on_a_cpu_is_seen() -> None:

@@ -225,7 +225,25 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
     except HoldfastError as error:
         if error.code == BEYOND_MODEL and stretched(command):
             return [], [f"a plan: {error.message}, and RoPE scaling is not planned"], seen
+        if error.code == BEYOND_MODEL and profile(command.engine).data.get("serves-beyond-trained"):
+            return _beyond_trained(command, machine, version, question.model.spec.max_position, runs_here=runs_here)
         return *refused(command, error, question), seen
+
+
+def _beyond_trained(
+    command: ServerCommand, machine: CommandMachine, version: str | None, most: int, *, runs_here: bool
+) -> Judged:
+    """Planned with the length that the model was trained for; the rest is a warning, as the engine itself has it."""
+    flag = profile(command.engine).spelling("max-model-len") or "--ctx-size"
+    shorter = parse_command(command.with_changes({flag: str(most)})) or command
+    if shorter.value(flag) == command.value(flag):
+        return [], [], []
+    findings, missing, seen = _planned(shorter, machine, version, runs_here)
+    warning = (
+        f"{command.engine} serves a context above the trained {most:,} tokens with a warning: answers get worse beyond"
+        f" it, and its KV takes more; {most:,} is what was planned ({flag} {most})"
+    )
+    return findings, missing, [*seen, warning]
 
 
 def _for_a_cpu(command: ServerCommand, version: str | None) -> bool:

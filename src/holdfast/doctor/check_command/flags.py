@@ -51,7 +51,7 @@ def flag_findings(command: ServerCommand, version: str | None) -> list[Finding]:
         return []
     known = known_flags(command.engine)
     findings = [_unknown(command, flag, known, version) for flag in command.flags] if known else []
-    findings += [_value(command, flag) for flag in command.flags]
+    findings += [_value(command, flag) or _no_value(command, flag, version) for flag in command.flags]
     return [one for one in (*findings, _step(command)) if one is not None]
 
 
@@ -177,9 +177,21 @@ def _value(command: ServerCommand, flag: Flag) -> Finding | None:
     return _bad(command, flag, "high", what, f"{why}; the command ends at once", fixes)
 
 
+def _no_value(command: ServerCommand, flag: Flag, version: str | None) -> Finding | None:
+    """A flag that once stood alone, and has a value since: it takes the next word for it."""
+    rule, spelled = profile(command.engine).value_rule(flag.name) or {}, _spelled(command, flag)
+    since, build = rule.get("value-since"), "".join(filter(str.isdigit, version or ""))
+    misspelt = spelled.startswith("--") and spelled[2:] != flag.name
+    if since is None or flag.values or flag.unknown or misspelt or (build and int(build[:MOST_DIGITS]) < since):
+        return None
+    what = f"{spelled} has no value: builds since b{since} take the next word for it ({', '.join(rule['choices'])})"
+    why = "the command ends at once with a usage error, or the next flag is lost"
+    fix = changed(command, {spelled: rule["alone"]}, f"what {spelled} alone meant; older builds take no value there")
+    return _bad(command, flag, "high" if build else "medium", what, why, [fix])
+
+
 def _choice(command: ServerCommand, flag: Flag, rule: Mapping[str, Any]) -> Finding | None:
     able, value, spelled = rule["choices"], flag.value, _spelled(command, flag)
-    # Without a value it is as old versions took it: only the version tells whether that is a mistake.
     if not value or value in (*able, *rule.get("also", ())):
         return None
     takes = ", ".join(able)

@@ -201,9 +201,15 @@ def _killed_after_an_error(run: Run, event: Event) -> bool:
 
 def _candidate(log: LogState, event: Event) -> Candidate:
     found = _judged(log, event)
-    if found.confidence == "high" and found.rule.kind == "fatal" and _comes_after_another(log, event):
+    unsure = log.engine is None or _comes_after_another(log, event) or _stands_alone(event)
+    if found.confidence == "high" and found.rule.kind == "fatal" and unsure:
         found.confidence = "medium"
     return found
+
+
+def _stands_alone(event: Event) -> bool:
+    """Of the import of a module, without the traceback that says who needed it."""
+    return event.rule.id == "missing_module" and (event.trace is None or not event.trace.marks)
 
 
 def _comes_after_another(log: LogState, event: Event) -> bool:

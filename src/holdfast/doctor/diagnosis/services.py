@@ -60,7 +60,9 @@ class Services:
         failed = {name: one for name, one in known.items() if not one.healthy and one.findings}
         # A program that is no inference server and complains is no answer, where a server has one.
         serving = {name: one for name, one in failed.items() if one.engine is not None} or failed
-        ordered = sorted(serving, key=lambda name: (not _named(serving[name]), _SURE[serving[name].findings[0].confidence]))
+        ordered = sorted(
+            serving, key=lambda name: (not _named(serving[name]), _SURE[serving[name].findings[0].confidence])
+        )
         first = known[ordered[0]] if ordered else next(one for one in known.values())
         advice = [name for name, one in known.items() if one.healthy and one.findings]
         return msgspec.structs.replace(

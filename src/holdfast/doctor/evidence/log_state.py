@@ -28,8 +28,12 @@ _ERROR = re.compile(
     r"|(?:Segmentation fault|core dumped|Aborted|Bus error|SIGSEGV|SIGABRT|panicked at|terminate called)"
     r"|\b(?:ROCm|HIP|CUDA) error\b|HSA_STATUS_ERROR|error loading model: \S"
 )
-_DIED = re.compile(r"Segmentation fault|core dumped|Aborted|SIGSEGV|SIGABRT|terminate called|\b(?:CUDA|HIP|ROCm) error\b")
-_OF_REQUEST = re.compile(r"HTTPException|CancelledError|ClientDisconnect|ValidationError|ExceptionGroup|Disconnect|Timeout")
+_DIED = re.compile(
+    r"Segmentation fault|core dumped|Aborted|SIGSEGV|SIGABRT|terminate called|\b(?:CUDA|HIP|ROCm) error\b"
+)
+_OF_REQUEST = re.compile(
+    r"HTTPException|CancelledError|ClientDisconnect|ValidationError|ExceptionGroup|Disconnect|Timeout"
+)
 """Errors of one request or of its client: the server goes on."""
 _MARKERS = re.compile(r"^\s*[\^~]+\s*$")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause|During handling of the above exception)")

@@ -38,8 +38,8 @@ _KEPT_BYTES = 16 * 1024 * 1024
 _ERRORS = (
     "Error", "ERROR", "Exception", "Traceback", 'File "', "File /", "File <", "--> ", "FATAL", "CRITICAL", "Interrupt",
     "SystemExit", "StopIteration", "Segmentation fault", "core dumped", "Aborted", "Bus error", "SIGSEGV", "SIGABRT",
-    "panicked at", "terminate called", "ROCm error", "HIP error", "CUDA error", "HSA_STATUS_ERROR", "error loading model: ",
-    " E srv ", " E llama_", " E gguf_", " E ggml_", " E cmn ",
+    "panicked at", "terminate called", "ROCm error", "HIP error", "CUDA error", "HSA_STATUS_ERROR",
+    "error loading model: ", " E srv ", " E llama_", " E gguf_", " E ggml_", " E cmn ",
 )  # fmt: skip
 """How errors look that no rule knows, and tracebacks."""
 

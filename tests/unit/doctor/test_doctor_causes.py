@@ -1,0 +1,155 @@
+"""Single causes that were once told as others, and fixes in the words of the engine that failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.doctor import diagnose_lines
+from holdfast.doctor.findings import Finding
+from holdfast.doctor.rules.load import rulebook
+
+VLLM = "INFO 11-01 10:00:00 [api_server.py:1805] vLLM API server version {}"
+ARGS = "INFO 11-01 10:00:01 [utils.py:326] non-default args: {{'model': 'Qwen/Qwen3-8B'{}}}"
+OLLAMA = (
+    'time=2025-02-02T09:23:09.833Z level=INFO source=routes.go:1 msg="Listening on 127.0.0.1:11434 (version 0.5.7)"'
+)
+LLAMA = ["build: 7000 (abcdef01) with gcc", "main: loading model", "srv    load_model: loading model 'm.gguf'"]
+
+
+def _first(*lines: str) -> Finding:
+    return diagnose_lines(lines, "log").findings[0]
+
+
+def _vllm(*lines: str, version: str = "0.11.0", settings: str = "") -> Finding:
+    return _first(VLLM.format(version), ARGS.format(settings), *lines)
+
+
+def test_memory_that_cpu_and_gpu_share_is_known_by_its_size() -> None:
+    free = (
+        "ValueError: Free memory on device cuda:0 ({}/{} GiB) on startup is less than desired GPU memory utilization"
+        " (0.9, 109.47 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+    )
+    found = _vllm(free.format("96.20", "121.63"))
+    assert found.cause == "unified_memory"
+    assert found.fix is not None
+    assert found.fix.changes == {"--gpu-memory-utilization": "0.77"}
+    assert _vllm(free.format("96.20", "139.80")).cause == "free_memory_below_utilization"
+
+
+def test_a_share_of_shared_memory_is_not_raised_beyond_what_the_system_needs() -> None:
+    lines = [
+        "INFO 11-01 10:00:09 [gpu_worker.py:1] Free memory on device (118.00/121.63 GiB) on startup.",
+        "ValueError: To serve at least one request with the models's max seq len (262144), (18.35 GiB KV cache is"
+        " needed, which is larger than the available KV cache memory (8.72 GiB). Based on the available memory, the"
+        " estimated maximum model length is 121840.",
+    ]
+    found = _vllm("NVIDIA GB10", *lines)
+    changes = [fix.changes for fix in (found.fix, *found.alternatives) if fix is not None]
+    assert changes[0] == {"--max-model-len": "121840"}
+    assert not any("--gpu-memory-utilization" in change for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "gguf_init_from_file_impl: tensor 'a' of type 31 (TYPE_Q4_0_4_4 REMOVED, use Q4_0 with runtime repacking)"
+            " has 4096 elements per row, not a multiple of block size (0)",
+            "no longer reads",
+        ),
+        ("gguf_init_from_file_impl: tensor 'a' has invalid ggml type 39. should be in [0, 39)", "does not know (39)"),
+    ],
+)
+def test_a_type_that_a_build_does_not_read_is_no_torn_file(line: str, said: str) -> None:
+    torn = "gguf_init_from_file_impl: failed to read tensor info"
+    every = diagnose_lines([*LLAMA, line, torn, "main: exiting due to model loading error"], "log").findings
+    assert [one.cause for one in every] == ["arch_unsupported"]
+    assert said in every[0].what
+    assert _first(*LLAMA, torn).cause == "corrupt_download"
+
+
+@pytest.mark.parametrize("cause", ["74, pid=1, NVLink: fatal error", "119, pid=1, Timeout after 6s of waiting for RPC"])
+def test_what_follows_from_a_fault_of_the_gpu_comes_after_it(cause: str) -> None:
+    xid = "NVRM: Xid (PCI:0000:3b:00): "
+    found = _first(f"{xid}45, pid=4242, name=python3", f"{xid}{cause}")
+    assert "45" not in found.what
+    assert _first(f"{xid}45, pid=4242, name=python3").confidence == "low"
+
+
+def test_a_limit_of_time_is_raised_where_it_ran_out() -> None:
+    found = _vllm(
+        "TimeoutError: Timed out waiting for engine core processes to start. This is often caused by slow weight"
+        " loading for large models. Waited 600s (configured by VLLM_ENGINE_READY_TIMEOUT_S)."
+    )
+    assert (found.cause, found.confidence) == ("timeout_or_hang", "high")
+    assert found.fix is not None
+    assert found.fix.command == "VLLM_ENGINE_READY_TIMEOUT_S=3600 vllm serve Qwen/Qwen3-8B"
+
+
+def test_the_cache_of_prompts_is_named_where_llama_cpp_is_killed() -> None:
+    cache = "srv    load_model: prompt cache is enabled, size limit: 8192 MiB"
+    for last in ("srv   alloc: failed to allocate memory for prompt cache state: std::bad_alloc", "Killed"):
+        found = _first(*LLAMA, cache, "main: server is listening on http://127.0.0.1:8080", last)
+        assert found.cause == "host_ram_oom"
+        assert found.fix is not None
+        assert found.fix.changes == {"--cache-ram": "1024"}
+
+
+def test_memory_that_could_not_be_pinned_is_no_failure_of_llama_cpp() -> None:
+    line = "ggml_cuda_host_malloc: failed to allocate 512.00 MiB of pinned memory: out of memory"
+    assert diagnose_lines([*LLAMA, line, "main: server is listening on http://127.0.0.1:8080"], "log").healthy
+
+
+def test_a_flag_that_is_gone_is_replaced_as_the_doctor_of_commands_does() -> None:
+    found = _first(
+        "command: vllm serve BAAI/bge-m3 --task embed",
+        "$ vllm serve BAAI/bge-m3 --task embed",
+        "usage: vllm [-h] [-v] {chat,complete,serve,bench} ...",
+        "vllm: error: unrecognized arguments: --task embed",
+    )
+    assert found.cause == "bad_flag"
+    assert found.fix is not None
+    assert found.fix.command == "vllm serve BAAI/bge-m3 --runner pooling --convert embed"
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("RuntimeError: UVA is not available", "bad_flag"),
+        ("RuntimeError: FlashInfer requires GPUs with sm75 or higher", "nvcc_missing"),
+        ("nvcc fatal   : Unsupported gpu architecture 'compute_120'", "kernel_image_missing"),
+        ("TypeError: not a string", "tokenizer_mismatch"),
+        (
+            "ValueError: Unrecognized model in /m. Should have a `model_type` key in its config.json",
+            "gated_or_missing_model",
+        ),
+        ("OSError: /m does not appear to have a file named preprocessor_config.json.", "gated_or_missing_model"),
+    ],
+)
+def test_each_is_named(line: str, cause: str) -> None:
+    assert _vllm(line).cause == cause
+
+
+def test_an_argument_inside_the_engine_is_no_flag_of_the_command() -> None:
+    found = _vllm("TypeError: Worker.__init__() got an unexpected keyword argument 'kv_cache_dtype'")
+    assert (found.cause, found.confidence) == ("other", "low")
+    assert _vllm("TypeError: EngineArgs.__init__() got an unexpected keyword argument 'taks'").cause == "bad_flag"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Error: pull model manifest: file does not exist",
+        "llama_model_load: error loading model: tensor 'a' data is not within the file bounds, model is corrupted",
+        "429 Client Error: Too Many Requests for url: https://huggingface.co/api/models/a/b",
+    ],
+)
+def test_who_runs_ollama_is_told_commands_of_ollama(line: str) -> None:
+    found = _first(OLLAMA, line)
+    commands = [fix.command or "" for fix in (found.fix, *found.alternatives) if fix is not None]
+    assert not any("hf " in command for command in commands)
+
+
+def test_a_smaller_model_is_never_the_first_fix() -> None:
+    firsts = [rule.fix[0] for rule in rulebook().rules if rule.fix]
+    assert not [fix.why for fix in firsts if "smaller model" in fix.why]
