@@ -100,10 +100,10 @@ def _dispatched(given: list[str]) -> int:
         if given[0] == "serve":
             from holdfast.cli.working_command import with_working_command
 
-            with_working_command(error, given)
+            with_working_command(error, given, parsed_command)
         raise
     # A server repeats in its log how it was started.
-    return int(module.run(parsed, tuple(given)) if given[0] == "serve" else module.run(parsed))
+    return int(module.run(parsed, tuple(given), parsed_command) if given[0] == "serve" else module.run(parsed))
 
 
 def parsed_command(given: list[str]) -> tuple[Any, argparse.Namespace]:

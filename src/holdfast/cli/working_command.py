@@ -9,11 +9,13 @@ Loads nothing and fetches nothing. Where no command is found that passes, there 
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast.cli.fatal import command_line
 from holdfast.config import EngineConfig
@@ -33,7 +35,11 @@ class WorkingCommand:
     """What else was refused, beside the error at hand."""
 
 
-def working_command(error: HoldfastError, words: Sequence[str]) -> WorkingCommand | None:
+Parse = Callable[[list[str]], tuple[Any, argparse.Namespace]]
+"""From the words after `holdfast` to the command's module and its arguments. Raises ConfigurationError."""
+
+
+def working_command(error: HoldfastError, words: Sequence[str], parse: Parse) -> WorkingCommand | None:
     """`words`: as they were typed after `holdfast`, and refused with `error`."""
     from holdfast.doctor.command.parse import parse_command
 
@@ -44,7 +50,7 @@ def working_command(error: HoldfastError, words: Sequence[str]) -> WorkingComman
         if changed is None or changed == text:
             return None
         text = changed
-        found = _refused(shlex.split(text)[1:])
+        found = refused_start(shlex.split(text)[1:], parse)
         if found is None:
             return WorkingCommand(text, tuple(also))
         also.append(found.message)
@@ -63,16 +69,15 @@ def _changes(error: HoldfastError) -> dict[str, str | None]:
     return dict.fromkeys(flags)
 
 
-def _refused(words: list[str]) -> HoldfastError | None:
+def refused_start(words: list[str], parse: Parse) -> HoldfastError | None:
     """Why these words would not start a server, as far as that can be known without loading."""
-    from holdfast.cli.commands import serve
-    from holdfast.cli.main import parsed_command
     from holdfast.engine.startup.build import find_model, plan_model
     from holdfast.engine.startup.select_device import settle_device
     from holdfast.footprint.cpu import FRONT_BYTES
 
     try:
-        engine, server = serve.read_settings(parsed_command(words)[1])
+        serve, arguments = parse(words)
+        engine, server = serve.read_settings(arguments)
         engine = settle_device(engine)
         if _is_here(engine):
             model = find_model(engine, progress=False)
@@ -94,9 +99,9 @@ def _is_here(config: EngineConfig) -> bool:
     return Path(name).expanduser().exists() or (entry is not None and builtin.is_cached(entry))
 
 
-def with_working_command(error: ConfigurationError, words: Sequence[str]) -> None:
+def with_working_command(error: ConfigurationError, words: Sequence[str], parse: Parse) -> None:
     """Adds to the error what else is refused, and to its fix the command that passes."""
-    found = working_command(error, words)
+    found = working_command(error, words, parse)
     if found is None:
         return
     error.message += "".join(f"\n  also refused: {line.splitlines()[0]}" for line in found.also)

@@ -31,6 +31,7 @@ from terminal_screen import shown
 from holdfast.cli.background_loop import BackgroundLoop
 from holdfast.cli.chat_backends import LocalBackend, UrlBackend, api_of
 from holdfast.cli.commands.chat import ChatHistory, ChatScreen
+from holdfast.cli.servers.registry import Registration, RunningServer
 from holdfast.engine.fake import FakeEngine
 from holdfast.engine.process.fault_injection import DIE_ON_TOKEN
 from holdfast.errors import ConfigurationError, EngineError, RequestError
@@ -448,6 +449,41 @@ def test_a_certificate_problem_is_told_as_one(server: Server, tmp_path: Path) ->
         finally:
             secure.shutdown()
             thread.join()
+
+
+def test_run_chats_with_a_server_that_is_there(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "run"))
+    created_s = psutil.Process().create_time()
+    entry = RunningServer(pid=os.getpid(), created_s=created_s, url=server.url, port=1, model="tiny", names=("tiny",))
+    held = Registration(entry)
+    terminal = Terminal([sys.executable, "-m", "holdfast", "run", "tiny", "--system", "Be brief."])
+    try:
+        assert "starting" not in terminal.wait_for("> ")
+        terminal.type("hello\r")
+        terminal.wait_for("2:hello\r\n> ")
+        terminal.type("\x04")
+        terminal.wait_for(f"tiny is still served at {server.url}; to end it: holdfast stop tiny")
+        assert terminal.process.wait(PATIENCE_S) == 0
+    finally:
+        terminal.close()
+        held.remove()
+
+
+@pytest.mark.parametrize(("typed", "code"), [("\r", 1), ("y\r", 0)])
+def test_rm_asks_before_it_removes(tmp_path: Path, typed: str, code: int) -> None:
+    model = tmp_path / "models" / "mine.gguf"
+    model.parent.mkdir()
+    model.write_bytes(bytes(100))
+    environment = {"HOLDFAST_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    terminal = Terminal([sys.executable, "-m", "holdfast", "rm", str(model)], **environment)
+    try:
+        terminal.wait_for("? [y/N] ")
+        terminal.type(typed)
+        terminal.wait_for("100 B freed" if code == 0 else "kept")
+        assert terminal.process.wait(PATIENCE_S) == code
+        assert model.exists() == bool(code)
+    finally:
+        terminal.close()
 
 
 def test_an_engine_that_dies_at_the_prompt_is_noticed_there(tiny_arguments: list[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.fatal import command_line, say_fatal
+from holdfast.cli.working_command import Parse, with_working_command, working_command
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import LOG_LEVELS
@@ -163,15 +164,13 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
     return adapters
 
 
-def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
-    """`words`: as they were typed after `holdfast`."""
+def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse) -> int:
+    """`words`: as they were typed after `holdfast`. `parse`: how they were read."""
     unblock_output()
     try:
         engine_config, server_config = read_settings(arguments)
     except ConfigurationError as error:
-        from holdfast.cli.working_command import with_working_command
-
-        with_working_command(error, words)
+        with_working_command(error, words, parse)
         raise
     early = EarlyProcess()
     given = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
@@ -179,19 +178,17 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
     try:
         return _run(engine_config, server_config, early, words, settings)
     except HoldfastError as error:
-        say_fatal(error, words, _command_instead(error, words))
+        say_fatal(error, words, _command_instead(error, words, parse))
         return 2 if isinstance(error, ConfigurationError) else 1
     finally:
         early.end()  # Whatever stopped us.
 
 
-def _command_instead(error: HoldfastError, words: tuple[str, ...]) -> str | None:
+def _command_instead(error: HoldfastError, words: tuple[str, ...], parse: Parse) -> str | None:
     """Of a flag that was refused: the command without everything that would be."""
-    from holdfast.cli.working_command import working_command
-
     if not isinstance(error, ConfigurationError) or error.field is None:
         return None
-    found = working_command(error, words)
+    found = working_command(error, words, parse)
     return None if found is None else found.command
 
 
