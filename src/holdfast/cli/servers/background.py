@@ -76,8 +76,8 @@ def serving(running: Sequence[RunningServer], model: StoredModel) -> list[Runnin
 
 
 def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningServer:
-    """One that is ready. `settings`: engine settings that were given, as text. Raises BackgroundStartError; Ctrl-C while it
-    waits ends a server that was started here."""
+    """One that is ready. `settings`: engine settings that were given, as text. Raises BackgroundStartError; Ctrl-C
+    while it waits ends a server that was started here."""
     try:
         with starting_alone():
             server = next((one for one in running_servers() if not one.user and is_called(one, model)), None)
