@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -32,6 +35,10 @@ if not probe().gpus:
 # Threads of torch wait asleep for each other. Awake, they hold the cores that the tests beside them need, and tests of
 # tiny models take twice the time. Processes that tests start inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Servers of the tests are not listed among those of whoever runs them, nor the other way round.
+os.environ["HOLDFAST_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="hf-servers-")
+atexit.register(shutil.rmtree, os.environ["HOLDFAST_RUNTIME_DIR"], ignore_errors=True)
 
 # Under nohup, or in the background of a script, these are ignored, and so they would be by every program that the tests
 # start and end by them.

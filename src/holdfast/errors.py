@@ -75,6 +75,8 @@ class HoldfastError(Exception):
 
 class ConfigurationError(HoldfastError, ValueError):
     code = "HF100"
+    settings: tuple[str, ...] = ()
+    """All that it is about, where it is about several."""
 
 
 class DoesNotFitError(ConfigurationError):

@@ -36,17 +36,20 @@ def command_line(words: Sequence[str]) -> str:
     return printable(" ".join(shown))
 
 
-def say_fatal(error: BaseException, words: Sequence[str]) -> None:
+def say_fatal(error: BaseException, words: Sequence[str], command: str | None = None) -> None:
     """The error that ends a server on standard error, in one block: message, needed, found, cause, fix, the whole
-    command. Of an error that is not ours only what the doctor says of it: its traceback is in the log."""
+    command. Of an error that is not ours only what the doctor says of it: its traceback is in the log.
+
+    `command`: one that is known to pass, in the place of the doctor's.
+    """
     lines = f"holdfast: {error}".splitlines() if isinstance(error, HoldfastError) else []
     with contextlib.suppress(Exception):  # Whatever goes wrong here must not hide the error.
-        lines = _with_diagnosis(lines, error, words)
+        lines = _with_diagnosis(lines, error, words, command)
     if lines:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def _with_diagnosis(lines: list[str], error: BaseException, words: Sequence[str]) -> list[str]:
+def _with_diagnosis(lines: list[str], error: BaseException, words: Sequence[str], command: str | None) -> list[str]:
     from holdfast.doctor import diagnose_lines
     from holdfast.doctor.report.text import lines_of_findings
     from holdfast.doctor.rules.load import rulebook
@@ -64,8 +67,10 @@ def _with_diagnosis(lines: list[str], error: BaseException, words: Sequence[str]
             lines.insert(above_fix, f"  cause:  {rulebook().causes[finding.cause].means} ({finding.cause})")
         if finding.fix is not None and written is None:
             lines.append(f"  fix:    {finding.fix.why}")
-        if finding.fix is not None and finding.fix.command not in (None, written):
+        if command is None and finding.fix is not None and finding.fix.command not in (None, written):
             lines.append(f"  run:    {finding.fix.command}")
+    if command is not None and command != written:
+        lines.append(f"  run:    {command}")
     others = [finding for finding in diagnosis.findings if finding.code != code]
     if others:
         lines += ["", *lines_of_findings(msgspec.structs.replace(diagnosis, findings=others))]

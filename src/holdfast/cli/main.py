@@ -8,7 +8,7 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import holdfast
 from holdfast.cli.dotted_flags import joined
@@ -94,6 +94,20 @@ def _dispatched(given: list[str]) -> int:
         return 0
     if given[0] not in COMMANDS:
         return _unknown_command(given[0])
+    try:
+        module, parsed = parsed_command(given)
+    except ConfigurationError as error:
+        if given[0] == "serve":
+            from holdfast.cli.working_command import with_working_command
+
+            with_working_command(error, given, parsed_command)
+        raise
+    # A server repeats in its log how it was started.
+    return int(module.run(parsed, tuple(given), parsed_command) if given[0] == "serve" else module.run(parsed))
+
+
+def parsed_command(given: list[str]) -> tuple[Any, argparse.Namespace]:
+    """The module of a command, and its arguments. Raises ConfigurationError."""
     folder = "commands.stored" if given[0] in STORED else "commands"
     module = importlib.import_module(f"holdfast.cli.{folder}.{given[0].replace('-', '_')}")
     parser = _Parser(
@@ -111,8 +125,7 @@ def _dispatched(given: list[str]) -> int:
     if unknown:
         known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
         refuse([*_unknown_arguments(unknown, parser), *known_but_absent])
-    # A server repeats in its log how it was started.
-    return int(module.run(parsed, tuple(given)) if given[0] == "serve" else module.run(parsed))
+    return module, parsed
 
 
 def _wants_json(given: list[str]) -> bool:

@@ -260,9 +260,11 @@ def refuse(found: Sequence[Refusal]) -> None:
         raise ConfigurationError(first.sentence, fix=first.fix or f"leave {spelled} out", field=first.name)
     lines = "".join(f"\n  {one.sentence}" + (f"; {one.fix}" if one.fix else "") for one in found)
     words = ", ".join(one.written.rpartition(": ")[2] for one in found)
-    raise ConfigurationError(
+    error = ConfigurationError(
         f"{len(found)} settings cannot be honoured:{lines}", fix=f"leave out {words}", field=first.name
     )
+    error.settings = tuple(one.name for one in found)
+    raise error
 
 
 def unknown_name(name: str, known: Iterable[str], source: Origin) -> ConfigurationError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -9,6 +10,7 @@ import os
 import pty
 import select
 import signal
+import ssl
 import struct
 import subprocess
 import sys
@@ -17,19 +19,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from certificates import self_signed
 from deadlines import PATIENCE_S
 from terminal_screen import shown
 
 from holdfast.cli.background_loop import BackgroundLoop
-from holdfast.cli.chat_backends import LocalBackend, api_of
+from holdfast.cli.chat_backends import LocalBackend, UrlBackend, api_of
 from holdfast.cli.commands.chat import ChatHistory, ChatScreen
+from holdfast.cli.servers.registry import Registration, RunningServer
 from holdfast.engine.fake import FakeEngine
 from holdfast.engine.process.fault_injection import DIE_ON_TOKEN
-from holdfast.errors import ConfigurationError, RequestError
+from holdfast.errors import ConfigurationError, EngineError, RequestError
 
 
 class Server(ThreadingHTTPServer):
@@ -78,7 +83,8 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
             for piece in (f"{len(body['messages'])}:", said):
                 self._event({"choices": [{"delta": {"content": piece}}]})
-            self._event({"choices": [], "usage": {}})
+            asked = body["stream_options"]["include_usage"] and said == "count"
+            self._event({"choices": [], "usage": {"completion_tokens": 7} if asked else {}})
             self.wfile.write(b"data: [DONE]\n\n")
 
     def _talk(self) -> None:
@@ -349,6 +355,135 @@ def test_a_models_text_cannot_steer_the_terminal(terminal: Terminal) -> None:
     shown = terminal.wait_for("]52;x\r\n> ")
     assert "1:\ufffd]52;x" in shown
     assert "\x1b]52" not in shown
+
+
+def messages(server: Server) -> list[str]:
+    """The last of each request."""
+    return [body["messages"][-1]["content"] for body in server.bodies]
+
+
+def test_messages_of_several_lines(server: Server, terminal: Terminal) -> None:
+    terminal.type('"""first\r')
+    terminal.wait_for("... ")
+    terminal.type("\rthird\r")
+    terminal.wait_for("... ")
+    terminal.wait_for("... ")
+    terminal.type('/last"""\r')
+    terminal.wait_for("/last\r\n> ")
+    terminal.type("one\\\r")
+    terminal.wait_for("... ")
+    terminal.type("two\r")
+    terminal.wait_for("two\r\n> ")
+    terminal.type('"""/in one line"""\r')
+    terminal.wait_for("line\r\n> ")
+    assert messages(server) == ["first\n\nthird\n/last", "one\ntwo", "/in one line"]
+    terminal.type('/system """Be\r')
+    terminal.wait_for("... ")
+    terminal.type('brief."""\r')
+    terminal.wait_for("system prompt set\r\n> ")
+    # Ctrl-C leaves a block without sending it.
+    terminal.type('"""lost\r')
+    terminal.wait_for("... ")
+    terminal.wait_until_it_reads()
+    terminal.type("\x03")
+    terminal.wait_for("again to exit")
+    terminal.wait_for("> ")
+    terminal.type("kept\r")
+    terminal.wait_for("kept\r\n> ")
+    assert messages(server)[-1] == "kept"
+    assert server.bodies[-1]["messages"][0] == {"role": "system", "content": "Be\nbrief."}
+
+
+def test_what_is_pasted_is_one_message(server: Server) -> None:
+    terminal = Terminal(command(server), TERM="xterm")
+    try:
+        terminal.wait_for("\x1b[?2004h")  # The program asks the terminal to mark what is pasted.
+        terminal.wait_for("> ")
+        terminal.type("\x1b[200~one\rtwo\x1b[201~")
+        terminal.type("\r")
+        terminal.wait_for("1:one")
+        terminal.wait_for("> ")
+        assert messages(server) == ["one\ntwo"]
+    finally:
+        terminal.close()
+
+
+def test_speed_is_told_to_people_until_they_say_no(server: Server, terminal: Terminal) -> None:
+    terminal.type("count\r")
+    assert "1:count\r\n[7 tokens, the first after " in terminal.wait_for("]\r\n> ")
+    terminal.type("/set quiet\r")
+    terminal.wait_for("quiet\r\n> ")
+    terminal.type("count\r")
+    terminal.wait_for("3:count\r\n> ")
+    terminal.type("/set verbose\r")
+    terminal.wait_for("verbose\r\n> ")
+    terminal.type("count\r")
+    assert "tokens" in terminal.wait_for("]\r\n> ")
+    done = piped(server, "count\n")
+    assert (done.stdout, b"tokens" in done.stderr) == (b"1:count\n", False)
+
+
+def test_a_certificate_problem_is_told_as_one(server: Server, tmp_path: Path) -> None:
+    key, cert = self_signed(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+
+    async def opened(url: str, certificate: str = "") -> str:
+        backend = await UrlBackend.open(url, certificate=certificate)
+        await backend.close()
+        return backend.name
+
+    with Server() as secure:
+        secure.socket = context.wrap_socket(secure.socket, server_side=True)
+        thread = threading.Thread(target=secure.serve_forever, daemon=True)
+        thread.start()
+        try:
+            url = secure.url.replace("http:", "https:")
+            with pytest.raises(EngineError, match="is not trusted: self") as untrusted:
+                asyncio.run(opened(url))
+            assert "SSL_CERT_FILE=" in (untrusted.value.fix or "")
+            assert asyncio.run(opened(url, cert)) == "tiny"
+            with pytest.raises(EngineError, match="does not speak HTTPS") as plain:
+                asyncio.run(opened(server.url.replace("http:", "https:")))
+            assert f"use {server.url}" in (plain.value.fix or "")
+        finally:
+            secure.shutdown()
+            thread.join()
+
+
+def test_run_chats_with_a_server_that_is_there(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "run"))
+    created_s = psutil.Process().create_time()
+    entry = RunningServer(pid=os.getpid(), created_s=created_s, url=server.url, port=1, model="tiny", names=("tiny",))
+    held = Registration(entry)
+    terminal = Terminal([sys.executable, "-m", "holdfast", "run", "tiny", "--system", "Be brief."])
+    try:
+        assert "starting" not in terminal.wait_for("> ")
+        terminal.type("hello\r")
+        terminal.wait_for("2:hello\r\n> ")
+        terminal.type("\x04")
+        terminal.wait_for(f"tiny is still served at {server.url}; to end it: holdfast stop tiny")
+        assert terminal.process.wait(PATIENCE_S) == 0
+    finally:
+        terminal.close()
+        held.remove()
+
+
+@pytest.mark.parametrize(("typed", "code"), [("\r", 1), ("y\r", 0)])
+def test_rm_asks_before_it_removes(tmp_path: Path, typed: str, code: int) -> None:
+    model = tmp_path / "models" / "mine.gguf"
+    model.parent.mkdir()
+    model.write_bytes(bytes(100))
+    environment = {"HOLDFAST_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    terminal = Terminal([sys.executable, "-m", "holdfast", "rm", str(model)], **environment)
+    try:
+        terminal.wait_for("? [y/N] ")
+        terminal.type(typed)
+        terminal.wait_for("100 B freed" if code == 0 else "kept")
+        assert terminal.process.wait(PATIENCE_S) == code
+        assert model.exists() == bool(code)
+    finally:
+        terminal.close()
 
 
 def test_an_engine_that_dies_at_the_prompt_is_noticed_there(tiny_arguments: list[str]) -> None:

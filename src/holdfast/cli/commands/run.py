@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from holdfast.checkpoints import DEFAULT_MODEL
-    from holdfast.cli.servers.background import StartFailed, ensure_server
+    from holdfast.cli.servers.background import BackgroundStartError, ensure_server
 
     given = vars(arguments).copy()
     options, system, screen = take_chat_arguments(given)
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         server = ensure_server(model, given, screen.say)
-    except StartFailed as failed:
+    except BackgroundStartError as failed:
         return failed.code
     opening = UrlBackend.open(
         server.url,

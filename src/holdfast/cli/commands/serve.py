@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.fatal import command_line, say_fatal
+from holdfast.cli.working_command import Parse, with_working_command, working_command
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import LOG_LEVELS
@@ -74,18 +75,6 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
 def refused_settings(arguments: argparse.Namespace) -> list[Refusal]:
     """Of the flags alone."""
     return refusals(vars(arguments), {**ENGINE_REFUSED, **SERVER_REFUSED}, lambda name: FLAG)
-
-
-def _with_command(error: ConfigurationError, refused: Sequence[Refusal], words: Sequence[str]) -> str | None:
-    """The fix, and where flags are to be left out the whole command without them."""
-    if error.fix is None or error.field not in {one.name for one in refused}:
-        return error.fix
-    from holdfast.doctor.command.parse import parse_command
-
-    command = parse_command(command_line(words))
-    if command is None:
-        return error.fix
-    return f"{error.fix}: {command.with_changes({flag_name(one.name): None for one in refused})}"
 
 
 def _check_swallowed(given: Mapping[str, Any]) -> None:
@@ -177,13 +166,13 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
     return adapters
 
 
-def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
-    """`words`: as they were typed after `holdfast`."""
+def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse) -> int:
+    """`words`: as they were typed after `holdfast`. `parse`: how they were read."""
     unblock_output()
     try:
         engine_config, server_config = read_settings(arguments)
     except ConfigurationError as error:
-        error.fix = _with_command(error, refused_settings(arguments), words)
+        with_working_command(error, words, parse)
         raise
     early = EarlyProcess()
     given = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
@@ -191,10 +180,18 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
     try:
         return _run(engine_config, server_config, early, words, settings)
     except HoldfastError as error:
-        say_fatal(error, words)
+        say_fatal(error, words, _command_instead(error, words, parse))
         return 2 if isinstance(error, ConfigurationError) else 1
     finally:
         early.end()  # Whatever stopped us.
+
+
+def _command_instead(error: HoldfastError, words: tuple[str, ...], parse: Parse) -> str | None:
+    """Of a flag that was refused: the command without everything that would be."""
+    if not isinstance(error, ConfigurationError) or error.field is None:
+        return None
+    found = working_command(error, words, parse)
+    return None if found is None else found.command
 
 
 def _run(

@@ -39,7 +39,7 @@ STOP_S = 10.0
 Say = Callable[[str], None]
 
 
-class StartFailed(Exception):
+class BackgroundStartError(Exception):
     """The server ended before it was ready; what it said has been shown."""
 
     def __init__(self, code: int) -> None:
@@ -76,8 +76,8 @@ def serving(running: Sequence[RunningServer], model: StoredModel) -> list[Runnin
 
 
 def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningServer:
-    """One that is ready. `settings`: engine settings that were given, as text. Raises StartFailed; Ctrl-C while it
-    waits ends a server that was started here."""
+    """One that is ready. `settings`: engine settings that were given, as text. Raises BackgroundStartError; Ctrl-C
+    while it waits ends a server that was started here."""
     try:
         with starting_alone():
             server = next((one for one in running_servers() if not one.user and is_called(one, model)), None)
@@ -189,7 +189,7 @@ def _ready(server: RunningServer, started: subprocess.Popen[bytes] | None) -> Ru
     return next((one for one in running_servers() if one.pid == server.pid), server)
 
 
-def _failed(code: int | None, log: Path | None) -> StartFailed:
+def _failed(code: int | None, log: Path | None) -> BackgroundStartError:
     """Shows the error that ended it, as `holdfast serve` itself would have."""
     lines = _tail(log)
     block = [at for at, line in enumerate(lines) if line.startswith("holdfast: ")]
@@ -197,7 +197,7 @@ def _failed(code: int | None, log: Path | None) -> StartFailed:
         print(printable(line), file=sys.stderr)
     if log is not None:
         print(f"  log:    {log}", file=sys.stderr, flush=True)
-    return StartFailed(code if code is not None and code > 0 else 1)
+    return BackgroundStartError(code if code is not None and code > 0 else 1)
 
 
 def _tail(log: Path | None) -> list[str]:

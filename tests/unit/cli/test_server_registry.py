@@ -1,0 +1,167 @@
+"""The servers of this machine: entries that live as long as their process, in a folder of one user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from deadlines import PATIENCE_S
+
+from holdfast.cli.commands.stop import stop
+from holdfast.cli.main import main
+from holdfast.cli.servers import registry
+from holdfast.cli.servers.background import is_called
+from holdfast.cli.servers.registry import Registration, RunningServer, is_alive, running_servers
+from holdfast.errors import EngineError
+
+HOLDER = """
+import os, sys, time, psutil
+from holdfast.cli.servers.registry import Registration, RunningServer
+entry = RunningServer(pid=os.getpid(), created_s=psutil.Process().create_time(), url="http://127.0.0.1:" + sys.argv[1],
+                      port=int(sys.argv[1]), model=sys.argv[2], names=(sys.argv[2],))
+held = Registration(entry)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def holders() -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes that hold an entry each, as servers do: `one` on port 1, `two` on port 2."""
+    started = [
+        subprocess.Popen([sys.executable, "-c", HOLDER, port, name], stdout=subprocess.PIPE, text=True)
+        for port, name in (("1", "one"), ("2", "two"))
+    ]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait(PATIENCE_S)
+
+
+def server(**fields: object) -> RunningServer:
+    own = RunningServer(pid=os.getpid(), created_s=psutil.Process().create_time(), url="http://127.0.0.1:7", port=7)
+    return msgspec.structs.replace(own, **fields)
+
+
+def test_entries_end_with_their_process(holders: list[subprocess.Popen[str]], folder: Path) -> None:
+    assert [(one.pid, one.name) for one in running_servers()] == [
+        (holders[0].pid, "one"),
+        (holders[1].pid, "two"),
+    ]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    holders[0].kill()
+    holders[0].wait(PATIENCE_S)
+    assert (folder / f"{holders[0].pid}.json").exists()  # It could not remove its own.
+    assert [one.name for one in running_servers()] == ["two"]
+    assert not (folder / f"{holders[0].pid}.json").exists()
+
+
+def test_an_entry_is_changed_and_removed(folder: Path) -> None:
+    held = Registration(server())
+    # A second lock by the same process would be granted nothing: readers are other open files.
+    assert [one.names for one in running_servers()] == [()]
+    held.update(server(names=("name",)))
+    assert [one.names for one in running_servers()] == [("name",)]
+    held.remove()
+    held.remove()
+    assert running_servers() == []
+    assert list(folder.iterdir()) == []
+
+
+def test_another_users_folder_is_not_trusted(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    folder.symlink_to(elsewhere)
+    with pytest.raises(PermissionError):
+        Registration(server())
+    folder.unlink()
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    (folder / "1.json").write_text("{}")
+    assert running_servers() == []
+    with pytest.raises(PermissionError):
+        Registration(server())
+
+
+def test_a_pid_that_is_used_again_is_not_the_server() -> None:
+    assert is_alive(server())
+    assert not is_alive(server(created_s=time.time() - 1_000_000))
+
+
+@pytest.mark.parametrize("words", [["one"], ["1"], ["PID"], ["http://localhost:1/v1"]])
+def test_stop_by_name_port_pid_and_address(
+    holders: list[subprocess.Popen[str]], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stop", *(word.replace("PID", str(holders[0].pid)) for word in words)]) == 0
+    assert f"stopped one (http://127.0.0.1:1, pid {holders[0].pid})" in capsys.readouterr().out
+    assert holders[0].wait(PATIENCE_S) == -15
+    assert [one.name for one in running_servers()] == ["two"]
+
+
+def test_stop_all_none_and_unclear_ones(
+    holders: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stop", "three"]) == 1
+    assert "one (port 1" in capsys.readouterr().err
+    assert main(["stop"]) == 2
+    assert main(["stop", "one", "--all"]) == 2
+    assert main(["stop", "--all"]) == 0
+    assert [process.wait(PATIENCE_S) for process in holders] == [-15, -15]
+    assert main(["stop", "--all"]) == 0
+    assert "no server is running" in capsys.readouterr().out
+
+
+def test_one_that_does_not_end_is_said_with_what_helps() -> None:
+    deaf = [
+        sys.executable,
+        "-c",
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)",
+    ]
+    process = subprocess.Popen(deaf, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        created_s = psutil.Process(process.pid).create_time()
+        with pytest.raises(EngineError, match="still runs") as caught:
+            stop(server(pid=process.pid, created_s=created_s), timeout_s=0.1)
+        assert caught.value.fix == f"holdfast stop {process.pid} --now"
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+def test_a_server_is_known_by_all_names_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    by_path = server(model=str(tmp_path / "m.gguf"), names=("m.gguf",))
+    assert is_called(by_path, "m.gguf")
+    assert is_called(by_path, "./m.gguf")
+    assert not is_called(by_path, "other.gguf")
+    assert is_called(server(model="smollm2"), "SmolLM2-135M-Instruct")
+    assert is_called(server(model="llama3.1:8b"), "meta-llama/Llama-3.1-8B-Instruct")
+
+
+def test_servers_are_recognized_by_their_command_line() -> None:
+    place = registry._serve_place
+    assert place(["/usr/bin/python", "-m", "holdfast", "serve", "x"]) == 3
+    assert place(["/venv/bin/python", "/venv/bin/holdfast", "serve"]) == 2
+    assert place(["holdfast", "chat"]) is None
+    assert place(["vim", "holdfast serve"]) is None

@@ -1,0 +1,51 @@
+"""A refused start prints one command that works, however many of its flags are refused, and whenever."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from tiny_gguf import write_tiny_gguf
+
+from holdfast.cli.main import main, parsed_command
+from holdfast.cli.working_command import refused_start
+
+
+def command_in(said: str) -> list[str]:
+    return shlex.split(said.rpartition("holdfast serve ")[2].splitlines()[0])
+
+
+def test_flags_of_every_kind_are_refused_in_one_round(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unknown, known and absent, with a value that is not valid, and one of another device."""
+    asked = ["--enable-foo", "--kv-transfer-config", "{}", "--kv-events-config", "x", "--gpu-memory-utilization", "95"]
+    asked += ["--dtype", "float99", "--tensor-parallel-size", "2", "--port", "9"]
+    assert main(["serve", "some/model", *asked]) == 2
+    said = capsys.readouterr().err
+    for name in ("--enable-foo", "--kv-events-config", "--gpu-memory-utilization", "--dtype"):
+        assert name in said.partition("fix:")[0]
+    words = command_in(said)
+    assert words[:1] == ["some/model"]
+    assert words[words.index("--port") + 1] == "9"
+    assert words[words.index("--gpu-memory-utilization") + 1] == "0.95"
+    assert refused_start(["serve", *words], parsed_command) is None
+    assert parsed_command(["serve", *words])
+
+
+def test_what_only_the_model_can_tell_is_planned_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_tiny_gguf(file)
+    asked = ["--quantization", "awq", "--load-format", "safetensors", "--max-model-len", "100K", "--bogus"]
+    assert main(["serve", str(file), *asked]) == 2
+    words = command_in(capsys.readouterr().err)
+    assert words == [str(file), "--max-model-len", "128"]
+    assert refused_start(["serve", *words], parsed_command) is None
+
+
+def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDFAST_DTYPE", "float99")
+        assert main(["serve", "a/b", "--bogus"]) == 2
+    said = capsys.readouterr().err
+    assert "--bogus is not understood" in said
+    assert "holdfast serve a/b" not in said
