@@ -70,6 +70,15 @@ def test_words_that_shall_not_be_written(server) -> None:
     )
     with pytest.raises(openai.BadRequestError, match="leave no token"):
         client.completions.create(**completion(), extra_body={"allowed_token_ids": [2], "min_tokens": 2})
+    chosen = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=1,
+        logprobs=True,
+        extra_body={"logprob_token_ids": [300, 500], "allowed_token_ids": [400], "return_tokens_as_token_ids": True},
+    )
+    told = {entry.token for entry in chosen.choices[0].logprobs.content[0].top_logprobs}
+    assert told == {"token_id:300", "token_id:400", "token_id:500"}
     beams = {"use_beam_search": True, "ignore_eos": True}
     searched = client.completions.create(**completion(n=3, max_tokens=5, logprobs=1), extra_body=beams)
     sums = [sum(choice.logprobs.token_logprobs) for choice in searched.choices]
