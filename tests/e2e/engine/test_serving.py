@@ -17,7 +17,7 @@ from deadlines import PATIENCE_S
 
 @pytest.fixture(scope="module")
 def server(module_server, tiny_arguments):
-    return module_server(*tiny_arguments, "--api-key", "sesame").wait_ready()
+    return module_server(*tiny_arguments, "--api-key", "sesame", "--enable-tokenizer-info-endpoint").wait_ready()
 
 
 def completion(**changes: object) -> dict[str, object]:
@@ -110,6 +110,17 @@ async def test_64_at_once_do_not_change_each_other(server) -> None:
         together = await asyncio.gather(*(ask(place) for place in range(64)))
         alone = [await ask(place) for place in range(64)]
     assert together == alone
+
+
+def test_what_a_tokenizer_is_and_scores(server) -> None:
+    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer sesame"}, timeout=PATIENCE_S) as http:
+        told = http.get("/tokenizer_info").json()
+        assert told["eos_token"] == "<|im_end|>"
+        assert "<|im_start|>" in told["chat_template"]
+        assert told["added_tokens_decoder"]["2"] == {"content": "<|im_end|>", "special": True}
+        ranked = http.post("/v1/rerank", json={"query": "a cat", "documents": ["a dog", "a cat"]}).json()["results"]
+        assert (ranked[0]["index"], ranked[0]["relevance_score"]) == (1, pytest.approx(1, abs=1e-5))
+        assert http.post("/classify", json={"input": "a cat"}).status_code == 400
 
 
 def test_curl(server) -> None:
