@@ -58,6 +58,16 @@ class Nothing:
         return ""
 
 
+class Response(Nothing):
+    """A body by its members, as vLLM's typed responses are read; of what type they are is not checked."""
+
+    @staticmethod
+    def model_validate(value: Any) -> Any:
+        if isinstance(value, dict):
+            return types.SimpleNamespace(**{name: Response.model_validate(inner) for name, inner in value.items()})
+        return [Response.model_validate(inner) for inner in value] if isinstance(value, list) else value
+
+
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Any module below these names."""
 
@@ -84,7 +94,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return known[name]
             if name.startswith("__"):
                 raise AttributeError(name)
-            return type(name, (Nothing,), {}) if name[:1].isupper() else Nothing()
+            if name.isupper():  # Flags and variables for vLLM's other platforms.
+                return {} if "ENV" in name else []
+            kind = Response if name.endswith("Response") else ValueError if name.endswith("Error") else Nothing
+            return type(name, (kind,), {}) if name[:1].isupper() else Nothing()
 
         module.__getattr__ = attribute  # type: ignore[method-assign]
 
