@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import types
+import urllib.parse
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,8 @@ import pytest
 import requests
 
 MODEL = os.environ.get("COMPAT_MODEL", "smollm2")
+SERVER = urllib.parse.urlsplit(os.environ.get("COMPAT_SERVER", ""))
+"""One that runs already."""
 START_LIMIT_S = 120.0
 LORA_FLAGS = {"--enable-lora": 0, "--max-lora-rank": 1, "--max-cpu-loras": 1, "--max-loras": 1, "--lora-modules": -1}
 """Flags that are not passed on, and how many words follow; -1: all up to the next flag."""
@@ -53,6 +56,16 @@ class Nothing:
 
     def __str__(self) -> str:
         return ""
+
+
+class Response(Nothing):
+    """A body by its members, as vLLM's typed responses are read; of what type they are is not checked."""
+
+    @staticmethod
+    def model_validate(value: Any) -> Any:
+        if isinstance(value, dict):
+            return types.SimpleNamespace(**{name: Response.model_validate(inner) for name, inner in value.items()})
+        return [Response.model_validate(inner) for inner in value] if isinstance(value, list) else value
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -81,7 +94,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return known[name]
             if name.startswith("__"):
                 raise AttributeError(name)
-            return type(name, (Nothing,), {}) if name[:1].isupper() else Nothing()
+            if name.isupper():  # Flags and variables for vLLM's other platforms.
+                return {} if "ENV" in name else []
+            kind = Response if name.endswith("Response") else ValueError if name.endswith("Error") else Nothing
+            return type(name, (kind,), {}) if name[:1].isupper() else Nothing()
 
         module.__getattr__ = attribute  # type: ignore[method-assign]
 
@@ -99,6 +115,10 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "token-abc123"
 
     def __init__(self, model: str, vllm_serve_args: Sequence[str], **named: Any) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if SERVER.port is not None:
+            self.host, self.port = SERVER.hostname or "127.0.0.1", SERVER.port
+            return
         self.host, self.port = "127.0.0.1", _free_port()
         self._environment = {**os.environ, **(named.get("env_dict") or {})}
         flags, names, adapters = _kept([*vllm_serve_args])

@@ -93,6 +93,8 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
     min_tokens: int = 0
     logprobs: int | None = None
     """How many of the likeliest tokens to report beside the chosen one."""
+    logprob_token_ids: list[int] | None = None
+    """With logprobs: which tokens to report beside the chosen one, in place of the likeliest."""
     prompt_logprobs: int | None = None
     """The same for every token of the prompt but the first. What is wanted of a prompt is not taken from the cache."""
     detokenize: bool = True
@@ -186,7 +188,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
                 raise _wrong_kind(name, f"a list of {of}", value)
             return list(value)
 
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             listed(name, "token ids")
         for name in ("stop", "bad_words"):
             for entry in listed(name, "strings"):
@@ -241,6 +243,16 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
             f"at most max_tokens ({self.max_tokens})",
         )
         need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}")
+        need(
+            not self.logprob_token_ids or len(self.logprob_token_ids) <= MAX_LOGPROBS,
+            "logprob_token_ids",
+            f"at most {MAX_LOGPROBS} ids",
+        )
+        need(
+            not self.logprob_token_ids or self.logprobs is not None,
+            "logprob_token_ids",
+            "left out, or sent with logprobs",
+        )
         need(
             self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
             "prompt_logprobs",

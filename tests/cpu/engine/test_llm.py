@@ -60,6 +60,24 @@ def test_the_founding_code_runs_unchanged(llm) -> None:
     )
 
 
+def test_logprobs_of_tokens_by_their_ids(llm) -> None:
+    """The chosen one first, then those that were named: what the likeliest are told with is the same number."""
+    asked = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=20)
+    (free,) = llm.generate("The sea", asked)
+    named = [token for token in free.outputs[0].logprobs[0] if token != free.outputs[0].token_ids[0]][-3:]
+    (told,) = llm.generate("The sea", asked.replace(logprobs=0, logprob_token_ids=[*named, 11]))
+    first = told.outputs[0].logprobs[0]
+    assert list(first) == list(dict.fromkeys([told.outputs[0].token_ids[0], *named, 11]))
+    assert told.outputs[0].token_ids == free.outputs[0].token_ids
+    for token in named:
+        assert first[token].logprob == pytest.approx(free.outputs[0].logprobs[0][token].logprob, abs=1e-5)
+        assert first[token].rank is None
+    with pytest.raises(RequestError, match="logprob_token_ids"):
+        SamplingParams(logprob_token_ids=[5])
+    with pytest.raises(RequestError, match="not in the vocabulary"):
+        llm.generate("The sea", asked.replace(logprob_token_ids=[10**9]))
+
+
 def test_prompts_are_told_of_token_by_token(llm) -> None:
     """None first; the token itself and the likeliest; several answers, cached or not, change nothing of it."""
     prompt = llm.get_tokenizer().encode("The quick brown fox jumps over the lazy dog, again and again and again.")

@@ -135,6 +135,8 @@ def test_answers_are_the_servers(tmp_path: Path, start_server) -> None:
          "body": {"model": "smollm2", "messages": QUESTION, "temperature": 0}},
         {"custom_id": "vectors", "method": "POST", "url": "/v1/embeddings",
          "body": {"model": "smollm2", "input": ["The sea is blue.", "Two"], "encoding_format": "base64"}},
+        {"custom_id": "ranks", "method": "POST", "url": "/v1/rerank",
+         "body": {"model": "smollm2", "query": "The sea", "documents": ["Two", "The sea is blue."]}},
         {"custom_id": "json", "method": "POST", "url": "/v1/chat/completions",
          "body": {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 40, "response_format": {
              "type": "json_schema", "json_schema": {"name": "city", "schema": {

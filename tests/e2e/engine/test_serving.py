@@ -17,7 +17,7 @@ from deadlines import PATIENCE_S
 
 @pytest.fixture(scope="module")
 def server(module_server, tiny_arguments):
-    return module_server(*tiny_arguments, "--api-key", "sesame").wait_ready()
+    return module_server(*tiny_arguments, "--api-key", "sesame", "--enable-tokenizer-info-endpoint").wait_ready()
 
 
 def completion(**changes: object) -> dict[str, object]:
@@ -70,6 +70,15 @@ def test_words_that_shall_not_be_written(server) -> None:
     )
     with pytest.raises(openai.BadRequestError, match="leave no token"):
         client.completions.create(**completion(), extra_body={"allowed_token_ids": [2], "min_tokens": 2})
+    chosen = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=1,
+        logprobs=True,
+        extra_body={"logprob_token_ids": [300, 500], "allowed_token_ids": [400], "return_tokens_as_token_ids": True},
+    )
+    told = {entry.token for entry in chosen.choices[0].logprobs.content[0].top_logprobs}
+    assert told == {"token_id:300", "token_id:400", "token_id:500"}
     beams = {"use_beam_search": True, "ignore_eos": True}
     searched = client.completions.create(**completion(n=3, max_tokens=5, logprobs=1), extra_body=beams)
     sums = [sum(choice.logprobs.token_logprobs) for choice in searched.choices]
@@ -101,6 +110,17 @@ async def test_64_at_once_do_not_change_each_other(server) -> None:
         together = await asyncio.gather(*(ask(place) for place in range(64)))
         alone = {place: await ask(place) for place in range(0, 64, 3)}
     assert {place: together[place] for place in alone} == alone
+
+
+def test_what_a_tokenizer_is_and_scores(server) -> None:
+    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer sesame"}, timeout=PATIENCE_S) as http:
+        told = http.get("/tokenizer_info").json()
+        assert told["eos_token"] == "<|im_end|>"
+        assert "<|im_start|>" in told["chat_template"]
+        assert told["added_tokens_decoder"]["2"] == {"content": "<|im_end|>", "special": True}
+        ranked = http.post("/v1/rerank", json={"query": "a cat", "documents": ["a dog", "a cat"]}).json()["results"]
+        assert (ranked[0]["index"], ranked[0]["relevance_score"]) == (1, pytest.approx(1, abs=1e-5))
+        assert http.post("/classify", json={"input": "a cat"}).status_code == 400
 
 
 def test_curl(server) -> None:

@@ -22,7 +22,16 @@ from holdfast.engine.interface import Engine
 from holdfast.errors import EngineDiedError
 from holdfast.units import shorten
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+)
 MOST_COMPARED = 100_000
 """Lines of a run whose custom_id is compared with those before: a few megabytes."""
 FULL_PAUSE_S = 0.05

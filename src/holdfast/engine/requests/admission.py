@@ -58,6 +58,7 @@ class Admission:
         self._whole_ids("logit_bias", params.logit_bias or ())
         self._whole_ids("stop_token_ids", params.stop_ids)
         self._whole_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._whole_ids("logprob_token_ids", params.logprob_token_ids or ())
         bad_words = self._spelled(params)
         costly = self._check_grammar(params)
         eos = () if params.ignore_eos else self.spec.eos_token_ids

@@ -22,6 +22,7 @@ class OutputBuilder:
         self.index = index
         self.token_ids: list[int] = []
         self.finished = False
+        self._named = bool(request.params.logprob_token_ids)
         self._prompt_entries = 0
         """That have gone out of its log-probabilities, None for the first token included."""
         self._timing: RequestTiming | None = None
@@ -68,7 +69,7 @@ class OutputBuilder:
             token_ids=tokens,
             logprobs=None
             if output.logprobs is None
-            else [self._readable(entry) for entry in output.logprobs[: len(tokens)]],
+            else [self._readable(entry, named=self._named) for entry in output.logprobs[: len(tokens)]],
             prompt_logprobs=self._of_prompt(output.prompt_logprobs or []),
             embedding=output.embedding,
             finish_reason=reason,
@@ -102,11 +103,12 @@ class OutputBuilder:
             return False
         return not self.request.params.include_stop_str_in_output
 
-    def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+    def _readable(self, entry: TokenLogprobs, *, named: bool = False) -> dict[int, Logprob]:
+        """`named`: the others were asked for by their ids, and their ranks are not known."""
         readable: dict[int, Logprob] = {}
         for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
             if token not in readable:
-                rank = entry.rank if place == 0 else place
+                rank = entry.rank if place == 0 else None if named else place
                 readable[token] = Logprob(logprob=logprob, rank=rank, decoded_token=self._spelled(token))
         return readable
 

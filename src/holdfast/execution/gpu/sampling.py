@@ -6,7 +6,7 @@ go to whoever is in the step. Knows logits and parameters, not the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -64,16 +64,17 @@ class FoundLogprobs:
     ranks: torch.Tensor
     best: torch.Tensor
     best_ids: torch.Tensor
+    named: Mapping[int, tuple[list[int], torch.Tensor]]
+    """By place in `rows`: tokens that are told instead of the likeliest, and their log-probabilities."""
 
     def of(self, tokens: list[int]) -> list[TokenLogprobs | None]:
         """One for each token of the step, None for those who did not ask."""
         found: list[TokenLogprobs | None] = [None] * len(tokens)
         for index, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):
-            found[row] = TokenLogprobs(
-                [tokens[row], *self.best_ids[index, :count].tolist()],
-                [float(self.own[index]), *self.best[index, :count].tolist()],
-                int(self.ranks[index]),
-            )
+            ids, values = self.best_ids[index, :count].tolist(), self.best[index, :count].tolist()
+            if index in self.named:
+                ids, values = self.named[index][0], self.named[index][1].tolist()
+            found[row] = TokenLogprobs([tokens[row], *ids], [float(self.own[index]), *values], int(self.ranks[index]))
         return found
 
 
@@ -207,7 +208,13 @@ class DeviceSampler:
             for first in range(0, len(rows), LOGPROB_ROWS)
         ]
         own, ranks, best, best_ids = (self._to_host(torch.cat(parts)) for parts in zip(*found, strict=True))
-        return FoundLogprobs(rows, counts, own, ranks, best, best_ids)
+        asked_ids = [self._slots[slots[row]].params.logprob_token_ids for row in rows]
+        named = {
+            index: (ids, self._to_host(logits[rows[index]].float().log_softmax(-1)[ids]))
+            for index, ids in enumerate(asked_ids)
+            if ids
+        }
+        return FoundLogprobs(rows, counts, own, ranks, best, best_ids, named)
 
     def _score(self, logits: torch.Tensor, at: torch.Tensor, likeliest: int) -> tuple[torch.Tensor, ...]:
         # A row whose logits are no numbers has no token, and means nothing.

@@ -113,7 +113,7 @@ class Sampler:
         if raw is None:
             return tokens, []
         counts = [rows[index].params.logprobs or 0 for index in wanted]
-        found = iter(logprobs(raw, chosen[wanted], counts))
+        found = iter(logprobs(raw, chosen[wanted], counts, [rows[index].params.logprob_token_ids for index in wanted]))
         return tokens, [next(found) if row.params.logprobs is not None else None for row in rows]
 
     def score(self, logits: torch.Tensor, slots: list[int], targets: torch.Tensor) -> list[TokenLogprobs]:
@@ -265,8 +265,11 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return block * ARGMAX_BLOCK + blocked[torch.arange(rows, device=logits.device), block].argmax(-1)
 
 
-def logprobs(raw: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Of the raw logits: the chosen token, the likeliest `counts` of each row, and the chosen one's rank."""
+def logprobs(
+    raw: torch.Tensor, chosen: torch.Tensor, counts: list[int], named: Sequence[list[int] | None] = ()
+) -> list[TokenLogprobs]:
+    """Of the raw logits: the chosen token, the likeliest `counts` of each row, and the chosen one's rank. `named`: the
+    tokens of a row that are told instead of its likeliest."""
     scores = raw.log_softmax(-1)
     own = scores.gather(1, chosen[:, None])
     ranks, tokens, told = (scores >= own).sum(-1).tolist(), chosen.tolist(), own[:, 0].tolist()
@@ -276,7 +279,11 @@ def logprobs(raw: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list
     results = []
     for index, count in enumerate(counts):
         ids, values = [tokens[index]], [told[index]]
-        if best is not None:
+        asked = named[index] if named else None
+        if asked:
+            ids += asked
+            values += scores[index, asked].tolist()
+        elif best is not None:
             ids += best_ids[index][:count]
             values += best_values[index][:count]
         results.append(TokenLogprobs(ids, values, ranks[index]))

@@ -58,13 +58,14 @@ _SAMPLING_NAMES = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
     "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs", "allowed_token_ids",
-    "bad_words", "spaces_between_special_tokens",
+    "bad_words", "spaces_between_special_tokens", "logprob_token_ids",
 )  # fmt: skip
 
 
 _NOT_WITH_BEAMS = (
     "stop", "stop_token_ids", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "structured_outputs", "prompt_logprobs",
+    "logprob_token_ids",
 )  # fmt: skip
 
 
@@ -164,6 +165,7 @@ async def read_chat(
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     _check_logprobs(logprobs, "top_logprobs")
+    logprobs = _shown_logprobs(body, logprobs)
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
@@ -230,8 +232,11 @@ async def completion_request(
     alone = body.echo and body.max_tokens == 0
     if alone:
         body.max_tokens = 1
+    if alone and body.logprob_token_ids:
+        raise unsupported("logprob_token_ids", "no output tokens are generated")
     if body.echo and body.prompt_logprobs is None:
         body.prompt_logprobs = body.logprobs
+    body.logprobs = _shown_logprobs(body, body.logprobs)
     params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=default_tokens)
     if params.structured_outputs is not None:
         await _check_structured(params, engine)
@@ -410,6 +415,20 @@ def no_priority() -> UnsupportedOptionError:
 def _check_logprobs(count: int | None, field: str) -> None:
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
         raise RequestError(f"{field} is {count}; it must be between 0 and {MAX_LOGPROBS}", field=field)
+
+
+def _shown_logprobs(body: Common, asked: int | None) -> int | None:
+    """Of each token, beside itself. All that were asked for by their ids, and the chosen one among them, as in vLLM."""
+    named = body.logprob_token_ids
+    if not named:
+        return asked
+    if asked is None:
+        raise RequestError("logprob_token_ids needs logprobs", needed="logprobs", field="logprob_token_ids")
+    if len(named) >= MAX_LOGPROBS:
+        raise RequestError(
+            f"logprob_token_ids has {len(named)} ids; at most {MAX_LOGPROBS - 1}", field="logprob_token_ids"
+        )
+    return len(named) + 1
 
 
 def _check_prompt_logprobs(body: Common) -> None:

@@ -62,7 +62,6 @@ QUIET: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "thinking_token_budget": (-1,),
-    "logprob_token_ids": ([],),
 }
 
 # Known to OpenAI or vLLM, with no value that asks for nothing.
@@ -85,7 +84,6 @@ WHY = {
     "bootstrap_port": _PAGES_STAY,
     "kv_transfer_params": _PAGES_STAY,
     "ec_transfer_params": _PAGES_STAY,
-    "logprob_token_ids": "logprobs are returned of the likeliest tokens; send logprobs and top_logprobs",
     "prompt_embeds": "prompts must be text or token ids",
     "thinking_token_budget": "max_tokens limits reasoning and answer together",
     "repetition_detection": "use frequency_penalty, presence_penalty or repetition_penalty",

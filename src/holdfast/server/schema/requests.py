@@ -59,6 +59,8 @@ class Common(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     spaces_between_special_tokens: bool | None = None
+    logprob_token_ids: list[TokenId] | None = None
+    """With logprobs: the tokens to report in place of the likeliest."""
     prompt_logprobs: Small | None = None
     use_beam_search: bool = False
     """n is how many beams there are."""
