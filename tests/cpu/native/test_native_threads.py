@@ -1,4 +1,4 @@
-"""The threads of the compiled kernels: the pool itself in C, whose threads compute when, and results that do not change."""
+"""The threads of the compiled kernels: the pool itself in C, whose threads compute when, and results on any number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_before() -> Iterator[None]:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize("parking", [(), ("-DPARK_ON_CONDITION",)], ids=["as built", "condition variables"])
 def test_the_pool_keeps_its_promises(parking: tuple[str, ...], tmp_path: Path) -> None:
-    """Random regions, regions within regions, more threads than cores, several callers, a fork, an end and a new start."""
+    """Random regions, regions within regions, more threads than cores, several callers, a fork, an end, a new start."""
     program, harness = tmp_path / "harness", Path(__file__).with_name("pool_harness.c")
     files = (str(harness), str(SOURCES / "parallel.c"))
     subprocess.run(

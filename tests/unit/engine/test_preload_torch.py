@@ -28,5 +28,6 @@ def test_where_meta_kernels_are_left_out(build: TorchBuild, imported: bool, left
 def test_torch_still_has_that_module() -> None:
     """Under another name it would be imported again, unnoticed."""
     found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
+    assert found is not None
+    assert found.origin is not None
     assert Path(found.origin).with_name(META_KERNELS.partition(".")[2] + ".py").is_file()
