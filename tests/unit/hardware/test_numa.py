@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.engine.startup.numa_weights import spread_over_nodes
 from holdfast.hardware import numa
 
 
@@ -44,3 +45,23 @@ def test_without_the_system_calls_nothing_is_spread(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(numa, "_SYSTEM_CALLS", {})
     with numa.interleaved((0,)) as spread:
         assert not spread
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_weights_of_several_nodes(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if there were two; what the system is asked for is recorded."""
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def set_policy(policy: int, nodes: tuple[int, ...]) -> bool:
+        asked.append((policy, nodes))
+        return allowed
+
+    monkeypatch.setattr(numa, "memory_nodes", lambda: (0, 1))
+    monkeypatch.setattr(numa, "thread_policy", lambda: numa.DEFAULT)
+    monkeypatch.setattr(numa, "_set_policy", set_policy)
+    with caplog.at_level("INFO"), spread_over_nodes():
+        assert asked == [(numa.INTERLEAVE, (0, 1))]
+    assert asked[1:] == ([(numa.DEFAULT, ())] if allowed else [])
+    assert ("spread over 2" in caplog.text, "numactl" in caplog.text) == (allowed, not allowed)

@@ -29,6 +29,7 @@ from holdfast.checkpoints.sources.resolve import refuse_known
 from holdfast.config import EngineConfig
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.kv_scales import WHOLE_NAMES, find_kv_scales
+from holdfast.engine.startup.numa_weights import spread_over_nodes
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
@@ -37,7 +38,7 @@ from holdfast.errors import (
     ModelAccessError,
     ModelNotFoundError,
 )
-from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, numa, processor, resident
+from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.hardware.kernels import kernel_choice
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
@@ -260,26 +261,6 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def _spread_over_nodes() -> Iterator[None]:
-    """What is loaded within. One thread loads, threads of all nodes read: all would lie on one node, and
-    one memory controller would serve every core."""
-    nodes = numa.memory_nodes()
-    if len(nodes) == 1 or numa.thread_policy() not in (None, numa.DEFAULT):
-        yield
-        return
-    with numa.interleaved(nodes) as spread:
-        if spread:
-            log.info("weights are spread over %d NUMA nodes", len(nodes))
-        else:
-            log.warning(
-                "weights may lie on one of %d NUMA nodes: set_mempolicy is not allowed here; "
-                "`numactl --interleave=all holdfast serve`, or docker's --cap-add SYS_NICE, spreads them",
-                len(nodes),
-            )
-        yield
-
-
 def build_core(
     config: EngineConfig,
     model: FoundModel,
@@ -305,7 +286,7 @@ def build_core(
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
-    with stored as checkpoint, _spread_over_nodes():
+    with stored as checkpoint, spread_over_nodes():
         plan = _still_fits(plan)
         set_threads(config.threads or processor().cores)
         warm_up(DTYPES[plan.dtype], CPU)
