@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from holdfast.hardware import numa
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("holdfast")
 
 
 @contextlib.contextmanager
