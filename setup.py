@@ -42,7 +42,7 @@ def kernels(variant: str, flags: list[str]) -> Extension:
         depends=sorted(str(path) for path in FOLDER.glob("*.h")),
         define_macros=[("VARIANT", variant)],
         extra_compile_args=FLAGS + flags,
-        libraries=["m"],
+        libraries=["m", "pthread"],
         optional=True,
     )
 

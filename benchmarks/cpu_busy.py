@@ -121,9 +121,7 @@ def show(name: str, alone: list[Turn], beside: list[Turn]) -> None:
 def main() -> None:
     arguments = parse_arguments()
     gguf = arguments.gguf or locate(None).weights[0]
-    work = Work(
-        name="streams", prompts=[PROMPT] * arguments.streams, output_tokens=arguments.tokens, counts="output"
-    )
+    work = Work(name="streams", prompts=[PROMPT] * arguments.streams, output_tokens=arguments.tokens, counts="output")
     print(json.dumps(describe_machine()), f"{arguments.loops} loops, {arguments.streams} streams")
     with tempfile.TemporaryDirectory() as logs:
         workers = {str(source): start(source, gguf, Path(logs)) for source in arguments.sources}

@@ -209,7 +209,9 @@ class EngineConfig:
         "data type of LoRA weights: auto, or the value of dtype, which is the same",
         choice("auto", "float32", "bfloat16", "float16"),
     )
-    threads: int | None = setting(None, "number of CPU threads; default: all cores", optional(whole(1, 1024)))
+    threads: int | None = setting(
+        None, "number of CPU threads; default: one for each physical core that may be used", optional(whole(1, 1024))
+    )
     tensor_parallel_size: int = setting(
         1, "number of GPUs to split each layer over; only 1 so far", whole(1), flags=("-tp",)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,7 @@ class Memory:
 class Processor:
     model: str
     cores: int
-    """Those this process may run on and a container's quota pays for."""
+    """Physical ones, that this process may run on and a container's quota pays for."""
     features: frozenset[str]
 
     @property
@@ -149,8 +150,8 @@ def processor() -> Processor:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Those this process may run on, and no more than a container's CPU quota pays for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """Physical ones that this process may run on, and no more than a container's CPU quota pays for."""
+    cores = _physical(root, os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     for folder in _control_group_folders(root, "cpu"):
         try:
             quota, period = (folder / "cpu.max").read_text().split()
@@ -159,6 +160,22 @@ def usable_cores(root: Path = Path("/")) -> int:
         if quota.isdigit() and period.isdigit() and int(period):
             cores = min(cores, max(1, round(int(quota) / int(period))))
     return cores
+
+
+def _physical(root: Path, processors: Iterable[int]) -> int:
+    """How many cores these logical processors are: two hyperthreads of a core compute no faster than one. Where the
+    system does not tell which belong together, each is a core."""
+    cores = set[str]()
+    for number in processors:
+        folder, siblings = root / f"sys/devices/system/cpu/cpu{number}/topology", f"only {number}"
+        for name in ("core_cpus_list", "thread_siblings_list"):
+            try:
+                siblings = (folder / name).read_text().strip() or siblings
+                break
+            except OSError:
+                continue
+        cores.add(siblings)
+    return max(1, len(cores))
 
 
 def _control_group_limit(root: Path) -> tuple[int, int] | None:

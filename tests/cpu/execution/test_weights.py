@@ -18,9 +18,11 @@ import transformers
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import gguf as gguf_files
 from holdfast.checkpoints.formats import safetensors
+from holdfast.execution import native
 from holdfast.execution.layers.linear import QuantizedLinear, StackedLinear
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.products_by import torch_share
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config, from_gguf
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite
@@ -127,6 +129,23 @@ def test_gguf_models_equal_transformers_with_the_same_numbers(
         assert (weights.head is weights.embed) == tied
         if file == "mixed" and not expand:
             assert isinstance(weights.layers[0].qkv, StackedLinear)
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiled kernels")
+def test_which_part_of_the_weights_torch_multiplies(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """It decides whose threads compute: none where all lie in blocks, all where none does."""
+    oracle, shares = oracles("Llama"), []
+    kinds: list[Callable[[str], str]] = [FILES["F32"], FILES["Q8_0"], lambda name: "F32" if "down" in name else "Q8_0"]
+    for number, layouts in enumerate(kinds):
+        path = tmp_path / f"{number}.gguf"
+        write_gguf(oracle, path, layouts)
+        header = gguf_files.read_header(path)
+        spec, checkpoint = from_gguf(header.metadata, header.tensors), Checkpoint(header.tensors, "gguf")
+        weights = load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, expand=False, compiled=True)
+        shares.append(torch_share(weights))
+    dense, blocks, mixed = shares
+    assert (dense, blocks) == (1.0, 0.0)
+    assert 0.02 < mixed < 1.0
 
 
 @torch.inference_mode()

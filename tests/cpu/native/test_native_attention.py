@@ -163,7 +163,7 @@ def test_a_row_does_not_depend_on_its_company_or_the_threads() -> None:
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+            native.use_own_threads(threads)
             results.append(torch.empty(22, 6, 64))
             rows = native.AttentionRows(
                 case.tables,
@@ -175,7 +175,7 @@ def test_a_row_does_not_depend_on_its_company_or_the_threads() -> None:
             )
             native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 0.125, results[-1])
     finally:
-        torch.set_num_threads(before)
+        native.share_torch_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     alone = torch.empty(1, 6, 64)
@@ -190,11 +190,11 @@ def test_heads_taken_apart_for_many_threads_give_the_same() -> None:
     query, before, results = torch.randn(1, 10, 64), torch.get_num_threads(), []
     try:
         for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
+            native.use_own_threads(threads)
             results.append(torch.empty(1, 10, 64))
             native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 0.125, results[-1])
     finally:
-        torch.set_num_threads(before)
+        native.share_torch_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

@@ -1,4 +1,4 @@
-"""The compiled kernels load, share torch's threads, and step aside with a reason."""
+"""The compiled kernels load, and step aside with a reason. Their threads: test_native_threads.py."""
 
 from __future__ import annotations
 
@@ -52,24 +52,6 @@ ask()
     assert on == "True None"
     assert missing.startswith("False")
     assert "not built" in missing
-
-
-def test_one_openmp_runtime_and_one_pool_of_threads() -> None:
-    """The module brings no runtime of its own, and a product starts no thread that torch has not started."""
-    code = """
-import os, torch
-torch.set_num_threads(2)
-torch.randn(400, 400) @ torch.randn(400, 400); torch.randn(2_000_000).exp_()
-before = len(os.listdir("/proc/self/task"))
-from holdfast.execution import native
-matrix = native.BlockMatrix(torch.zeros(512, 18 * 18, dtype=torch.uint8), "Q4_0")
-for rows in (1, 64):
-    matrix.write(torch.zeros(rows, 576), torch.empty(rows, 512))
-names = ("gomp", "libomp", "iomp")
-runtimes = {line.split()[-1] for line in open("/proc/self/maps") if any(name in line for name in names)}
-print(len(os.listdir("/proc/self/task")) - before, len(runtimes))
-"""
-    assert run_python(code) == "0 1"
 
 
 def test_the_interpreter_is_let_go_and_other_threads_may_call() -> None:

@@ -201,11 +201,11 @@ def test_the_number_of_threads_changes_nothing() -> None:
         x, results = torch.randn(rows, 576), []
         try:
             for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
+                native.use_own_threads(threads)
                 results.append(torch.empty(rows, 300))
                 matrix.write(x, results[-1])
         finally:
-            torch.set_num_threads(before)
+            native.share_torch_threads(before)
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])
 

@@ -1,6 +1,9 @@
 """Memory as a container sees it, from a made-up /proc and /sys."""
 
+import os
 from pathlib import Path
+
+import pytest
 
 from holdfast import hardware
 from holdfast.hardware.probe import usable_cores
@@ -67,3 +70,18 @@ def test_a_quota_of_version_one(tmp_path: Path) -> None:
     own_group(tmp_path, "3:cpu,cpuacct:/box\n")
     group(tmp_path, "cpu/box", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
     assert usable_cores(tmp_path) == 1
+
+
+def test_hyperthreads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight logical processors, four cores; allowed are both of one core, and one of another."""
+    for number in range(8):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/topology"
+        folder.mkdir(parents=True)
+        name = "thread_siblings_list" if number % 4 == 3 else "core_cpus_list"
+        (folder / name).write_text(f"{number % 4},{number % 4 + 4}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 4, 3})
+    assert usable_cores(tmp_path) == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert usable_cores(tmp_path) == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {100, 101})
+    assert usable_cores(tmp_path) == 2, "the system does not tell of these"

@@ -29,6 +29,7 @@ from holdfast.checkpoints.sources.resolve import refuse_known, say_short_name
 from holdfast.config import EngineConfig
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.kv_scales import WHOLE_NAMES, find_kv_scales
+from holdfast.engine.startup.numa_weights import spread_over_nodes
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
@@ -285,7 +286,8 @@ def build_core(
     check_lora_dtype(config, plan.dtype)
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan)
-    with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files) as checkpoint:
+    stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
+    with stored as checkpoint, spread_over_nodes():
         plan = _still_fits(plan)
         set_threads(config.threads or processor().cores)
         warm_up(DTYPES[plan.dtype], CPU)

@@ -1,7 +1,8 @@
 """Compiled CPU kernels of our own: products straight from stored blocks, paged attention, small fused operations.
 
-They compute in float32, on threads of their own or on torch's (`use_own_threads`, `share_torch_threads`). `available()` says whether this machine has them; where it has not,
-the torch forms in `holdfast.execution.ops` do the same work. Nothing here decides which of the two is used.
+They compute in float32, on threads of their own or on torch's (`use_own_threads`, `share_torch_threads`).
+`available()` says whether this machine has them; where it has not, the torch forms in `holdfast.execution.ops` do the
+same work. Nothing here decides which of the two is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the compiled kernels, or says why there are none, and knows whose threads they compute with. Knows no kernel."""
+"""Finds the compiled kernels, or says why there are none; knows whose threads they compute with. Knows no kernel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kernels() -> Kernels:
 
 
 def threads() -> int:
-    """How many the kernels compute with. Asked at each call: asking torch also makes its number hold in a new thread."""
+    """How many the kernels compute with. Asked at each call: asking torch makes its number hold in a new thread."""
     return torch.get_num_threads() if _own_threads is None else _own_threads
 
 

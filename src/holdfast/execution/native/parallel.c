@@ -95,14 +95,8 @@ static void leave(void) {
 
 static void free_scratch(void);
 
-static void *serve(void *number) {
-    char name[16];
-    snprintf(name, sizeof name, "holdfast-%d", (int)(size_t)number);
-#if defined(__linux__)
-    pthread_setname_np(pthread_self(), name);
-#elif defined(__APPLE__)
-    pthread_setname_np(name);
-#endif
+static void *serve(void *unused) {
+    (void)unused;
     within = 1;
     for (unsigned seen = 0;; await_region(seen)) {
         seen = atomic_load(&pool.opened);
@@ -126,6 +120,16 @@ static void forget_pool(void) {
     unpark_after_fork();
 }
 
+static void name_worker(int number) {
+#if defined(__linux__)
+    char name[16];
+    snprintf(name, sizeof name, "holdfast-%u", (unsigned)number % 10000u);
+    pthread_setname_np(pool.threads[number - 1], name);
+#else
+    (void)number;
+#endif
+}
+
 static int start_workers(int wanted) {
     if (wanted > MOST_WORKERS) wanted = MOST_WORKERS;
     if (pool.workers >= wanted) return wanted;
@@ -134,9 +138,8 @@ static int start_workers(int wanted) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.workers < wanted) {
-        void *number = (void *)(size_t)(pool.workers + 1);
-        if (pthread_create(&pool.threads[pool.workers], NULL, serve, number) != 0) break; /* fewer will do it */
-        pool.workers++;
+        if (pthread_create(&pool.threads[pool.workers], NULL, serve, NULL) != 0) break; /* fewer will do it */
+        name_worker(++pool.workers);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return pool.workers;

@@ -25,12 +25,9 @@ def _multiplied(weights: Weights) -> Iterator[Linear | Stack]:
 
 
 def _of_mlp(mlp: MlpWeights) -> Iterator[Linear | Stack]:
-    if not isinstance(mlp, ExpertWeights):
-        yield from mlp.linears
-        return
-    yield from (mlp.router, *mlp.gate_up, mlp.down)
-    if mlp.shared is not None:
-        yield from (mlp.shared.gate_up, mlp.shared.down, mlp.shared.router)
+    yield from mlp.linears
+    if isinstance(mlp, ExpertWeights):
+        yield from (*mlp.gate_up, mlp.down)
 
 
 def _parts(linear: Linear | Stack) -> tuple[Linear | Stack, ...]:
