@@ -156,3 +156,15 @@ def test_draft_layers_are_counted_where_they_are_loaded() -> None:
     with pytest.raises(ConfigurationError) as refused:
         plan("qwen3-8b", gpu="l40s", spec_method="mtp")
     assert refused.value.code == "HF149"
+
+
+def test_zero_points_that_are_all_alike_are_given_up() -> None:
+    """Qwen2.5-7B-Instruct-GPTQ-Int4 is symmetric, and printed 5.1811 GiB; a GPTQ that is not keeps its zero points."""
+    found, _ = sized("qwen2.5-7b-gptq-l40s")
+    model = found.question.model
+    assert model.spec.quantization is not None
+    alike = replace(model, spec=replace(model.spec, quantization=replace(model.spec.quantization, symmetric=True)))
+    vllm = parse_vllm("==0.8.5.post1")
+    told = fit(replace(found.question, model=alike))
+    assert vllm_terms(told, vllm).weights / GIB == pytest.approx(5.1811, rel=0.002)
+    assert vllm_terms(found, vllm).weights / GIB > 5.195
