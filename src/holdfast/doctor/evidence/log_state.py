@@ -469,7 +469,7 @@ class LogState:
             if trace is not None:
                 trace.ended = True
             return True
-        severe = line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
+        severe = bool(text) and line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
         if severe or _ERROR.search(text) is not None:
             named = _ERROR.search(text) is not None
             self.run.named = self.run.named or named
