@@ -176,6 +176,11 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
     def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         return [list(self._read_prompt(prompt)[1]) for prompt in _as_list(prompts)]
 
+    def _continue(
+        self, prompts: list[list[int]], params: SamplingParams, lora_request: LoRARequest | None, show_progress: bool
+    ) -> list[RequestOutput]:
+        return self.generate(prompts, params, lora_request=lora_request, use_tqdm=show_progress)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where it is given none: as the model's makers advise."""
         return self._defaults
