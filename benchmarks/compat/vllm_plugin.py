@@ -71,7 +71,7 @@ class Response(Nothing):
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Any module below these names."""
 
-    roots = ("vllm", "fastapi", "tests.conftest", "tests.utils", "tests.models")
+    roots = ("vllm", "fastapi", "PIL", "tests.conftest", "tests.utils", "tests.models")
 
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if any(name == root or name.startswith(root + ".") for root in self.roots):

@@ -180,6 +180,11 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
         files = self._found.files
         return decided(info, self._config, default_sampling(self._config, files), advised=bool(files.generation_config))
 
+    def _continue(
+        self, prompts: list[list[int]], params: SamplingParams, lora_request: LoRARequest | None, show_progress: bool
+    ) -> list[RequestOutput]:
+        return self.generate(prompts, params, lora_request=lora_request, use_tqdm=show_progress)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where it is given none: as the model's makers advise."""
         return self._defaults

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 from holdfast.config.python_words import in_python
 from holdfast.engine.llm_pooling import Prompt
 from holdfast.engine.requests.beam_search import BeamSearch, one_token
-from holdfast.records import EngineInfo, RequestOutput, SamplingParams
+from holdfast.records import EngineInfo, LoRARequest, RequestOutput, SamplingParams
 from holdfast.records.beams import BeamSearchOutput, BeamSearchParams
 from holdfast.text.tokenizer.tokenizer import Tokenizer
 
@@ -24,7 +23,9 @@ class BeamMethods:
     def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]: ...
 
     @abstractmethod
-    def generate(self, prompts: Any, sampling_params: SamplingParams, **named: Any) -> list[RequestOutput]: ...
+    def _continue(
+        self, prompts: list[list[int]], params: SamplingParams, lora_request: LoRARequest | None, show_progress: bool
+    ) -> list[RequestOutput]: ...
 
     @in_python()
     def beam_search(
@@ -32,7 +33,7 @@ class BeamMethods:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` likeliest continuations of each prompt, the best first; their tokens begin with the
@@ -50,7 +51,7 @@ class BeamMethods:
             if not going:
                 break
             longer = [[*ids, *beam.tokens] for ids, search in going for beam in search.beams]
-            outputs = iter(self.generate(longer, asked, use_tqdm=use_tqdm, lora_request=lora_request))
+            outputs = iter(self._continue(longer, asked, lora_request, use_tqdm))
             for _, search in going:
                 search.expand([(next(outputs).outputs[0].logprobs or [{}])[0] for _ in search.beams])
         return [self._output(ids, search) for ids, search in zip(given, searches, strict=True)]

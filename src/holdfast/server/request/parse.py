@@ -9,24 +9,29 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from holdfast.engine.interface import Engine
-from holdfast.engine.requests.beam_search import one_token
 from holdfast.errors import GrammarError, RequestError, UnknownModelError, UnsupportedOptionError
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.beams import BeamSearchParams
-from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.request.chat import chat_prompt, final_answer
-from holdfast.server.request.logprob_budget import check_told
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.request.token_choice import (
+    beams_of,
+    check_bias_ids,
+    check_logprobs,
+    check_prompt_logprobs,
+    prompt_logprob_entries,
+    shown_logprobs,
+)
 from holdfast.server.request.tokenize_pool import TokenizePool, Truncation, check_ids, encode_within
 from holdfast.server.schema.fields import (
     check_fields,
@@ -59,13 +64,6 @@ _SAMPLING_NAMES = (
     "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
     "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs", "allowed_token_ids",
     "bad_words", "spaces_between_special_tokens", "logprob_token_ids",
-)  # fmt: skip
-
-
-_NOT_WITH_BEAMS = (
-    "stop", "stop_token_ids", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "allowed_token_ids", "bad_words", "structured_outputs", "prompt_logprobs",
-    "logprob_token_ids",
 )  # fmt: skip
 
 
@@ -164,10 +162,10 @@ async def read_chat(
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    _check_logprobs(logprobs, "top_logprobs")
-    logprobs = _shown_logprobs(body, logprobs)
+    check_logprobs(logprobs, "top_logprobs")
+    logprobs = shown_logprobs(body, logprobs)
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
-    _check_prompt_logprobs(body)
+    check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
     chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool, cut)
@@ -223,8 +221,8 @@ async def completion_request(
 ) -> GenerationRequest:
     """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
-    _check_logprobs(body.logprobs, "logprobs")
-    _check_prompt_logprobs(body)
+    check_logprobs(body.logprobs, "logprobs")
+    check_prompt_logprobs(body)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
         raise unsupported("echo", "echo with logprobs and n cannot be streamed; leave stream out")
     if engine.tokenizer is None:
@@ -236,7 +234,7 @@ async def completion_request(
         raise unsupported("logprob_token_ids", "no output tokens are generated")
     if body.echo and body.prompt_logprobs is None:
         body.prompt_logprobs = body.logprobs
-    body.logprobs = _shown_logprobs(body, body.logprobs)
+    body.logprobs = shown_logprobs(body, body.logprobs)
     params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=default_tokens)
     if params.structured_outputs is not None:
         await _check_structured(params, engine)
@@ -412,39 +410,6 @@ def no_priority() -> UnsupportedOptionError:
     )
 
 
-def _check_logprobs(count: int | None, field: str) -> None:
-    if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise RequestError(f"{field} is {count}; it must be between 0 and {MAX_LOGPROBS}", field=field)
-
-
-def _shown_logprobs(body: Common, asked: int | None) -> int | None:
-    """Of each token, beside itself. All that were asked for by their ids, and the chosen one among them, as in vLLM."""
-    named = body.logprob_token_ids
-    if not named:
-        return asked
-    if asked is None:
-        raise RequestError("logprob_token_ids needs logprobs", needed="logprobs", field="logprob_token_ids")
-    if len(named) >= MAX_LOGPROBS:
-        raise RequestError(
-            f"logprob_token_ids has {len(named)} ids; at most {MAX_LOGPROBS - 1}", field="logprob_token_ids"
-        )
-    return len(named) + 1
-
-
-def _check_prompt_logprobs(body: Common) -> None:
-    if body.prompt_logprobs is not None and body.stream:
-        raise unsupported("prompt_logprobs", "it cannot be streamed; leave stream out")
-
-
-def _prompt_logprob_entries(body: Common, prompts: list[list[int]], params: SamplingParams, *, echoed: bool) -> int:
-    if params.prompt_logprobs is None:
-        return 0
-    # An echo shows them in OpenAI's shape; what is not a stream, in vLLM's.
-    copies = int(echoed) + int(not body.stream)
-    field = "logprobs" if echoed else "prompt_logprobs"
-    return check_told([len(prompt) for prompt in prompts], params.prompt_logprobs, copies, field)
-
-
 def _sampling(
     body: Common, settings: ServerSettings, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
@@ -454,18 +419,10 @@ def _sampling(
         if value is not None:
             values[name] = value
     if body.logit_bias:
-        _check_bias_ids(body.logit_bias)
+        check_bias_ids(body.logit_bias)
         values["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
     values["structured_outputs"] = form_of(body, settings.structured_outputs)
     return SamplingParams(**values, logprobs=logprobs)
-
-
-def _check_bias_ids(keys: Iterable[str]) -> None:
-    wrong = [key for key in keys if not (key.isascii() and key.isdigit() and len(key) < 10)]
-    if wrong:
-        shown = ", ".join(repr(key[:50]) for key in wrong[:3]) + (", ..." if len(wrong) > 3 else "")
-        said = "is not a token id" if len(wrong) == 1 else "are not token ids"
-        raise RequestError(f"logit_bias: {shown} {said}", field="logit_bias")
 
 
 def _ask(
@@ -503,7 +460,7 @@ def _ask(
         echoes=echoes,
         echoes_alone=alone,
         first_tokens=first_tokens,
-        prompt_logprob_entries=_prompt_logprob_entries(body, prompts, params, echoed=first_tokens is not None),
+        prompt_logprob_entries=prompt_logprob_entries(body, prompts, params, echoed=first_tokens is not None),
         params=params,
         default_max_tokens=body.max_tokens is None,
         bytes_of=bytes_of,
@@ -518,24 +475,5 @@ def _ask(
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         prompt_text=prompt_text,
         reading=reading,
-        beams=_beams(body, params),
+        beams=beams_of(body, params),
     )
-
-
-def _beams(body: Common, params: SamplingParams) -> BeamSearchParams | None:
-    """What would choose other tokens than a search does is refused, where vLLM passes it over."""
-    if not body.use_beam_search:
-        return None
-    for name in _NOT_WITH_BEAMS:
-        if getattr(params, name) not in (None, [], {}, 0, 1.0):
-            raise unsupported(name, "it cannot be combined with use_beam_search")
-    beams = BeamSearchParams(
-        beam_width=params.n,
-        max_tokens=params.max_tokens or 0,
-        ignore_eos=params.ignore_eos,
-        temperature=body.temperature or 0.0,
-        length_penalty=body.length_penalty,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-    )
-    one_token(beams if params.max_tokens is not None else replace(beams, max_tokens=1))
-    return beams

@@ -212,7 +212,8 @@ def _text(given: Any, field: str) -> str:
         content = given.get("content", given.get("text"))
         parts = content if isinstance(content, list) else [content]
         texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
-        given = "\n".join(texts) if all(isinstance(text, str) for text in texts) else None
+        known = [text for text in texts if isinstance(text, str)]
+        given = "\n".join(known) if len(known) == len(texts) else None
     if not isinstance(given, str):
         raise RequestError(f"{field}: expected a text, or a list of texts", needed="text", field=field)
     return given
