@@ -36,7 +36,6 @@ from holdfast.server.schema.fields import (
     unsupported,
 )
 from holdfast.server.schema.ignored import IGNORED
-from holdfast.server.schema.llama_cpp import NativeOptions
 from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, StreamOptions, TokenId
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
@@ -100,8 +99,8 @@ class GenerationRequest:
     """A chat's prompt as the template has rendered it, where it is to be shown."""
     reading: OutputParserConfig | None
     """How an answer's text is to be read; None: it is content and nothing else."""
-    native: NativeOptions | None = None
-    """Of llama.cpp's own endpoint."""
+    options: object | None = None
+    """Of an API other than OpenAI's chats and completions: what its ResponseFormatter must know."""
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
@@ -143,7 +142,24 @@ async def read_chat(
     request_id: str | None = None,
 ) -> GenerationRequest:
     """`request_id`: as the client named its request outside of the body."""
-    fields = check_fields(decode_object(raw), _CHAT_FIELDS)
+    given = decode_object(raw)
+    return await chat_request(given, len(raw), engine, settings, workers=workers, pool=pool, request_id=request_id)
+
+
+async def chat_request(
+    given: dict[str, Any],
+    size_bytes: int,
+    engine: Engine,
+    settings: ServerSettings,
+    *,
+    workers: TemplateWorkers,
+    pool: TokenizePool,
+    request_id: str | None = None,
+    prefix: str = "chatcmpl",
+) -> GenerationRequest:
+    """`given`: as it was sent, or as another API's body was translated. `size_bytes`: of the raw body. `prefix`: of the
+    answer's id."""
+    fields = check_fields(given, _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
     _check_inner(fields, stream=body.stream)
     model = served_model(body.model, settings)
@@ -158,11 +174,11 @@ async def read_chat(
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
-    chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool, cut)
+    chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, size_bytes, workers, pool, cut)
     reading = chat.reading
     try:
         if reading is not None:
-            params, reading = await pool.run(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))
+            params, reading = await pool.run(partial(reading.adjusted, params, tokenizer, engine.structured), size_bytes)
         await _check_structured(params, engine)
         for arguments in reading.strict_arguments if reading is not None else ():
             assert engine.structured is not None
@@ -176,7 +192,7 @@ async def read_chat(
     echoes = [final_answer(body)] if body.echo else None
     return _ask(
         body,
-        "chatcmpl",
+        prefix,
         model,
         [chat.ids],
         params,
