@@ -23,6 +23,9 @@ from holdfast.observability.logs import json_lines
 from holdfast.observability.metrics.http import HttpMetrics
 from holdfast.observability.metrics.registry import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
+from holdfast.server.anthropic.models import model_info, model_page
+from holdfast.server.anthropic.read import TokenCount, read_message_request
+from holdfast.server.anthropic.shape import MessageShape
 from holdfast.server.endpoints.docs_page import POLICY, page
 from holdfast.server.endpoints.embeddings import Embeddings
 from holdfast.server.endpoints.llama_cpp import LlamaCpp, aliases
@@ -39,6 +42,7 @@ from holdfast.server.http.errors import (
     HttpFailure,
     describe,
     failure_response,
+    is_anthropic,
     json_response,
 )
 from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, Tally
@@ -83,11 +87,17 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     embeddings = Embeddings(engine, settings, metrics, room, workers, pool)
     tokenizing = Tokenizing(engine, settings, workers, pool)
     native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
+    messages = Generation(
+        partial(read_message_request, workers=workers, pool=pool), MessageShape, engine, settings, metrics, room
+    )
+    counting = TokenCount(engine, settings, workers, pool)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", Exchange(counting.count, engine, settings), methods=["POST"]),
         Route("/v1/embeddings", Exchange(embeddings.answer, engine, settings), methods=["POST"]),
         Route("/tokenize", Exchange(tokenizing.tokenize, engine, settings), methods=["POST"]),
         Route("/detokenize", Exchange(tokenizing.detokenize, engine, settings), methods=["POST"]),
@@ -115,7 +125,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         failure = _as_failure(error)
         status, body = describe(failure)
         request.scope["holdfast.record"].fail(body)
-        response = failure_response(failure, status, body, settings.retry_after_s)
+        response = failure_response(request.scope, failure, status, body, settings.retry_after_s)
         response.headers.update(getattr(error, "headers", None) or {})  # Which methods a path has.
         return response
 
@@ -228,7 +238,10 @@ class _Plain:
         return json_response(body, UNAVAILABLE, {"Retry-After": str(self._settings.retry_after_s)})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": list(self._cards().values())})
+        cards = list(self._cards().values())
+        if is_anthropic(request.scope):
+            return json_response(model_page(cards))
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -240,7 +253,7 @@ class _Plain:
                 kind="invalid_request_error",
                 code="model_not_found",
             )
-        return json_response(card)
+        return json_response(model_info(card) if is_anthropic(request.scope) else card)
 
     def _cards(self) -> dict[str, dict[str, Any]]:
         """The model under each of its names, then adapters."""
