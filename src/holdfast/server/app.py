@@ -47,6 +47,10 @@ from holdfast.server.http.errors import (
 )
 from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, Tally
 from holdfast.server.http.request_metrics import Counting
+from holdfast.server.openai_responses.endpoints import ResponseGeneration, StoredResponses
+from holdfast.server.openai_responses.read import read_response_request
+from holdfast.server.openai_responses.shape import ResponseShape
+from holdfast.server.openai_responses.store import ResponseStore
 from holdfast.server.request.llama_cpp import read_native
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import read_chat, read_completion
@@ -90,12 +94,20 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     messages = Generation(
         partial(read_message_request, workers=workers, pool=pool), MessageShape, engine, settings, metrics, room
     )
+    store = ResponseStore()
+    responses = ResponseGeneration(
+        *(partial(read_response_request, workers=workers, pool=pool, store=store), partial(ResponseShape, store=store)),
+        *(engine, settings, metrics, room),
+        store=store,
+    )
     counting = TokenCount(engine, settings, workers, pool)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        *StoredResponses(store, settings).routes,
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", Exchange(counting.count, engine, settings), methods=["POST"]),
         Route("/v1/embeddings", Exchange(embeddings.answer, engine, settings), methods=["POST"]),
@@ -145,6 +157,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.router.redirect_slashes = False
     app.state.metrics = metrics
     app.state.tally = tally
+    app.state.response_store = store
     app.state.template_workers = workers
     app.state.tokenize_pool = pool
     return app
@@ -152,6 +165,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
 
 def close_app(app: Starlette) -> None:
     """Ends the processes and threads that requests were prepared in; the engine is for its owner to stop."""
+    app.state.response_store.close()
     app.state.template_workers.close()
     app.state.tokenize_pool.close()
 

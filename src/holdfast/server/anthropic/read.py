@@ -23,7 +23,7 @@ from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.parse import GenerationRequest, chat_request, decode_object, served_model, tokenizer_of
 from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.tokenize_pool import TokenizePool
-from holdfast.server.request.translated import ChatMessages, told_as
+from holdfast.server.request.translated import ChatMessages, not_here, told_as
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.schema.requests import ChatBody
@@ -163,11 +163,8 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
     kind = given.get("type")
     if kind not in (None, "custom"):
-        raise unsupported(
-            f"{where} ({str(kind)[:50]})",
-            "tools that Anthropic runs or defines do not exist here",
-            f"leave {where} out, or send a tool with name, description and input_schema",
-        )
+        why = "tools that Anthropic runs or defines do not exist on this server"
+        raise not_here(where, kind, why, f"leave {where} out, or send a tool with name, description and input_schema")
     for name in ("name", "input_schema"):
         if name not in given:
             raise RequestError(f"{where}.{name} is missing", needed=name, field=f"{where}.{name}")
@@ -232,9 +229,7 @@ def _result(block: dict[str, Any], place: str) -> str:
 def _text(block: dict[str, Any], place: str) -> str:
     kind = block.get("type")
     if kind != "text":
-        raise unsupported(
-            f"{place} ({str(kind)[:50]})", _TEXT_ONLY, "remove the block, or describe what it shows in text"
-        )
+        raise not_here(place, kind, _TEXT_ONLY, "remove the block, or describe what it shows in text")
     return _string(block, "text", place)
 
 

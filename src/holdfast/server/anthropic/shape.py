@@ -1,8 +1,8 @@
 """How answers of /v1/messages look, whole and streamed. Knows nothing of the engine or of HTTP.
 
-    message_start, ping
-    for each block: content_block_start, content_block_delta ..., content_block_stop
-    message_delta (why it ended, usage), message_stop
+message_start, ping
+for each block: content_block_start, content_block_delta ..., content_block_stop
+message_delta (why it ended, usage), message_stop
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class MessageShape:
         """Whether it is the first of a block."""
         if isinstance(event, CallBegun) or not self._open:
             return True
-        return self._kind(event) != self._blocks[-1]["type"]
+        return bool(self._kind(event) != self._blocks[-1]["type"])
 
     def _begun(self, event: Event, kind: Kind) -> dict[str, Any]:
         if isinstance(event, CallBegun):

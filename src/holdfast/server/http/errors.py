@@ -63,19 +63,22 @@ _ABSENT = frozenset({lora.NOT_ALLOWED})
 class HttpFailure(Exception):
     """A refusal that has no error class of its own because only HTTP knows it."""
 
-    def __init__(self, status: int, message: str, *, kind: str, code: str, retry: bool = False) -> None:
+    def __init__(
+        self, status: int, message: str, *, kind: str, code: str, retry: bool = False, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
         self.code = code
         self.retry = retry
+        self.param = param
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and OpenAI's error object."""
     if isinstance(error, HttpFailure):
-        return error.status, _body(error.message, error.kind, None, error.code)
+        return error.status, _body(error.message, error.kind, error.param, error.code)
     if isinstance(error, HoldfastError):
         for kind, status, openai_type, code in _SHAPES:
             if isinstance(error, kind):
@@ -138,9 +141,7 @@ def anthropic_error(body: dict[str, Any], request_id: str | None = None) -> dict
     return {"type": "error", "error": told, "request_id": request_id}
 
 
-def failure_response(
-    scope: Scope, error: Exception, status: int, body: dict[str, Any], retry_after_s: int
-) -> Response:
+def failure_response(scope: Scope, error: Exception, status: int, body: dict[str, Any], retry_after_s: int) -> Response:
     """`status` and `body` as `describe` has them."""
     headers = {}
     if status in (TOO_MANY, UNAVAILABLE) and not (isinstance(error, HttpFailure) and not error.retry):
@@ -152,9 +153,7 @@ def failure_response(
     return error_response(scope, status, body, headers)
 
 
-def error_response(
-    scope: Scope, status: int, body: dict[str, Any], headers: dict[str, str] | None = None
-) -> Response:
+def error_response(scope: Scope, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     """OpenAI's error object in the shape of the API that was asked."""
     if is_anthropic(scope):
         return json_response(anthropic_error(body, scope["holdfast.record"].request_id), status, headers)

@@ -178,7 +178,9 @@ async def chat_request(
     reading = chat.reading
     try:
         if reading is not None:
-            params, reading = await pool.run(partial(reading.adjusted, params, tokenizer, engine.structured), size_bytes)
+            params, reading = await pool.run(
+                partial(reading.adjusted, params, tokenizer, engine.structured), size_bytes
+            )
         await _check_structured(params, engine)
         for arguments in reading.strict_arguments if reading is not None else ():
             assert engine.structured is not None

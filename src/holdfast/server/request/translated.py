@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UnsupportedOptionError
 
 _PLACE = re.compile(r"messages\[(\d+)\](?:\.content(?:\[\d+\](?:\.text)?)?)?")
 
@@ -77,6 +77,13 @@ class ChatMessages:
     def place(self, match: re.Match[str]) -> str:
         number = int(match[1])
         return self._places[number] if number < len(self._places) else match[0]
+
+
+def not_here(place: str, kind: Any, why: str, fix: str) -> UnsupportedOptionError:
+    """Of a part of a body that names its kind, which is none of those that can be done."""
+    return UnsupportedOptionError(
+        f"{place}: type {str(kind)[:50]!r} is not supported here: {why}", fix=fix, field=place
+    )
 
 
 @contextmanager

@@ -161,7 +161,7 @@ class ChatShape(_Stream):
 
     def _shaped(self, entries: list[dict[int, Logprob]]) -> list[TokenLogprob]:
         count, bytes_of = self._ask.logprobs or 0, self._ask.bytes_of
-        return [_chat_logprob(entry, count, bytes_of, as_ids=self._ask.tokens_as_ids) for entry in entries]
+        return [chat_logprob(entry, count, bytes_of, as_ids=self._ask.tokens_as_ids) for entry in entries]
 
     def keep(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
         if delta.logprobs is not None:
@@ -362,7 +362,7 @@ def _ending(delta: AnswerDelta) -> bytes:
     return b'"finish_reason":"%b","stop_reason":%b}' % (delta.finish_reason.value.encode(), encode(delta.stop_reason))
 
 
-def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None, *, as_ids: bool) -> TokenLogprob:
+def chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None, *, as_ids: bool) -> TokenLogprob:
     def shown(token_id: int, candidate: Logprob) -> tuple[str, float, list[int]]:
         text = candidate.decoded_token or ""
         # A token may be half a character: its text is then U+FFFD, and only its bytes tell what it is.
