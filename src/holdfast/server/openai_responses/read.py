@@ -89,7 +89,7 @@ async def read_response_request(
         "messages": messages.messages,
         "stream": body.stream,
         "stream_options": fields.get("stream_options"),
-        "max_completion_tokens": body.max_output_tokens,
+        "max_completion_tokens": _most(body.max_output_tokens, engine),
         "temperature": body.temperature,
         "top_p": body.top_p,
         "logprobs": with_logprobs,
@@ -109,8 +109,14 @@ async def read_response_request(
     return replace(
         ask,
         answer_id=response.id,
+        prompt_field="input",
         options=ResponseOptions(response=response, items=items, owner=owner),
     )
+
+
+def _most(wanted: int | None, engine: Engine) -> int | None:
+    """More than the context has is the most that is wanted."""
+    return None if wanted is None else min(wanted, engine.info.max_model_len)
 
 
 def _check(body: ResponsesBody) -> None:

@@ -28,6 +28,7 @@ class AnswerPieces:
         self._shown = False
         self.called = False
         self.reasoning_tokens = 0
+        """Until text or a call was seen: marks and white space between are among them."""
 
     def make_id(self) -> str:
         """Of a call, as the family of the model writes it."""
@@ -43,8 +44,8 @@ class AnswerPieces:
         elif delta.text:
             events = [Content(delta.text)]
         if self._thinking:
-            self.reasoning_tokens += len(delta.token_ids)
             self._thinking = all(isinstance(event, Reasoning) for event in events)
+            self.reasoning_tokens += len(delta.token_ids) if self._thinking else 0
         shown = [one for event in events for one in self._cleaned(event)]
         if delta.finish_reason is not None and self._blank and not self._shown:
             shown.append(Content(self._blank))
