@@ -24,8 +24,7 @@ from holdfast.observability.metrics.http import HttpMetrics
 from holdfast.observability.metrics.registry import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
 from holdfast.server.anthropic.models import model_info, model_page
-from holdfast.server.anthropic.read import TokenCount, read_message_request
-from holdfast.server.anthropic.shape import MessageShape
+from holdfast.server.anthropic.routes import message_routes
 from holdfast.server.endpoints.docs_page import POLICY, page
 from holdfast.server.endpoints.embeddings import Embeddings
 from holdfast.server.endpoints.llama_cpp import LlamaCpp, aliases
@@ -47,9 +46,7 @@ from holdfast.server.http.errors import (
 )
 from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, Tally
 from holdfast.server.http.request_metrics import Counting
-from holdfast.server.openai_responses.endpoints import ResponseGeneration, StoredResponses
-from holdfast.server.openai_responses.read import read_response_request
-from holdfast.server.openai_responses.shape import ResponseShape
+from holdfast.server.openai_responses.endpoints import response_routes
 from holdfast.server.openai_responses.store import ResponseStore
 from holdfast.server.request.llama_cpp import read_native
 from holdfast.server.request.logprob_budget import LogprobBudget
@@ -86,30 +83,13 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     engine.on_step(metrics.observe_step)
     room = LogprobBudget(most_waiting=settings.max_queued_requests)
     workers, pool = TemplateWorkers(), TokenizePool()
-    chat = Generation(partial(read_chat, workers=workers, pool=pool), chat_shape, engine, settings, metrics, room)
-    completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
+    store = ResponseStore()
     embeddings = Embeddings(engine, settings, metrics, room, workers, pool)
     tokenizing = Tokenizing(engine, settings, workers, pool)
-    native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
-    messages = Generation(
-        partial(read_message_request, workers=workers, pool=pool), MessageShape, engine, settings, metrics, room
-    )
-    store = ResponseStore()
-    responses = ResponseGeneration(
-        *(partial(read_response_request, workers=workers, pool=pool, store=store), partial(ResponseShape, store=store)),
-        *(engine, settings, metrics, room),
-        store=store,
-    )
-    counting = TokenCount(engine, settings, workers, pool)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completion, methods=["POST"]),
-        Route("/v1/responses", responses, methods=["POST"]),
-        *StoredResponses(store, settings).routes,
-        Route("/v1/messages", messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", Exchange(counting.count, engine, settings), methods=["POST"]),
+        *_generating(store, engine, settings, metrics, room, workers, pool),
         Route("/v1/embeddings", Exchange(embeddings.answer, engine, settings), methods=["POST"]),
         Route("/tokenize", Exchange(tokenizing.tokenize, engine, settings), methods=["POST"]),
         Route("/detokenize", Exchange(tokenizing.detokenize, engine, settings), methods=["POST"]),
@@ -125,7 +105,6 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/memory", memory_endpoint(engine), methods=["GET"]),
         *Sleeping(engine, settings).routes,
         *LlamaCpp(engine, settings, workers, pool).routes,
-        Route("/completion", native, methods=["POST"]),
     ]
     routes += aliases(routes)
 
@@ -161,6 +140,28 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.state.template_workers = workers
     app.state.tokenize_pool = pool
     return app
+
+
+def _generating(
+    store: ResponseStore,
+    engine: Engine,
+    settings: ServerSettings,
+    metrics: ServingMetrics,
+    room: LogprobBudget,
+    workers: TemplateWorkers,
+    pool: TokenizePool,
+) -> list[Route]:
+    """Of each API that generates."""
+    chat = Generation(partial(read_chat, workers=workers, pool=pool), chat_shape, engine, settings, metrics, room)
+    completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
+    native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
+    return [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completion, methods=["POST"]),
+        Route("/completion", native, methods=["POST"]),
+        *response_routes(store, engine, settings, metrics, room, workers, pool),
+        *message_routes(engine, settings, metrics, room, workers, pool),
+    ]
 
 
 def close_app(app: Starlette) -> None:

@@ -90,7 +90,7 @@ def test_a_conversation_goes_on_from_what_is_stored(agents, client):
     second = client.responses.create(
         model="fake", input=[result], previous_response_id=first.id, tools=[WEATHER], stream=True
     )
-    second = [event.response for event in second if event.type == "response.completed"][0]
+    second = next(event.response for event in second if event.type == "response.completed")
     shown = prompt(agents)
     places = [shown.index(text) for text in ("how is it?", "Wait.", '"Oslo"', "rain")]
     assert places == sorted(places)

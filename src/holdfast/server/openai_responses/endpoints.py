@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,14 +13,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Send
 
+from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
+from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.server.http.errors import NOT_FOUND, HttpFailure, describe, json_response
 from holdfast.server.http.middleware import Record, tenant_of
-from holdfast.server.openai_responses.read import ResponseOptions, owner_of
+from holdfast.server.openai_responses.read import ResponseOptions, owner_of, read_response_request
 from holdfast.server.openai_responses.schema import DeletedResponse, InputItemList
-from holdfast.server.openai_responses.shape import failed
+from holdfast.server.openai_responses.shape import ResponseShape, failed
 from holdfast.server.openai_responses.store import OWN_BYTES, ResponseStore, StoredResponse
+from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import GenerationRequest
+from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.request.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
 from holdfast.server.response.logprobs import encode
 from holdfast.server.schema.fields import unsupported
@@ -28,6 +34,21 @@ from holdfast.server.settings import ServerSettings
 MOST_LISTED = 100
 """Items on one page, and how many where nobody says: OpenAI's own."""
 LISTED = 20
+
+
+def response_routes(
+    store: ResponseStore,
+    engine: Engine,
+    settings: ServerSettings,
+    metrics: ServingMetrics,
+    room: LogprobBudget,
+    workers: TemplateWorkers,
+    pool: TokenizePool,
+) -> list[Route]:
+    read = partial(read_response_request, workers=workers, pool=pool, store=store)
+    shape = partial(ResponseShape, store=store)
+    made = ResponseGeneration(read, shape, engine, settings, metrics, room, store=store)
+    return [Route("/v1/responses", made, methods=["POST"]), *StoredResponses(store, settings).routes]
 
 
 class ResponseGeneration(Generation):

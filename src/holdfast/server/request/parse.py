@@ -21,6 +21,7 @@ from holdfast.errors import GrammarError, RequestError, UnknownModelError, Unsup
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.request.chat import chat_prompt, final_answer
+from holdfast.server.request.json_errors import not_json
 from holdfast.server.request.logprob_budget import check_told
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
@@ -107,29 +108,10 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _not_json(raw, error) from None
+        raise not_json(raw, error) from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object", needed="object", found=type(body).__name__)
     return body
-
-
-def _not_json(raw: bytes, error: Exception) -> RequestError:
-    """With the place where it breaks off. msgspec names it, but for ends, and for bytes that are no text."""
-    fix = "send valid JSON in UTF-8, written by a JSON library"
-    said = str(error)
-    if not raw.strip():
-        said, fix = "it is empty", 'send the request as a JSON object: {"model": ...}'
-    elif isinstance(error, RecursionError):
-        said, fix = "it is nested too deeply", "send objects and lists that are less deeply nested"
-    elif isinstance(error, UnicodeDecodeError):
-        try:
-            raw.decode()
-        except UnicodeDecodeError as whole:  # The other counts from the beginning of a string.
-            said = f"it is not UTF-8 (byte {whole.start})"
-    elif "truncated" in said:
-        said = f"it ends before the object is closed (byte {len(raw)})"
-        fix = "close open quotes and brackets, and check that the whole body was sent"
-    return RequestError(f"the body is not valid JSON: {said}", fix=fix)
 
 
 async def read_chat(
