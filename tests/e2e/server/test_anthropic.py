@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from holdfast.engine.fake import FakeEngine, echo, say
+from holdfast.server.response import generation
 
 HELLO = [{"role": "user", "content": "hello"}]
 ASKED = {"model": "fake", "max_tokens": 400, "messages": HELLO}
@@ -272,6 +273,21 @@ def test_a_client_that_leaves_ends_its_answer(agents, client):
             # Before anything was generated.
             assert next(answered.iter_lines()) == "event: message_start"
         agents.until(lambda: len(agents.engine.aborted) == 1 and agents.engine.unfinished == 0)
+    finally:
+        agents.call(agents.engine.resume)
+
+
+def test_a_silent_stream_says_that_it_lives(agents, client, monkeypatch):
+    monkeypatch.setattr(generation, "PING_S", 0.01)
+    agents.call(agents.engine.pause)
+    try:
+        with client.stream("POST", "/v1/messages", json={**ASKED, "stream": True}) as answered:
+            lines = answered.iter_lines()
+            pings = 0
+            while pings < 3:
+                pings += next(lines) == "event: ping"
+            agents.call(agents.engine.resume)
+            assert [line for line in lines if line][-2] == "event: message_stop"
     finally:
         agents.call(agents.engine.resume)
 

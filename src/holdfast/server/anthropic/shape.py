@@ -26,10 +26,11 @@ SIGNATURE = "unsigned"
 thoughts that have none."""
 
 Kind = Literal["text", "thinking", "tool_use"]
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class MessageShape:
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def __init__(self, ask: GenerationRequest) -> None:
         self._ask = ask
         self._pieces = AnswerPieces(ask.reading)
@@ -49,7 +50,7 @@ class MessageShape:
             stop_sequence=None,
             usage=_usage(usage),
         )
-        return _event("message_start", message=message) + _PING
+        return _event("message_start", message=message) + self.ping
 
     def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
         return ()

@@ -35,6 +35,8 @@ _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reason
 
 
 class ResponseShape:
+    ping = b""
+
     def __init__(self, ask: GenerationRequest, store: ResponseStore) -> None:
         assert isinstance(ask.options, ResponseOptions)
         self._ask = ask

@@ -35,6 +35,9 @@ class Reader(Protocol):
 SENT_BYTES = 64 << 10
 """At a time: what a connection's own buffer holds before it asks us to wait."""
 
+PING_S = 10.0
+"""Of silence in a stream, where its API has an event for it: a long prompt takes longer than many clients wait."""
+
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -145,13 +148,14 @@ class _Events:
         self._ask = ask
         self._conversation = conversation
         self._send = send
+        self._writes = 0
 
     async def run(self, record: Record) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
         # Headers leave at once: a client, and a proxy in front of it, sees that its request was taken.
         await self._write(self._shape.beginning(self._conversation.usage()))
         try:
-            await self._conversation.follow(self._consume)
+            await self._follow()
         except ClientGone:
             raise
         except Exception as error:
@@ -179,7 +183,24 @@ class _Events:
             for piece in coalesce(self._shape.opening(answer, usage)):
                 await self._write(piece)
 
+    async def _follow(self) -> None:
+        pings = asyncio.create_task(self._ping()) if self._shape.ping else None
+        try:
+            await self._conversation.follow(self._consume)
+        finally:
+            if pings is not None:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
+
+    async def _ping(self) -> None:
+        while True:
+            before = self._writes
+            await asyncio.sleep(PING_S)
+            if self._writes == before:
+                await self._write(self._shape.ping)
+
     async def _write(self, data: bytes, *, last: bool = False) -> None:
+        self._writes += 1
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
 

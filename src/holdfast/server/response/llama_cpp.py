@@ -14,6 +14,8 @@ from holdfast.server.schema.requests import Usage
 
 
 class NativeShape:
+    ping = b""
+
     def __init__(self, ask: GenerationRequest) -> None:
         assert isinstance(ask.options, NativeOptions)
         self._ask = ask

@@ -75,6 +75,9 @@ class ResponseChoice:
 class ResponseFormatter(Protocol):
     """A chat or a completion."""
 
+    ping: bytes
+    """Of a stream: what is sent now and then while there is nothing to say; empty: nothing."""
+
     def beginning(self, usage: Usage) -> bytes:
         """Of a stream, before anything was generated; may be empty."""
 
@@ -102,6 +105,8 @@ def error_event(error: dict[str, Any]) -> bytes:
 
 class _Stream:
     """The parts of an event that never change."""
+
+    ping = b""
 
     def __init__(self, ask: GenerationRequest, kind: str) -> None:
         self._ask = ask
