@@ -82,8 +82,8 @@ FRONT_BYTES = (
     + WAITING_ENTRIES * WAITING_ENTRY_BYTES
 )
 """236 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for connections (7 KiB each), what is asked and
-larger vocabularies, 16 for bodies on their way, 16 for stored responses, 40 for what is told of prompts, 28 for what is kept of answers and 16
-for what waits in streams."""
+larger vocabularies, 16 for bodies on their way, 16 for stored responses, 40 for what is told of prompts, 28 for what is
+kept of answers and 16 for what waits in streams."""
 
 LOGITS_BYTES = 8 * MIB
 """Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""

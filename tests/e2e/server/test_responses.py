@@ -276,6 +276,16 @@ def test_what_is_refused_is_named_as_it_was_sent(agents, changes, param):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
 
 
+@pytest.mark.parametrize("name", ["input", "tools", "tool_choice"])
+def test_what_is_nested_too_deeply_to_be_repeated(agents, name):
+    deep = '{"role": "user", "content": "a", "type": "%s", "name": "a", "parameters": %s1%s}'
+    given = deep % ("message" if name == "input" else "function", '{"a":' * 300, "}" * 300)
+    body = f'{{"input": "a", "tool_choice": "none", "{name}": {given if name == "tool_choice" else f"[{given}]"}}}'
+    with agents.client() as http:
+        refused = http.post("/v1/responses", content=body, headers={"Authorization": "Bearer k"})
+    assert (refused.status_code, "64 deep" in refused.json()["error"]["message"]) == (400, True)
+
+
 def test_what_is_asked_of_stored_ones_wrongly(agents, client):
     told = client.responses.create(model="fake", input="hello")
     with agents.client() as http:

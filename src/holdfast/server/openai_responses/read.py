@@ -31,6 +31,7 @@ from holdfast.server.request.translated import not_here, told_as
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.settings import ServerSettings
+from holdfast.text.messages import plain
 
 _FIELDS = honoured_fields(ResponsesBody) | PASSED
 _NAMES = {
@@ -73,7 +74,8 @@ async def read_response_request(
     store: ResponseStore,
     request_id: str | None = None,
 ) -> GenerationRequest:
-    fields = check_fields(decode_object(raw), _FIELDS)
+    # Much of it is repeated in the response, and so must not be deeper than whoever writes it can go.
+    fields = plain(check_fields(decode_object(raw), _FIELDS), "input")
     passed = {name: fields.pop(name) for name in PASSED & fields.keys()}
     body: ResponsesBody = convert(fields, ResponsesBody)
     _check(body)
