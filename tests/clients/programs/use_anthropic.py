@@ -18,6 +18,8 @@ WEATHER = {
         "additionalProperties": False,
     },
 }
+GREEDY = {"extra_body": {"temperature": 0}}
+"""Its newest versions have no word for it."""
 ASKED = [{"role": "user", "content": "What is the weather in Paris in celsius? Use the tool."}]
 
 
@@ -26,12 +28,12 @@ def models():
 
 
 def message():
-    answer = client.messages.create(model=MODEL, messages=QUESTION, max_tokens=20, temperature=0)
+    answer = client.messages.create(model=MODEL, messages=QUESTION, max_tokens=20, **GREEDY)
     return [answer.content[0].text, answer.stop_reason, answer.usage.output_tokens]
 
 
 def stream():
-    with client.messages.stream(model=MODEL, messages=QUESTION, max_tokens=20, temperature=0) as events:
+    with client.messages.stream(model=MODEL, messages=QUESTION, max_tokens=20, **GREEDY) as events:
         text = "".join(events.text_stream)
         answer = events.get_final_message()
     return [text, answer.content[0].text, answer.stop_reason, answer.usage.output_tokens]
@@ -58,7 +60,7 @@ def as_claude_code():
         ],
         metadata={"user_id": "user_1"},
         thinking={"type": "disabled"},
-        temperature=0,
+        **GREEDY,
         betas=["claude-code-20250219", "interleaved-thinking-2025-05-14"],
         stop_sequences=["."],
     ) as events:
@@ -80,13 +82,13 @@ def forced_tool():
 
 def auto_tool():
     """A model that was made for tools decides by itself; then it is told what the tool said."""
-    with client.messages.stream(model=MODEL, messages=ASKED, tools=[WEATHER], temperature=0, max_tokens=100) as events:
+    with client.messages.stream(model=MODEL, messages=ASKED, tools=[WEATHER], **GREEDY, max_tokens=100) as events:
         answer = events.get_final_message()
     call = answer.content[-1]
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "rain"}]}
     history = [*ASKED, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     after = client.messages.create(
-        model=MODEL, messages=history, tools=[WEATHER], tool_choice={"type": "none"}, temperature=0, max_tokens=60
+        model=MODEL, messages=history, tools=[WEATHER], tool_choice={"type": "none"}, **GREEDY, max_tokens=60
     )
     return [call.name, call.input, answer.stop_reason, after.content[0].text]
 

@@ -188,7 +188,8 @@ def _described(operation: Operation, with_key: bool) -> dict[str, Any]:
         parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
     content: dict[str, Any] = {operation.kind: {"schema": _schema_of(operation)}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        # Whoever reads events by their fields has objects.
+        content["text/event-stream"] = {"schema": {"type": ["string", "object"]}}
     answers: dict[str, Any] = {"200": {"description": "success", "content": content}}
     for status in (*operation.refusals, *((401,) if with_key else ())):
         kind = Health if operation.answer is Health else operation.error
