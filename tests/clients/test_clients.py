@@ -89,6 +89,51 @@ def test_openai_js_leaves_early_and_is_refused(result) -> None:
     assert result("openai-js", "refused") == ["BadRequestError", 400, "invalid_value"]
 
 
+class TestResponses:
+    """OpenAI's newer API with its own client."""
+
+    def test_stored_and_gone_on_from(self, result) -> None:
+        text, status, tokens, same, after, items = result("openai", "response")
+        assert (text, status, tokens, same) == (CAPITAL, "completed", 8, True)
+        assert items == ["message", "message", "message"]
+        assert after
+
+    def test_stream(self, result) -> None:
+        assert result("openai", "response_stream") == [CAPITAL, CAPITAL, 8]
+
+    def test_background(self, result) -> None:
+        assert result("openai", "response_background") == ["cancelled", "completed", CAPITAL]
+
+    def test_parsed_and_tools(self, result) -> None:
+        assert is_city(result("openai", "response_parsed"))
+        name, arguments, status = result("openai", "response_tool")
+        check_weather([name, arguments, "tool_calls"])
+        assert status in ("completed", "incomplete")
+
+
+class TestAnthropic:
+    def test_models_and_tokens(self, result) -> None:
+        assert result("anthropic", "models") == ["smollm2"]
+        counted, charged = result("anthropic", "counted")
+        assert counted == charged
+
+    def test_message_and_stream(self, result) -> None:
+        assert result("anthropic", "message") == [CAPITAL, "end_turn", 8]
+        assert result("anthropic", "stream") == [CAPITAL, CAPITAL, "end_turn", 8]
+
+    def test_as_claude_code_calls(self, result) -> None:
+        kind, ended, tokens = result("anthropic", "as_claude_code")
+        assert (kind, ended, tokens > 0) == ("message", True, True)
+
+    def test_a_tool_that_must_be_called(self, result) -> None:
+        name, given, ending = result("anthropic", "forced_tool")
+        check_weather([name, json.dumps(given), "tool_calls"])
+        assert ending == "tool_use"
+
+    def test_a_refusal(self, result) -> None:
+        assert result("anthropic", "refused") == [400, "invalid_request_error", True]
+
+
 class TestLangchain:
     def test_invoke(self, result) -> None:
         content, tokens, ending = result("langchain-openai", "invoke")
@@ -177,6 +222,12 @@ class TestToolsByItself:
     def test_openai_streams_a_call_and_is_told_its_result(self, of_qwen) -> None:
         name, arguments, ending, after = of_qwen("openai", "auto_tool")
         check_weather([name, arguments, ending])
+        assert after
+
+    def test_anthropic_streams_a_call_and_is_told_its_result(self, of_qwen) -> None:
+        name, given, ending, after = of_qwen("anthropic", "auto_tool")
+        check_weather([name, json.dumps(given), "tool_calls"])
+        assert ending == "tool_use"
         assert after
 
     def test_langchain_calls_a_named_tool(self, of_qwen) -> None:

@@ -70,16 +70,20 @@ WAITING_ENTRY_BYTES = 256
 READING_BYTES = 16 * MIB
 """Of bodies that are on their way in, 16 KiB of each not counted. Who sends more meanwhile is told to try again."""
 
+STORED_RESPONSE_BYTES = 16 * MIB
+"""Of conversations that /v1/responses keeps, as JSON. The least recently used are dropped for new ones."""
+
 FRONT_BYTES = (
     120 * MIB
     + READING_BYTES
+    + STORED_RESPONSE_BYTES
     + TOLD_ENTRIES * TOLD_ENTRY_BYTES
     + KEPT_ENTRIES * KEPT_ENTRY_BYTES
     + WAITING_ENTRIES * WAITING_ENTRY_BYTES
 )
-"""220 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for connections (7 KiB each), what is asked and
-larger vocabularies, 16 for bodies on their way, 40 for what is told of prompts, 28 for what is kept of answers and 16
-for what waits in streams."""
+"""236 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for connections (7 KiB each), what is asked and
+larger vocabularies, 16 for bodies on their way, 16 for stored responses, 40 for what is told of prompts, 28 for what is
+kept of answers and 16 for what waits in streams."""
 
 LOGITS_BYTES = 8 * MIB
 """Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""

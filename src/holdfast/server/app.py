@@ -23,6 +23,8 @@ from holdfast.observability.logs import json_lines
 from holdfast.observability.metrics.http import HttpMetrics
 from holdfast.observability.metrics.registry import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
+from holdfast.server.anthropic.models import model_info, model_page
+from holdfast.server.anthropic.routes import message_routes
 from holdfast.server.endpoints.docs_page import POLICY, page
 from holdfast.server.endpoints.llama_cpp import LlamaCpp, aliases
 from holdfast.server.endpoints.lora import LoraEndpoints
@@ -41,10 +43,13 @@ from holdfast.server.http.errors import (
     HttpFailure,
     describe,
     failure_response,
+    is_anthropic,
     json_response,
 )
 from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, Tally
 from holdfast.server.http.request_metrics import Counting
+from holdfast.server.openai_responses.endpoints import response_routes
+from holdfast.server.openai_responses.store import ResponseStore
 from holdfast.server.request.llama_cpp import read_native
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import read_chat, read_completion
@@ -80,16 +85,13 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     engine.on_step(metrics.observe_step)
     room = LogprobBudget(most_waiting=settings.max_queued_requests)
     workers, pool = TemplateWorkers(), TokenizePool()
-    chat = Generation(partial(read_chat, workers=workers, pool=pool), chat_shape, engine, settings, metrics, room)
-    completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
+    store = ResponseStore()
     vectors = PromptVectors(engine, settings, metrics, room, workers, pool)
     tokenizing = Tokenizing(engine, settings, workers, pool)
-    native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
     lora = None if settings.adapters is None else LoraEndpoints(settings.adapters, settings)
     plain = _Plain(engine, settings, metrics, lora)
     routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completion, methods=["POST"]),
+        *_generating(store, engine, settings, metrics, room, workers, pool),
         *_pooling(vectors),
         Route("/tokenize", Exchange(tokenizing.tokenize, engine, settings), methods=["POST"]),
         Route("/detokenize", Exchange(tokenizing.detokenize, engine, settings), methods=["POST"]),
@@ -105,7 +107,6 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/memory", memory_endpoint(engine), methods=["GET"]),
         *Sleeping(engine, settings).routes,
         *LlamaCpp(engine, settings, workers, pool).routes,
-        Route("/completion", native, methods=["POST"]),
     ]
     routes += aliases(routes)
 
@@ -119,7 +120,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         failure = _as_failure(error)
         status, body = describe(failure)
         request.scope["holdfast.record"].fail(body)
-        response = failure_response(failure, status, body, settings.retry_after_s)
+        response = failure_response(request.scope, failure, status, body, settings.retry_after_s)
         response.headers.update(getattr(error, "headers", None) or {})  # Which methods a path has.
         return response
 
@@ -139,13 +140,37 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.router.redirect_slashes = False
     app.state.metrics = metrics
     app.state.tally = tally
+    app.state.response_store = store
     app.state.template_workers = workers
     app.state.tokenize_pool = pool
     return app
 
 
+def _generating(
+    store: ResponseStore,
+    engine: Engine,
+    settings: ServerSettings,
+    metrics: ServingMetrics,
+    room: LogprobBudget,
+    workers: TemplateWorkers,
+    pool: TokenizePool,
+) -> list[Route]:
+    """Of each API that generates."""
+    chat = Generation(partial(read_chat, workers=workers, pool=pool), chat_shape, engine, settings, metrics, room)
+    completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
+    native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
+    return [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completion, methods=["POST"]),
+        Route("/completion", native, methods=["POST"]),
+        *response_routes(store, engine, settings, metrics, room, workers, pool),
+        *message_routes(engine, settings, metrics, room, workers, pool),
+    ]
+
+
 def close_app(app: Starlette) -> None:
     """Ends the processes and threads that requests were prepared in; the engine is for its owner to stop."""
+    app.state.response_store.close()
     app.state.template_workers.close()
     app.state.tokenize_pool.close()
 
@@ -247,7 +272,10 @@ class _Plain:
         return json_response(body, UNAVAILABLE, {"Retry-After": str(self._settings.retry_after_s)})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": list(self._cards().values())})
+        cards = list(self._cards().values())
+        if is_anthropic(request.scope):
+            return json_response(model_page(cards))
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -259,7 +287,7 @@ class _Plain:
                 kind="invalid_request_error",
                 code="model_not_found",
             )
-        return json_response(card)
+        return json_response(model_info(card) if is_anthropic(request.scope) else card)
 
     def _cards(self) -> dict[str, dict[str, Any]]:
         """The model under each of its names, then adapters."""

@@ -112,4 +112,59 @@ def auto_tool():
     return [name, arguments, ending, after.choices[0].message.content]
 
 
-main(models, chat, stream, logprobs, embeddings, parsed, required_tool, auto_tool)
+def response():
+    answer = client.responses.create(model=MODEL, input=QUESTION[0]["content"], temperature=0, max_output_tokens=20)
+    same = client.responses.retrieve(answer.id)
+    after = client.responses.create(
+        model=MODEL, input="And of Italy?", previous_response_id=answer.id, temperature=0, max_output_tokens=20
+    )
+    items = [item.type for item in client.responses.input_items.list(after.id)]
+    client.responses.delete(answer.id)
+    return [answer.output_text, answer.status, answer.usage.output_tokens, same == answer, after.output_text, items]
+
+
+def response_stream():
+    with client.responses.stream(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20) as events:
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        answer = events.get_final_response()
+    return [text, answer.output_text, answer.usage.output_tokens]
+
+
+def response_background():
+    answer = client.responses.create(model=MODEL, input="Write a long story.", background=True, max_output_tokens=1000)
+    ended = client.responses.cancel(answer.id)
+    answer = client.responses.create(model=MODEL, input=QUESTION, background=True, temperature=0, max_output_tokens=20)
+    while answer.status in ("queued", "in_progress"):
+        answer = client.responses.retrieve(answer.id)
+    return [ended.status, answer.status, answer.output_text]
+
+
+def response_parsed():
+    answer = client.responses.parse(
+        model=MODEL,
+        input="Tell me of Paris: its name and how many people live there.",
+        text_format=City,
+        max_output_tokens=100,
+    )
+    return answer.output_parsed.model_dump()
+
+
+def response_tool():
+    """Called as it must be, and told what the tool said."""
+    tool = {"type": "function", "strict": True, **WEATHER["function"]}
+    asked = [{"role": "user", "content": "What is the weather in Paris in celsius?"}]
+    answer = client.responses.create(
+        model=MODEL, input=asked, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_output_tokens=100
+    )
+    (call,) = answer.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    after = client.responses.create(
+        model=MODEL, input=[*asked, call, result], tools=[tool], tool_choice="none", max_output_tokens=30
+    )
+    return [call.name, call.arguments, after.status]
+
+
+main(
+    *(models, chat, stream, logprobs, embeddings, parsed, required_tool, auto_tool),
+    *(response, response_stream, response_background, response_parsed, response_tool),
+)

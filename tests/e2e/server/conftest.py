@@ -147,3 +147,12 @@ def strict() -> Iterator[httpx.Client]:
     with shared.client() as client:
         yield client
     shared.stop()
+
+
+@pytest.fixture(scope="module")
+def agents() -> Iterator[RunningServer]:
+    """A server with a key and with parsers for calls and thoughts; a test sets what its engine says."""
+    settings = {"api_key": ("k", "other"), "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    shared = RunningServer(FakeEngine(), settings).start()
+    yield shared
+    shared.stop()

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine, say
 from holdfast.footprint.cpu import KEPT_ENTRIES, KEPT_ENTRY_BYTES
-from holdfast.records import Logprob
+from holdfast.records import AnswerDelta, Logprob
 from holdfast.server.request import logprob_budget
 from holdfast.server.request.logprob_budget import OF_A_TOKEN
 from holdfast.server.response.serialize import ChatShape, CompletionShape, ResponseChoice
@@ -72,7 +72,7 @@ def test_what_is_kept_takes_no_more_than_is_counted(shape: Any, likeliest: int) 
     ]
     tracemalloc.start()
     for entry in entries:
-        made.keep(answer, [entry])
+        made.keep(answer, AnswerDelta(logprobs=[entry]))
     held_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert held_bytes < tokens * (likeliest + 1 + OF_A_TOKEN) * KEPT_ENTRY_BYTES

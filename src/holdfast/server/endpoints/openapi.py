@@ -6,6 +6,7 @@ An operation is one line of `OPERATIONS`; its body is described by the Struct th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,9 +14,24 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.observability.ledger import Ledger
+from holdfast.server.anthropic.schema import (
+    HARMLESS_MEMBERS,
+    AnthropicError,
+    AnthropicMessage,
+    CountBody,
+    CountedTokens,
+    MessagesBody,
+)
 from holdfast.server.endpoints.llama_cpp import AppliedTemplate
 from holdfast.server.endpoints.lora import LoadBody, UnloadBody
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
+from holdfast.server.openai_responses.schema import (
+    PASSED,
+    DeletedResponse,
+    InputItemList,
+    ResponseObject,
+    ResponsesBody,
+)
 from holdfast.server.schema.auxiliary import (
     DetokenizeBody,
     DetokenizeResponse,
@@ -41,6 +57,7 @@ from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
 
 VERSION = "3.1.0"
 _TEXT_ALONE = {"input", "return_token_strs"}
+_PARAMETER = re.compile(r"\{(\w+)\}")
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -77,7 +94,7 @@ class Health(msgspec.Struct):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     path: str
-    method: Literal["get", "post"]
+    method: Literal["get", "post", "delete"]
     summary: str
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | None = None
@@ -92,6 +109,7 @@ class Operation:
     together: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Names that are given once for each of these values, or not at all."""
     refusals: tuple[int, ...] = ()
+    error: type[msgspec.Struct] = Error
 
 
 OPERATIONS = (
@@ -99,6 +117,21 @@ OPERATIONS = (
               answer=ChatAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/completions", method="post", summary="Create a completion", body=CompletionBody,
               answer=CompletionAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/responses", method="post", summary="Create a response (OpenAI's Responses API)",
+              body=ResponsesBody, answer=ResponseObject, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/responses/{response_id}", method="get", summary="A stored response", answer=ResponseObject,
+              query=(("stream", ("false",)),), refusals=(400, 404, 503)),
+    Operation(path="/v1/responses/{response_id}", method="delete", summary="Delete a stored response",
+              answer=DeletedResponse, refusals=(404, 503)),
+    Operation(path="/v1/responses/{response_id}/cancel", method="post", summary="Cancel a response in the background",
+              answer=ResponseObject, refusals=(400, 404, 503)),
+    Operation(path="/v1/responses/{response_id}/input_items", method="get", summary="What a response was made of",
+              answer=InputItemList, query=(("order", ("asc", "desc")),), refusals=(400, 404, 503)),
+    Operation(path="/v1/messages", method="post", summary="Create a message (Anthropic's API)", body=MessagesBody,
+              answer=AnthropicMessage, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503),
+              error=AnthropicError),
+    Operation(path="/v1/messages/count_tokens", method="post", summary="Count a message's input tokens (Anthropic)",
+              body=CountBody, answer=CountedTokens, refusals=(400, 404, 408, 413, 415, 503), error=AnthropicError),
     Operation(path="/v1/embeddings", method="post", summary="Create embeddings", body=EmbeddingBody,
               answer=EmbeddingResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/pooling", method="post", summary="Embeddings or chances as numbers", body=PoolingBody,
@@ -169,14 +202,16 @@ def _described(operation: Operation, with_key: bool) -> dict[str, Any]:
     for name, values in operation.together:
         several = {"type": "array", "items": {"type": "string", "enum": list(values)}, "uniqueItems": True}
         parameters.append({"name": name, "in": "query", "schema": {**several, "minItems": len(values)}})
-    if "{name}" in operation.path:
-        parameters.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}})
+    for name in _PARAMETER.findall(operation.path):
+        parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
     content: dict[str, Any] = {operation.kind: {"schema": _schema_of(operation)}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        # Whoever reads events by their fields has objects.
+        content["text/event-stream"] = {"schema": {"type": ["string", "object"]}}
     answers: dict[str, Any] = {"200": {"description": "success", "content": content}}
     for status in (*operation.refusals, *((401,) if with_key else ())):
-        schema = {"$ref": REFERENCE.format(name="Health" if operation.answer is Health else "Error")}
+        kind = Health if operation.answer is Health else operation.error
+        schema = {"$ref": REFERENCE.format(name=kind.__name__)}
         answers[str(status)] = {"description": "error", "content": {"application/json": {"schema": schema}}}
     found: dict[str, Any] = {"summary": operation.summary, "parameters": parameters, "responses": answers}
     if operation.body is not None:
@@ -194,7 +229,7 @@ def _schema_of(operation: Operation) -> dict[str, Any]:
 
 
 def _schemas(operations: Iterable[Operation], *, strict: bool) -> dict[str, Any]:
-    kinds: dict[type[msgspec.Struct], None] = dict.fromkeys([Message, Usage, Error])
+    kinds: dict[type[msgspec.Struct], None] = dict.fromkeys([Message, Usage, Error, AnthropicError])
     kinds |= dict.fromkeys(kind for each in operations for kind in (each.body, each.answer) if kind is not None)
     _, found = msgspec.json.schema_components([*kinds], ref_template=REFERENCE)
     # What the Struct does not have, and is taken all the same. What is unknown is ignored, unless it is `strict`.
@@ -206,6 +241,10 @@ def _schemas(operations: Iterable[Operation], *, strict: bool) -> dict[str, Any]
     # Messages are read one by one, each by its own Struct, so that an error can name the place.
     messages = {"type": "array", "minItems": 1, "items": {"$ref": REFERENCE.format(name="Message")}}
     found["ChatBody"]["properties"]["messages"] = messages
+    chat = found["ChatBody"]["properties"]
+    found["ResponsesBody"]["properties"] |= {name: chat[name] for name in sorted(PASSED)}
+    for name in ("CountBody", "MessagesBody"):
+        found[name]["properties"] |= {field: {} for field in HARMLESS_MEMBERS}
     _tell_tokenize(found, beside, strict=strict)
     return dict(_portable(found))
 

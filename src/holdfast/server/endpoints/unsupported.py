@@ -7,17 +7,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from holdfast.errors import UnsupportedOptionError
-from holdfast.server.http.errors import NOT_FOUND, describe, json_response
+from holdfast.server.http.errors import NOT_FOUND, describe, error_response
 
 _NO_SOUND = "only text input and output are supported"
 _CHAT = "POST /v1/chat/completions"
 
 PATHS: dict[str, tuple[str, str]] = {
-    "/v1/responses": ("responses are not stored", _CHAT),
-    "/v1/responses/{name}": ("responses are not stored", _CHAT),
-    "/v1/responses/{name}/cancel": ("responses are not stored", "close the connection"),
-    "/v1/messages": ("it is Anthropic's API; this server implements OpenAI's", _CHAT),
-    "/v1/messages/count_tokens": ("it is Anthropic's API; this server implements OpenAI's", "POST /tokenize"),
+    **dict.fromkeys(
+        ("/v1/messages/batches", "/v1/messages/batches/{name:path}"),
+        ("jobs are not stored; a batch file is processed by a command", "holdfast run-batch"),
+    ),
+    **dict.fromkeys(
+        ("/v1/conversations", "/v1/conversations/{name:path}"),
+        ("only single responses are stored", "send previous_response_id to POST /v1/responses"),
+    ),
     "/v2/embed": ("it is Cohere's API; this server implements OpenAI's", "POST /v1/embeddings"),
     **dict.fromkeys(
         ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations",
@@ -58,6 +61,6 @@ def _refusal(path: str, reason: str, fix: str):  # type: ignore[no-untyped-def] 
         body = describe(UnsupportedOptionError(f"{path} is not supported here: {reason}", fix=fix))[1]
         body["code"] = "not_found"
         request.scope["holdfast.record"].fail(body)
-        return json_response({"error": body}, NOT_FOUND)
+        return error_response(request.scope, NOT_FOUND, body)
 
     return refuse

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from holdfast.checkpoints.lora import adapter as lora
 from holdfast.errors import (
@@ -62,19 +63,22 @@ _ABSENT = frozenset({lora.NOT_ALLOWED})
 class HttpFailure(Exception):
     """A refusal that has no error class of its own because only HTTP knows it."""
 
-    def __init__(self, status: int, message: str, *, kind: str, code: str, retry: bool = False) -> None:
+    def __init__(
+        self, status: int, message: str, *, kind: str, code: str, retry: bool = False, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
         self.code = code
         self.retry = retry
+        self.param = param
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and OpenAI's error object."""
     if isinstance(error, HttpFailure):
-        return error.status, _body(error.message, error.kind, None, error.code)
+        return error.status, _body(error.message, error.kind, error.param, error.code)
     if isinstance(error, HoldfastError):
         for kind, status, openai_type, code in _SHAPES:
             if isinstance(error, kind):
@@ -102,7 +106,42 @@ def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, An
     return {"message": shorten(message, MAX_SAID_CHARS), "type": kind, "param": param, "code": code}
 
 
-def failure_response(error: Exception, status: int, body: dict[str, Any], retry_after_s: int) -> Response:
+_ANTHROPIC_CODES = {
+    "model_not_found": "not_found_error",
+    "not_found": "not_found_error",
+    "not_allowed": "invalid_request_error",
+    "request_too_large": "request_too_large",
+}
+_ANTHROPIC_TYPES = {
+    "service_unavailable_error": "overloaded_error",
+    "server_error": "api_error",
+}
+"""Of Anthropic's errors, by OpenAI's code or type; others are called the same in both."""
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request speaks Anthropic's language, and is to be refused in it."""
+    path = scope["path"]
+    return (
+        path == "/v1/messages"
+        or path.startswith("/v1/messages/")
+        or any(name == b"anthropic-version" for name, _ in scope["headers"])
+    )
+
+
+def anthropic_error(body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
+    """Anthropic's error, of OpenAI's error object."""
+    kind = _ANTHROPIC_CODES.get(body["code"]) or _ANTHROPIC_TYPES.get(body["type"], body["type"])
+    message = body["message"]
+    if body["code"] == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # By these words Claude Code knows that it must compact.
+    told = {"type": kind, "message": message}
+    if "holdfast" in body:
+        told["holdfast"] = body["holdfast"]
+    return {"type": "error", "error": told, "request_id": request_id}
+
+
+def failure_response(scope: Scope, error: Exception, status: int, body: dict[str, Any], retry_after_s: int) -> Response:
     """`status` and `body` as `describe` has them."""
     headers = {}
     if status in (TOO_MANY, UNAVAILABLE) and not (isinstance(error, HttpFailure) and not error.retry):
@@ -111,6 +150,13 @@ def failure_response(error: Exception, status: int, body: dict[str, Any], retry_
         headers["Connection"] = "close"  # Who sends such heads sends more of them.
     if status == UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
+    return error_response(scope, status, body, headers)
+
+
+def error_response(scope: Scope, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """OpenAI's error object in the shape of the API that was asked."""
+    if is_anthropic(scope):
+        return json_response(anthropic_error(body, scope["holdfast.record"].request_id), status, headers)
     return json_response({"error": body}, status, headers)
 
 

@@ -29,6 +29,7 @@ from holdfast.server.http.errors import (
     HttpFailure,
     describe,
     failure_response,
+    is_anthropic,
 )
 from holdfast.server.http.request_body import INTAKE, Intake
 from holdfast.server.schema.ignored import HEADER, IGNORED, IgnoredFieldLog, IgnoredFields
@@ -59,8 +60,8 @@ NEEDS_ENGINE = (
 COMPUTING = frozenset(
     {
         "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/chat/completions", "/completions", "/embeddings",
-        "/completion", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify",
-        "/v1/classify",
+        "/completion", "/v1/messages", "/v1/responses", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank",
+        "/v2/rerank", "/classify", "/v1/classify",
     }
 )  # fmt: skip
 
@@ -154,11 +155,15 @@ class AccessMiddleware:
         ignored = IgnoredFields(strict=self._settings.strict_fields, log=self._ignored)
         IGNORED.set(ignored)
 
+        speaks_anthropic = is_anthropic(scope)
+
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status, record.started = message["status"], True
                 told = MutableHeaders(scope=message)
                 told["X-Request-Id"] = record.request_id
+                if speaks_anthropic:
+                    told["Request-Id"] = record.request_id
                 if ignored.header is not None:
                     told[HEADER] = ignored.header
             await send(message)
@@ -181,14 +186,14 @@ class AccessMiddleware:
                 raise
             status, body = describe(error)
             record.fail(body)
-            await failure_response(error, status, body, self._settings.retry_after_s)(scope, receive, note)
+            await failure_response(scope, error, status, body, self._settings.retry_after_s)(scope, receive, note)
         finally:
             self._tally.count(record)
             if self._log is not None and scope["path"] not in PROBES:
                 self._log(_line(scope, record))
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if path not in self._open and self._keys.asked_for and not self._keys.fit(_key(headers.get(b"authorization"))):
+        if path not in self._open and self._keys.asked_for and not self._keys.fit(_key(headers)):
             message = "the API key is missing or wrong"
             if path in METRICS:
                 message += f"; {METRICS_NEED_KEY}"
@@ -212,14 +217,17 @@ class AccessMiddleware:
 
 def tenant_of(scope: Scope) -> str:
     """Whose request it is: that of a key, or where there is none of an address."""
-    key = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+    key = _key(dict(scope["headers"]))
     client = scope.get("client")
     return hashlib.sha256(key).hexdigest() if key else str(client[0] if client else "")
 
 
-def _key(authorization: bytes | None) -> bytes:
-    scheme, _, key = (authorization or b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
+def _key(headers: dict[bytes, bytes]) -> bytes:
+    """OpenAI's clients send it as a bearer's, Anthropic's in a header of its own."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return key.strip()
+    return headers.get(b"x-api-key", b"").strip()
 
 
 def _check_media(headers: dict[bytes, bytes]) -> None:

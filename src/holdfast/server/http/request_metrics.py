@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.observability.metrics.http import OTHER, HttpMetrics
@@ -24,7 +25,7 @@ class Counting:
         self._app = app
         self._metrics = metrics
         self._paths = {path for path in paths if _PARAMETER not in path}
-        self._beginnings = {path.partition(_PARAMETER)[0] + "/": path for path in paths if _PARAMETER in path}
+        self._patterns = [(compile_path(path)[0], path) for path in paths if _PARAMETER in path]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in UNCOUNTED:
@@ -48,7 +49,7 @@ class Counting:
     def _handler(self, path: str) -> str:
         if path in self._paths:
             return path
-        return next((whole for begun, whole in self._beginnings.items() if path.startswith(begun)), OTHER)
+        return next((whole for pattern, whole in self._patterns if pattern.match(path)), OTHER)
 
 
 def _length(scope: Scope) -> int:

@@ -66,7 +66,7 @@ async def read_native(
         )
         raise
     text = body.prompt if isinstance(body.prompt, str) else ""
-    return replace(ask, native=NativeOptions(return_tokens=body.return_tokens, prompt=text))
+    return replace(ask, options=NativeOptions(return_tokens=body.return_tokens, prompt=text))
 
 
 def _biases(given: Any) -> dict[str, float] | None:

@@ -21,6 +21,7 @@ from holdfast.errors import GrammarError, RequestError, UnknownModelError, Unsup
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.beams import BeamSearchParams
 from holdfast.server.request.chat import chat_prompt, final_answer
+from holdfast.server.request.json_errors import not_json
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.template_workers import TemplateWorkers
@@ -42,7 +43,6 @@ from holdfast.server.schema.fields import (
     unsupported,
 )
 from holdfast.server.schema.ignored import IGNORED
-from holdfast.server.schema.llama_cpp import NativeOptions
 from holdfast.server.schema.pooling import PoolingCommon
 from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, StreamOptions, TokenId
 from holdfast.server.settings import ServerSettings
@@ -109,37 +109,18 @@ class GenerationRequest:
     """How an answer's text is to be read; None: it is content and nothing else."""
     beams: BeamSearchParams | None = None
     """Of a beam search, which has as many beams as answers."""
-    native: NativeOptions | None = None
-    """Of llama.cpp's own endpoint."""
+    options: object | None = None
+    """Of an API other than OpenAI's chats and completions: what its ResponseFormatter must know."""
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _not_json(raw, error) from None
+        raise not_json(raw, error) from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object", needed="object", found=type(body).__name__)
     return body
-
-
-def _not_json(raw: bytes, error: Exception) -> RequestError:
-    """With the place where it breaks off. msgspec names it, but for ends, and for bytes that are no text."""
-    fix = "send valid JSON in UTF-8, written by a JSON library"
-    said = str(error)
-    if not raw.strip():
-        said, fix = "it is empty", 'send the request as a JSON object: {"model": ...}'
-    elif isinstance(error, RecursionError):
-        said, fix = "it is nested too deeply", "send objects and lists that are less deeply nested"
-    elif isinstance(error, UnicodeDecodeError):
-        try:
-            raw.decode()
-        except UnicodeDecodeError as whole:  # The other counts from the beginning of a string.
-            said = f"it is not UTF-8 (byte {whole.start})"
-    elif "truncated" in said:
-        said = f"it ends before the object is closed (byte {len(raw)})"
-        fix = "close open quotes and brackets, and check that the whole body was sent"
-    return RequestError(f"the body is not valid JSON: {said}", fix=fix)
 
 
 async def read_chat(
@@ -152,7 +133,24 @@ async def read_chat(
     request_id: str | None = None,
 ) -> GenerationRequest:
     """`request_id`: as the client named its request outside of the body."""
-    fields = check_fields(decode_object(raw), _CHAT_FIELDS)
+    given = decode_object(raw)
+    return await chat_request(given, len(raw), engine, settings, workers=workers, pool=pool, request_id=request_id)
+
+
+async def chat_request(
+    given: dict[str, Any],
+    size_bytes: int,
+    engine: Engine,
+    settings: ServerSettings,
+    *,
+    workers: TemplateWorkers,
+    pool: TokenizePool,
+    request_id: str | None = None,
+    prefix: str = "chatcmpl",
+) -> GenerationRequest:
+    """`given`: as it was sent, or as another API's body was translated. `size_bytes`: of the raw body. `prefix`: of the
+    answer's id."""
+    fields = check_fields(given, _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
     _check_inner(fields, stream=body.stream)
     model = served_model(body.model, settings)
@@ -168,11 +166,13 @@ async def read_chat(
     check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
-    chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, len(raw), workers, pool, cut)
+    chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, size_bytes, workers, pool, cut)
     reading = chat.reading
     try:
         if reading is not None:
-            params, reading = await pool.run(partial(reading.adjusted, params, tokenizer, engine.structured), len(raw))
+            params, reading = await pool.run(
+                partial(reading.adjusted, params, tokenizer, engine.structured), size_bytes
+            )
         await _check_structured(params, engine)
         for arguments in reading.strict_arguments if reading is not None else ():
             assert engine.structured is not None
@@ -186,7 +186,7 @@ async def read_chat(
     echoes = [final_answer(body)] if body.echo else None
     return _ask(
         body,
-        "chatcmpl",
+        prefix,
         model,
         [chat.ids],
         params,

@@ -21,7 +21,7 @@ from holdfast.server.http.middleware import CLIENT_GONE, Record, tenant_of
 from holdfast.server.http.request_body import read_body
 from holdfast.server.request.logprob_budget import LogprobBudget, LogprobReservation, check_kept
 from holdfast.server.request.parse import GenerationRequest
-from holdfast.server.response.serialize import ResponseChoice, ResponseFormatter, error_event
+from holdfast.server.response.serialize import ResponseChoice, ResponseFormatter
 from holdfast.server.response.streams import ClientGone, Conversation
 from holdfast.server.settings import ServerSettings, body_limit
 
@@ -34,6 +34,9 @@ class Reader(Protocol):
 
 SENT_BYTES = 64 << 10
 """At a time: what a connection's own buffer holds before it asks us to wait."""
+
+PING_S = 10.0
+"""Of silence in a stream, where its API has an event for it: a long prompt takes longer than many clients wait."""
 
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -74,6 +77,10 @@ class Generation:
     async def _serve(self, body: bytes, record: Record, send: Send, request_id: str | None) -> None:
         ask = await self._read(body, self._engine, self._settings, request_id=request_id)
         record.model, record.stream = ask.model, ask.stream
+        await self.answer(ask, record, send)
+
+    async def answer(self, ask: GenerationRequest, record: Record, send: Send) -> None:
+        """What a request asks for, sent."""
         if ask.logprobs is not None and not ask.stream and not ask.default_max_tokens:
             context, wanted = self._engine.info.max_model_len, ask.params.max_tokens or 0
             longest = sum(min(wanted, max(context - len(prompt), 0)) for prompt in ask.prompts)
@@ -82,12 +89,16 @@ class Generation:
             with self._room.keep() as kept:
                 await self._converse(ask, record, send, kept)
 
+    def taken(self, ask: GenerationRequest) -> None:
+        """Called when the engine has taken a request."""
+
     async def _converse(self, ask: GenerationRequest, record: Record, send: Send, kept: LogprobReservation) -> None:
         conversation = Conversation(ask, self._engine, self._metrics)
         try:
             await conversation.open()
             # From here on it was taken: how it ends is counted.
             record.answer_id = ask.answer_id
+            self.taken(ask)
             if ask.stream:
                 await _Events(self._shape(ask), ask, conversation, send).run(record)
             else:
@@ -109,7 +120,7 @@ class Generation:
             pieces[answer.index].append(delta.text)
             if delta.logprobs is not None:
                 kept.take(len(delta.logprobs), sum(map(len, delta.logprobs)))
-                shape.keep(answer, delta.logprobs)
+            shape.keep(answer, delta)
 
         await conversation.follow(consume)
         for answer, texts in zip(conversation.answers, pieces, strict=True):
@@ -137,23 +148,23 @@ class _Events:
         self._ask = ask
         self._conversation = conversation
         self._send = send
+        self._writes = 0
 
     async def run(self, record: Record) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
         # Headers leave at once: a client, and a proxy in front of it, sees that its request was taken.
-        await self._write(b"")
+        await self._write(self._shape.beginning(self._conversation.usage()))
         try:
-            await self._conversation.follow(self._consume)
+            await self._follow()
         except ClientGone:
             raise
         except Exception as error:
-            # The status is sent: what is left is an event that says so, and the [DONE] that readers wait for.
+            # The status is sent: what is left is an event that says so.
             body = describe(error)[1]
             record.fail(body)
-            await self._write(error_event(body) + self._shape.ending, last=True)
+            await self._write(self._shape.failure(body), last=True)
             return
-        tail = self._shape.usage_event(self._conversation.usage()) if self._ask.include_usage else b""
-        await self._write(tail + self._shape.ending, last=True)
+        await self._write(self._shape.ending(self._conversation.usage()), last=True)
 
     async def _consume(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
         if not answer.begun:
@@ -172,7 +183,24 @@ class _Events:
             for piece in coalesce(self._shape.opening(answer, usage)):
                 await self._write(piece)
 
+    async def _follow(self) -> None:
+        pings = asyncio.create_task(self._ping()) if self._shape.ping else None
+        try:
+            await self._conversation.follow(self._consume)
+        finally:
+            if pings is not None:
+                pings.cancel()
+                await asyncio.gather(pings, return_exceptions=True)
+
+    async def _ping(self) -> None:
+        while True:
+            before = self._writes
+            await asyncio.sleep(PING_S)
+            if self._writes == before:
+                await self._write(self._shape.ping)
+
     async def _write(self, data: bytes, *, last: bool = False) -> None:
+        self._writes += 1
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
 

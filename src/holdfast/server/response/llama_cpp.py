@@ -8,18 +8,21 @@ from typing import Any
 from holdfast.records import AnswerDelta, Logprob, RequestTiming
 from holdfast.server.request.parse import GenerationRequest
 from holdfast.server.response.logprobs import LOWEST_LOGPROB, encode
-from holdfast.server.response.serialize import ResponseChoice
+from holdfast.server.response.serialize import ResponseChoice, error_event
+from holdfast.server.schema.llama_cpp import NativeOptions
 from holdfast.server.schema.requests import Usage
 
 
 class NativeShape:
-    ending = b""
-    """llama.cpp's own streams end with the event that has `stop`."""
+    ping = b""
 
     def __init__(self, ask: GenerationRequest) -> None:
-        assert ask.native is not None
+        assert isinstance(ask.options, NativeOptions)
         self._ask = ask
-        self._native = ask.native
+        self._native = ask.options
+
+    def beginning(self, usage: Usage) -> bytes:
+        return b""
 
     def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
         return ()
@@ -40,11 +43,16 @@ class NativeShape:
             told |= self._end(answer)
         return b"data: " + encode(told) + b"\n\n"
 
-    def usage_event(self, usage: Usage) -> bytes:
+    def ending(self, usage: Usage) -> bytes:
+        """Nothing: llama.cpp's own streams end with the event that has `stop`."""
         return b""
 
-    def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
-        answer.tokens.add([*self._probabilities(entries)])
+    def failure(self, error: dict[str, Any]) -> bytes:
+        return error_event(error)
+
+    def keep(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
+        if delta.logprobs is not None:
+            answer.tokens.add([*self._probabilities(delta.logprobs)])
 
     def body(self, answers: list[ResponseChoice], usage: Usage) -> list[bytes]:
         pieces: list[bytes] = []

@@ -75,18 +75,25 @@ class ResponseChoice:
 class ResponseFormatter(Protocol):
     """A chat or a completion."""
 
-    ending: bytes
-    """Of a stream, behind its last event."""
+    ping: bytes
+    """Of a stream: what is sent now and then while there is nothing to say; empty: nothing."""
+
+    def beginning(self, usage: Usage) -> bytes:
+        """Of a stream, before anything was generated; may be empty."""
 
     def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
         """Events before the first token of an answer; may be empty."""
 
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes: ...
 
-    def usage_event(self, usage: Usage) -> bytes: ...
+    def ending(self, usage: Usage) -> bytes:
+        """Of a stream, behind the last event of its answers."""
 
-    def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
-        """Log-probabilities of further tokens, for the body."""
+    def failure(self, error: dict[str, Any]) -> bytes:
+        """Of a stream that ends with an error, OpenAI's error object: the last that is sent."""
+
+    def keep(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
+        """What a body needs of further tokens beside their text, which is kept in any case."""
 
     def body(self, answers: list[ResponseChoice], usage: Usage) -> list[bytes]:
         """In pieces; those that are the same in several answers are there once."""
@@ -99,7 +106,7 @@ def error_event(error: dict[str, Any]) -> bytes:
 class _Stream:
     """The parts of an event that never change."""
 
-    ending = DONE
+    ping = b""
 
     def __init__(self, ask: GenerationRequest, kind: str) -> None:
         self._ask = ask
@@ -111,8 +118,15 @@ class _Stream:
         # With include_usage OpenAI's chunks carry an explicit null.
         return b'],"usage":null}\n\n' if self._ask.include_usage else b"]}\n\n"
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._head + self.close(usage)
+    def beginning(self, usage: Usage) -> bytes:
+        return b""
+
+    def ending(self, usage: Usage) -> bytes:
+        return self._head + self.close(usage) + DONE if self._ask.include_usage else DONE
+
+    def failure(self, error: dict[str, Any]) -> bytes:
+        """With the [DONE] that readers wait for."""
+        return error_event(error) + DONE
 
 
 class ChatShape(_Stream):
@@ -152,10 +166,11 @@ class ChatShape(_Stream):
 
     def _shaped(self, entries: list[dict[int, Logprob]]) -> list[TokenLogprob]:
         count, bytes_of = self._ask.logprobs or 0, self._ask.bytes_of
-        return [_chat_logprob(entry, count, bytes_of, as_ids=self._ask.tokens_as_ids) for entry in entries]
+        return [chat_logprob(entry, count, bytes_of, as_ids=self._ask.tokens_as_ids) for entry in entries]
 
-    def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
-        answer.tokens.add([*self._shaped(entries)])
+    def keep(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
+        if delta.logprobs is not None:
+            answer.tokens.add([*self._shaped(delta.logprobs)])
 
     def _message(self, answer: ResponseChoice) -> AssistantMessage:
         return AssistantMessage(content=self._echo + answer.text)
@@ -277,8 +292,9 @@ class CompletionShape(_Stream):
         ending = _ending(delta) if delta.finish_reason is not None else b'"finish_reason":null,"stop_reason":null}'
         return self._head + choice + ending + self.close(usage)
 
-    def keep(self, answer: ResponseChoice, entries: list[dict[int, Logprob]]) -> None:
-        answer.columns.add(entries)
+    def keep(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
+        if delta.logprobs is not None:
+            answer.columns.add(delta.logprobs)
 
     def _ids(self, answer: ResponseChoice) -> bytes:
         """Of an answer and its prompt, as members of a choice: null unless they are asked for."""
@@ -351,7 +367,7 @@ def _ending(delta: AnswerDelta) -> bytes:
     return b'"finish_reason":"%b","stop_reason":%b}' % (delta.finish_reason.value.encode(), encode(delta.stop_reason))
 
 
-def _chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None, *, as_ids: bool) -> TokenLogprob:
+def chat_logprob(entry: dict[int, Logprob], count: int, bytes_of: BytesOf | None, *, as_ids: bool) -> TokenLogprob:
     def shown(token_id: int, candidate: Logprob) -> tuple[str, float, list[int]]:
         text = candidate.decoded_token or ""
         # A token may be half a character: its text is then U+FFFD, and only its bytes tell what it is.

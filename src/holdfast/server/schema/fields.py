@@ -108,10 +108,12 @@ def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, An
     kept = {}
     ignored = IGNORED.get()
     for name, value in body.items():
-        if value is None or name in HARMLESS:
+        if value is None:
             continue
         if name in honoured:
             kept[name] = value
+        elif name in HARMLESS:
+            pass
         elif name in QUIET:
             _check_quiet(name, value)
         elif name in UNSUPPORTED:
