@@ -30,7 +30,7 @@ Messages = Sequence[Mapping[str, str]]
 
 CONNECT_TIMEOUT_S = 10.0
 INTERNAL = 500
-TLS_FAILED = "HF158"
+TLS_FAILED = "HF162"
 MAX_EVENT_BYTES = 16 << 20
 """One event of a stream; a server that sends more without a line's end is not speaking SSE."""
 
