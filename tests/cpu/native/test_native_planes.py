@@ -76,8 +76,8 @@ def inputs_of(matrix: ScaledMatrix, x: torch.Tensor) -> torch.Tensor:
 
 
 def bound(matrix: ScaledMatrix, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A few units of float32's last place of every term, more where one sum takes all terms one by one, and of what zero
-    points take off again; in whole numbers, half a unit of sixteen bits of the largest input of 32 for each of them."""
+    """A few units of float32's last place of every term, more where one sum takes all terms one by one, and of what
+    zero points take off again; in whole numbers, half a unit of sixteen bits of the largest input of 32 for each."""
     in_order = loading.kernels().VARIANT == "portable" or matrix.layout.group_rows == 24
     taken, sizes = inputs_of(matrix, x).double().abs(), weights.abs()
     if matrix.zeros is not None:
