@@ -373,7 +373,9 @@ def _expanded_or_not(count: CpuCount) -> tuple[CpuCount, Decision]:
         return count, Decision("weights", weights.format or "quantized", kept or "dummies of that format", "model")
     sizes = reason = cpu.weight_sizes(spec, stored, dtype)
     if setting == "auto":
-        fast = count.compiled and count.question.machine.processor.fast_block_products and weights.compiles()
+        processor = count.question.machine.processor
+        codes = processor.fast_code_products and weights.compiles()
+        fast = count.compiled and (processor.fast_block_products if spec.quantization is None else codes)
         expand, reason = cpu.expands(spec, stored, dtype=dtype, fast_blocks=fast, budget_bytes=count.budget_bytes)
         expanded = count_on_cpu(count.question, count.limits, expand=True) if expand else count
         if expanded.longest(most) >= count.longest(most):
