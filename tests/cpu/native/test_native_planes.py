@@ -100,12 +100,12 @@ def guarded(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize(("outputs", "columns"), [(1, 128), (53, 384), (128, 896)])
+@pytest.mark.parametrize(("outputs", "columns"), [(1, 128), (141, 896)])
 def test_product_equals_float64(name: str, outputs: int, columns: int) -> None:
     matrix = drawn(LAYOUTS[name], outputs, columns, seed=outputs)
     weights, generator = numbers(matrix), torch.Generator().manual_seed(columns)
     cases = []
-    for rows in (1, 2, 3, 4, 7, 8, 9, 37, 64, 65, 131):
+    for rows in (1, 2, 5, 8, 9, 64, 71):
         x = torch.randn(rows, columns + 16, generator=generator)[:, 8:-8]
         cases.append((x, inputs_of(matrix, x).double() @ weights.T, bound(matrix, weights, x)))
     bias = torch.randn(outputs, generator=generator)
@@ -170,7 +170,7 @@ def test_codes_inputs_and_scales_at_their_ends(name: str, byte: int, scale: floa
     if matrix.zeros is not None:
         matrix.zeros.view(torch.uint8).fill_(0 if byte & 1 else (0x7F if layout.codes == "int8" else 15))
     weights, made = numbers(matrix), None
-    for rows in (1, 3, 8, 9, 17, 71):
+    for rows in (1, 9, 71):
         for pattern in (torch.ones(512), 1.0 - 2 * (torch.arange(512) % 2), torch.arange(512) * -1e-3):
             x = pattern.expand(rows, 512).contiguous()
             exact, limit = inputs_of(matrix, x).double() @ weights.T, bound(matrix, weights, x)
