@@ -237,11 +237,11 @@ def weight_sizes(spec: ModelSpec, stored: Mapping[str, StoredTensor], dtype: str
 def expands(
     spec: ModelSpec, stored: Mapping[str, StoredTensor], *, dtype: str, fast_blocks: bool, budget_bytes: int
 ) -> tuple[bool, str]:
-    """Whether quantized weights are expanded when nobody says, and why. `fast_blocks`: products with blocks as they
-    are stored are the faster ones here."""
+    """Whether quantized weights are expanded when nobody says, and why. `fast_blocks`: products with all of them as
+    they are stored are the faster ones here."""
     sizes = weight_sizes(spec, stored, dtype)
-    if fast_blocks and spec.quantization is None:
-        return False, f"compiled products read blocks as they are: fewer bytes, and faster: {sizes}"
+    if fast_blocks:
+        return False, f"compiled products read them as they are: fewer bytes, and faster: {sizes}"
     if weights_bytes(spec, stored, dtype=dtype, expand=True) <= EXPAND_SHARE * budget_bytes:
         return True, f"faster, and there is room to spare: {sizes}"
     return False, f"expanded they would take more than {EXPAND_SHARE:.0%} of the budget: {sizes}"

@@ -55,6 +55,11 @@ class Processor:
         floats, do not."""
         return any(needs and needs <= self.features for needs in KERNEL_VARIANTS.values())
 
+    @property
+    def fast_code_products(self) -> bool:
+        """The same for codes and scales of quantized checkpoints, which are multiplied in integers on x86 alone."""
+        return "avx2" in self.features and self.fast_block_products
+
     def copies_matrices(self, dtype: str) -> bool:
         """Whether torch's dense products copy the whole matrix first: those of oneDNN on Arm do, from about ten rows
         on (measured, torch 2.13). Execution leaves float32 to the BLAS, which does not."""

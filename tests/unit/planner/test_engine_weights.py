@@ -199,6 +199,22 @@ def test_on_a_cpu_they_are_expanded_only_where_there_is_room(ask: Ask, cpu: Call
             fit(replace(question, settings=replace(question.settings, expand_weights="always")))
 
 
+def test_compiled_products_read_codes_as_they_are(ask: Ask, cpu: Callable[..., Device]) -> None:
+    """On x86: with room for expanded weights they stay quantized, and no tile is held for their expansion."""
+
+    def planned(name: str, features: set[str], expand: str = "auto") -> tuple[bool, int]:
+        question = ask(name, device=cpu(400, 400), expand_weights=expand, dtype="float32", max_model_len=2048)
+        machine = replace(question.machine, cpu_features=frozenset(features), compiled_kernels=True)
+        found = fit(replace(question, machine=machine))
+        activations = next(term.nbytes for term in found.ranks[0].terms if term.name == "activations")
+        return found.engine.expand_weights, activations
+
+    _, plain = planned("llama-3.1-8b", {"avx2", "fma", "f16c", "bmi2"})
+    assert planned("llama-3.1-8b-awq", {"avx2", "fma", "f16c", "bmi2"}) == (False, plain)
+    assert planned("llama-3.1-8b-fp8", {"avx2", "fma", "f16c", "bmi2"}) == (False, plain)
+    assert planned("llama-3.1-8b-awq", {"asimddp"})[0], "in floats there, which expanded weights beat"
+
+
 def test_names_of_kernels_are_planned_as_their_formats() -> None:
     plain, awq = known("llama-3.1-8b"), known("llama-3.1-8b-awq")
     for written, method in (("awq_marlin", "awq"), ("gptq_bitblas", "gptq"), ("fp8_per_tensor", "fp8")):

@@ -100,13 +100,9 @@ class QuantizedStack:
 class BlockStack:
     """A compiled matrix for every expert; they are multiplied by `native.ExpertLayer` alone."""
 
-    def __init__(self, matrices: Sequence[native.BlockMatrix]) -> None:
-        self.matrices = matrices
+    def __init__(self, matrices: Sequence[native.CompiledMatrix], nbytes: int) -> None:
+        self.matrices, self.nbytes = matrices, nbytes
         self.experts, self.rows, self.columns = len(matrices), matrices[0].rows, matrices[0].columns
-
-    @property
-    def nbytes(self) -> int:
-        return sum(matrix.nbytes for matrix in self.matrices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,19 @@ from holdfast.execution.native.decoder import DecoderLayer, DecoderStep
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.experts import ExpertLayer, NativeExpertBuffers
 from holdfast.execution.native.loading import available, share_torch_threads, threads, use_own_threads, why_not
-from holdfast.execution.native.products import BlockMatrix, dequantize, matmul_blocks
+from holdfast.execution.native.planes import ScaledBlockMatrix
+from holdfast.execution.native.products import BlockMatrix, CompiledMatrix, dequantize, matmul_blocks
 
 __all__ = [
     "AttentionRows",
     "BlockMatrix",
+    "CompiledMatrix",
     "DecoderLayer",
     "DecoderStep",
     "ExpertLayer",
     "NativeExpertBuffers",
     "PoolPlace",
+    "ScaledBlockMatrix",
     "activate_and_multiply",
     "available",
     "dequantize",

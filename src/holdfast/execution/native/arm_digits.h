@@ -18,8 +18,8 @@ ALWAYS_INLINE int panel_rows(long left) { return left >= 8 ? 8 : (left >= 4 ? 4 
 typedef float32x4_t bundle_sums;
 
 /* Sums of a panel's rows with the four outputs whose quants begin at `four`; the rest is said by the function itself. */
-typedef void (*bundle_function)(const uint8_t *four, long bundle_bytes, int wide, const uint8_t *x, long blocks, int rows,
-                                bundle_sums *totals);
+typedef void (*bundle_function)(const uint8_t *four, long bundle_bytes, int wide, const scaled_matrix *planes,
+                                const uint8_t *x, long blocks, int rows, bundle_sums *totals);
 #define BUNDLES_AT_ONCE 1
 ALWAYS_INLINE int bundles_at_once(int rows) { return (void)rows, 1; }
 
@@ -34,6 +34,8 @@ struct digit_kind {
 ALWAYS_INLINE bundle_function function_of(const digit_kind *kind, int from_strip, int rows) {
     return (from_strip ? kind->many : kind->few)[rows];
 }
+
+ALWAYS_INLINE long input_block_bytes(const digit_kind *kind, int rows) { return (void)kind, panel_block_bytes(rows); }
 
 /* Strips of blocks with one scale: 4 scales and 4 minimums as floats, then 8 vectors of quants. */
 #define STRIP_HEADS 32

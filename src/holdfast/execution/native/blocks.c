@@ -3,15 +3,12 @@
 #include "blocks.h"
 
 #include "kquants.h"
-#include "vector.h"
+#include "plain_numbers.h"
 
 #if !defined(__aarch64__)
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 typedef int8_t signed16 __attribute__((vector_size(16)));
 #endif
-typedef uint16_t short16 __attribute__((vector_size(32)));
-typedef uint32_t word16 __attribute__((vector_size(64)));
-typedef _Float16 half16 __attribute__((vector_size(32)));
 typedef float float16 __attribute__((vector_size(64)));
 
 static const int BYTES_OF_32[LAYOUTS] = {
@@ -96,20 +93,8 @@ static void expand_q8(const uint8_t *stored, long blocks, float *out) {
     }
 }
 
-static void expand_f16(const uint8_t *stored, long blocks, float *out) {
-    for (long part = 0; part < 2 * blocks; part++, stored += 32, out += 16) {
-        half16 halves;
-        memcpy(&halves, stored, sizeof halves);
-        store16(out, __builtin_convertvector(halves, float16));
-    }
-}
-
-static void expand_bf16(const uint8_t *stored, long blocks, float *out) {
-    for (long part = 0; part < 2 * blocks; part++, stored += 32, out += 16) {
-        short16 halves;
-        memcpy(&halves, stored, sizeof halves);
-        store16(out, (float16)(__builtin_convertvector(halves, word16) << 16));
-    }
+ALWAYS_INLINE void expand_numbers(const uint8_t *stored, long blocks, enum layout layout, float *out) {
+    for (long i = 0; i < blocks * BLOCK_ELEMENTS; i += LANES) store(out + i, load_numbers(stored, i, layout));
 }
 
 void expand_blocks(enum layout layout, const uint8_t *stored, long blocks, float *out) {
@@ -117,8 +102,8 @@ void expand_blocks(enum layout layout, const uint8_t *stored, long blocks, float
     case Q4_0: expand_q4(stored, blocks, 0, out); break;
     case Q4_1: expand_q4(stored, blocks, 1, out); break;
     case Q8_0: expand_q8(stored, blocks, out); break;
-    case F16: expand_f16(stored, blocks, out); break;
-    case BF16: expand_bf16(stored, blocks, out); break;
+    case F16: expand_numbers(stored, blocks, F16, out); break;
+    case BF16: expand_numbers(stored, blocks, BF16, out); break;
     case F32: memcpy(out, stored, (size_t)blocks * 128); break;
     default: expand_kquants(layout, stored, blocks, out);
     }

@@ -14,7 +14,7 @@ import torch
 from holdfast.execution.native.attention import AttentionRows, PoolPlace
 from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS, center_address
 from holdfast.execution.native.loading import kernels, threads
-from holdfast.execution.native.products import BlockMatrix
+from holdfast.execution.native.products import CompiledMatrix
 
 
 class DecoderStep:
@@ -68,11 +68,11 @@ class DecoderLayer:
         self,
         *,
         attention_norm: torch.Tensor,
-        qkv: Sequence[BlockMatrix],
-        o: BlockMatrix,
+        qkv: Sequence[CompiledMatrix],
+        o: CompiledMatrix,
         mlp_norm: torch.Tensor,
-        gate_up: Sequence[BlockMatrix],
-        down: BlockMatrix,
+        gate_up: Sequence[CompiledMatrix],
+        down: CompiledMatrix,
         heads: int,
         kv_heads: int,
         dim: int,

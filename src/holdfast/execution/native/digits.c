@@ -19,6 +19,8 @@
 typedef struct {
     const product *wanted;
     const digit_kind *kind;
+    const scaled_matrix *planes; /* NULL: scales lie among the codes */
+    long bundle_bytes;
     panel panels[MOST_PANELS];
     long first, last; /* the rows whose panels are split now */
     long count, blocks;
@@ -28,9 +30,51 @@ typedef struct {
     work_queue queue;
 } digit_work;
 
+#if defined(X86_DIGITS)
+
+/* Rows first..last-1 of a panel as planes want them: rounded, in another order, or as numbers. */
+static void prepare_rows(const digit_work *work, const panel *here, int first, int last, float *prepared) {
+    const product *wanted = work->wanted;
+    const long step = input_block_bytes(work->kind, here->rows);
+    float *scales = prepared + wanted->columns;
+    for (int row = first; row < last; row++) {
+        prepare_input(work->planes, wanted->x + (here->first + row) * wanted->x_stride, prepared, scales);
+        for (long block = 0; block < work->blocks; block++)
+            put_prepared(work->planes, prepared + block * BLOCK_ELEMENTS, scales[block],
+                         (uint8_t *)here->blocks + block * step, row, here->rows, work->kind);
+    }
+}
+
+/* Room of the calling thread for one row. */
+static float *row_room(const digit_work *work) {
+    return scratch(SCRATCH_OWN, sizeof(float) * (size_t)(work->wanted->columns + work->blocks));
+}
+
+static int prepares(const digit_work *work) {
+    return work->planes != NULL && (work->kind->in_floats || changes_inputs(work->planes));
+}
+
+static void split_prepared(digit_work *work) {
+    float *prepared = row_room(work);
+    if (prepared == NULL) return; /* the others take this thread's share; the caller has its own before it starts */
+    for (long unit; (unit = claim(&work->queue)) >= 0;) {
+        const panel *here = work->panels + unit / (PANEL_ROWS / SPLIT_ROWS);
+        const int first = (int)(unit % (PANEL_ROWS / SPLIT_ROWS)) * SPLIT_ROWS;
+        prepare_rows(work, here, first, first + SPLIT_ROWS < here->rows ? first + SPLIT_ROWS : here->rows, prepared);
+    }
+}
+
+#endif
+
 static void split_panels(void *pointer) {
     digit_work *work = pointer;
     const product *wanted = work->wanted;
+#if defined(X86_DIGITS)
+    if (prepares(work)) {
+        split_prepared(work);
+        return;
+    }
+#endif
     for (long unit; (unit = claim(&work->queue)) >= 0;) {
         const panel *here = work->panels + unit / (PANEL_ROWS / SPLIT_ROWS);
         const int first = (int)(unit % (PANEL_ROWS / SPLIT_ROWS)) * SPLIT_ROWS;
@@ -52,7 +96,7 @@ static void pass_panel(const digit_work *work, const panel *here, bundle_functio
     for (long wide; output < last; output += wide * BUNDLE, quants += wide * bundle_bytes) {
         bundle_sums total[BUNDLES_AT_ONCE * PANEL_ROWS], *from = total;
         wide = (last - output) / BUNDLE < most ? (last - output) / BUNDLE : most;
-        multiply_bundles(quants, bundle_bytes, (int)wide, here->blocks, work->blocks, here->rows, total);
+        multiply_bundles(quants, bundle_bytes, (int)wide, work->planes, here->blocks, work->blocks, here->rows, total);
         for (long to = output; to < output + wide * BUNDLE; to += BUNDLE) {
             float *out = wanted->out + here->first * wanted->out_stride + to;
             for (int r = 0; r < here->rows; r++, from++, out += wanted->out_stride) {
@@ -77,7 +121,8 @@ static long strip_bytes(const digit_work *work) {
 static void run_digits(void *pointer) {
     digit_work *work = pointer;
     const product *wanted = work->wanted;
-    const long bundle_bytes = BUNDLE * row_bytes(wanted->layout, wanted->columns);
+    const uint8_t *weights = work->planes == NULL ? wanted->weights : (const uint8_t *)work->planes->codes;
+    const long bundle_bytes = work->bundle_bytes;
     const long strip_bundle_bytes = work->blocks * work->kind->strip_block_bytes;
     uint8_t *strip = work->strip > 0 ? scratch(SCRATCH_OWN, (size_t)strip_bytes(work)) : NULL;
     if (work->strip > 0 && strip == NULL) return; /* the others take this thread's share; the caller has its own */
@@ -85,7 +130,7 @@ static void run_digits(void *pointer) {
         long from = unit / work->chunks * work->tall, to = from + work->tall < work->count ? from + work->tall : work->count;
         long output = unit % work->chunks * work->chunk;
         long end = output + work->chunk < wanted->outputs ? output + work->chunk : wanted->outputs;
-        const uint8_t *stored = wanted->weights + output / BUNDLE * bundle_bytes;
+        const uint8_t *stored = weights + output / BUNDLE * bundle_bytes;
         if (strip == NULL) {
             pass_panels(work, stored, 0, bundle_bytes, output, end, from, to);
             continue;
@@ -106,7 +151,7 @@ static long cut_panels(digit_work *work, const uint8_t *memory) {
     for (long first = work->first, rows; first < work->last; first += rows) {
         rows = panel_rows(work->last - first);
         work->panels[work->count++] = (panel){memory + bytes, first, (int)rows};
-        bytes += work->blocks * panel_block_bytes((int)rows);
+        bytes += work->blocks * input_block_bytes(work->kind, (int)rows);
     }
     return bytes;
 }
@@ -134,6 +179,9 @@ static int multiply_rows(digit_work *work) {
     const uint8_t *memory = scratch(SCRATCH_TEAM, (size_t)cut_panels(work, NULL));
     if (memory == NULL) return -1;
     cut_panels(work, memory);
+#if defined(X86_DIGITS)
+    if (prepares(work) && row_room(work) == NULL) return -1;
+#endif
     atomic_store(&work->queue.next, 0);
     work->queue.units = work->count * (PANEL_ROWS / SPLIT_ROWS);
     run_parallel(split_panels, work, work->last - work->first > SPLIT_ROWS ? wanted->threads : 1);
@@ -147,8 +195,15 @@ static int multiply_rows(digit_work *work) {
 
 int multiply_by_digits(const product *wanted) {
     digit_work work = {.wanted = wanted, .blocks = wanted->columns / BLOCK_ELEMENTS};
-    work.kind = digit_kind_of(plain_layout(wanted->layout));
-    long at_once = PANEL_BYTES / (work.blocks * panel_block_bytes(PANEL_ROWS));
+    if (is_scaled(wanted->layout)) {
+        work.planes = (const scaled_matrix *)wanted->weights;
+        work.kind = planes_digits_of(work.planes);
+        work.bundle_bytes = BUNDLE * code_row_bytes(work.planes);
+    } else {
+        work.kind = digit_kind_of(plain_layout(wanted->layout));
+        work.bundle_bytes = BUNDLE * row_bytes(wanted->layout, wanted->columns);
+    }
+    long at_once = PANEL_BYTES / (work.blocks * input_block_bytes(work.kind, PANEL_ROWS));
     at_once = PANEL_ROWS * (at_once < LEAST_PANELS ? LEAST_PANELS : (at_once > PANELS_AT_ONCE ? PANELS_AT_ONCE : at_once));
     for (work.first = 0; work.first < wanted->rows; work.first = work.last) {
         work.last = work.first + at_once < wanted->rows ? work.first + at_once : wanted->rows;

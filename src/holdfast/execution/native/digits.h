@@ -16,6 +16,7 @@
 #define HOLDFAST_DIGITS_H
 
 #include "matmul.h"
+#include "scaled.h"
 #include "weave.h"
 
 /* Of a whole number: two balanced digits hold it, and 32 times 255 times it stays below 2^31. */
@@ -34,6 +35,7 @@ typedef struct digit_kind digit_kind;
 /* Of a layout before it was woven; on Arm those of the denser kinds are in kquant_dots.c. */
 const digit_kind *digit_kind_of(enum layout plain);
 const digit_kind *kquant_digits_of(enum layout plain);
+const digit_kind *planes_digits_of(const scaled_matrix *planes);
 
 /* Each of the two brings for digits.c: PANEL_ROWS, panel_rows, panel_block_bytes, split_block, digit_kind,
  * bundle_function, bundle_sums (of a row of x with the outputs of a bundle). */

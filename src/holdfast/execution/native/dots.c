@@ -1,5 +1,6 @@
-/* Products of few rows in floats: a tile of weights is expanded into a scratch that stays in the first-level cache, and
- * the rows of x pass over it in register tiles of dot products.
+/* Products of few rows in floats. Numbers that are not quantized are widened on their way into the sums; of others a tile
+ * is expanded into a scratch that stays in the first-level cache, and the rows of x pass over it in register tiles of dot
+ * products.
  *
  *   x [rows, columns] ---> 4 rows at a time  \
  *                                              4 x 4 sums in registers ---> out
@@ -7,7 +8,7 @@
  */
 #include "matmul.h"
 
-#include "vector.h"
+#include "plain_numbers.h"
 
 typedef struct {
     const product *wanted;
@@ -58,11 +59,75 @@ static void run_tiles(void *pointer) {
     }
 }
 
+/* sums[row][output] of `rows` rows of x, a constant where it is inlined, with TILE_COLUMNS rows of plain weights. */
+ALWAYS_INLINE void dot_numbers(int rows, const float *const *x, const uint8_t *const *w, long length, enum layout layout,
+                               float *sums) {
+    vec total[TILE_ROWS][TILE_COLUMNS];
+    UNROLL for (int row = 0; row < rows; row++) {
+        UNROLL for (int column = 0; column < TILE_COLUMNS; column++) total[row][column] = (vec){0};
+    }
+    const uint8_t *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+    const float *rows_of_x[TILE_ROWS];
+    UNROLL for (int row = 0; row < rows; row++) rows_of_x[row] = x[row];
+    for (long i = 0; i < length; i += LANES) {
+        const vec b0 = load_numbers(w0, i, layout), b1 = load_numbers(w1, i, layout);
+        const vec b2 = load_numbers(w2, i, layout), b3 = load_numbers(w3, i, layout);
+        UNROLL for (int row = 0; row < rows; row++) {
+            const vec a = load(rows_of_x[row] + i);
+            total[row][0] += a * b0;
+            total[row][1] += a * b1;
+            total[row][2] += a * b2;
+            total[row][3] += a * b3;
+        }
+    }
+    UNROLL for (int row = 0; row < rows; row++) sums_of_four(total[row], sums + row * TILE_COLUMNS);
+}
+
+ALWAYS_INLINE void dot_numbers_of(int rows, const float *const *x, const uint8_t *const *w, long length,
+                                  enum layout layout, float *sums) {
+    switch (rows) {
+    case 1: dot_numbers(1, x, w, length, layout, sums); break;
+#if TILE_ROWS == 4
+    case 2: dot_numbers(2, x, w, length, layout, sums); break;
+    case 3: dot_numbers(3, x, w, length, layout, sums); break;
+#endif
+    default: dot_numbers(TILE_ROWS, x, w, length, layout, sums);
+    }
+}
+
+/* Outputs output..output+WIDE-1 of all rows. */
+static void pass_numbers(const product *wanted, long output) {
+    const long last = output + WIDE < wanted->outputs ? output + WIDE : wanted->outputs;
+    const long bytes = row_bytes(wanted->layout, wanted->columns);
+    float sums[TILE_ROWS * TILE_COLUMNS];
+    for (long row = 0; row < wanted->rows; row += TILE_ROWS) {
+        const int rows = wanted->rows - row < TILE_ROWS ? (int)(wanted->rows - row) : TILE_ROWS;
+        const float *x[TILE_ROWS];
+        for (int r = 0; r < rows; r++) x[r] = wanted->x + (row + r) * wanted->x_stride;
+        for (long i = output; i < last; i += TILE_COLUMNS) {
+            const uint8_t *w[TILE_COLUMNS];
+            /* Beyond the last output its row is read again, and the sums are dropped. */
+            for (int j = 0; j < TILE_COLUMNS; j++) w[j] = wanted->weights + (i + j < last ? i + j : last - 1) * bytes;
+            switch (wanted->layout) {
+            case F32: dot_numbers_of(rows, x, w, wanted->columns, F32, sums); break;
+            case F16: dot_numbers_of(rows, x, w, wanted->columns, F16, sums); break;
+            default: dot_numbers_of(rows, x, w, wanted->columns, BF16, sums);
+            }
+            put_sums(wanted, sums, row, rows, i, 1);
+        }
+    }
+}
+
+static void run_numbers(void *pointer) {
+    dot_work *work = pointer;
+    for (long unit; (unit = claim(&work->queue)) >= 0;) pass_numbers(work->wanted, unit * WIDE);
+}
+
 int multiply_by_dots(const product *wanted) {
     if (scratch(SCRATCH_OWN, sizeof(float) * WIDE * DEEP) == NULL) return -1;
     dot_work work = {.wanted = wanted, .deep = tile_depth(wanted)};
     work.queue.units = (wanted->outputs + WIDE - 1) / WIDE;
     int small = wanted->outputs * wanted->columns * wanted->rows < 32768;
-    run_parallel(run_tiles, &work, small ? 1 : wanted->threads);
+    run_parallel(is_plain(wanted->layout) ? run_numbers : run_tiles, &work, small ? 1 : wanted->threads);
     return 0;
 }

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS
 from holdfast.execution.native.loading import kernels, threads
-from holdfast.execution.native.products import BlockMatrix
+from holdfast.execution.native.products import CompiledMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class ExpertLayer:
     def __init__(
         self,
         *,
-        gate_up: Sequence[Sequence[BlockMatrix]],
-        down: Sequence[BlockMatrix],
+        gate_up: Sequence[Sequence[CompiledMatrix]],
+        down: Sequence[CompiledMatrix],
         per_token: int,
         normalized: bool,
         activation: str,
@@ -94,7 +94,7 @@ class ExpertLayer:
         )
 
     @staticmethod
-    def _check(matrix: BlockMatrix, rows: int, columns: int) -> None:
+    def _check(matrix: CompiledMatrix, rows: int, columns: int) -> None:
         if (matrix.rows, matrix.columns) != (rows, columns) or matrix.bias is not None:
             raise ValueError(f"experts must be alike, [{rows}, {columns}] without bias")
 

@@ -47,6 +47,8 @@ class Kernels(Protocol):
 
     def weave(self, weights: int, rows: int, columns: int, layout: int, /) -> int: ...
 
+    def weave_planes(self, planes: int, /) -> int: ...
+
     def attend(
         self,
         query: int,

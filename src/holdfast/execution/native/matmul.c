@@ -3,8 +3,9 @@
 
 #include <string.h>
 
-#include "weave.h"
 #include "kquant_weave.h"
+#include "scaled.h"
+#include "weave.h"
 
 long tile_depth(const product *wanted) {
     const long unit = block_elements(wanted->layout), most = DEEP / unit * unit;
@@ -15,6 +16,10 @@ long tile_depth(const product *wanted) {
 /* `depth` columns of a row that may lie in a bundle. */
 static void expand_part(const uint8_t *weights, enum layout layout, long columns, long row, long column, long depth,
                         float *out) {
+    if (is_scaled(layout)) {
+        expand_scaled((const scaled_matrix *)weights, row, column, depth, out);
+        return;
+    }
     const enum layout plain = plain_layout(layout);
     const long bytes = block_bytes(layout), unit = block_elements(layout), stored_bytes = row_bytes(layout, columns);
     const long first = column / unit, count = depth / unit;
@@ -43,22 +48,54 @@ void expand_tile(const product *wanted, float *tile, long output, long column, l
     memset(tile + rows * depth, 0, (size_t)((WIDE - rows) * depth) * sizeof(float));
 }
 
+/* Dot products with planes whose inputs are rounded or in another order, some rows of x at a time. */
+static int multiply_changed(const product *wanted) {
+    const scaled_matrix *planes = (const scaled_matrix *)wanted->weights;
+    const long columns = wanted->columns;
+    float *inputs = scratch(SCRATCH_TEAM, sizeof(float) * (size_t)(DOT_ROWS * columns + columns / BLOCK_ELEMENTS));
+    if (inputs == NULL) return -1;
+    for (long first = 0; first < wanted->rows; first += DOT_ROWS) {
+        product some = *wanted;
+        some.rows = wanted->rows - first < DOT_ROWS ? wanted->rows - first : DOT_ROWS;
+        for (long row = 0; row < some.rows; row++)
+            round_input(planes, wanted->x + (first + row) * wanted->x_stride, inputs + row * columns,
+                        inputs + DOT_ROWS * columns);
+        some.x = inputs;
+        some.x_stride = columns;
+        some.out += first * wanted->out_stride;
+        if (multiply_by_dots(&some)) return -1;
+    }
+    return 0;
+}
+
+static int multiply_few(const product *wanted) {
+    const int planes = is_scaled(wanted->layout);
+    if (planes && changes_inputs((const scaled_matrix *)wanted->weights)) return multiply_changed(wanted);
+    return multiply_by_dots(wanted);
+}
+
 /* The rows beyond the last bundle, which are stored apart. */
 static int multiply_rest(const product *wanted, long whole) {
     const enum layout plain = plain_layout(wanted->layout);
     product rest = *wanted;
+    scaled_matrix planes;
     rest.layout = plain;
-    rest.weights += whole * row_bytes(plain, wanted->columns);
+    if (plain == SCALED) {
+        planes = rows_from((const scaled_matrix *)wanted->weights, whole);
+        rest.weights = (const uint8_t *)&planes;
+    } else {
+        rest.weights += whole * row_bytes(plain, wanted->columns);
+    }
     rest.out += whole;
     rest.outputs -= whole;
     if (rest.bias != NULL) rest.bias += whole;
-    return multiply_by_dots(&rest);
+    return multiply_few(&rest);
 }
 
 int multiply(const product *wanted) {
     if (wanted->rows == 0 || wanted->outputs == 0) return 0;
     if (!is_woven(wanted->layout))
-        return wanted->rows <= DOT_ROWS ? multiply_by_dots(wanted) : multiply_by_panels(wanted);
+        return wanted->rows <= DOT_ROWS ? multiply_few(wanted) : multiply_by_panels(wanted);
     product woven = *wanted;
     woven.outputs = wanted->outputs / BUNDLE * BUNDLE;
     if (woven.outputs > 0 && multiply_by_digits(&woven)) return -1;

@@ -10,7 +10,7 @@ typedef struct {
     long x_stride;
     float *out; /* [rows, outputs], rows `out_stride` floats apart */
     long out_stride;
-    const uint8_t *weights; /* [outputs, columns] as stored, rows without gaps */
+    const uint8_t *weights; /* [outputs, columns] as stored, rows without gaps; or a scaled_matrix (scaled.h) */
     const float *bias;      /* [outputs] or NULL */
     long rows, columns, outputs;
     enum layout layout;

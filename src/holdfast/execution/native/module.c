@@ -5,6 +5,7 @@
 
 #include "decoder.h"
 #include "experts.h"
+#include "scaled.h"
 #include "weave.h"
 
 /* Reads arguments one after another; after the first that is wrong it yields zeros and the error stays set. */
@@ -111,6 +112,18 @@ static PyObject *py_weave(PyObject *module, PyObject *const *values, Py_ssize_t 
     int woven;
     Py_BEGIN_ALLOW_THREADS
     woven = weave_rows(weights, rows, columns, layout);
+    Py_END_ALLOW_THREADS
+    return woven < 0 ? PyErr_NoMemory() : PyLong_FromLong(woven);
+}
+
+static PyObject *py_weave_planes(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    const scaled_matrix *planes = address(&args);
+    if (!complete(&args)) return NULL;
+    int woven;
+    Py_BEGIN_ALLOW_THREADS
+    woven = weave_scaled(planes);
     Py_END_ALLOW_THREADS
     return woven < 0 ? PyErr_NoMemory() : PyLong_FromLong(woven);
 }
@@ -330,6 +343,7 @@ static PyMethodDef METHODS[] = {
              "(x, x_stride, out, out_stride, weights, bias, rows, columns, outputs, layout, add, threads)"),
     FUNCTION("expand", py_expand, "(weights, chosen, rows, stored_rows, columns, layout, out, out_stride, threads)"),
     FUNCTION("weave", py_weave, "(weights, rows, columns, layout): the layout they have from now on."),
+    FUNCTION("weave_planes", py_weave_planes, "(scaled_matrix): the layout its planes have from now on."),
     FUNCTION("attend", py_attend,
              "(query, query_stride, out, out_stride, keys, values, page_bytes, stored, block_tokens, heads, kv_heads, "
              "dim, tables, table_stride, slots, ends, counts, firsts, rows, window, scale, softcap, threads)"),

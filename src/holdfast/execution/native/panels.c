@@ -8,6 +8,7 @@
  * The last panel is filled up with zeros. A row's sums are built in the same order wherever it stands. */
 #include "matmul.h"
 
+#include "scaled.h"
 #include "vector.h"
 
 #define VECTORS 2
@@ -29,9 +30,29 @@ typedef struct {
     work_queue queue;
 } panel_work;
 
+/* Inputs of planes, as those want them. */
+static void run_changed_packing(panel_work *work, const scaled_matrix *planes) {
+    const product *wanted = work->wanted;
+    const long columns = wanted->columns;
+    float *changed = scratch(SCRATCH_OWN, sizeof(float) * (size_t)(columns + columns / BLOCK_ELEMENTS));
+    if (changed == NULL) return; /* the others take this thread's share; the caller has its own before it starts */
+    for (long unit; (unit = claim(&work->queue)) >= 0;) {
+        float *out = work->packed + unit * PANEL * columns;
+        for (long r = 0; r < PANEL; r++) {
+            const long row = work->first + unit * PANEL + r;
+            if (row < work->last) round_input(planes, wanted->x + row * wanted->x_stride, changed, changed + columns);
+            for (long i = 0; i < columns; i++) out[i * PANEL + r] = row < work->last ? changed[i] : 0.0f;
+        }
+    }
+}
+
 static void run_packing(void *pointer) {
     panel_work *work = pointer;
     const product *wanted = work->wanted;
+    if (is_scaled(wanted->layout) && changes_inputs((const scaled_matrix *)wanted->weights)) {
+        run_changed_packing(work, (const scaled_matrix *)wanted->weights);
+        return;
+    }
     for (long unit; (unit = claim(&work->queue)) >= 0;) {
         long row = work->first + unit * PANEL, rows = work->last - row < PANEL ? work->last - row : PANEL;
         float *out = work->packed + unit * PANEL * wanted->columns;
@@ -169,7 +190,8 @@ int multiply_by_panels(const product *wanted) {
     if (at_once < BLOCK_PANELS) at_once = BLOCK_PANELS;
     if (at_once > all) at_once = all;
     work.packed = scratch(SCRATCH_TEAM, (size_t)(at_once * PANEL * wanted->columns) * sizeof(float));
-    if (work.packed == NULL || scratch(SCRATCH_OWN, sizeof(float) * WIDE * DEEP) == NULL) return -1;
+    const long own = wanted->columns * 2 > WIDE * DEEP ? wanted->columns * 2 : WIDE * DEEP;
+    if (work.packed == NULL || scratch(SCRATCH_OWN, sizeof(float) * (size_t)own) == NULL) return -1;
     int threads = wanted->outputs * wanted->columns * wanted->rows < 32768 ? 1 : wanted->threads;
     for (work.first = 0; work.first < wanted->rows; work.first = work.last) {
         work.last = work.first + at_once * PANEL < wanted->rows ? work.first + at_once * PANEL : wanted->rows;

@@ -37,25 +37,19 @@ def block_elements(layout: str) -> int:
     return 256 if layout.endswith("_K") or layout == "IQ4_XS" else 32
 
 
-class BlockMatrix:
-    """[rows, columns] weights in `blocks`, a contiguous uint8 [rows, bytes of a row] as a file stores them. It takes
-    them over: where the machine's products read several rows at a time, it weaves them together where they lie.
-    Activations are float32 with contiguous rows; the rows themselves may lie apart (slices)."""
+class CompiledMatrix:
+    """[rows, columns] weights that compiled products read. Activations are float32 with contiguous rows; the rows
+    themselves may lie apart (slices)."""
 
-    def __init__(self, blocks: torch.Tensor, layout: str, bias: torch.Tensor | None = None) -> None:
-        if layout not in LAYOUT_NUMBERS:
-            raise ValueError(f"no compiled product for {layout}; there are {', '.join(LAYOUT_NUMBERS)}")
-        if blocks.dtype != torch.uint8 or blocks.dim() != 2 or not blocks.is_contiguous() or not blocks.is_cpu:
-            raise ValueError(f"weights must be contiguous uint8 [rows, bytes] on the CPU, not {_describe(blocks)}")
-        if blocks.shape[1] == 0 or blocks.shape[1] % LAYOUT_BYTES[layout]:
-            raise ValueError(f"{blocks.shape[1]} bytes per row are not a whole number of {layout} blocks")
-        self.layout, self.blocks, self.bias = layout, blocks, bias
-        self.rows, self.columns = blocks.shape[0], blocks.shape[1] // LAYOUT_BYTES[layout] * block_elements(layout)
-        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (self.rows,) or bias.stride(0) != 1):
-            raise ValueError(f"the bias must be contiguous float32 [{self.rows}], not {_describe(bias)}")
+    _address: int
+    _number: int
+    """Where the weights lie, and how: as blocks.h has it."""
+
+    def __init__(self, rows: int, columns: int, bias: torch.Tensor | None) -> None:
+        self.rows, self.columns, self.bias = rows, columns, bias
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (rows,) or bias.stride(0) != 1):
+            raise ValueError(f"the bias must be contiguous float32 [{rows}], not {_describe(bias)}")
         self._kernels = kernels()
-        self._address = blocks.data_ptr()
-        self._number = self._kernels.weave(self._address, self.rows, self.columns, LAYOUT_NUMBERS[layout])
         self._bias_address = 0 if bias is None else bias.data_ptr()
 
     @property
@@ -65,7 +59,7 @@ class BlockMatrix:
 
     @property
     def nbytes(self) -> int:
-        return self.blocks.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        raise NotImplementedError
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out = x·Wᵀ + bias; out must not overlap x."""
@@ -74,35 +68,6 @@ class BlockMatrix:
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out += x·Wᵀ + bias; out must not overlap x."""
         self._multiply(x, out, 1)
-
-    def dequantize(self, out: torch.Tensor) -> None:
-        """All rows as float32 into out [rows, columns]."""
-        self._check(out, self.columns, "out")
-        if len(out) != self.rows:
-            raise ValueError(f"out must have {self.rows} rows, not {len(out)}")
-        self._expand(0, out)
-
-    def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """The rows of these indices, int64, as float32 into out [len(rows), columns]."""
-        self._check(out, self.columns, "out")
-        if rows.dtype != torch.int64 or rows.shape != (len(out),) or not rows.is_contiguous():
-            raise ValueError(f"indices must be contiguous int64 [{len(out)}], not {_describe(rows)}")
-        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self.rows):
-            raise ValueError(f"an index lies outside the matrix of {self.rows} rows")
-        self._expand(rows.data_ptr(), out)
-
-    def _expand(self, chosen: int, out: torch.Tensor) -> None:
-        self._kernels.expand(
-            self._address,
-            chosen,
-            len(out),
-            self.rows,
-            self.columns,
-            self._number,
-            out.data_ptr(),
-            out.stride(0),
-            threads(),
-        )
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
         # Asking a tensor anything takes a good part of a microsecond: each is asked once.
@@ -133,6 +98,56 @@ class BlockMatrix:
                 f"{name} must be float32 [tokens, {columns}] with contiguous rows, not {_describe(tensor)}"
             )
         return shape[0], strides[0]
+
+
+class BlockMatrix(CompiledMatrix):
+    """Weights in `blocks`, a contiguous uint8 [rows, bytes of a row] as a file stores them. It takes them over: where
+    the machine's products read several rows at a time, it weaves them together where they lie."""
+
+    def __init__(self, blocks: torch.Tensor, layout: str, bias: torch.Tensor | None = None) -> None:
+        if layout not in LAYOUT_NUMBERS:
+            raise ValueError(f"no compiled product for {layout}; there are {', '.join(LAYOUT_NUMBERS)}")
+        if blocks.dtype != torch.uint8 or blocks.dim() != 2 or not blocks.is_contiguous() or not blocks.is_cpu:
+            raise ValueError(f"weights must be contiguous uint8 [rows, bytes] on the CPU, not {_describe(blocks)}")
+        if blocks.shape[1] == 0 or blocks.shape[1] % LAYOUT_BYTES[layout]:
+            raise ValueError(f"{blocks.shape[1]} bytes per row are not a whole number of {layout} blocks")
+        super().__init__(blocks.shape[0], blocks.shape[1] // LAYOUT_BYTES[layout] * block_elements(layout), bias)
+        self.layout, self.blocks = layout, blocks
+        self._address = blocks.data_ptr()
+        self._number = self._kernels.weave(self._address, self.rows, self.columns, LAYOUT_NUMBERS[layout])
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def dequantize(self, out: torch.Tensor) -> None:
+        """All rows as float32 into out [rows, columns]."""
+        self._check(out, self.columns, "out")
+        if len(out) != self.rows:
+            raise ValueError(f"out must have {self.rows} rows, not {len(out)}")
+        self._expand(0, out)
+
+    def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """The rows of these indices, int64, as float32 into out [len(rows), columns]."""
+        self._check(out, self.columns, "out")
+        if rows.dtype != torch.int64 or rows.shape != (len(out),) or not rows.is_contiguous():
+            raise ValueError(f"indices must be contiguous int64 [{len(out)}], not {_describe(rows)}")
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self.rows):
+            raise ValueError(f"an index lies outside the matrix of {self.rows} rows")
+        self._expand(rows.data_ptr(), out)
+
+    def _expand(self, chosen: int, out: torch.Tensor) -> None:
+        self._kernels.expand(
+            self._address,
+            chosen,
+            len(out),
+            self.rows,
+            self.columns,
+            self._number,
+            out.data_ptr(),
+            out.stride(0),
+            threads(),
+        )
 
 
 def matmul_blocks(

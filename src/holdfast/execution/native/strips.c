@@ -78,9 +78,10 @@ ALWAYS_INLINE void strip_of(const uint8_t *four, long blocks, uint8_t *strip, en
 
 /* A function for each layout and number of rows, so that each keeps what it needs in registers. */
 #define KERNEL(name, multiply, rows, kind)                                                                     \
-    static void name##_##rows(const uint8_t *four, long bytes, int wide, const uint8_t *x, long blocks, int count,      \
+    static void name##_##rows(const uint8_t *four, long bytes, int wide, const scaled_matrix *planes,        \
+                              const uint8_t *x, long blocks, int count,                                         \
                               float32x4_t *totals) {                                                           \
-        (void)bytes, (void)wide, (void)count;                                                                   \
+        (void)bytes, (void)wide, (void)planes, (void)count;                                                                   \
         multiply(four, x, blocks, totals, rows, kind);                                                         \
     }
 #define KERNELS(name, multiply, kind)                                                              \

@@ -4,6 +4,7 @@
 #define HOLDFAST_X86_CODES_H
 
 #include "kquant_weave.h"
+#include "scaled.h"
 
 #define VECTOR_BYTES (4 * LANES)
 
@@ -20,8 +21,11 @@ ALWAYS_INLINE int short_groups(enum layout plain) { return SHORT_GROUPS(plain); 
 ALWAYS_INLINE int with_minimum(enum layout plain) {
     return plain == Q4_1 || plain == Q5_1 || plain == Q2_K || plain == Q4_K || plain == Q5_K;
 }
+ALWAYS_INLINE int with_zeros(enum layout plain) { return plain == INT4_ZERO_PLANES || plain == INT8_ZERO_PLANES; }
 ALWAYS_INLINE int bits_of(enum layout plain) {
     switch (plain) {
+    case INT8_PLANES:
+    case INT8_ZERO_PLANES:
     case Q8_0: return 8;
     case Q6_K: return 6;
     case Q5_0:
@@ -32,9 +36,13 @@ ALWAYS_INLINE int bits_of(enum layout plain) {
     default: return 4;
     }
 }
-/* What stands for 0. */
+/* What stands for 0; where that is a zero point of its own, what it is multiplied with. */
 #define OFFSET(plain)                                                                        \
-    ((plain) == Q8_0 || (plain) == IQ4_NL || (plain) == IQ4_XS ? 128                         \
+    ((plain) == INT4_ZERO_PLANES || (plain) == INT8_ZERO_PLANES ? 1                          \
+     : (plain) == INT8_PLANES                                  ? 128                         \
+     : (plain) == INT4_PLANES                                  ? 8                           \
+     : (plain) == MXFP4_PLANES                                 ? 12                          \
+     : (plain) == Q8_0 || (plain) == IQ4_NL || (plain) == IQ4_XS ? 128                         \
      : (plain) == Q6_K                                         ? 32                          \
      : (plain) == Q5_0 || (plain) == Q5_1 || (plain) == Q5_K   ? 16                          \
      : (plain) == Q4_0 || (plain) == Q4_1                      ? 8                           \
@@ -53,9 +61,10 @@ ALWAYS_INLINE bytes_vec shifted_left(bytes_vec bytes, int by) {
     return by >= 0 ? (bytes_vec)((pairs_vec)bytes << by) : (bytes_vec)((pairs_vec)bytes >> -by);
 }
 
-ALWAYS_INLINE bytes_vec iq4_values(bytes_vec codes) {
-    __m128i table = _mm_loadu_si128((const __m128i *)IQ4_VALUES);
-    table = _mm_xor_si128(table, _mm_set1_epi8((char)0x80));
+/* Codes looked up in a table of signed bytes, raised by what stands for 0. */
+ALWAYS_INLINE bytes_vec table_values(bytes_vec codes, const int8_t *values, int offset) {
+    __m128i table = _mm_loadu_si128((const __m128i *)values);
+    table = _mm_add_epi8(table, _mm_set1_epi8((char)offset));
 #if LANES == 16
     return (bytes_vec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
 #else
@@ -76,7 +85,8 @@ ALWAYS_INLINE bytes_vec load_codes(const uint8_t *part, enum layout plain, int v
     if (bits == 6) codes |= shifted_left(load_bytes(crumbs), 4 - 2 * (v % 4)) & 0x30;
     if (bits == 5) codes |= shifted_left(load_bytes(part + 4 * VECTOR_BYTES), 4 - v) & 0x10;
     if (bits == 3) codes |= shifted_left(load_bytes(part + 2 * VECTOR_BYTES), 2 - v) & 4;
-    return plain == IQ4_NL || plain == IQ4_XS ? iq4_values(codes) : codes;
+    if (plain == IQ4_NL || plain == IQ4_XS) return table_values(codes, IQ4_VALUES, 128);
+    return plain == MXFP4_PLANES ? table_values(codes, MXFP4_DOUBLED, 12) : codes;
 }
 
 ALWAYS_INLINE vec load_halves(const uint8_t *stored) {

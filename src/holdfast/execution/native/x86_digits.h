@@ -28,8 +28,8 @@ ALWAYS_INLINE int panel_rows(long left) {
 typedef vec bundle_sums;
 
 /* Sums of a panel's rows with the outputs of `wide` bundles, of which the first begins at `bundle`: [bundle][row]. */
-typedef void (*bundle_function)(const uint8_t *bundle, long bundle_bytes, int wide, const uint8_t *x, long blocks,
-                                int rows, bundle_sums *totals);
+typedef void (*bundle_function)(const uint8_t *bundle, long bundle_bytes, int wide, const scaled_matrix *planes,
+                                const uint8_t *x, long blocks, int rows, bundle_sums *totals);
 
 struct digit_kind {
     bundle_function few[9]; /* by rows, up to SUB_ROWS */
@@ -37,7 +37,14 @@ struct digit_kind {
     void (*make_strip)(const uint8_t *bundle, long blocks, uint8_t *strip); /* NULL: quants are laid out block by block */
     long strip_block_bytes;
     int offset, short_groups; /* of codes, and whether 16 columns share a scale */
+    int in_floats;            /* rows of x stay numbers: 32 of each row, then a scale of each */
 };
+
+ALWAYS_INLINE long float_block_bytes(int rows) { return rows * (BLOCK_ELEMENTS + 1L) * (long)sizeof(float); }
+
+ALWAYS_INLINE long input_block_bytes(const digit_kind *kind, int rows) {
+    return kind->in_floats ? float_block_bytes(rows) : panel_block_bytes(rows);
+}
 
 /* Bundles that a function takes at a time, at most. */
 ALWAYS_INLINE int bundles_at_once(int rows) { return rows <= SUB_ROWS ? 1 : BUNDLES_AT_ONCE; }
@@ -57,6 +64,26 @@ ALWAYS_INLINE int32_t sum_of_eight(eight_words value) {
     return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1)));
 }
 
+/* Whole numbers of a block and what they are worth, to their places. */
+ALWAYS_INLINE void put_block(const eight_words *whole, float scale, uint8_t *out, int row, int rows,
+                             const digit_kind *kind) {
+    int16_t *to = (int16_t *)out + BLOCK_ELEMENTS * row;
+    UNROLL for (int i = 0; i < 4; i++) {
+        eight_shorts narrow = __builtin_convertvector(whole[i], eight_shorts);
+        narrow = __builtin_shuffle(narrow, (eight_shorts){0, 2, 1, 3, 4, 6, 5, 7});
+        _mm_storeu_si128((__m128i *)(to + 8 * i), (__m128i)narrow);
+    }
+    /* What is no number has any total; its scale tells. */
+    const uint32_t first = (uint32_t)sum_of_eight(whole[0] + whole[1]), offset = (uint32_t)kind->offset;
+    const uint32_t second = (uint32_t)sum_of_eight(whole[2] + whole[3]), all = first + second;
+    row_head *head = (row_head *)(out + 2 * BLOCK_ELEMENTS * rows) + row;
+    head->scale = scale;
+    head->sum = (float)(int32_t)all * scale;
+    head->second_sum = (float)(int32_t)second * scale;
+    head->starts[0] = (int32_t)(0 - offset * (kind->short_groups ? first : all));
+    head->starts[1] = (int32_t)(0 - offset * second);
+}
+
 ALWAYS_INLINE void split_block(const float *x, uint8_t *out, int row, int rows, const digit_kind *kind) {
     eight_floats part[4];
     __m256i largest = _mm256_setzero_si256(), without_sign = _mm256_set1_epi32(0x7FFFFFFF);
@@ -72,20 +99,21 @@ ALWAYS_INLINE void split_block(const float *x, uint8_t *out, int row, int rows, 
     /* Below this the inverse would overflow; such a block is nothing beside any other. NaN falls through. */
     const float inverse = peak < 1e-30f ? 0.0f : LARGEST / peak, scale = peak < 1e-30f ? 0.0f : peak / LARGEST;
     eight_words whole[4];
-    int16_t *to = (int16_t *)out + BLOCK_ELEMENTS * row;
-    UNROLL for (int i = 0; i < 4; i++) {
-        whole[i] = (eight_words)_mm256_cvtps_epi32((__m256)(part[i] * inverse));
-        eight_shorts narrow = __builtin_convertvector(whole[i], eight_shorts);
-        narrow = __builtin_shuffle(narrow, (eight_shorts){0, 2, 1, 3, 4, 6, 5, 7});
-        _mm_storeu_si128((__m128i *)(to + 8 * i), (__m128i)narrow);
+    UNROLL for (int i = 0; i < 4; i++) whole[i] = (eight_words)_mm256_cvtps_epi32((__m256)(part[i] * inverse));
+    put_block(whole, scale, out, row, rows, kind);
+}
+
+/* A block of inputs that planes were asked how they want them: codes, or numbers. */
+ALWAYS_INLINE void put_prepared(const scaled_matrix *planes, const float *x, float scale, uint8_t *out, int row, int rows,
+                                const digit_kind *kind) {
+    if (kind->in_floats) {
+        memcpy((float *)out + BLOCK_ELEMENTS * row, x, BLOCK_ELEMENTS * sizeof *x);
+        ((float *)out)[BLOCK_ELEMENTS * rows + row] = scale;
+    } else if (planes->input_type == PLAIN_INPUTS) {
+        split_block(x, out, row, rows, kind);
+    } else {
+        eight_words whole[4];
+        UNROLL for (int i = 0; i < 4; i++) whole[i] = (eight_words)_mm256_cvtps_epi32(_mm256_loadu_ps(x + 8 * i));
+        put_block(whole, scale, out, row, rows, kind);
     }
-    /* What is no number has any total; its scale tells. */
-    const uint32_t first = (uint32_t)sum_of_eight(whole[0] + whole[1]), offset = (uint32_t)kind->offset;
-    const uint32_t second = (uint32_t)sum_of_eight(whole[2] + whole[3]), all = first + second;
-    row_head *head = (row_head *)(out + 2 * BLOCK_ELEMENTS * rows) + row;
-    head->scale = scale;
-    head->sum = (float)(int32_t)all * scale;
-    head->second_sum = (float)(int32_t)second * scale;
-    head->starts[0] = (int32_t)(0 - offset * (kind->short_groups ? first : all));
-    head->starts[1] = (int32_t)(0 - offset * second);
 }

@@ -9,89 +9,7 @@
 
 #if defined(X86_DIGITS)
 
-#include "x86_codes.h"
-
-#define AHEAD 2048 /* bytes of weights that are asked for early */
-#define PAIRS 16   /* vectors of 32 columns, two columns of each output in each */
-
-/* Sums of one output that are built side by side, because each waits for its last. */
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#define CHAINS(sums) ((sums) == 1 ? 4 : ((sums) <= 8 ? 2 : 1))
-#else
-#define CHAINS(sums) 1
-#endif
-
-ALWAYS_INLINE ivec spread_word(int32_t value) { return value - (ivec){0}; }
-
-/* A pair of numbers of x for all outputs. */
-ALWAYS_INLINE ivec load_pair(const uint8_t *x) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return spread_word(pair);
-}
-
-ALWAYS_INLINE ivec add_pairs(ivec sum, pairs_vec quants, ivec x) {
-#if defined(__AVX512VNNI__)
-    return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)quants, (__m512i)x);
-#elif defined(__AVXVNNI__)
-    return (ivec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)quants, (__m256i)x);
-#else
-    return sum + (ivec)_mm256_madd_epi16((__m256i)quants, (__m256i)x);
-#endif
-}
-
-/* Pairs 2v and 2v + 1: of stored codes, or of those laid out before. */
-ALWAYS_INLINE void load_pairs(const uint8_t *part, enum layout plain, int laid_out, int v, pairs_vec *pairs) {
-    if (laid_out) {
-        pairs[0] = ((const pairs_vec *)part)[2 * v];
-        pairs[1] = ((const pairs_vec *)part)[2 * v + 1];
-        return;
-    }
-    const pairs_vec codes = (pairs_vec)load_codes(part, plain, v);
-    pairs[0] = codes & 0xFF;
-    pairs[1] = codes >> 8;
-}
-
-/* 32 columns of the weights of a bundle. */
-typedef struct {
-    const uint8_t *codes; /* as stored, or laid out */
-    const vec *scales, *added;
-} weights_part;
-
-/* Adds the columns of one group, vectors first..last-1 of the eight, to the totals of every bundle and row. */
-ALWAYS_INLINE void add_group(const weights_part *parts, int wide, enum layout plain, int laid_out, int first, int last,
-                             const uint8_t *x, const row_head *heads, int minimum, int rows, vec (*total)[8]) {
-    const int chains = CHAINS(rows * wide), group = first / 4;
-    ivec sum[BUNDLES_AT_ONCE][8][4];
-    UNROLL for (int r = 0; r < rows; r++) {
-        UNROLL for (int b = 0; b < wide; b++) {
-            sum[b][r][0] = offset_of(plain) == 0 ? (ivec){0} : spread_word(heads[r].starts[group]);
-            UNROLL for (int chain = 1; chain < chains; chain++) sum[b][r][chain] = (ivec){0};
-        }
-    }
-    UNROLL for (int v = first; v < last; v++) {
-        pairs_vec pairs[BUNDLES_AT_ONCE][2];
-        UNROLL for (int b = 0; b < wide; b++) load_pairs(parts[b].codes, plain, laid_out, v, pairs[b]);
-        UNROLL for (int i = 0; i < 2; i++) {
-            const int chain = (2 * v + i) % chains;
-            UNROLL for (int r = 0; r < rows; r++) {
-                const ivec numbers = load_pair(x + 2 * BLOCK_ELEMENTS * r + 4 * (2 * v + i));
-                UNROLL for (int b = 0; b < wide; b++)
-                    sum[b][r][chain] = add_pairs(sum[b][r][chain], pairs[b][i], numbers);
-            }
-        }
-    }
-    UNROLL for (int r = 0; r < rows; r++) {
-        UNROLL for (int b = 0; b < wide; b++) {
-            ivec *sums = sum[b][r];
-            if (chains == 4) sums[0] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-            if (chains == 2) sums[0] += sums[1];
-            const vec worth = parts[b].scales[group] * heads[r].scale;
-            total[b][r] += __builtin_convertvector(sums[0], vec) * worth;
-            if (minimum) total[b][r] += parts[b].added[0] * heads[r].sum;
-        }
-    }
-}
+#include "x86_sums.h"
 
 /* 32 columns with one scale, or two. */
 ALWAYS_INLINE void add_part(const weights_part *parts, int wide, enum layout plain, int laid_out, const uint8_t *x,
@@ -109,11 +27,6 @@ ALWAYS_INLINE void add_part(const weights_part *parts, int wide, enum layout pla
             total[b][r] += parts[b].added[1] * heads[r].second_sum;
         }
     }
-}
-
-ALWAYS_INLINE void fetch_ahead(const uint8_t *part, enum layout plain) {
-    /* Prefetching past the end harms nobody. */
-    UNROLL for (int line = 0; line < code_bytes(plain) + 32; line += 64) __builtin_prefetch(part + AHEAD + line);
 }
 
 /* Those of 256 columns are read by a function for each kind, not one for each kind and number of rows. */
@@ -145,7 +58,7 @@ ALWAYS_INLINE void multiply_few(const uint8_t *bundle, const uint8_t *x, long bl
         read_scales(bundle, plain, scales, added);
         bundle += head_bytes(plain);
         for (int part = 0; part < blocks_together; part++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
-            const weights_part here = {bundle, scales + part * groups, added + part * groups};
+            const weights_part here = {.codes = bundle, .scales = scales + part * groups, .added = added + part * groups};
             fetch_ahead(bundle, plain);
             add_part(&here, 1, plain, 0, x, (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows), rows, total);
         }
@@ -170,7 +83,8 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
                 const uint8_t *stored = bundle + b * bundle_bytes;
                 fetch_ahead(stored, plain);
                 UNROLL for (int v = 0; v < 8; v++) load_pairs(stored, plain, 0, v, laid[b] + 2 * v);
-                here[b] = (weights_part){(const uint8_t *)laid[b], scales[b] + part * groups, added[b] + part * groups};
+                here[b] = (weights_part){
+                    .codes = (const uint8_t *)laid[b], .scales = scales[b] + part * groups, .added = added[b] + part * groups};
             }
             for (int first = 0; first < rows; first += SUB_ROWS) {
                 vec total[BUNDLES_AT_ONCE][8];
@@ -189,15 +103,17 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
 }
 
 /* A function for each kind and number of rows, so that each keeps what it needs in registers. */
-#define PARAMETERS \
-    const uint8_t *bundle, long bundle_bytes, int wide, const uint8_t *x, long blocks, int rows, vec *totals
+#define PARAMETERS                                                                                                 \
+    const uint8_t *bundle, long bundle_bytes, int wide, const scaled_matrix *planes, const uint8_t *x, long blocks, \
+        int rows, vec *totals
 #define FEW(plain, number)                                        \
     static void plain##_##number(PARAMETERS) {                    \
-        (void)bundle_bytes, (void)wide, (void)rows;               \
+        (void)bundle_bytes, (void)wide, (void)planes, (void)rows; \
         multiply_few(bundle, x, blocks, totals, number, plain);   \
     }
 #define MANY(plain)                                                                           \
     static void plain##_many(PARAMETERS) {                                                    \
+        (void)planes;                                                                         \
         if (wide == 1)                                                                        \
             multiply_wide(bundle, bundle_bytes, 1, x, blocks, rows, totals, plain);           \
         else                                                                                  \

@@ -124,7 +124,7 @@ class CompiledLayers:
 def fuse(
     layers: Sequence[LayerWeights], shape: AttentionShape, epsilon: float, activation: Activation
 ) -> CompiledLayers | None:
-    """None when some matrix does not lie in blocks, or the activation is not compiled."""
+    """None when some matrix is not compiled, or the activation is not."""
     if activation == "gelu":
         return None
     fused = [_fused(layer, shape, epsilon, activation) for layer in layers]
@@ -157,9 +157,9 @@ def _fused(
     )
 
 
-def _block_matrices(linear: Linear) -> list[native.BlockMatrix] | None:
+def _block_matrices(linear: Linear) -> list[native.CompiledMatrix] | None:
     parts = linear.parts if isinstance(linear, StackedLinear) else (linear,)
-    found = [part for part in parts if isinstance(part, native.BlockMatrix)]
+    found = [part for part in parts if isinstance(part, native.CompiledMatrix)]
     return found if len(found) == len(parts) else None
 
 

@@ -55,8 +55,7 @@ def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
     assert layer.experts is not None
     name = f"layers.{layer.index}"
     gate, up, down = (f"{name}.experts.{part}" for part in ("gate", "up", "down"))
-    scaled = any(isinstance(loader.kept_layout(stack), ScaledLayout) for stack in (gate, up, down))
-    blocks = loader.compiled and not scaled and _in_blocks(loader, (gate, down))
+    blocks = loader.compiled and _in_blocks(loader, (gate, up, down))
     alike = loader.kept_layout(gate) == loader.kept_layout(up)
     joined = [(gate, up)] if alike else [(gate,), (up,)]
     shared = None
@@ -77,7 +76,10 @@ def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
 
 def _in_blocks(loader: ExpertLoader, names: Sequence[str]) -> bool:
     """Compiled products read rows in pieces; a layer's stacks are all multiplied by them, or none is."""
-    return all(loader.tensors[name].shape[2] % BLOCK_COLUMNS == 0 for name in names)
+    columns = {name: loader.tensors[name].shape[2] for name in names}
+    scaled = {name: loader.kept_layout(name) for name in names}
+    planes = all(layout.compiles(columns[name]) for name, layout in scaled.items() if isinstance(layout, ScaledLayout))
+    return planes and all(count % BLOCK_COLUMNS == 0 for count in columns.values())
 
 
 def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
@@ -87,7 +89,7 @@ def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
     if layout is None:
         return _dense(loader, names, blocks)
     if isinstance(layout, ScaledLayout):
-        return _scaled(loader, names, layout)
+        return _scaled(loader, names, layout, blocks)
     if blocks:
         return _blocks(loader, names, layout)
     experts, columns, rows = _sizes(loader, names)
@@ -102,7 +104,7 @@ def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
     return QuantizedStack(matrix, experts)
 
 
-def _scaled(loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout) -> Stack:
+def _scaled(loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout, blocks: bool) -> Stack:
     experts, columns, rows = _sizes(loader, names)
     matrix = ScaledMatrix(layout, experts * sum(rows), columns, loader.device)
     first = 0
@@ -111,6 +113,8 @@ def _scaled(loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout) 
             loader.fill_scaled(matrix, expert * sum(rows) + first, name, expert)
         first += rows[part]
         loader.step()
+    if blocks:
+        return BlockStack(matrix.compiled_parts(experts), matrix.nbytes)
     return QuantizedStack(matrix, experts)
 
 
@@ -121,7 +125,7 @@ def _dense(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
         loader.fill_experts(part, loader.tensors[name])
     if not blocks:
         return DenseStack(weight)
-    return BlockStack([BlockMatrix(expert.view(torch.uint8), "F32") for expert in weight])
+    return BlockStack([BlockMatrix(expert.view(torch.uint8), "F32") for expert in weight], weight.nbytes)
 
 
 def _blocks(loader: ExpertLoader, names: tuple[str, ...], layout: str) -> Stack:
@@ -132,7 +136,7 @@ def _blocks(loader: ExpertLoader, names: tuple[str, ...], layout: str) -> Stack:
         for expert in range(experts):
             part[expert].copy_(loader.read_expert(name, expert).view(-1, row_bytes))
         loader.step()
-    return BlockStack([BlockMatrix(expert, layout) for expert in target])
+    return BlockStack([BlockMatrix(expert, layout) for expert in target], target.nbytes)
 
 
 def _sizes(loader: ExpertLoader, names: tuple[str, ...]) -> tuple[int, int, list[int]]:

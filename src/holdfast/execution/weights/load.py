@@ -279,7 +279,9 @@ class Loader:
         bias = self.bias(names, rows)
         self.layouts.add(str(layout or self.dtype).removeprefix("torch."))
         if isinstance(layout, ScaledLayout):
-            return QuantizedLinear(self.scaled(names, rows, layout), self.dtype, bias)
+            matrix = self.scaled(names, rows, layout)
+            compiled = self.compiled and layout.compiles(columns)
+            return matrix.compiled(bias) if compiled else QuantizedLinear(matrix, self.dtype, bias)
         if layout is None:
             weight = exact_tensor((sum(rows), columns), self.dtype, self.device)
             for name, part in zip(names, torch.split(weight, rows), strict=True):
@@ -288,13 +290,13 @@ class Loader:
             return PackedLinear(weight, bias) if self.pack and names != ("embed",) else DenseLinear(weight, bias)
         if self.compiled:
             return self.blocks(names, rows, layout, bias)
-        matrix = QuantizedMatrix(layout, sum(rows), columns, self.device)
+        stored = QuantizedMatrix(layout, sum(rows), columns, self.device)
         first = 0
         for name, count in zip(names, rows, strict=True):
-            matrix.fill_rows(first, self.read(name).to(self.device), self.row_order(self.tensors[name]))
+            stored.fill_rows(first, self.read(name).to(self.device), self.row_order(self.tensors[name]))
             first += count
             self.step()
-        return QuantizedLinear(matrix, self.dtype, bias)
+        return QuantizedLinear(stored, self.dtype, bias)
 
     def scaled(self, names: tuple[str, ...], rows: list[int], layout: ScaledLayout) -> ScaledMatrix:
         """Codes and scales, rows one below the other."""

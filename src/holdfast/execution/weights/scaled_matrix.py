@@ -1,5 +1,5 @@
 """A matrix of small codes and scales in memory, as `footprint.scaled_layouts` draws it: filled by rows while loading,
-dequantized by rows. Knows no files and no products."""
+dequantized by rows, or given to compiled products. Knows no files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from holdfast.errors import CheckpointError
 from holdfast.execution.memory import exact_tensor
+from holdfast.execution.native import ScaledBlockMatrix
 from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
 
 NF4_VALUES = (
@@ -41,6 +42,19 @@ class ScaledMatrix:
         self.zeros, self.order, self.inputs = made.get("zeros"), made.get("order"), made.get("inputs")
         if self.inputs is not None:
             self.inputs.zero_()
+
+    def compiled(self, bias: torch.Tensor | None = None) -> ScaledBlockMatrix:
+        """The same planes as compiled products read them: this matrix is not to be used any more."""
+        return ScaledBlockMatrix(self.layout, self.codes, self.scales, self.zeros, self.order, self.inputs, bias)
+
+    def compiled_parts(self, count: int) -> list[ScaledBlockMatrix]:
+        """`count` matrices of equal rows, likewise. They have no order, and share the scale of their inputs."""
+        codes, scales = self.codes.chunk(count), self.scales.chunk(count)
+        zeros = [None] * count if self.zeros is None else self.zeros.chunk(count)
+        return [
+            ScaledBlockMatrix(self.layout, *planes, None, self.inputs)
+            for planes in zip(codes, scales, zeros, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:

@@ -191,11 +191,12 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     scratch = adapters = 0
     if question.machine.processor.copies_matrices(dtype):
         scratch = cpu.scratch_bytes(spec, stored, limits, dtype=dtype, expand=expand, compiled=compiled)
-    attention, scaled = _compiled_attention(settings, compiled), weights.in_codes(expand=expand)
+    attention = _compiled_attention(settings, compiled)
+    decoded = weights.in_codes(expand=expand) and not (compiled and weights.compiles())
     activations = cpu.activations_bytes(
-        spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not scaled
+        spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not decoded
     )
-    if scaled:
+    if decoded:
         activations += cpu.decoding_bytes(spec, limits, rounded=weights.rounds_inputs(None))
     if settings.max_loras:
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
@@ -378,7 +379,9 @@ def _expanded_or_not(count: CpuCount) -> tuple[CpuCount, Decision]:
         return count, Decision("weights", weights.format or "quantized", kept or "dummies of that format", "model")
     sizes = reason = cpu.weight_sizes(spec, stored, dtype)
     if setting == "auto":
-        fast = count.compiled and count.question.machine.processor.fast_block_products
+        processor = count.question.machine.processor
+        codes = processor.fast_code_products and weights.compiles()
+        fast = count.compiled and (processor.fast_block_products if spec.quantization is None else codes)
         expand, reason = cpu.expands(spec, stored, dtype=dtype, fast_blocks=fast, budget_bytes=count.budget_bytes)
         expanded = count_on_cpu(count.question, count.limits, expand=True) if expand else count
         if expanded.longest(most) >= count.longest(most):

@@ -7,7 +7,7 @@ weights, and how they are split over GPUs, is counted in sharded_weights.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -67,6 +67,11 @@ class EngineWeights:
         if self.quantize is not None:
             return True
         return self.spec.quantization is not None and (not expand or self.rounds_inputs(None))
+
+    def compiles(self) -> bool:
+        """Whether compiled products read all codes where they lie; what they do not is expanded tile by tile."""
+        layouts = _compiled_layouts(Same(self.spec), Same(self.stored), self.quantize)
+        return all(layout.compiles(columns) for layout, columns in layouts)
 
     def rounds_inputs(self, capability: tuple[int, int] | None) -> bool:
         """Whether products of layers without experts round their inputs on such a GPU; None: on a CPU, experts too."""
@@ -139,24 +144,44 @@ def _layouts(
     experts: bool = False,
 ) -> tuple[ScaledLayout, ...]:
     """Of matrices that are experts', or of those that are not, each once."""
-    found: dict[ScaledLayout, None] = {}
-    for tensor in spec.held.tensors:
-        kept = None if stored.held is None else stored.held.get(tensor.name)
-        if (tensor.experts > 0 if experts else tensor.linear and not tensor.experts) and (
-            kept is not None or stored.held is None
-        ):
-            layout = memory_layout(
-                tensor,
-                kept,
-                dtype="bfloat16",
-                expand=False,
-                compiled=False,
-                quantization=spec.held.quantization,
-                quantize=quantize,
-            )
-            if isinstance(layout, ScaledLayout):
-                found[layout] = None
-    return tuple(found)
+    chosen = (tensor for tensor in spec.held.tensors if (tensor.experts > 0 if experts else _is_linear(tensor)))
+    return tuple(dict.fromkeys(layout for layout, _ in _scaled(chosen, spec.held, stored.held, quantize)))
+
+
+@lru_cache(maxsize=64)
+def _compiled_layouts(
+    spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], quantize: Quantize | None
+) -> tuple[tuple[ScaledLayout, int], ...]:
+    """Of all matrices, with the lengths of their rows, each once."""
+    return tuple(dict.fromkeys(_scaled(spec.held.tensors, spec.held, stored.held, quantize)))
+
+
+def _is_linear(tensor: TensorSpec) -> bool:
+    return tensor.linear and not tensor.experts
+
+
+def _scaled(
+    tensors: Iterable[TensorSpec],
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    quantize: Quantize | None,
+) -> Iterator[tuple[ScaledLayout, int]]:
+    """Those that lie in codes, with the lengths of their rows."""
+    for tensor in tensors:
+        kept = None if stored is None else stored.get(tensor.name)
+        if kept is None and stored is not None:
+            continue
+        layout = memory_layout(
+            tensor,
+            kept,
+            dtype="bfloat16",
+            expand=False,
+            compiled=False,
+            quantization=spec.quantization,
+            quantize=quantize,
+        )
+        if isinstance(layout, ScaledLayout):
+            yield layout, tensor.shape[-1]
 
 
 def described(quantization: QuantSpec) -> str:
