@@ -1,6 +1,7 @@
 """Decoders with a classification head in place of the one for tokens: XForSequenceClassification of a config.json.
 
-Owns their labels and their head's tensor; which decoder such a name means: `models.runnable`. Knows nothing of how scores are computed.
+Owns their labels and their head's tensor; which decoder such a name means: `models.runnable`. Knows nothing of how
+scores are computed.
 """
 
 from __future__ import annotations
