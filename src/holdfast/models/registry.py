@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 from holdfast.errors import CheckpointError, UnknownArchitectureError
-from holdfast.models.families.classifier import decoder_of, with_classifier
 from holdfast.models.fields import Fields
-from holdfast.models.runnable import RUNNABLE_ARCHITECTURES, lacking, require_runnable
+from holdfast.models.runnable import RUNNABLE_ARCHITECTURES, decoder_of, lacking, require_runnable
 from holdfast.models.source import ModelDescription, source_of_config, source_of_gguf
 from holdfast.models.spec import ModelSpec
 from holdfast.units import shorten
@@ -169,7 +168,11 @@ def describe_config(config: Mapping[str, Any], generation_config: Mapping[str, A
         if decoder in _BY_ARCHITECTURE:
             _require_one_family(model_type, decoder)
             spec = _described(_BY_ARCHITECTURE[decoder], source_of_config(config, generation_config, decoder))
-            return spec if name == decoder else with_classifier(spec, config, name)
+            if name == decoder:
+                return spec
+            from holdfast.models.families.classifier import with_classifier
+
+            return with_classifier(spec, config, name)
     raise _unknown(", ".join(names), known_architectures(), field="architectures")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
-from holdfast.models.families.classifier import decoder_of
 from holdfast.models.fields import Fields
 from holdfast.models.quantization import INSTEAD
 from holdfast.models.spec import ExpertsSpec, ModelSpec
@@ -27,6 +26,8 @@ RUNNABLE_ARCHITECTURES = frozenset(
 )
 """Of config.json and of GGUF headers: those whose every difference from llama a spec can say, and tests have seen run.
 """
+SUFFIX = "ForSequenceClassification"
+"""Of the same decoders with a classification head."""
 TEXT_OF = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 """Models that read images, and what their text model is alone: all that a GGUF file has of them."""
 _SCALINGS = ("none", "linear", "llama3", "yarn")
@@ -35,6 +36,11 @@ _EXPERT_COLUMNS = 8
 """Grouped products read rows in pieces of so many elements."""
 _LONG_ROPE_FAMILIES = ("phi3",)
 _PARTLY_ROTATING_FAMILIES = ("phi3", "stablelm")
+
+
+def decoder_of(architecture: str) -> str:
+    """The architecture that generates with the same decoder; the name itself where it has no such head."""
+    return architecture.removesuffix(SUFFIX) + "ForCausalLM" if architecture.endswith(SUFFIX) else architecture
 
 
 def lacking(spec: ModelSpec, fields: Fields) -> tuple[str, ...]:

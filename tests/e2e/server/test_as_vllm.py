@@ -187,7 +187,7 @@ def test_what_helps_stands_in_the_message_that_clients_show(http):
         assert message.startswith(f"{name} is not supported here: "), message
 
 
-@pytest.mark.parametrize("path", ["/v1/conversations", "/score", "/rerank", "/v1/load_lora_adapter"])
+@pytest.mark.parametrize("path", ["/v1/conversations", "/tokenizer_info", "/v1/load_lora_adapter"])
 def test_paths_that_are_not_there_say_why(http, path):
     refused = http.post(path, json={})
     error = refused.json()["error"]

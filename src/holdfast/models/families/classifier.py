@@ -1,6 +1,7 @@
 """Decoders with a classification head in place of the one for tokens: XForSequenceClassification of a config.json.
 
-Owns which decoder such a name means, its labels and its head's tensor. Knows nothing of how scores are computed.
+Owns their labels and their head's tensor; which decoder such a name means: `models.runnable`. Knows nothing of how
+scores are computed.
 """
 
 from __future__ import annotations
@@ -12,18 +13,12 @@ from typing import Any
 from holdfast.models.fields import Fields
 from holdfast.models.spec import ClassifierSpec, LabelActivation, ModelSpec, TensorSpec
 
-SUFFIX = "ForSequenceClassification"
 MAX_LABELS = 65_536
 _BY_PROBLEM: Mapping[str, LabelActivation] = {
     "regression": "identity",
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
 }
-
-
-def decoder_of(architecture: str) -> str:
-    """The architecture that generates with the same decoder; the name itself where it has no such head."""
-    return architecture.removesuffix(SUFFIX) + "ForCausalLM" if architecture.endswith(SUFFIX) else architecture
 
 
 def with_classifier(spec: ModelSpec, config: Mapping[str, Any], architecture: str) -> ModelSpec:
