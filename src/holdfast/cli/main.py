@@ -8,6 +8,7 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 import holdfast
@@ -84,6 +85,13 @@ def _dispatched(given: list[str]) -> int:
         return 0
     if given[0] not in COMMANDS:
         return _unknown_command(given[0])
+    module, parsed = parse_command_line(given)
+    # A server repeats in its log how it was started.
+    return int(module.run(parsed, tuple(given)) if given[0] == "serve" else module.run(parsed))
+
+
+def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """The module of a command, and its words as it wants them; raises for one that is not understood."""
     module = importlib.import_module(f"holdfast.cli.commands.{given[0].replace('-', '_')}")
     parser = _Parser(
         prog=f"holdfast {given[0]}",
@@ -98,8 +106,7 @@ def _dispatched(given: list[str]) -> int:
     if unknown:
         known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
         refuse([*_unknown_arguments(unknown, parser), *known_but_absent])
-    # A server repeats in its log how it was started.
-    return int(module.run(parsed, tuple(given)) if given[0] == "serve" else module.run(parsed))
+    return module, parsed
 
 
 def _wants_json(given: list[str]) -> bool:
