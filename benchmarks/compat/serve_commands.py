@@ -2,9 +2,10 @@
 
     python -m benchmarks.compat.serve_commands --checkout ~/vllm [--checkout ~/recipes] [--show]
 
-Nothing is started: a command counts as taken when all of its settings are. Whether the model is one of ours and how many
-GPUs there are is left aside: flags that divide a model over several of them are taken out first, and counted. Commands
-with an ellipsis are no commands.
+Nothing is started: a command counts as taken when all of its settings are. Whether the model is one of ours and how
+many GPUs there are is left aside: flags that divide a model over several of them are taken out first, and counted. So
+is --config, whose file is the reader's. Commands with an ellipsis, with a value cut off, or for vllm-omni, which is
+another program (--omni), are left out.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from holdfast.errors import HoldfastError
 KINDS = (".md", ".yaml", ".yml", ".sh", ".py", ".txt", ".rst", ".ipynb")
 _MODULE = r"python3? -m vllm\.entrypoints\.openai\.api_server"
 _COMMAND = re.compile(
-    rf"""(?:^|[`"'(]|\$ |# |- |run: |exec |&& |env )\s*(?:(?:env )?(?:[A-Za-z_]\w*=\S+\s+)*)(?:vllm serve|{_MODULE})[ ]+([^`\n]+)""",
+    r"""(?:^|[`"'(]|\$ |# |- |run: |exec |&& |env )\s*(?:(?:env )?(?:[A-Za-z_]\w*=\S+\s+)*)"""
+    rf"""(?:vllm serve|{_MODULE})[ ]+([^`\n]+)""",
     re.MULTILINE,
 )
+_NO_COMMAND = ("--help", "--omni", "...", "…")
 _END = re.compile(r"(?:[;|&]+|\d?>+(?:&\d)?|<)\S*")
 _FURTHER_GPUS = {
     "--tensor-parallel-size": 1, "-tp": 1, "--pipeline-parallel-size": 1, "-pp": 1, "--data-parallel-size": 1, "-dp": 1,
@@ -36,7 +39,7 @@ _FURTHER_GPUS = {
     "-dpr": 1, "--data-parallel-address": 1, "-dpa": 1, "--data-parallel-rpc-port": 1, "-dpp": 1,
     "--data-parallel-backend": 1, "-dpb": 1, "--data-parallel-hybrid-lb": 0, "--data-parallel-external-lb": 0,
     "--nnodes": 1, "-n": 1, "--node-rank": 1, "-r": 1, "--master-addr": 1, "--master-port": 1, "--headless": 0,
-    "--decode-context-parallel-size": 1, "-dcp": 1, "--prefill-context-parallel-size": 1, "-pcp": 1,
+    "--decode-context-parallel-size": 1, "-dcp": 1, "--prefill-context-parallel-size": 1, "-pcp": 1, "--config": 1,
 }  # fmt: skip
 """Flags of several GPUs or machines, and how many words follow each."""
 
@@ -57,7 +60,7 @@ def commands(checkout: Path) -> Iterator[Command]:
         text = re.sub(r"\\+(?:n?)[ \t]*\n\s*(?:# )?", " ", path.read_text(errors="replace"))
         for found in _COMMAND.finditer(text):
             words = _words(found[1])
-            if words is None or "--help" in found[1] or "..." in found[1] or "…" in found[1]:
+            if words is None or any(mark in found[1] for mark in _NO_COMMAND):
                 continue
             kept = _without_gpus(words)
             yield Command(str(path.relative_to(checkout.parent)), tuple(kept), kept != words)
@@ -103,7 +106,9 @@ def refusal(words: tuple[str, ...]) -> tuple[str, list[str]] | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", required=True, action="append", type=Path, help="a checkout of vLLM or its recipes")
+    parser.add_argument(
+        "--checkout", required=True, action="append", type=Path, help="a checkout of vLLM or its recipes"
+    )
     parser.add_argument("--show", action="store_true", help="show every command that is refused")
     known = parser.parse_args()
     found = list(dict.fromkeys(command for checkout in known.checkout for command in commands(checkout.resolve())))

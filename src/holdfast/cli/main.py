@@ -15,7 +15,8 @@ import holdfast
 from holdfast.cli.dotted_flags import joined
 from holdfast.cli.output import UNFORESEEN_EXIT, flush, say_error, unforeseen
 from holdfast.config import unsupported
-from holdfast.config.setting import Refusal, refuse
+from holdfast.config.setting import Refusal, flag_name, refuse
+from holdfast.config.tuning import TUNING
 from holdfast.errors import ConfigurationError, HoldfastError, RequestError
 from holdfast.units import shorten
 
@@ -36,6 +37,7 @@ NEAR = 0.6
 """How alike two flags are when one may be meant for the other."""
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
 _JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")
+_SHORT = {short: flag_name(name) for name, spellings in unsupported.SHORT.items() for short in spellings}
 
 READER_LEFT_EXIT = 128 + 13
 """As a shell says of a program that was still writing when its reader left."""
@@ -129,9 +131,11 @@ def _spelled(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for word in words[:end]:
         name, equals, value = word.partition("=")
-        joined = _JOINED.fullmatch(word)
+        joined, short = _JOINED.fullmatch(word), name.partition(".")[0]
         if joined:
             found += [joined[1], joined[2]]
+        elif short != name and short in _SHORT:  # -cc.mode, of a setting that is taken or refused as a whole.
+            found.append(_SHORT[short] + equals + value)
         elif _FLAG.fullmatch(name):
             found.append(_whole_name(name.replace("_", "-")) + equals + value)
         else:
@@ -140,10 +144,11 @@ def _spelled(words: Sequence[str]) -> list[str]:
 
 
 def _whole_name(flag: str) -> str:
-    """--compilation-config.level is a part of a setting that is refused as a whole."""
+    """--compilation-config.level is a part of a setting that is taken or refused as a whole."""
     whole, _, part = flag.partition(".")
     name = whole[2:].replace("-", "_")
-    return whole if part and (name in unsupported.ENGINE or name in unsupported.SERVER) else flag
+    known = name in unsupported.ENGINE or name in unsupported.SERVER or name in TUNING
+    return whole if part and known else flag
 
 
 def _unknown_arguments(arguments: list[str], parser: argparse.ArgumentParser) -> list[Refusal]:

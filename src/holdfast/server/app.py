@@ -41,7 +41,7 @@ from holdfast.server.http.errors import (
     failure_response,
     json_response,
 )
-from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, Tally
+from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, RootPath, Tally
 from holdfast.server.http.request_metrics import Counting
 from holdfast.server.request.llama_cpp import read_native
 from holdfast.server.request.logprob_budget import LogprobBudget
@@ -126,6 +126,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[
+            *([Middleware(RootPath, prefix=settings.root_path)] if settings.root_path else []),
             *_cors(settings),
             Middleware(Counting, paths=[route.path for route in routes], metrics=HttpMetrics(metrics.registry)),
             Middleware(AccessMiddleware, engine=engine, settings=settings, log=log, tally=tally),

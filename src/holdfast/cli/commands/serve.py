@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import logging
 import os
+import shlex
+import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +18,9 @@ from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import LOG_LEVELS
 from holdfast.config.server import REFUSED as SERVER_REFUSED
-from holdfast.config.setting import Refusal, flag_name, refusals
+from holdfast.config.setting import Refusal, flag_name, refusals, without_effect
 from holdfast.config.sources import FLAG, Gathered, add_flags, add_refused, gather, split
+from holdfast.config.tuning import TUNING
 from holdfast.engine.startup.prespawn import EarlyProcess
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.observability.nonblocking_output import unblock_output
@@ -52,10 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a TOML or YAML file")
     add_flags(parser, EngineConfig, title="model and engine")
     add_flags(parser, ServerConfig, title="server")
-    add_refused(parser, (*ENGINE_REFUSED, *SERVER_REFUSED))
+    add_refused(parser, (*ENGINE_REFUSED, *SERVER_REFUSED, *TUNING))
 
 
 def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    return split(gathered_settings(arguments), (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+
+
+def gathered_settings(arguments: argparse.Namespace) -> Gathered:
+    """From flags, the environment and a file, as they were written."""
     given = vars(arguments).copy()
     positional, file = given.pop("model_positional", None), given.pop("config", None)
     if positional is not None:
@@ -66,8 +76,13 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
     if gathered.values.get("model") is None:
         _check_swallowed(given)
     # Anyone who comes from vLLM must not find the door open; as there, flags and the file come first.
-    gathered = Gathered({**vllm_settings(os.environ), **gathered.values}, gathered.origins)
-    return split(gathered, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+    return Gathered({**vllm_settings(os.environ), **gathered.values}, gathered.origins)
+
+
+def said_of(arguments: argparse.Namespace) -> str | None:
+    """Of vLLM's settings that are taken and do nothing here."""
+    gathered = gathered_settings(arguments)
+    return without_effect(gathered.values, gathered.origin)
 
 
 def refused_settings(arguments: argparse.Namespace) -> list[Refusal]:
@@ -149,7 +164,13 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         reasoning_parser=server_config.reasoning_parser,
         structured_outputs=server_config.structured_outputs_config or {},
         adapters=_adapters(engine_config, server_config, model),
-        access_log=None if server_config.disable_access_log else json_lines(),
+        access_log=json_lines() if server_config.logs_access else None,
+        unlogged_paths=frozenset(server_config.disable_access_log_for_endpoints),
+        root_path=server_config.root_path,
+        max_logprobs=engine_config.max_logprobs,
+        tokens_as_ids=server_config.return_tokens_as_token_ids,
+        default_chat_template_kwargs=server_config.default_chat_template_kwargs or {},
+        enable_tokenizer_info_endpoint=server_config.enable_tokenizer_info_endpoint,
         version=holdfast.__version__,
     )
 
@@ -184,7 +205,7 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
         raise
     early = EarlyProcess()
     try:
-        return _run(engine_config, server_config, early, words)
+        return _run(engine_config, server_config, early, words, said_of(arguments))
     except HoldfastError as error:
         say_fatal(error, words)
         return 2 if isinstance(error, ConfigurationError) else 1
@@ -192,7 +213,13 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
         early.end()  # Whatever stopped us.
 
 
-def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyProcess, words: tuple[str, ...]) -> int:
+def _run(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    early: EarlyProcess,
+    words: tuple[str, ...],
+    without_effect: str | None,
+) -> int:
     import holdfast
     from holdfast.engine.process.client import ProcessEngine
     from holdfast.engine.startup.build import find_model, log_plan, open_tokenizer, plan_model
@@ -202,15 +229,21 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
     from holdfast.observability.logs import ThroughputLog, set_up_logging
     from holdfast.server.app import create_app
     from holdfast.server.http.tls import tls_of
-    from holdfast.server.run import bind
+    from holdfast.server.run import bind, bind_unix
     from holdfast.server.run import run as run_server
 
     set_up_logging(server_config.level)
     log.info("holdfast %s", holdfast.__version__)
     log.info("command: %s", command_line(words))
+    if without_effect is not None:
+        log.warning("%s", without_effect)
     for name in unread_variables(os.environ):
         log.warning("%s is set in the environment but ignored: settings are HOLDFAST_NAME", name)
-    listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
+    # A port in use is said before a model is fetched.
+    if server_config.uds is None:
+        listener = bind(server_config.host, server_config.port)
+    else:
+        listener = bind_unix(Path(server_config.uds))
     tls = tls_of(server_config)
     engine_config = settle_device(engine_config)
     model = find_model(engine_config)
@@ -219,10 +252,9 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
     log_plan(model, plan)
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
-    host, port = listener.getsockname()[:2]
     settings = server_settings(engine_config, server_config, model)
     app = create_app(engine, settings)
-    url = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+    reach = _reach(listener, server_config, tls=tls is not None)
 
     return run_server(
         app,
@@ -232,13 +264,33 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, early: EarlyP
         write_timeout_s=server_config.write_timeout,
         max_connections=server_config.max_connections,
         tls=tls,
-        on_ready=lambda: _log_ready(engine, settings, url),
+        on_ready=lambda: _log_ready(engine, settings, reach),
         on_fatal=lambda error: say_fatal(error, words),
         throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
     )
 
 
-def _log_ready(engine: Engine, settings: ServerSettings, url: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """How clients reach the server, in words of a command line."""
+
+    url: str
+    socket_path: str | None = None
+    """Of a server on a Unix domain socket: `url` is then what a client that opens it asks for."""
+    loopback: bool = False
+    """Whether only programs on this machine can."""
+
+
+def _reach(listener: socket.socket, config: ServerConfig, *, tls: bool) -> _Reach:
+    scheme = "https" if tls else "http"
+    if config.uds is not None:
+        return _Reach(f"{scheme}://localhost{config.root_path}", socket_path=config.uds)
+    host, port = listener.getsockname()[:2]
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{config.root_path}"
+    return _Reach(url, loopback=ipaddress.ip_address(host.partition("%")[0]).is_loopback)
+
+
+def _log_ready(engine: Engine, settings: ServerSettings, reach: _Reach) -> None:
     """On one screen what is served, where, and with which memory; the rest with verbose logging."""
     from holdfast.observability.ledger import ledger_lines, summary_lines
     from holdfast.observability.logs import detail_lines, ready_lines
@@ -251,6 +303,14 @@ def _log_ready(engine: Engine, settings: ServerSettings, url: str) -> None:
     for line in info.lowered:
         log.warning("lowered to fit in memory: %s", line)
     needs_key = bool(settings.api_key or settings.api_key_file)
-    log.info("Decisions and all memory: %sholdfast ps -v %s", 'HOLDFAST_API_KEY="$API_KEY" ' if needs_key else "", url)
+    url, key = reach.url, 'HOLDFAST_API_KEY="$API_KEY" ' if needs_key else ""
     header = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
+    if reach.socket_path is not None:
+        curl = f"curl --unix-socket {shlex.quote(reach.socket_path)}{header}"
+        log.info("Ready: %s (try: %s %s/v1/models)", reach.socket_path, curl, url)
+        return
+    log.info("Decisions and all memory: %sholdfast ps -v %s", key, url)
+    if reach.loopback:
+        safely = "" if needs_key else " --api-key KEY"
+        log.info("Only programs on this machine can reach it; for others, and in a container: --host 0.0.0.0%s", safely)
     log.info("Ready: %s/v1 (try: curl%s %s/v1/models)", url, header, url)

@@ -19,7 +19,6 @@ import msgspec
 from holdfast.engine.interface import Engine
 from holdfast.errors import GrammarError, RequestError, UnknownModelError, UnsupportedOptionError
 from holdfast.records import AdapterRef, SamplingParams
-from holdfast.records.sampling import MAX_LOGPROBS
 from holdfast.server.request.chat import chat_prompt, final_answer
 from holdfast.server.request.logprob_budget import check_told
 from holdfast.server.request.output_parser import OutputParserConfig
@@ -153,7 +152,7 @@ async def read_chat(
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    _check_logprobs(logprobs, "top_logprobs")
+    _check_logprobs(logprobs, "top_logprobs", settings.max_logprobs)
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=None)
     _check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
@@ -211,7 +210,7 @@ async def completion_request(
 ) -> GenerationRequest:
     """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
-    _check_logprobs(body.logprobs, "logprobs")
+    _check_logprobs(body.logprobs, "logprobs", settings.max_logprobs)
     _check_prompt_logprobs(body)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
         raise unsupported("echo", "echo with logprobs and n cannot be streamed; leave stream out")
@@ -246,7 +245,7 @@ async def completion_request(
         raise RequestError("prompt: a prompt has no tokens", field="prompt")
     firsts = None
     if body.echo and body.logprobs is not None:
-        as_ids = bool(body.return_tokens_as_token_ids)
+        as_ids = _tokens_as_ids(body, settings)
         decode = tokenizer_of(engine, "echo").decode
         firsts = [token_name(prompt[0]) if as_ids else decode([prompt[0]]) for prompt in prompts]
     echoes = texts if body.echo else None
@@ -397,9 +396,14 @@ def no_priority() -> UnsupportedOptionError:
     )
 
 
-def _check_logprobs(count: int | None, field: str) -> None:
-    if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise RequestError(f"{field} is {count}; it must be between 0 and {MAX_LOGPROBS}", field=field)
+def _tokens_as_ids(body: Common, settings: ServerSettings) -> bool:
+    asked = body.return_tokens_as_token_ids
+    return settings.tokens_as_ids if asked is None else asked
+
+
+def _check_logprobs(count: int | None, field: str, most: int) -> None:
+    if count is not None and not 0 <= count <= most:
+        raise RequestError(f"{field} is {count}; it must be between 0 and {most}", field=field)
 
 
 def _check_prompt_logprobs(body: Common) -> None:
@@ -486,7 +490,7 @@ def _ask(
         cache_salt=body.cache_salt,
         adapter=settings.adapter(model),
         with_token_ids=bool(body.return_token_ids),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        tokens_as_ids=_tokens_as_ids(body, settings),
         prompt_text=prompt_text,
         reading=reading,
     )
