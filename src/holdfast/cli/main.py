@@ -104,7 +104,7 @@ def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Names
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    parsed, unknown = parser.parse_known_args(_spelled(joined(given[1:])))
+    parsed, unknown = parser.parse_known_args(spelled(joined(given[1:])))
     if unknown:
         known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
         refuse([*_unknown_arguments(unknown, parser), *known_but_absent])
@@ -124,7 +124,7 @@ def _overview(stream: object, code: int) -> int:
     return code
 
 
-def _spelled(words: Sequence[str]) -> list[str]:
+def spelled(words: Sequence[str]) -> list[str]:
     """As vLLM reads them: `_` for `-` in a flag's name, and a number right behind -tp, -pp, -dp and -O. What follows
     `--` is somebody else's."""
     end = words.index("--") if "--" in words else len(words)

@@ -5,6 +5,7 @@ The loop runs while `generate` runs; dropping the object (or `close()`) gives it
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -12,17 +13,18 @@ import random
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.config import EngineConfig
 from holdfast.config.python_words import in_python
+from holdfast.config.setting import Origin, without_effect
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import make_structured_outputs
 from holdfast.engine.interface import check_wake_tags
 from holdfast.engine.llm_unsupported import AbsentMethods
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
-from holdfast.engine.requests.embedding import PARAMS, embedding_output, embedding_requests
+from holdfast.engine.requests.embedding import PARAMS, embedding_output, embedding_requests, shortened
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.structured_output import StructuredOutput
@@ -61,10 +63,14 @@ from holdfast.records import (
     RequestOutput,
     SamplingParams,
 )
+from holdfast.records.pooling import PoolingParams
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.structured.wire import GrammarCost
 from holdfast.text.tokenizer.tokenizer import Tokenizer
 from holdfast.text.tools.prompt import shown_in
+
+if TYPE_CHECKING:
+    from holdfast.engine.llm_engine import LLMEngine
 
 log = logging.getLogger("holdfast")
 
@@ -82,6 +88,9 @@ class LLM(AbsentMethods):
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self._core: EngineCore | None = None
         config = EngineConfig.from_arguments(model=model, **settings)
+        taken = without_effect(settings, lambda name: Origin(str))
+        if taken is not None:
+            log.warning("%s", taken)
         config = settle_device(config)
         found = find_model(config)
         plan = plan_model(config, found)
@@ -152,37 +161,54 @@ class LLM(AbsentMethods):
         several = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
         template = tokenizer.template_source(chat_template, tools)
-        prompts = [
-            {
-                "prompt_token_ids": tokenizer.apply_chat_template(
+        texts = [
+            str(
+                tokenizer.apply_chat_template(
                     *shown_in(template, conversation, tools),
-                    tokenize=True,
+                    tokenize=False,
                     chat_template=template,
                     add_generation_prompt=add_generation_prompt and not continue_final_message,
                     continue_final_message=continue_final_message,
                     **dict(chat_template_kwargs or {}),
                 )
-            }
+            )
             for conversation in several
+        ]
+        # The template writes bos itself.
+        prompts = [
+            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     @in_python()
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector a prompt, in order: the normed hidden state of its last token, scaled to length 1."""
         if pooling_params is not None:
-            raise UnsupportedOptionError(
-                "pooling_params is not supported: only last-token pooling is", field="pooling_params"
-            )
+            pooling_params.check(self._found.spec.hidden_size)
+        size = None if pooling_params is None else pooling_params.dimensions
         runs = [self._prepare(prompt, PARAMS, 0, embed=True) for prompt in _as_list(prompts)]
         self._run(runs, use_tqdm)
-        return [embedding_output(run.output, run.embedding) for run in runs]
+        return [
+            embedding_output(run.output, shortened(run.embedding, size) if size and run.embedding else run.embedding)
+            for run in runs
+        ]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where it is given none: as the model's makers advise."""
-        return self._defaults
+        return self._defaults.clone()
+
+    @functools.cached_property
+    def llm_engine(self) -> LLMEngine:
+        """The same engine, stepped by hand."""
+        from holdfast.engine.llm_engine import LLMEngine
+
+        return LLMEngine(self)
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -289,6 +315,7 @@ class LLM(AbsentMethods):
         adapter: AdapterRef | None = None,
     ) -> _Run:
         text, ids = self._read_prompt(prompt)
+        params = params.checked()  # Scripts change theirs, also between two calls.
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer", fix="leave skip_tokenizer_init out", field="stop")
         name = str(next(self._names))
@@ -327,6 +354,8 @@ class LLM(AbsentMethods):
 
     def _run_alone(self, runs: list[_Run], show_progress: bool) -> list[RequestOutput]:
         core = self._engine()
+        if "llm_engine" in vars(self) and self.llm_engine.has_unfinished_requests():
+            raise EngineError("llm_engine has unfinished requests", fix="step it to their ends, or abort_request")
         open_answers = {answer.request.request_id: (run, answer) for run in runs for answer in run.answers}
         with RequestProgress(len(runs), shown=show_progress) as progress:
             try:
