@@ -94,7 +94,8 @@ class ServerConfig:
     )
     lora_folders: tuple[str, ...] = setting(
         (),
-        "folders from which /v1/load_lora_adapter may load adapters; default: only those of --lora-modules",
+        "folders from which /v1/load_lora_adapter may load adapters; default: any on a loopback address or with a "
+        "key, otherwise only those of --lora-modules",
         texts,
         metavar="FOLDER",
     )

@@ -186,13 +186,26 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
                     f"{flag_name(name)} is a LoRA setting, but LoRA is not enabled", fix="--enable-lora", field=name
                 )
         return None
-    folders = [Path(folder) for folder in server_config.lora_folders]
-    missing = next((folder for folder in folders if not folder.is_dir()), None)
+    folders = [Path(folder) for folder in server_config.lora_folders] if server_config.lora_folders else None
+    if folders is None and not _trusted(server_config):
+        folders = []
+        log.info("/v1/load_lora_adapter loads from no folder: this server is open to others; see --lora-folders")
+    missing = next((folder for folder in folders or () if not folder.is_dir()), None)
     if missing is not None:
         raise ConfigurationError(f"--lora-folders: there is no folder {missing}", field="lora_folders")
     adapters = Adapters(model.spec, model.files.name, engine_config, folders)
     load_modules(adapters, server_config.lora_modules, server_config.served_model_name or (model.files.name,))
     return adapters
+
+
+def _trusted(config: ServerConfig) -> bool:
+    """Whether only programs of this machine, or who has a key, can ask for anything."""
+    if config.api_key or config.api_key_file or config.uds:
+        return True
+    try:
+        return ipaddress.ip_address(config.host.partition("%")[0]).is_loopback
+    except ValueError:
+        return config.host == "localhost"
 
 
 def run(arguments: argparse.Namespace, words: tuple[str, ...]) -> int:
