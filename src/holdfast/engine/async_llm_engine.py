@@ -1,4 +1,4 @@
-"""`AsyncLLMEngine`, which newer vLLM calls `AsyncLLM`: an `LLMEngine` that a thread steps, for scripts with asyncio.
+"""`AsyncLLMEngine`, which newer vLLM calls `AsyncLLM`: an engine that a thread steps, for scripts with asyncio.
 
 Owns the thread and a queue for each request. For a service use `holdfast serve`: its engine is another process, which
 is restarted when it dies.
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine.arg_utils import AsyncEngineArgs
-from holdfast.engine.llm_engine import LLMEngine
+from holdfast.engine.stepped import SteppedEngine
 from holdfast.errors import EngineError, UnsupportedOptionError
 from holdfast.records import LoRARequest, RequestOutput, SamplingParams
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AsyncLLMEngine:
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
         self._queues: dict[str, _Queue] = {}
         self._paused = False
@@ -38,6 +38,8 @@ class AsyncLLMEngine:
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, *_: Any, **__: Any) -> AsyncLLMEngine:
         """vLLM's further arguments say who reports what; nothing is reported here."""
+        from holdfast.engine.llm_engine import LLMEngine  # Needs torch only when one is made.
+
         return cls(LLMEngine.from_engine_args(engine_args))
 
     async def generate(

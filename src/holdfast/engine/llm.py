@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.config import EngineConfig
 from holdfast.config.python_words import in_python
@@ -40,6 +40,7 @@ from holdfast.engine.startup.build import (
 from holdfast.engine.startup.preload_torch import preload_torch
 from holdfast.engine.startup.progress import RequestProgress
 from holdfast.engine.startup.select_device import settle_device
+from holdfast.engine.stepped import SteppedEngine
 from holdfast.errors import (
     EngineError,
     GrammarError,
@@ -68,9 +69,6 @@ from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.structured.wire import GrammarCost
 from holdfast.text.tokenizer.tokenizer import Tokenizer
 from holdfast.text.tools.prompt import shown_in
-
-if TYPE_CHECKING:
-    from holdfast.engine.llm_engine import LLMEngine
 
 log = logging.getLogger("holdfast")
 
@@ -204,11 +202,9 @@ class LLM(AbsentMethods):
         return self._defaults.clone()
 
     @functools.cached_property
-    def llm_engine(self) -> LLMEngine:
+    def llm_engine(self) -> SteppedEngine:
         """The same engine, stepped by hand."""
-        from holdfast.engine.llm_engine import LLMEngine
-
-        return LLMEngine(self)
+        return SteppedEngine(self)
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -310,7 +310,7 @@ def test_any_folder_where_none_was_named_and_nobody_else_can_ask(spec: ModelSpec
     for trusted in ({}, {"host": "localhost"}, {"host": "0.0.0.0", "api_key": ("k",)}, {"uds": "/tmp/s"}):
         found = serve._adapters(config, ServerConfig(**trusted), model)
         assert found is not None
-        refused(found, "/no/such/folder", code="HF373")
+        refused(found, "/no/such/folder", code="HF371")  # A 404.
         found.load("mine", str(folder))
     for given in ({"host": "0.0.0.0"}, {"lora_folders": (str(folder.parent / "other"),)}):
         (folder.parent / "other").mkdir(exist_ok=True)
