@@ -109,7 +109,7 @@ class AsyncLLMEngine:
     async def get_tokenizer(self) -> Tokenizer:
         return self._engine.get_tokenizer()
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         def reset() -> None:
             self._engine.reset_prefix_cache()
 

@@ -218,8 +218,10 @@ class LLM(AbsentMethods):
         """vLLM's names; what `get_stats` says."""
         return snapshot(self.get_stats(), self.info.model)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Requests that run keep their blocks, also where vLLM would recompute them: weights never change here."""
         self._engine().scheduler.reset_prefix_cache()
+        return True
 
     def sleep(self, level: int = 1) -> None:
         """Gives weights and pages back until `wake_up`, which loads them again; at both of vLLM's levels."""

@@ -106,7 +106,8 @@ class SteppedEngine:
         tokenizer: Tokenizer = self._llm.get_tokenizer()
         return tokenizer
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Requests that run keep their blocks, also where vLLM would recompute them: weights never change here."""
         self._llm.reset_prefix_cache()
         return True
 

@@ -4,6 +4,8 @@ import argparse
 import asyncio
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -195,3 +197,19 @@ def test_the_log_of_a_start_has_the_rest_with_verbose_only(
     assert "secret" not in caplog.text
     assert [name for name, text in said if text.startswith("Decision: dtype")] == ["DEBUG"] * (level == "debug")
     assert ("unaccounted" in caplog.text) == (level == "debug")
+
+
+def test_vllms_module_starts_the_same_server() -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "holdfast.entrypoints.openai.api_server",
+        "--model",
+        "m",
+        "--logits-processors",
+        "a.b",
+    ]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert "--logits-processors is not supported" in ended.stderr
+    assert "run" in ended.stderr or "fix" in ended.stderr
