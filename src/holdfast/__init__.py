@@ -7,10 +7,14 @@ Names are imported when they are first used, so that `import holdfast` stays che
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from holdfast.engine.async_llm_engine import AsyncLLMEngine
     from holdfast.engine.llm import LLM
+    from holdfast.engine.llm_engine import LLMEngine
     from holdfast.inputs import PromptType, TextPrompt, TokensPrompt
     from holdfast.planner.api import plan
     from holdfast.records import (
@@ -23,15 +27,21 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from holdfast.records.pooling import PoolingParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "GuidedDecodingParams",
+    "LLMEngine",
     "LoRARequest",
+    "PoolingParams",
     "PromptType",
     "RequestOutput",
     "SamplingParams",
@@ -48,21 +58,20 @@ _RECORDS = (
 _INPUTS = ("PromptType", "TextPrompt", "TokensPrompt")
 
 
+_ELSEWHERE = {
+    "LLM": "holdfast.engine.llm",
+    "LLMEngine": "holdfast.engine.llm_engine",
+    "AsyncLLMEngine": "holdfast.engine.async_llm_engine",
+    "EngineArgs": "holdfast.engine.arg_utils",
+    "AsyncEngineArgs": "holdfast.engine.arg_utils",
+    "PoolingParams": "holdfast.records.pooling",
+    "plan": "holdfast.planner.api",
+    **dict.fromkeys(_RECORDS, "holdfast.records"),
+    **dict.fromkeys(_INPUTS, "holdfast.inputs"),
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from holdfast.engine.llm import LLM
-
-        return LLM
-    if name in _RECORDS:
-        from holdfast import records
-
-        return getattr(records, name)
-    if name in _INPUTS:
-        from holdfast import inputs
-
-        return getattr(inputs, name)
-    if name == "plan":
-        from holdfast.planner.api import plan
-
-        return plan
-    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    return getattr(importlib.import_module(_ELSEWHERE[name]), name)

@@ -7,7 +7,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-TABLES = ("--structured-outputs-config",)
+TABLES = (
+    "--structured-outputs-config",
+    "--hf-overrides",
+    "--override-generation-config",
+    "--default-chat-template-kwargs",
+    "--rope-scaling",
+)
 
 
 def joined(words: Sequence[str]) -> list[str]:
@@ -28,10 +34,19 @@ def joined(words: Sequence[str]) -> list[str]:
         if table not in tables:
             tables[table], places[table] = {}, len(found)
             found.append("")
-        tables[table][part.replace("-", "_")] = _value(value)
+        _set(tables[table], part.replace("-", "_").split("."), _value(value))
     for table, place in places.items():
         found[place] = f"{table}={json.dumps(tables[table])}"
     return found
+
+
+def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """--hf-overrides.rope_parameters.factor 4: in a table of the table."""
+    for step in path[:-1]:
+        if not isinstance(table.get(step), dict):
+            table[step] = {}
+        table = table[step]
+    table[path[-1]] = value
 
 
 def _value(text: str) -> Any:

@@ -8,13 +8,15 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
 import holdfast
 from holdfast.cli.dotted_flags import joined
 from holdfast.cli.output import UNFORESEEN_EXIT, flush, say_error, unforeseen
 from holdfast.config import unsupported
-from holdfast.config.setting import Refusal, refuse
+from holdfast.config.setting import Refusal, flag_name, refuse
+from holdfast.config.tuning import TUNING
 from holdfast.errors import ConfigurationError, HoldfastError, RequestError
 from holdfast.units import shorten
 
@@ -44,6 +46,7 @@ JSON = ("plan", "models", "list", "show", "ps", "explain", "doctor")
 """Commands with --json."""
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
 _JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")
+_SHORT = {short: flag_name(name) for name, spellings in unsupported.SHORT.items() for short in spellings}
 
 READER_LEFT_EXIT = 128 + 13
 """As a shell says of a program that was still writing when its reader left."""
@@ -95,19 +98,19 @@ def _dispatched(given: list[str]) -> int:
     if given[0] not in COMMANDS:
         return _unknown_command(given[0])
     try:
-        module, parsed = parsed_command(given)
+        module, parsed = parse_command_line(given)
     except ConfigurationError as error:
         if given[0] == "serve":
             from holdfast.cli.working_command import with_working_command
 
-            with_working_command(error, given, parsed_command)
+            with_working_command(error, given, parse_command_line)
         raise
     # A server repeats in its log how it was started.
-    return int(module.run(parsed, tuple(given), parsed_command) if given[0] == "serve" else module.run(parsed))
+    return int(module.run(parsed, tuple(given), parse_command_line) if given[0] == "serve" else module.run(parsed))
 
 
-def parsed_command(given: list[str]) -> tuple[Any, argparse.Namespace]:
-    """The module of a command, and its arguments. Raises ConfigurationError."""
+def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """The module of a command, and its words as it wants them; raises for one that is not understood."""
     folder = "commands.stored" if given[0] in STORED else "commands"
     module = importlib.import_module(f"holdfast.cli.{folder}.{given[0].replace('-', '_')}")
     parser = _Parser(
@@ -121,7 +124,7 @@ def parsed_command(given: list[str]) -> tuple[Any, argparse.Namespace]:
     module.add_arguments(parser)
     # Words of a prompt may stand behind flags.
     parse = parser.parse_known_intermixed_args if given[0] == "run" else parser.parse_known_args
-    parsed, unknown = parse(_spelled(joined(given[1:])))
+    parsed, unknown = parse(spelled(joined(given[1:])))
     if unknown:
         known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
         refuse([*_unknown_arguments(unknown, parser), *known_but_absent])
@@ -141,16 +144,18 @@ def _overview(stream: object, code: int) -> int:
     return code
 
 
-def _spelled(words: Sequence[str]) -> list[str]:
+def spelled(words: Sequence[str]) -> list[str]:
     """As vLLM reads them: `_` for `-` in a flag's name, and a number right behind -tp, -pp, -dp and -O. What follows
     `--` is somebody else's."""
     end = words.index("--") if "--" in words else len(words)
     found: list[str] = []
     for word in words[:end]:
         name, equals, value = word.partition("=")
-        joined = _JOINED.fullmatch(word)
+        joined, short = _JOINED.fullmatch(word), name.partition(".")[0]
         if joined:
             found += [joined[1], joined[2]]
+        elif short != name and short in _SHORT:  # -cc.mode, of a setting that is taken or refused as a whole.
+            found.append(_SHORT[short] + equals + value)
         elif _FLAG.fullmatch(name):
             found.append(_whole_name(name.replace("_", "-")) + equals + value)
         else:
@@ -159,10 +164,11 @@ def _spelled(words: Sequence[str]) -> list[str]:
 
 
 def _whole_name(flag: str) -> str:
-    """--compilation-config.level is a part of a setting that is refused as a whole."""
+    """--compilation-config.level is a part of a setting that is taken or refused as a whole."""
     whole, _, part = flag.partition(".")
     name = whole[2:].replace("-", "_")
-    return whole if part and (name in unsupported.ENGINE or name in unsupported.SERVER) else flag
+    known = name in unsupported.ENGINE or name in unsupported.SERVER or name in TUNING
+    return whole if part and known else flag
 
 
 def _unknown_arguments(arguments: list[str], parser: argparse.ArgumentParser) -> list[Refusal]:

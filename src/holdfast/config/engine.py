@@ -22,6 +22,7 @@ from holdfast.config.setting import (
     tokens_or_auto,
     whole,
 )
+from holdfast.config.tuning import MOST_LOGPROBS, or_auto
 from holdfast.errors import ConfigurationError
 
 GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
@@ -44,6 +45,17 @@ def kv_dtype(field: str, value: Any) -> str:
     return "fp8" if found == "fp8_e4m3" else found
 
 
+def _config_overrides(field: str, value: Any) -> dict[str, Any]:
+    if callable(value):
+        raise ConfigurationError(
+            f"{field}: a function is not supported: the model's config is data here",
+            needed="a dict of the keys that are to be others",
+            fix=f'{field}={{"max_position_embeddings": 8192}}',
+            field="hf_overrides",
+        )
+    return table(field, value)
+
+
 def _attention_backend(field: str, value: Any) -> str:
     if isinstance(value, str) and value.upper() == "TORCH_SDPA":
         return "torch"
@@ -63,7 +75,27 @@ class EngineConfig:
     tokenizer: str | None = setting(
         None, "tokenizer to use instead of the model's: a folder, file or hub id", optional(text)
     )
-    tokenizer_mode: str = setting("auto", "auto: the tokenizer that comes with the model", choice("auto"))
+    download_dir: str | None = setting(
+        None,
+        "folder for what is downloaded from the hub, laid out as its cache; default: the cache that HF_HOME names",
+        optional(text),
+        metavar="FOLDER",
+    )
+    hf_overrides: Mapping[str, Any] | None = setting(
+        None,
+        'values to use instead of those in the model\'s config.json: JSON such as {"rope_theta": 1000000}',
+        optional(_config_overrides),
+        metavar="JSON",
+    )
+    rope_scaling: Mapping[str, Any] | None = setting(
+        None, "same as rope_scaling in --hf-overrides", optional(table), metavar="JSON"
+    )
+    rope_theta: float | None = setting(
+        None, "same as rope_theta in --hf-overrides", optional(number(1.0, 1e12)), metavar="NUMBER"
+    )
+    tokenizer_mode: str = setting(
+        "auto", "auto: the tokenizer that comes with the model", or_auto("tokenizer_mode", choice("auto"), "auto")
+    )
     skip_tokenizer_init: bool = setting(False, "do not load a tokenizer: token ids in, token ids out", flag)
     chat_template: str | None = setting(
         None, "chat template to use instead of the model's: a file, or the Jinja text itself", optional(text)
@@ -85,7 +117,7 @@ class EngineConfig:
         "auto",
         "weight format: auto, safetensors, gguf, bitsandbytes (same as --quantization bitsandbytes), or dummy (random "
         "weights in the model's real shapes)",
-        choice("auto", "safetensors", "gguf", "bitsandbytes", "dummy"),
+        or_auto("load_format", choice("auto", "safetensors", "gguf", "bitsandbytes", "dummy"), "auto"),
     )
     quantization: str | None = setting(
         None,
@@ -166,6 +198,11 @@ class EngineConfig:
     enable_chunked_prefill: bool = setting(
         True, "prefill long prompts in chunks, batched with decoding; always on", flag
     )
+    max_logprobs: int = setting(
+        MOST_LOGPROBS,
+        "log-probabilities of other tokens that a request may ask for with each token, 20 at most",
+        or_auto("max_logprobs", whole(0, MOST_LOGPROBS), MOST_LOGPROBS),
+    )
     scheduling_policy: str = setting("fcfs", "fcfs, or priority (lower values first)", choice("fcfs", "priority"))
     max_queued_requests: int = setting(
         1024,
@@ -180,7 +217,9 @@ class EngineConfig:
         metavar="SECONDS",
     )
     attention_backend: str = setting(
-        "auto", "attention backend on a CPU: auto, compiled (kernels built at install) or torch", _attention_backend
+        "auto",
+        "attention backend on a CPU: auto, compiled (kernels built at install) or torch",
+        or_auto("attention_backend", _attention_backend, "auto"),
     )
     enable_sleep_mode: bool = setting(
         False, "let /sleep release the engine's memory until /wake_up; LLM.sleep works without this", flag
@@ -227,12 +266,6 @@ class EngineConfig:
                     fix=f"leave {name} out",
                     field=name,
                 )
-        if not self.enable_chunked_prefill:
-            raise ConfigurationError(
-                "chunked prefill cannot be switched off",
-                fix="raise max_num_batched_tokens to the longest prompt: it is then prefilled in one chunk",
-                field="enable_chunked_prefill",
-            )
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",
@@ -276,6 +309,12 @@ class EngineConfig:
                 fix="leave max_cpu_loras out",
                 field="max_cpu_loras",
             )
+
+    @property
+    def config_overrides(self) -> Mapping[str, Any]:
+        """What is not as the model's config.json says."""
+        older = {"rope_scaling": self.rope_scaling, "rope_theta": self.rope_theta}
+        return {**{name: value for name, value in older.items() if value is not None}, **(self.hf_overrides or {})}
 
     @property
     def asked_quantization(self) -> str | None:

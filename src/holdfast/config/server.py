@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.config import unsupported
 from holdfast.config.setting import (
@@ -15,12 +16,14 @@ from holdfast.config.setting import (
     optional,
     setting,
     size,
+    table,
     text,
     texts,
     texts_or_tables,
     whole,
 )
 from holdfast.config.structured_output import form_settings
+from holdfast.config.tuning import or_auto
 from holdfast.errors import ConfigurationError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -43,39 +46,33 @@ REASONING_PARSERS = (
     "seed_oss", "step3", "none",
 )  # fmt: skip
 """Both by vLLM's names; what they mean is `text`'s."""
-_UNREAD = (
-    "xml",
-    "coder",
-    "pythonic",
-    "deepseek",
-    "glm",
-    "kimi",
-    "minimax",
-    "gemma",
-    "openai",
-    "granite",
-    "step3",
-    "xlam",
-)
-"""In vLLM's names of parsers for calls that are not JSON, or stand in other marks."""
 
 
-def _tool_call_parser(field: str, value: object) -> str:
-    if isinstance(value, str) and value not in TOOL_CALL_PARSERS and any(part in value for part in _UNREAD):
+def _prefix(field: str, value: object) -> str:
+    found = text(field, value).rstrip("/")
+    if found and (not found.startswith("/") or any(mark in found for mark in "?# %")):
         raise ConfigurationError(
-            f"{field}: tool calls in the format {value!r} cannot be parsed yet",
-            needed="one of " + ", ".join(TOOL_CALL_PARSERS),
-            found=value,
-            fix=f"leave {field} out: a model whose own format is not known is asked for calls in plain JSON",
-            field="tool_call_parser",
+            f"{field}: {value!r} is no prefix of a path",
+            needed="/ and plain words",
+            fix="--root-path /llm",
+            field="root_path",
         )
-    return str(choice(*TOOL_CALL_PARSERS)(field, value))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", text)
     port: int = setting(8000, "port to listen on; 0: any free one", whole(0, 65535))
+    uds: str | None = setting(
+        None, "listen on this Unix domain socket instead of an address and a port", optional(text), metavar="PATH"
+    )
+    root_path: str = setting(
+        "",
+        "prefix of all paths that a proxy in front does not strip: /llm for /llm/v1/models",
+        _prefix,
+        metavar="PREFIX",
+    )
     api_key: tuple[str, ...] = setting(
         (),
         "require this key, or one of these (Authorization: Bearer KEY), except on /health, /ping and /version",
@@ -97,7 +94,8 @@ class ServerConfig:
     )
     lora_folders: tuple[str, ...] = setting(
         (),
-        "folders from which /v1/load_lora_adapter may load adapters; default: only those of --lora-modules",
+        "folders from which /v1/load_lora_adapter may load adapters; default: any on a loopback address or with a "
+        "key, otherwise only those of --lora-modules",
         texts,
         metavar="FOLDER",
     )
@@ -111,20 +109,29 @@ class ServerConfig:
         "allow requests to supply a chat_template: it is a program, run in a sandbox in a separate process",
         flag,
     )
+    default_chat_template_kwargs: Mapping[str, Any] | None = setting(
+        None,
+        'variables for the chat template where a request sets no others: JSON such as {"enable_thinking": false}',
+        optional(table),
+        metavar="JSON",
+    )
+    return_tokens_as_token_ids: bool = setting(
+        False, "in log-probabilities write tokens as token_id:ID, unless a request says otherwise", flag
+    )
     enable_auto_tool_choice: bool = setting(
         True, "let the model decide whether to call a tool; false: only tools that a request requires are called", flag
     )
     tool_call_parser: str | None = setting(
         None,
         "tool call format of the model: " + ", ".join(TOOL_CALL_PARSERS[:5]) + "; default: from its chat template",
-        optional(_tool_call_parser),
+        or_auto("tool_call_parser", optional(choice(*TOOL_CALL_PARSERS)), None),
         metavar="NAME",
     )
     reasoning_parser: str | None = setting(
         None,
         "parser that separates reasoning from the answer: deepseek_r1, qwen3, ...; none: reasoning stays in the "
         "content; default: from the chat template",
-        optional(choice(*REASONING_PARSERS)),
+        or_auto("reasoning_parser", optional(choice(*REASONING_PARSERS)), None),
         metavar="NAME",
     )
     structured_outputs_config: Mapping[str, bool] | None = setting(
@@ -135,7 +142,11 @@ class ServerConfig:
         metavar="JSON",
     )
     drain_timeout: float = setting(
-        30.0, "seconds that running requests have to finish after SIGTERM", number(0, 86400), metavar="SECONDS"
+        30.0,
+        "seconds that running requests have to finish after SIGTERM",
+        number(0, 86400),
+        metavar="SECONDS",
+        flags=("--shutdown-timeout",),
     )
     write_timeout: float = setting(
         60.0,
@@ -186,15 +197,34 @@ class ServerConfig:
     enable_request_id_headers: bool = setting(True, "responses have an X-Request-Id header; always on", flag)
     disable_log_requests: bool = setting(True, "do not log the content of requests; always on", flag)
     response_role: str = setting("assistant", "role of responses", choice("assistant"))
-    api_server_count: int = setting(1, "number of API server processes; only 1", whole(1, 1))
+    api_server_count: int = setting(
+        1, "number of API server processes; there is always one", or_auto("api_server_count", whole(1, 1), 1)
+    )
     disable_log_stats: bool = setting(False, "do not log throughput periodically", flag)
     disable_access_log: bool = setting(
         False, "do not log a JSON line for each request", flag, flags=("--disable-uvicorn-access-log",)
+    )
+    disable_access_log_for_endpoints: tuple[str, ...] = setting(
+        (),
+        "do not log requests for these paths: /v1/models,/tokenize; probes are never logged",
+        listed,
+        metavar="PATHS",
+    )
+    uvicorn_log_level: str = setting(
+        "info",
+        "warning, error and critical: same as --disable-access-log; otherwise see --log-level",
+        choice("trace", "debug", "info", "warning", "error", "critical"),
+        metavar="LEVEL",
     )
     log_level: str = setting("info", "debug, info, warning or error", choice(*LOG_LEVELS), metavar="LEVEL")
     verbose: bool = setting(
         False, "log every decision and the whole memory ledger; same as --log-level debug", flag, flags=("-v",)
     )
+
+    @property
+    def logs_access(self) -> bool:
+        """uvicorn's level, in vLLM's commands, hides the lines of requests."""
+        return not self.disable_access_log and self.uvicorn_log_level not in ("warning", "error", "critical")
 
     @property
     def level(self) -> str:

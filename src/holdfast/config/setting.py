@@ -12,7 +12,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from holdfast.config.unsupported import asks_nothing, refused_value
+from holdfast.config.tuning import TUNING, taken_value
+from holdfast.config.unsupported import asks_nothing
 from holdfast.errors import ConfigurationError
 from holdfast.units import MIB, parse_bytes, parse_tokens, shorten
 
@@ -214,7 +215,7 @@ def build(
     parsed: dict[str, Any] = {}
     for name, value in values.items():
         source = origin(name)
-        if name in refused:
+        if name in refused or (name in TUNING and name not in fields):
             continue
         if name not in fields:
             raise unknown_name(name, fields, source)
@@ -239,15 +240,24 @@ class Refusal:
 
 
 def refusals(values: Mapping[str, Any], refused: Mapping[str, str], origin: Callable[[str], Origin]) -> list[Refusal]:
-    """Of those that are known and not there, each that asks for something; and vLLM's values that are none of ours."""
-    found: list[Refusal] = []
+    """Of those that are known and not there, each that asks for something."""
+    return [
+        Refusal(origin(name).place + origin(name).spelled(name), refused[name], name)
+        for name, value in values.items()
+        if name in refused and not asks_nothing(name, value) and taken_value(name, value) is None
+    ]
+
+
+def without_effect(values: Mapping[str, Any], origin: Callable[[str], Origin]) -> str | None:
+    """One line about all settings of vLLM's that were taken and do nothing; None: there are none."""
+    found: list[str] = []
     for name, value in values.items():
-        written, reason = origin(name).place + origin(name).spelled(name), refused_value(name, value)
+        written, reason = origin(name).spelled(name), taken_value(name, value)
         if reason is not None:
-            found.append(Refusal(written, reason, name, problem=f"{shorten(value)} is not supported"))
-        elif name in refused and not asks_nothing(name, value):
-            found.append(Refusal(written, refused[name], name))
-    return found
+            found.append(f"{written} {shorten(value)} ({reason})")
+        elif name in TUNING and value is not None and str(value).lower() not in ("", "false", "none"):
+            found.append(f"{written} ({TUNING[name]})")
+    return "taken without effect: " + "; ".join(found) if found else None
 
 
 def refuse(found: Sequence[Refusal]) -> None:

@@ -26,6 +26,7 @@ from holdfast.config.setting import (
     texts_or_tables,
     unknown_name,
 )
+from holdfast.config.tuning import TUNING
 from holdfast.config.unsupported import LISTS, SHORT, SWITCHES
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
@@ -113,7 +114,7 @@ def gather(
     """All named values for these kinds of config, the stronger source winning."""
     environment = os.environ if environment is None else environment
     names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
-    values, origins = ({}, {}) if file is None else _read_file(file)
+    values, origins = ({}, {}) if file is None else _read_file(file, _further_names(kinds))
     for variable in environment:
         if variable.startswith("HOLDFAST_") and not variable.startswith(OTHER_VARIABLES):
             name = variable.removeprefix("HOLDFAST_").lower()
@@ -144,7 +145,7 @@ def split(
             parts[0][name] = value
         elif name in known[1]:
             parts[1][name] = value
-        elif name not in refused:
+        elif name not in refused and name not in TUNING:
             raise unknown_name(name, known[0] | known[1], gathered.origin(name))
     return (
         build(first[0], parts[0], refused=first[1], origin=gathered.origin),
@@ -152,7 +153,18 @@ def split(
     )
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Origin]]:
+def _further_names(kinds: Sequence[type]) -> dict[str, str]:
+    """Other spellings of settings that have a flag of their own, and what they are called here."""
+    return {
+        spelled[2:].replace("-", "_"): field.name
+        for kind in kinds
+        for field in dataclasses.fields(kind)
+        for spelled in field.metadata["flags"]
+        if spelled.startswith("--")
+    }
+
+
+def _read_file(path: Path, further: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Origin]]:
     try:
         text = path.read_bytes().decode()
     except OSError as error:
@@ -164,6 +176,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Origin]]:
     origins: dict[str, Origin] = {}
     for written, value in found.items():
         name = written.replace("-", "_")
+        name = further.get(name, name)
         if name in values:
             raise _twice(path, written)
         values[name], origins[name] = value, _written_in(path, text, written)

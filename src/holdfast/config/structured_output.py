@@ -10,7 +10,10 @@ from holdfast.errors import ConfigurationError
 
 SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 _DONE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "backend": ((None, "auto", "guidance", "llguidance"), "there is one structured output backend: leave it out"),
+    "backend": (
+        (None, "auto", "guidance", "llguidance", "xgrammar", "outlines", "lm-format-enforcer"),
+        "there is one structured output backend: leave it out",
+    ),
     "disable_fallback": ((None, True, False), ""),
     "reasoning_parser": ((None, ""), "it is a separate setting: --reasoning-parser"),
     "reasoning_parser_plugin": ((None, ""), "code named in a setting is never run"),

@@ -5,6 +5,7 @@ The loop runs while `generate` runs; dropping the object (or `close()`) gives it
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 
 from holdfast.config import EngineConfig
 from holdfast.config.python_words import in_python
+from holdfast.config.setting import Origin, without_effect
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import make_structured_outputs
 from holdfast.engine.interface import check_wake_tags
@@ -40,6 +42,7 @@ from holdfast.engine.startup.build import (
 from holdfast.engine.startup.preload_torch import preload_torch
 from holdfast.engine.startup.progress import RequestProgress
 from holdfast.engine.startup.select_device import settle_device
+from holdfast.engine.stepped import SteppedEngine
 from holdfast.errors import (
     EngineError,
     GrammarError,
@@ -80,6 +83,9 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self._core: EngineCore | None = None
         config = EngineConfig.from_arguments(model=model, **settings)
+        taken = without_effect(settings, lambda name: Origin(str))
+        if taken is not None:
+            log.warning("%s", taken)
         config = settle_device(config)
         found = find_model(config)
         plan = plan_model(config, found)
@@ -150,18 +156,22 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
         several = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
         template = tokenizer.template_source(chat_template, tools)
-        prompts = [
-            {
-                "prompt_token_ids": tokenizer.apply_chat_template(
+        texts = [
+            str(
+                tokenizer.apply_chat_template(
                     *shown_in(template, conversation, tools),
-                    tokenize=True,
+                    tokenize=False,
                     chat_template=template,
                     add_generation_prompt=add_generation_prompt and not continue_final_message,
                     continue_final_message=continue_final_message,
                     **dict(chat_template_kwargs or {}),
                 )
-            }
+            )
             for conversation in several
+        ]
+        # The template writes bos itself.
+        prompts = [
+            {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
@@ -172,6 +182,10 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
         runs = [self._prepare(prompt, PARAMS, 0, embed=True) for prompt in _as_list(prompts)]
         self._run(runs, show_progress)
         return [(run.output, run.embedding) for run in runs]
+
+    @property
+    def _embedding_size(self) -> int:
+        return self._found.spec.hidden_size
 
     def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         return [list(self._read_prompt(prompt)[1]) for prompt in _as_list(prompts)]
@@ -187,7 +201,12 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where it is given none: as the model's makers advise."""
-        return self._defaults
+        return self._defaults.clone()
+
+    @functools.cached_property
+    def llm_engine(self) -> SteppedEngine:
+        """The same engine, stepped by hand."""
+        return SteppedEngine(self)
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -201,8 +220,10 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
         """vLLM's names; what `get_stats` says."""
         return snapshot(self.get_stats(), self.info.model)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Requests that run keep their blocks, also where vLLM would recompute them: weights never change here."""
         self._engine().scheduler.reset_prefix_cache()
+        return True
 
     def sleep(self, level: int = 1) -> None:
         """Gives weights and pages back until `wake_up`, which loads them again; at both of vLLM's levels."""
@@ -294,6 +315,7 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
         adapter: AdapterRef | None = None,
     ) -> _Run:
         text, ids = self._read_prompt(prompt)
+        params = params.checked()  # Scripts change theirs, also between two calls.
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer", fix="leave skip_tokenizer_init out", field="stop")
         name = str(next(self._names))
@@ -330,6 +352,8 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
 
     def _run_alone(self, runs: list[_Run], show_progress: bool) -> list[RequestOutput]:
         core = self._engine()
+        if "llm_engine" in vars(self) and self.llm_engine.has_unfinished_requests():
+            raise EngineError("llm_engine has unfinished requests", fix="step it to their ends, or abort_request")
         open_answers = {answer.request.request_id: (run, answer) for run in runs for answer in run.answers}
         with RequestProgress(len(runs), shown=show_progress) as progress:
             try:

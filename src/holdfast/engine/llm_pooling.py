@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from holdfast.config.python_words import in_python
-from holdfast.engine.requests.embedding import embedding_output, numbers, pooled
+from holdfast.engine.requests.embedding import embedding_output, numbers, pooled, shortened
 from holdfast.engine.requests.scoring import (
     chances,
     cosine,
@@ -25,6 +25,7 @@ from holdfast.records.pooling import (
     ClassificationOutput,
     ClassificationRequestOutput,
     PoolingOutput,
+    PoolingParams,
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
@@ -47,14 +48,27 @@ class PoolingMethods:
         self, prompts: Prompt | Sequence[Prompt], show_progress: bool
     ) -> list[tuple[RequestOutput, bytes | None]]: ...
 
+    @property
+    @abstractmethod
+    def _embedding_size(self) -> int: ...
+
     @in_python()
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: Any = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector a prompt, in order: the normed hidden state of its last token, scaled to length 1."""
-        _no_pooling_params(pooling_params)
         require_embeddings(self.info, "embed")
-        return [embedding_output(output, vector) for output, vector in self._pool(prompts, use_tqdm)]
+        if pooling_params is not None:
+            pooling_params.check(self._embedding_size)
+        size = None if pooling_params is None else pooling_params.dimensions
+        return [
+            embedding_output(output, shortened(vector, size) if size and vector else vector)
+            for output, vector in self._pool(prompts, use_tqdm)
+        ]
 
     @in_python()
     def classify(

@@ -1,4 +1,4 @@
-"""The frozen records that cross packages and processes. No behaviour beyond checking themselves, no torch."""
+"""The records that cross packages and processes. No behaviour beyond checking themselves, no torch."""
 
 from holdfast.records.lora import AdapterRef, LoRARequest
 from holdfast.records.memory import MemoryReport, MemoryTerm

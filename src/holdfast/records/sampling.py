@@ -1,7 +1,9 @@
-"""How one request wants its tokens chosen: vLLM's names, checked when made, never changed afterwards."""
+"""How one request wants its tokens chosen: vLLM's names, checked when made. Scripts may change theirs afterwards, as in
+vLLM: whoever takes one checks a copy of it (`checked`) and keeps that."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,6 +13,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import RequestError, UnknownParameterError, UnsupportedOptionError
+from holdfast.records.beams import RequestOutputKind
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.units import shorten
 
@@ -39,13 +42,8 @@ REFUSED = {
     "use_beam_search": "LLM.beam_search does it, with BeamSearchParams",
     "best_of": "all n completions are returned; the caller chooses the best",
     "truncate_prompt_tokens": "prompts are never truncated",
-    "extra_args": "they are for custom code in vLLM",
 }
 """vLLM's names; what asks for nothing (False, None, 1) is passed over."""
-OUTPUT_KIND = "output_kind"
-"""vLLM's too: LLM gives whole answers, whichever of its kinds was asked for, and so does ours."""
-
-
 _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 _OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _REAL = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
@@ -62,7 +60,6 @@ class _Spelling(type(msgspec.Struct)):  # type: ignore[misc]
     """A misspelt name never reaches the Struct, whose own TypeError could not say which name was meant."""
 
     def __call__(cls, *positional: Any, **named: Any) -> Any:
-        named.pop(OUTPUT_KIND, None)
         for name, reason in REFUSED.items():
             asked = named.pop(name, None)
             if asked is not None and asked is not False and (asked is True or asked != 1):
@@ -71,7 +68,7 @@ class _Spelling(type(msgspec.Struct)):  # type: ignore[misc]
         return super().__call__(*positional, **named)
 
 
-class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, metaclass=_Spelling, kw_only=True, omit_defaults=True):
     n: int = 1
     """Answers to the same prompt."""
     presence_penalty: float = 0.0
@@ -114,22 +111,26 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
     guided_decoding: StructuredOutputsParams | None = None
     """Its older name; what is given under it is kept under the newer one."""
 
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of an engine that is stepped has: all so far, what is new, or nothing before the end. LLM gives
+    whole answers."""
+    extra_args: dict[str, Any] | None = None
+    """For custom code in vLLM, of which there is none here: kept, and read by nobody."""
+
     # Known names whose work is not there yet: set to anything but their default, they are refused by name.
     logits_processors: Any = None
 
     def __post_init__(self) -> None:
-        # Frozen for everybody else; normalising what was passed in is part of being made.
-        settle = msgspec.structs.force_setattr
         if isinstance(self.stop, str):
-            settle(self, "stop", [self.stop])
+            self.stop = [self.stop]
         self._refuse_unsupported()
-        settle(self, "structured_outputs", self._form())
-        settle(self, "guided_decoding", None)
+        self.structured_outputs = self._form()
+        self.guided_decoding = None
         self._check_kinds()
         for name, value in self._numbers():
-            settle(self, name, value)
+            setattr(self, name, value)
         if self.top_k == -1:
-            settle(self, "top_k", 0)
+            self.top_k = 0
         self._check()
 
     @property
@@ -148,6 +149,15 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, frozen=True, kw_only=T
     def replace(self, **changes: Any) -> SamplingParams:
         _refuse_unknown(changes)
         return msgspec.structs.replace(self, **changes)
+
+    def clone(self) -> SamplingParams:
+        """Another of the same, which shares no list with this one."""
+        return copy.deepcopy(self)
+
+    def checked(self) -> SamplingParams:
+        """A copy, checked again: values may have been set since it was made."""
+        named = {name: getattr(self, name) for name in self.__struct_fields__}
+        return SamplingParams(**copy.deepcopy(named))
 
     def _refuse_unsupported(self) -> None:
         for name, reason in NOT_YET.items():

@@ -46,7 +46,7 @@ from holdfast.server.http.errors import (
     is_anthropic,
     json_response,
 )
-from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, Tally
+from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, RootPath, Tally
 from holdfast.server.http.request_metrics import Counting
 from holdfast.server.openai_responses.endpoints import response_routes
 from holdfast.server.openai_responses.store import ResponseStore
@@ -131,6 +131,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[
+            *([Middleware(RootPath, prefix=settings.root_path)] if settings.root_path else []),
             *_cors(settings),
             Middleware(Counting, paths=[route.path for route in routes], metrics=HttpMetrics(metrics.registry)),
             Middleware(AccessMiddleware, engine=engine, settings=settings, log=log, tally=tally),

@@ -18,6 +18,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -61,6 +62,38 @@ def bind(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
         raise _refused(host, port, error) from error
     listener.setblocking(False)
     return listener
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """A listening Unix domain socket. A file that a dead server left is replaced; one that answers is refused, and so
+    is anything that is no socket."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        listener.bind(str(path))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        taken = error.errno == errno.EADDRINUSE
+        raise ConfigurationError(
+            f"cannot listen on {path}: {'it is there already' if taken else error.strerror or error}",
+            code=PORT_TAKEN if taken else ADDRESS_REFUSED,
+            needed="a path of up to 107 bytes in a folder that this user may write to, with nothing there",
+            fix="--uds /tmp/holdfast.sock",
+            field="uds",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        try:
+            client.connect(str(path))
+        except OSError as error:
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return True
 
 
 def _refused(host: str, port: int, error: OSError) -> ConfigurationError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.records import AdapterRef
+from holdfast.records.sampling import MAX_LOGPROBS
 
 AccessLog = Callable[[dict[str, Any]], None]
 """Called once a request, with what `server.http.middleware` says belongs in the line."""
@@ -55,6 +56,16 @@ class ServerSettings:
     access_log: AccessLog | Path | None = None
     """Where the JSON lines go; None: nowhere."""
     version: str = "0"
+    unlogged_paths: frozenset[str] = frozenset()
+    """Of which the access log has no line, beside those of probes."""
+    root_path: str = ""
+    """In front of every path, where the proxy before us does not strip it; both spellings are answered."""
+    max_logprobs: int = MAX_LOGPROBS
+    """Beside one token, that a request may ask for."""
+    tokens_as_ids: bool = False
+    """Whether tokens in log-probabilities are written as token_id:ID where a request does not say."""
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, for what a request leaves out."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     chat_max_tokens: int | None = None
     """Of a chat's answer, where neither the request nor default_sampling says; None: up to the context's end."""

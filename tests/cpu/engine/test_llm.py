@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast import LLM, SamplingParams
-from holdfast.errors import ContextLengthError, RequestError, UnsupportedOptionError
+from holdfast import LLM, AsyncLLMEngine, PoolingParams, SamplingParams
+from holdfast.errors import ContextLengthError, EngineError, RequestError, UnsupportedOptionError
+from holdfast.sampling_params import RequestOutputKind
 
 
 @pytest.fixture(scope="module")
@@ -395,3 +397,82 @@ def test_what_is_no_prompt_or_no_params_is_said(llm, prompts, params, field) -> 
     with pytest.raises(RequestError) as refused:
         llm.generate(prompts, params)
     assert refused.value.field == field
+
+
+def test_an_engine_that_is_stepped_by_hand(llm) -> None:
+    """Requests come while others run, each told as it asked, and give what `generate` gives."""
+    engine, greedy = llm.llm_engine, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    expected = llm.generate("One two three", greedy)[0].outputs[0]
+    kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
+    told: dict[str, list] = {kind.name: [] for kind in kinds}
+    for kind in kinds:
+        engine.add_request(kind.name, "One two three", greedy.replace(output_kind=kind))
+        for output in engine.step():
+            told[output.request_id].append(output)
+    with pytest.raises(RequestError, match="already a request DELTA"):
+        engine.add_request("DELTA", "x", greedy)
+    with pytest.raises(EngineError, match="unfinished"):
+        llm.generate("x", greedy)
+    engine.add_request("dropped", "x", greedy)
+    engine.abort_request("dropped")
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            told[output.request_id].append(output)
+    assert [len(outputs) for outputs in told.values()] == [6, 6, 1]
+    for name in ("CUMULATIVE", "FINAL_ONLY"):
+        assert told[name][-1].outputs[0].token_ids == expected.token_ids
+        assert told[name][-1].finished
+    assert [len(output.outputs[0].token_ids) for output in told["CUMULATIVE"]] == [1, 2, 3, 4, 5, 6]
+    assert "".join(output.outputs[0].text for output in told["DELTA"]) == expected.text
+    assert engine.step() == []
+
+
+def test_what_scripts_for_vllm_do_with_an_llm(llm) -> None:
+    params = llm.get_default_sampling_params()
+    params.temperature, params.max_tokens = 0.0, 2
+    assert llm.get_default_sampling_params().max_tokens != 2
+    (answer,) = llm.chat([{"role": "user", "content": "Hello"}], params)
+    assert answer.prompt.endswith("<|im_start|>assistant\n")
+    assert llm.get_tokenizer().encode(answer.prompt, add_special_tokens=False) == answer.prompt_token_ids
+    params.n = 0
+    with pytest.raises(RequestError, match="n is 0"):
+        llm.generate("x", params)
+    (vector,) = llm.embed("Hello", pooling_params=PoolingParams(dimensions=4))
+    assert sum(value**2 for value in vector.outputs.embedding) == pytest.approx(1)
+    assert len(vector.outputs.embedding) == 4
+
+
+def test_an_engine_for_asyncio(tiny_model) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    settings = {"load_format": "dummy", "tokenizer": "smollm2", "max_model_len": 64, "kv_cache_memory_bytes": "4MiB"}
+
+    async def all_of(engine: AsyncLLMEngine, name: str) -> list[int]:
+        return [token async for one in engine.generate("One two", greedy, name) for token in one.outputs[0].token_ids]
+
+    async def main(engine: AsyncLLMEngine) -> None:
+        first, second = await asyncio.gather(all_of(engine, "a"), all_of(engine, "b"))
+        assert len(first) == 5
+        assert first == second
+        async for _ in engine.generate("One", greedy.replace(max_tokens=50), "left"):
+            break
+        with pytest.raises(RequestError, match="prompt"):
+            await all_of_wrong(engine)
+        await engine.pause_generation()
+        waiting = asyncio.create_task(all_of(engine, "later"))
+        assert await engine.is_paused()
+        await engine.resume_generation()
+        assert await waiting == first
+        await engine.check_health()
+
+    async def all_of_wrong(engine: AsyncLLMEngine) -> None:
+        async for _ in engine.generate({"prompts": 3}, greedy, "wrong"):
+            pass
+
+    engine = AsyncLLMEngine(LLM(model=str(tiny_model), **settings).llm_engine)
+    try:
+        asyncio.run(main(engine))
+    finally:
+        engine.shutdown()
+    assert not engine.is_running
+    with pytest.raises(EngineError, match="has ended"):
+        asyncio.run(all_of(engine, "late"))

@@ -106,9 +106,15 @@ async def test_a_bad_line_gets_an_error_and_loses_nothing(tmp_path) -> None:
         answer = by_line[line.answer_id]
         assert answer["error"]["message"] == answer["response"]["body"]["error"]["message"]
         assert answer["error"]["code"] == answer["response"]["body"]["error"]["code"]
+        # As vLLM's lines have it.
+        assert answer["error"]["error"]["message"] == answer["error"]["message"]
+        assert answer["error"]["error"]["code"] == answer["response"]["status_code"]
     named = {answer["custom_id"] for answer in batch.answers}
     assert {"no body", "extra", "get", "elsewhere", "query", "list", "stream", "too long", "good 2"} <= named
     assert by_line[lines[1].answer_id]["custom_id"] is None
+    refused = [by_line[line.answer_id]["error"] for line in lines[1:-1]]
+    # For these the command exits with 1; a request that is refused is answered.
+    assert batch.runner.malformed == [one["code"] for one in refused].count("invalid_line") > 0
     assert "context" in by_line[lines[14].answer_id]["error"]["message"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,10 +27,10 @@ class RunningServer:
         self._write_timeout_s = settings.pop("write_timeout_s", 60.0)
         self._max_connections = settings.pop("max_connections", 2048)
         self._tls = settings.pop("tls", None)
+        self._listener = settings.pop("listener", None) or bind("127.0.0.1", 0)
         chosen = {"served_model_names": ("fake", "alias"), "access_log": self._log, "version": "9.9", **settings}
         self._app = create_app(engine, ServerSettings(**chosen))
-        self._listener = bind("127.0.0.1", 0)
-        self.port: int = self._listener.getsockname()[1]
+        self.port: int = 0 if self._listener.family == socket.AF_UNIX else self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.exit_code: int | None = None
         self._ready = threading.Event()

@@ -8,8 +8,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine
+from holdfast.errors import ConfigurationError
+from holdfast.server.run import bind_unix
 from holdfast.server.schema import fields
 from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
 
@@ -229,3 +232,42 @@ def test_answers_are_what_the_document_tells(http, extra):
     assert msgspec.convert(text, CompletionAnswer).choices[0].text.startswith("abc")
     msgspec.convert(ask(http, max_tokens=1), ChatAnswer)
     msgspec.convert(ask(http, "/v1/completions", prompt="abc"), CompletionAnswer)
+
+
+def test_settings_of_a_server_that_vllm_has_too(launch: Any) -> None:
+    """On one server: the prefix of a proxy, paths that are not logged, limits and defaults of requests."""
+    server = launch(
+        root_path="/llm", unlogged_paths=frozenset({"/v1/models"}), max_logprobs=2, tokens_as_ids=True, api_key="k"
+    )
+    headers = {"Authorization": "Bearer k"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE_S) as client:
+        for prefix in ("", "/llm"):
+            assert client.get(prefix + "/v1/models").status_code == 200
+            assert httpx.get(server.url + prefix + "/health", timeout=PATIENCE_S).status_code == 200
+            assert httpx.get(server.url + prefix + "/v1/models", timeout=PATIENCE_S).status_code == 401
+            body = {"prompt": "a", "max_tokens": 1, "logprobs": 1}
+            told = ask(client, prefix + "/v1/completions", **body)["choices"][0]["logprobs"]["tokens"]
+            assert told[0].startswith("token_id:")
+        assert client.get("/llmv1/models").status_code == 404
+        as_text = ask(client, "/v1/completions", **body, return_tokens_as_token_ids=False)["choices"][0]["logprobs"]
+        assert not as_text["tokens"][0].startswith("token_id:")
+        many = client.post("/v1/completions", json={**body, "logprobs": 3})
+        assert many.status_code == 400
+        assert "between 0 and 2" in many.json()["error"]["message"]
+    lines = server.wait_for_lines(5)
+    assert {line["path"] for line in lines} <= {"/v1/completions", "/llmv1/models"}
+
+
+def test_over_a_unix_domain_socket(tmp_path: Any, launch: Any) -> None:
+    path = tmp_path / "s"
+    for _ in range(2):  # A file that a dead server left is no hindrance.
+        server = launch(listener=bind_unix(path))
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
+            assert ask(client)["choices"]
+        with pytest.raises(ConfigurationError, match="there already"):
+            bind_unix(path)
+        server.stop()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigurationError):
+        bind_unix(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"

@@ -59,13 +59,15 @@ def server(serve_hub: Callable[..., Any]) -> Iterator[Any]:
 
 
 ASKER = """
-import json, sys
+import json, os, sys
+from pathlib import Path
 from holdfast.checkpoints import locate
+cache = Path(os.environ["ASKED_CACHE"]) if "ASKED_CACHE" in os.environ else None
 from holdfast.errors import HoldfastError
 for name in sys.argv[1:]:
     name, _, revision = name.partition("@")
     try:
-        files = locate(name, revision=revision or None)
+        files = locate(name, revision=revision or None, cache=cache)
         answer = {"path": str(files.path), "kind": files.kind, "template": files.chat_template,
                   "files": sorted(path.name for path in files.path.iterdir())}
     except HoldfastError as error:
@@ -95,6 +97,13 @@ def answers(server: Any, home: Path) -> dict[str, dict[str, Any]]:
     """With no token, from a mirror named by HF_ENDPOINT."""
     names = ["owner/good", "owner/gated", "owner/absent", "owner/good@nowhere", "owner/private"]
     return ask(home, server.address, *names, "owner/torn", "owner/pickles", "owner/ggufs", "owner/nothing")
+
+
+def test_a_folder_in_place_of_the_hubs_cache(server: Any, home: Path, tmp_path: Path) -> None:
+    """--download-dir: what is fetched goes there, and is found there again without a hub."""
+    for further in ({}, {"HF_HUB_OFFLINE": "1"}):
+        found = ask(home, server.address, "owner/good", ASKED_CACHE=str(tmp_path), **further)["owner/good"]
+        assert Path(found["path"]).is_relative_to(tmp_path)
 
 
 def test_only_what_is_needed_is_fetched(answers: dict[str, dict[str, Any]], server: Any, home: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
 
 from holdfast.checkpoints import extra_tensors, from_path, locate, match, open_checkpoint, spec_of
-from holdfast.errors import CheckpointError, ModelNotFoundError, UnknownArchitectureError
+from holdfast.checkpoints.sources.resolve import overridden
+from holdfast.errors import CheckpointError, ConfigurationError, ModelNotFoundError, UnknownArchitectureError
 
 Folder = Callable[..., Path]
 
@@ -157,3 +159,28 @@ def test_a_name_of_the_catalogue_is_not_fetched_where_it_cannot_run() -> None:
     with pytest.raises(UnknownArchitectureError) as caught:
         locate("deepseek-v3")
     assert "cannot run it yet" in caught.value.message
+
+
+def test_values_in_place_of_those_of_a_config(model_folder: Folder) -> None:
+    files = locate(str(model_folder()))
+    assert overridden(files, {}) is files
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    plain, longer = spec_of(files), overridden(files, {"rope_scaling": yarn, "rope_theta": 5e5})
+    assert longer.config is not None
+    assert longer.config["rope_theta"] == 5e5
+    assert spec_of(longer) != plain
+    newer = replace(
+        files, config={**(files.config or {}), "rope_parameters": {"rope_theta": 3.0, "rope_type": "default"}}
+    )
+    for changes, expected in (
+        ({"rope_theta": 7.0}, {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}),
+        ({"rope_scaling": yarn}, {"rope_scaling": yarn}),
+        ({"text_config": {"a": 1}}, {"text_config": {"a": 1}}),
+    ):
+        config = overridden(newer, changes).config or {}
+        assert config.items() >= expected.items()
+        assert ("rope_parameters" in config) != ("rope_scaling" in changes)
+    nested = replace(files, config={"text_config": {"a": 1, "b": 2}})
+    assert overridden(nested, {"text_config": {"a": 3}}).config == {"text_config": {"a": 3, "b": 2}}
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
+        overridden(replace(files, config=None), {"rope_theta": 7.0})

@@ -4,6 +4,8 @@ import argparse
 import asyncio
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -63,8 +65,8 @@ def test_two_models_are_one_too_many() -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--swap-space", "4"], "recomputed"), (["--speculative-config", "{}"], "speculative"),
-        (["--trust-remote-code"], "never run"), (["--quantization", "hqq"], "hqq is not supported"),
+        (["--kv-transfer-config", "{1}"], "stay where"), (["--logits-processors", "a.b"], "never run"),
+        (["--enable-prompt-embeds"], "token ids"), (["--quantization", "hqq"], "hqq is not supported"),
         (["--tool-call-parser", "x"], "tool"),
     ],
 )  # fmt: skip
@@ -77,29 +79,29 @@ def test_the_fix_is_the_command_that_works(capsys: pytest.CaptureFixture[str]) -
     asked = [
         "serve",
         "a/b",
-        "--attention-backend",
-        "FLASH_ATTN",
+        "--logprobs-mode",
+        "processed_logits",
         "--port=9",
         "-q",
         "awq",
-        "--swap-space=4",
-        "--trust_remote_code",
+        "--kv-events-config=4",
+        "--enable_prompt_embeds",
     ]
     assert main([*asked, "--api-key", "geheim"]) == 2
     said = capsys.readouterr().err
-    assert "--attention-backend FLASH_ATTN is not supported: Holdfast uses its own kernels" in said
+    assert "--logprobs-mode is not supported: log-probabilities are those of the raw logits" in said
     fix = said.rpartition("fix:")[2].strip()
     assert fix == (
-        "leave out --attention-backend, --swap-space, --trust-remote-code: "
+        "leave out --logprobs-mode, --kv-events-config, --enable-prompt-embeds: "
         'holdfast serve a/b --port=9 -q awq --api-key "${API_KEY:?}"'
     )
     engine, server = read(*shlex.split(fix.partition("holdfast serve ")[2]))
     assert (engine.model, server.port) == ("a/b", 9)
     # Of a variable the command says nothing.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOLDFAST_ATTENTION_BACKEND", "flashinfer")
+        patch.setenv("HOLDFAST_ATTENTION_BACKEND", "none")
         assert main(["serve", "a/b"]) == 2
-    assert capsys.readouterr().err.rstrip().endswith("leave HOLDFAST_ATTENTION_BACKEND out")
+    assert "holdfast serve" not in capsys.readouterr().err
 
 
 def test_asking_for_nothing_is_no_asking() -> None:
@@ -188,10 +190,31 @@ def test_the_log_of_a_start_has_the_rest_with_verbose_only(
     info = msgspec.structs.replace(engine.info, decisions=decisions, lowered=decisions[:1])
     monkeypatch.setattr(FakeEngine, "info", info)
     caplog.set_level(level.upper(), logger="holdfast")
-    serve._log_ready(engine, ServerSettings(served_model_names=("fake",), api_key="secret"), "http://127.0.0.1:1")
+    serve._log_ready(
+        engine,
+        ServerSettings(served_model_names=("fake",), api_key="secret"),
+        serve._Reach("http://127.0.0.1:1", loopback=True),
+    )
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert ("WARNING", f"lowered to fit in memory: {decisions[0]}") in said
     assert said[-1][1].startswith("Ready: http://127.0.0.1:1/v1 (try: curl -H ")
+    assert said[-2][1].endswith("for others, and in a container: --host 0.0.0.0")  # It has a key.
     assert "secret" not in caplog.text
     assert [name for name, text in said if text.startswith("Decision: dtype")] == ["DEBUG"] * (level == "debug")
     assert ("unaccounted" in caplog.text) == (level == "debug")
+
+
+def test_vllms_module_starts_the_same_server() -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "holdfast.entrypoints.openai.api_server",
+        "--model",
+        "m",
+        "--logits-processors",
+        "a.b",
+    ]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert "--logits-processors is not supported" in ended.stderr
+    assert "run" in ended.stderr or "fix" in ended.stderr

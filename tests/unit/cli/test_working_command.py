@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_gguf import write_tiny_gguf
 
-from holdfast.cli.main import main, parsed_command
+from holdfast.cli.main import main, parse_command_line
 from holdfast.cli.working_command import refused_start
 
 
@@ -28,8 +28,8 @@ def test_flags_of_every_kind_are_refused_in_one_round(capsys: pytest.CaptureFixt
     assert words[:1] == ["some/model"]
     assert words[words.index("--port") + 1] == "9"
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.95"
-    assert refused_start(["serve", *words], parsed_command) is None
-    assert parsed_command(["serve", *words])
+    assert refused_start(["serve", *words], parse_command_line) is None
+    assert parse_command_line(["serve", *words])
 
 
 def test_what_only_the_model_can_tell_is_planned_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +39,7 @@ def test_what_only_the_model_can_tell_is_planned_again(tmp_path: Path, capsys: p
     assert main(["serve", str(file), *asked]) == 2
     words = command_in(capsys.readouterr().err)
     assert words == [str(file), "--max-model-len", "128"]
-    assert refused_start(["serve", *words], parsed_command) is None
+    assert refused_start(["serve", *words], parse_command_line) is None
 
 
 def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[str]) -> None:

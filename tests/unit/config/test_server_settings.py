@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.commands import serve
-from holdfast.cli.main import main
+from holdfast.cli.main import main, parse_command_line
 from holdfast.config import ServerConfig, unsupported
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED
 from holdfast.config.setting import flag_name
+from holdfast.config.tuning import TUNING
 from holdfast.errors import ConfigurationError
 
 
@@ -81,7 +82,7 @@ def test_origins_that_are_no_list(written: str) -> None:
         (["--ssl-cert-reqs", "2"], "ssl_cert_reqs"),
         (["--enable-server-load-tracking=false"], "enable_server_load_tracking"),
         (["--no-enable-request-id-headers"], "enable_request_id_headers"),
-        (["--api-server-count", "2"], None),
+        (["--root-path", "llm"], "root_path"),
         (["--response-role", "poet"], None),
     ],
 )
@@ -106,7 +107,58 @@ def test_every_flag_whose_feature_is_not_there_says_why() -> None:
         with pytest.raises(ConfigurationError) as caught:
             serve.read_settings(parser.parse_args(words))
         assert caught.value.message == f"{flag_name(name)} is not supported: {reason}"
-    assert len(reasons) > 250
+    assert len(reasons) > 70
+    assert not reasons.keys() & TUNING.keys()
+
+
+def test_every_setting_that_only_tunes_vllm_is_taken_and_told() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve.add_arguments(parser)
+    assert len(TUNING) > 180
+    for name, reason in TUNING.items():
+        words = [flag_name(name)] if name in unsupported.SWITCHES else [flag_name(name), "7"]
+        parsed = parser.parse_args(words)
+        serve.read_settings(parsed)
+        assert serve.said_of(parsed) == f"taken without effect: {flag_name(name)} ({reason})"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--attention-backend", "FLASH_ATTN"], "attention_backend", "auto"),
+        (["--load-format", "runai_streamer"], "load_format", "auto"),
+        (["--tokenizer_mode", "mistral"], "tokenizer_mode", "auto"),
+        (["--tool-call-parser", "glm45"], "tool_call_parser", None),
+        (["--reasoning-parser", "gemma4"], "reasoning_parser", None),
+        (["--api-server-count=4"], "api_server_count", 1),
+        (["--max-logprobs", "100"], "max_logprobs", 20),
+        (["--max-logprobs", "-1"], "max_logprobs", 20),
+        (["--no-enable-chunked-prefill"], "enable_chunked_prefill", False),
+    ],
+)
+def test_values_of_vllms_that_are_read_as_auto(words: list[str], name: str, value: object) -> None:
+    _, parsed = parse_command_line(["serve", *words])
+    engine, server = serve.read_settings(parsed)
+    assert getattr(engine if hasattr(engine, name) else server, name) == value
+    assert flag_name(name) in (serve.said_of(parsed) or "")
+
+
+def test_settings_of_vllms_that_do_what_they_say() -> None:
+    _, parsed = parse_command_line([
+        "serve", "-O3", "-cc.mode", "3", "--hf-overrides.rope_parameters.factor", "4", "--shutdown-timeout", "7",
+        "--disable-access-log-for-endpoints", "/v1/models,/load", "--uvicorn-log-level", "warning", "--max-logprobs",
+        "5", "--root-path", "/llm/", "--uds", "/tmp/s", "--download-dir", "/d", "--enable-tokenizer-info-endpoint",
+        "--default-chat-template-kwargs", '{"enable_thinking": false}', "--runner", "pooling", "m/m",
+    ])  # fmt: skip
+    engine, server = serve.read_settings(parsed)
+    assert (engine.model, engine.max_logprobs, engine.download_dir) == ("m/m", 5, "/d")
+    assert engine.config_overrides == {"rope_parameters": {"factor": 4}}
+    assert (server.drain_timeout, server.root_path, server.uds) == (7.0, "/llm", "/tmp/s")
+    assert server.disable_access_log_for_endpoints == ("/v1/models", "/load")
+    assert not server.logs_access
+    assert server.enable_tokenizer_info_endpoint
+    assert server.default_chat_template_kwargs == {"enable_thinking": False}
+    assert serve.said_of(parsed) == f"taken without effect: --compilation-config ({TUNING['compilation_config']})"
 
 
 def test_no_such_flag_takes_the_model_for_its_value() -> None:
@@ -151,27 +203,27 @@ def test_all_that_is_refused_is_said_at_once(capsys: pytest.CaptureFixture[str])
     words = [
         "--max_model_len",
         "64",
-        "--swap_space=4",
+        "--kv_events_config=4",
         "-tp2",
         "-O3",
         "--compilation-config.level",
         "3",
         "--max-len",
         "3",
-        "--allowed-local-media-path",
-        "/x",
+        "--middleware",
+        "a.b",
         "--logprobs-mode",
         "processed_logits",
     ]
     assert main(["serve", *words]) == 2
     said = capsys.readouterr().err
-    for flag in ("--swap-space", "--compilation-config", "--allowed-local-media-path", "--logprobs-mode"):
+    for flag in ("--kv-events-config", "--middleware", "--logprobs-mode"):
         assert f"\n  {flag} is not supported: " in said
     assert "--max-len is not understood; did you mean --max-model-len?" in said
-    assert "fix:    leave out --max-len, --swap-space" in said
+    assert "fix:    leave out --max-len, --kv-events-config" in said
     # Advice never leads to another refusal.
-    assert main(["serve", "--max-logprob", "3"]) == 2
-    assert "--max-logprobs" not in capsys.readouterr().err
+    assert main(["serve", "--logprobs-modes", "3"]) == 2
+    assert "--logprobs-mode?" not in capsys.readouterr().err
 
 
 def test_vllms_spellings_of_what_is_there() -> None:
@@ -201,7 +253,7 @@ def test_a_file_in_yaml_as_vllm_takes_it(tmp_path: Path, suffix: str) -> None:
         ("prot: 9000", "settings.yaml, line 1: prot is not a setting"),
         ("host: a\nport: many", "settings.yaml, line 2: port"),
         ("1: 2", "list of settings"),
-        ("trust_remote_code: true", "never run"),
+        ("logits_processors: [a.b]", "never run"),
         ("!!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )
@@ -211,6 +263,16 @@ def test_a_file_in_yaml_that_will_not_do(tmp_path: Path, text: str, part: str) -
     with pytest.raises(ConfigurationError) as caught:
         read("--config", str(file))
     assert part in caught.value.message
+
+
+def test_other_spellings_of_flags_are_names_in_a_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("shutdown-timeout: 3\ntrust_remote_code: true\n")
+    _, server = read("--config", str(file))
+    assert server.drain_timeout == 3.0
+    file.write_text("shutdown-timeout: 3\ndrain-timeout: 4\n")
+    with pytest.raises(ConfigurationError, match="twice"):
+        read("--config", str(file))
 
 
 def test_an_empty_file_says_nothing(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def test_lengths_as_vllm_spells_them(written: str, tokens: int | None) -> None:
             {"load_format": "bitsandbytes", "quantization": "awq"},
             "load_format is bitsandbytes, but quantization is awq",
         ),
-        ({"trust_remote_code": True}, "never run"),
+        ({"logits_processors": ["a.b"]}, "never run"),
+        ({"hf_overrides": lambda config: config}, "a function is not supported"),
         ({"tensor_parallel_size": 2}, "one device"),
         ({"block_size": 0}, "whole number"),
         ({"block_size": True}, "whole number"),
@@ -77,7 +78,6 @@ def test_lengths_as_vllm_spells_them(written: str, tokens: int | None) -> None:
         ({"max_model_len": 0}, "from 1"),
         ({"max_model_len": "9z"}, "not a number of tokens"),
         ({"enable_prefix_caching": "perhaps"}, "true or false"),
-        ({"enable_chunked_prefill": False}, "cannot be switched off"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_as_a_value_error(arguments: dict[str, object], part: str) -> None:
@@ -112,7 +112,7 @@ def test_unknown_name_in_a_file_is_an_error(tmp_path) -> None:
         ("[server]", 2, "server is not a setting", None),
         ("block_size = 0", 2, "block_size: 0 is not valid", None),
         ("kv-cache-memory-bytes = 'four'", 2, "kv-cache-memory-bytes: 'four' is not a size", None),
-        ("swap_space = 4", 2, "swap_space is not supported: the KV cache", "leave swap_space out"),
+        ("kv_events_config = 4", 2, "kv_events_config is not supported: KV block", "leave kv_events_config out"),
     ],
 )
 def test_a_mistake_in_a_file_is_spelled_as_in_the_file(tmp_path, written, line, message, fix) -> None:
@@ -142,14 +142,22 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
 def test_settings_of_a_server_that_scripts_give_to_llm() -> None:
     """Most scripts switch the statistics off, which an LLM has none of; what is of the network alone is said to be."""
     EngineConfig.from_arguments(disable_log_stats=True, max_model_len="-1")
-    for name, value in (("disable_log_stats", False), ("port", 8000), ("root_path", "/x")):
+    EngineConfig.from_arguments(disable_log_stats=False)
+    for name, value in (("port", 8000), ("root_path", "/x")):
         with pytest.raises(ConfigurationError, match="a setting of holdfast serve") as caught:
             EngineConfig.from_arguments(**{name: value})
         assert caught.value.field == name
     with pytest.raises(
-        ConfigurationError, match=r"2 settings cannot be honoured:\n  swap_space .*\n  task .*LLM.embed"
+        ConfigurationError, match=r"2 settings cannot be honoured:\n  kv_events_config .*\n  task .*LLM.embed"
     ):
-        EngineConfig.from_arguments(swap_space=4, task="embed")
-    with pytest.raises(ConfigurationError, match="Holdfast uses its own kernels"):
-        EngineConfig.from_arguments(attention_backend="FLASH_ATTN")
+        EngineConfig.from_arguments(kv_events_config=4, task="classify")
+    assert EngineConfig.from_arguments(attention_backend="FLASH_ATTN").attention_backend == "auto"
     assert EngineConfig.from_arguments(attention_backend="TORCH_SDPA").attention_backend == "torch"
+
+
+def test_what_replaces_values_of_the_models_config() -> None:
+    config = EngineConfig.from_arguments(
+        rope_theta=5e5, rope_scaling={"rope_type": "yarn"}, hf_overrides={"rope_theta": 1e6, "vocab_size": 3}
+    )
+    assert config.config_overrides == {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e6, "vocab_size": 3}
+    assert EngineConfig().config_overrides == {}

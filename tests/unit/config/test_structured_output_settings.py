@@ -31,13 +31,19 @@ def test_parts_of_a_table_as_flags(words: list[str], expected: list[str]) -> Non
 
 
 def test_what_is_honoured_and_what_is_refused_by_name() -> None:
-    assert form_settings("x", '{"disable_any_whitespace": true, "backend": "guidance"}') == {
+    assert form_settings("x", '{"disable_any_whitespace": true, "backend": "xgrammar"}') == {
         "disable_any_whitespace": True
     }
     assert form_settings("x", {"disable_additional_properties": False, "reasoning_parser": ""}) == {
         "disable_additional_properties": False
     }
-    for wrong in ({"backend": "xgrammar"}, {"enable_in_reasoning": True}, {"whitespace": True}, '{"a"', {"backend": 3}):
+    for wrong in (
+        {"backend": "other"},
+        {"enable_in_reasoning": True},
+        {"whitespace": True},
+        '{"a"',
+        {"backend": 3},
+    ):
         with pytest.raises(ConfigurationError):
             form_settings("x", wrong)
 

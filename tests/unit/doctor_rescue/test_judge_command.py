@@ -246,12 +246,14 @@ def test_a_hub_that_is_not_reached_says_nothing_of_the_model() -> None:
 
 
 def test_what_holdfast_refuses_is_said_with_its_reason() -> None:
-    found = _judged("holdfast serve --max-model-len 2048 --speculative-config x", None, ram="4GiB")
+    found = _judged("holdfast serve --max-model-len 2048 --kv-transfer-config x", None, ram="4GiB")
     [finding] = found.findings
     assert finding.cause == "bad_flag"
-    assert "speculative decoding is not supported yet" in finding.why
+    assert "stay where they were computed" in finding.why
     assert finding.fix is not None
     assert finding.fix.command == "holdfast serve --max-model-len 2048"
+    taken = "--trust-remote-code --swap-space 4 --attention-backend FLASH_ATTN --tokenizer-mode mistral"
+    assert _judged(f"holdfast serve --max-model-len 2048 {taken}", None, ram="4GiB").findings == []
 
 
 def test_what_starts_no_server_is_refused() -> None:

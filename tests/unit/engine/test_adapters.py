@@ -8,7 +8,8 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -18,6 +19,7 @@ from holdfast.checkpoints.lora.adapter import stamp
 from holdfast.cli.commands import serve
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.engine.requests.adapters import Adapters, load_modules, read_module, trained_on_another
+from holdfast.engine.startup.build import FoundModel
 from holdfast.errors import AdapterError, ConfigurationError, UnsupportedOptionError
 from holdfast.models import ModelSpec, from_config
 from holdfast.records import LoRARequest
@@ -300,3 +302,31 @@ def test_flags_of_adapters_need_them_enabled(spec: ModelSpec, given: Any) -> Non
     with pytest.raises(ConfigurationError, match="not enabled") as caught:
         serve._adapters(EngineConfig(), ServerConfig(**given), Any)  # type: ignore[arg-type]
     assert caught.value.fix == "--enable-lora"
+
+
+def test_any_folder_where_none_was_named_and_nobody_else_can_ask(spec: ModelSpec, save: Save) -> None:
+    config, model = EngineConfig(enable_lora=True), FoundModel(cast("Any", SimpleNamespace(name="tiny")), spec)
+    folder = save("anywhere")
+    for trusted in ({}, {"host": "localhost"}, {"host": "0.0.0.0", "api_key": ("k",)}, {"uds": "/tmp/s"}):
+        found = serve._adapters(config, ServerConfig(**trusted), model)
+        assert found is not None
+        refused(found, "/no/such/folder", code="HF371")  # A 404.
+        found.load("mine", str(folder))
+    for given in ({"host": "0.0.0.0"}, {"lora_folders": (str(folder.parent / "other"),)}):
+        (folder.parent / "other").mkdir(exist_ok=True)
+        found = serve._adapters(config, ServerConfig(**given), model)
+        assert found is not None
+        refused(found, folder, code="HF371")
+
+
+def test_a_snapshot_in_the_hubs_cache_is_links_to_its_files(spec: ModelSpec, save: Save, tmp_path: Path) -> None:
+    blobs = save("hub/models--maker--law/blobs")
+    snapshot = tmp_path / "hub" / "models--maker--law" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    adapters = Adapters(spec, "tiny", EngineConfig(enable_lora=True), [snapshot])
+    adapters.load("law", str(snapshot))
+    (snapshot / "adapter_config.json").unlink()
+    (snapshot / "adapter_config.json").symlink_to(save("hub/models--other/blobs") / "adapter_config.json")
+    refused(adapters, snapshot, code="HF371")

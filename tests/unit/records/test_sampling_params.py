@@ -79,10 +79,22 @@ def test_what_is_not_there_is_refused_by_name(field: str, value: object) -> None
         SamplingParams(**{field: value})
 
 
-def test_frozen_and_over_the_wire() -> None:
+def test_scripts_may_change_theirs_and_what_is_taken_is_checked_again() -> None:
+    params = SamplingParams(stop=["a"], temperature=0.5, extra_args={"x": 1})
+    copied = params.clone()
+    copied.stop.append("b")
+    copied.top_k, copied.n = -1, 3
+    assert (params.stop, params.n, copied.extra_args) == (["a"], 1, {"x": 1})
+    checked = copied.checked()
+    assert (checked.stop, checked.top_k, checked.n) == (["a", "b"], 0, 3)
+    copied.n = 0
+    assert checked.n == 3
+    with pytest.raises(RequestError, match="n is 0"):
+        copied.checked()
+
+
+def test_over_the_wire() -> None:
     params = SamplingParams(stop=["a", "b"], stop_token_ids=[3], seed=-5, logit_bias={7: 1.5})
-    with pytest.raises(AttributeError):
-        params.n = 2  # type: ignore[misc]
     request = Request(request_id="r", prompt_token_ids=[1, 2], params=params, eos_token_ids=(2,), output_token_ids=[9])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
 

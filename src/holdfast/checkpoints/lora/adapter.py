@@ -86,7 +86,7 @@ def find_folder(path: str, allowed: Sequence[Path] | None) -> Path:
     except (OSError, RuntimeError, ValueError):
         if allowed is not None:
             raise refused from None
-        raise AdapterError(f"there is no folder {shorten(path)}", code=NOT_THERE, field="lora_path") from None
+        raise AdapterError(f"there is no folder {shorten(path)}", code=NOT_ALLOWED, field="lora_path") from None
     if allowed is not None and not _within(folder, allowed):
         raise refused
     if not os.path.isdir(folder):  # Unlike Path's, it takes a folder that may not be looked into for none.

@@ -34,14 +34,22 @@ SMALL_FILES = (
 )
 
 
-def download(repo: str, *, revision: str | None = None, wanted: str | None = None, progress: bool = True) -> Path:
-    """The snapshot's folder in the hub's cache, complete for our purpose; `wanted`: which of several GGUF models."""
+def download(
+    repo: str,
+    *,
+    revision: str | None = None,
+    wanted: str | None = None,
+    progress: bool = True,
+    cache: Path | None = None,
+) -> Path:
+    """The snapshot's folder in the hub's cache, complete for our purpose; `wanted`: which of several GGUF models;
+    `cache`: a folder in its place."""
     with our_errors(repo, revision):
         import huggingface_hub
         from huggingface_hub import constants
 
         if constants.HF_HUB_OFFLINE:
-            return _cached(repo, revision, wanted)
+            return _cached(repo, revision, wanted, cache)
         try:
             info = huggingface_hub.HfApi(endpoint=endpoint()).model_info(repo, revision=revision, files_metadata=True)
         except Exception as error:
@@ -49,24 +57,28 @@ def download(repo: str, *, revision: str | None = None, wanted: str | None = Non
             if not _unreachable(error):
                 raise
             with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
-                return _cached(repo, revision, wanted)
+                return _cached(repo, revision, wanted, cache)
             raise
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
         names = choose(sizes, repo, wanted)
         total = sum(sizes[name] for name in names)
-        say(f"{repo}: {len(names)} files, {format_bytes(total)}, in {constants.HF_HUB_CACHE}", progress=progress)
+        say(
+            f"{repo}: {len(names)} files, {format_bytes(total)}, in {cache or constants.HF_HUB_CACHE}",
+            progress=progress,
+        )
         with _bars(progress):
             folder = huggingface_hub.snapshot_download(
                 repo,
                 revision=revision,
                 allow_patterns=[glob.escape(name) for name in names],
                 endpoint=endpoint(),
+                cache_dir=cache,
             )
     return Path(folder)
 
 
 def cached_unless_reachable(
-    repo: str, revision: str | None, wanted: str | None, ask: Callable[[], ModelFiles]
+    repo: str, revision: str | None, wanted: str | None, ask: Callable[[], ModelFiles], cache: Path | None = None
 ) -> ModelFiles | Path:
     """What `ask` finds at the hub; the folder of an earlier download where the hub cannot be asked."""
     with our_errors(repo, revision):
@@ -74,14 +86,14 @@ def cached_unless_reachable(
         from huggingface_hub import constants
 
         if constants.HF_HUB_OFFLINE:
-            return _cached(repo, revision, wanted)
+            return _cached(repo, revision, wanted, cache)
         try:
             return ask()
         except Exception as error:
             if not _unreachable(error):
                 raise
             with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
-                return _cached(repo, revision, wanted)
+                return _cached(repo, revision, wanted, cache)
             raise
 
 
@@ -99,11 +111,11 @@ def choose(names: Collection[str], repo: str, wanted: str | None = None) -> list
     return small + list(choice.weights)
 
 
-def _cached(repo: str, revision: str | None, wanted: str | None) -> Path:
+def _cached(repo: str, revision: str | None, wanted: str | None, cache: Path | None = None) -> Path:
     """What an earlier download left, with no word to the network."""
     import huggingface_hub
 
-    look = partial(huggingface_hub.snapshot_download, repo, revision=revision, local_files_only=True)
+    look = partial(huggingface_hub.snapshot_download, repo, revision=revision, local_files_only=True, cache_dir=cache)
     if wanted is not None:
         endings = ("",) if wanted.endswith(".gguf") else (".gguf", "-?????-of-?????.gguf")
         spellings = [glob.escape(spelling) for spelling in (wanted, wanted.upper(), wanted.lower())]

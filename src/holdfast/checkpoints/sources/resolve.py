@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from holdfast.checkpoints.sources.select_files import (
     pickles_refused,
 )
 from holdfast.checkpoints.validation.stored_dtypes import as_stored
-from holdfast.errors import CheckpointError, ModelNotFoundError
+from holdfast.errors import CheckpointError, ConfigurationError, ModelNotFoundError
 from holdfast.models import ModelSpec, catalogue, describe_config, describe_gguf, from_config, from_gguf
 from holdfast.units import shorten
 
@@ -52,19 +53,28 @@ _GGUF_SAMPLING = {
 _DTYPE_OF_LAYOUT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def locate(model: str | None, *, revision: str | None = None, progress: bool = True) -> ModelFiles:
-    """Everything of the named model, downloaded where it is not here yet. None is the built-in default."""
+def locate(
+    model: str | None, *, revision: str | None = None, progress: bool = True, cache: Path | None = None
+) -> ModelFiles:
+    """Everything of the named model, downloaded where it is not here yet. None is the built-in default.
+
+    `cache`: a folder in place of the hub's own cache."""
     name = DEFAULT_MODEL if model is None else model
     files = _here(name, progress=progress)
     if files is not None:
         return files
     repo, wanted = _hub_id(name)
-    folder = hub.download(repo, revision=revision, wanted=wanted, progress=progress)
+    folder = hub.download(repo, revision=revision, wanted=wanted, progress=progress, cache=cache)
     return from_path(folder, name=name, kind="hub", wanted=wanted)
 
 
 def locate_headers(
-    model: str | None, *, revision: str | None = None, progress: bool = True, patience_s: float | None = None
+    model: str | None,
+    *,
+    revision: str | None = None,
+    progress: bool = True,
+    patience_s: float | None = None,
+    cache: Path | None = None,
 ) -> ModelFiles:
     """The same, good for counting: of a hub's model only headers are fetched, and nothing is kept.
 
@@ -79,7 +89,7 @@ def locate_headers(
 
     repo, wanted = _hub_id(name)
     ask = partial(remote_headers.ask_headers, repo, revision=revision, wanted=wanted, patience_s=patience_s)
-    found = hub.cached_unless_reachable(repo, revision, wanted, ask)
+    found = hub.cached_unless_reachable(repo, revision, wanted, ask, cache)
     return found if isinstance(found, ModelFiles) else from_path(found, name=name, kind="hub", wanted=wanted)
 
 
@@ -170,6 +180,35 @@ def spec_of(files: ModelFiles) -> ModelSpec:
         return as_stored(from_gguf(files.header.metadata, files.header.tensors.keys()), files.header.tensors)[0]
     spec = from_config(_config_of(files), files.generation_config)
     return spec if files.format == "none" else as_stored(spec, open_checkpoint(files).tensors)[0]
+
+
+def overridden(files: ModelFiles, changes: Mapping[str, Any]) -> ModelFiles:
+    """With these values in place of those of its config.json. Tables of parts (text_config) keep what is not named;
+    rope_scaling and rope_theta win over the newer rope_parameters, which may say the same."""
+    if not changes:
+        return files
+    if files.config is None:
+        raise ConfigurationError(
+            f"{files.name} has no config.json whose values could be replaced: {', '.join(map(shorten, changes))}",
+            needed="a model with a config.json; a GGUF file has its own header",
+            fix="leave hf_overrides out",
+            field="hf_overrides",
+        )
+    config = dict(files.config)
+    newer = config.get("rope_parameters")
+    if isinstance(newer, Mapping) and "rope_parameters" not in changes:
+        if "rope_scaling" in changes:
+            config.pop("rope_parameters")
+            config.setdefault("rope_theta", newer.get("rope_theta"))
+        elif "rope_theta" in changes:
+            config["rope_parameters"] = {**newer, "rope_theta": changes["rope_theta"]}
+    if "rope_parameters" in changes:
+        config.pop("rope_scaling", None)
+    for name, value in changes.items():
+        part = config.get(name)
+        nested = name.endswith("_config") and isinstance(part, Mapping) and isinstance(value, Mapping)
+        config[name] = {**part, **value} if nested else value  # type: ignore[dict-item]
+    return replace(files, config=config)
 
 
 def describe(files: ModelFiles) -> ModelSpec:

@@ -61,7 +61,10 @@ class _Answer(msgspec.Struct):
     id: str
     custom_id: str | None
     response: _Response
-    error: dict[str, str] | None
+    error: dict[str, Any] | None
+
+
+_MALFORMED = "invalid_line"
 
 
 class _Refused(Exception):
@@ -70,6 +73,7 @@ class _Refused(Exception):
     def __init__(self, problem: str, code: str, status: int = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(problem)
         self.status = status
+        self.malformed = code == _MALFORMED
         error = {"message": problem, "type": "invalid_request_error", "param": None, "code": code}
         self.body = msgspec.json.encode({"error": error})
 
@@ -106,6 +110,8 @@ class BatchRunner:
         self._urls = urls
         self._on_answer = on_answer
         self._on_lost = on_lost
+        self.malformed = 0
+        """Lines that are no requests at all."""
         self.repeated = 0
         """Lines that had the custom_id of another before them."""
         self._seen: set[int] = set()
@@ -142,6 +148,7 @@ class BatchRunner:
             self._compare(custom_id)
             return custom_id, await self._ask_until_room(request.url, bytes(request.body))
         except _Refused as refused:
+            self.malformed += refused.malformed
             return custom_id or _custom_id_of(line), _Reply(refused.status, uuid.uuid4().hex, refused.body)
 
     def _compare(self, custom_id: str) -> None:
@@ -185,13 +192,13 @@ def _passing(status: int) -> bool:
 
 
 def _answer(line: InputLine, custom_id: str | None, reply: _Reply) -> bytes:
-    body, error = (reply.body, None) if reply.status == HTTPStatus.OK else _problem_of(reply.body)
+    body, error = (reply.body, None) if reply.status == HTTPStatus.OK else _problem_of(reply.body, reply.status)
     response = _Response(reply.status, reply.request_id, msgspec.Raw(body))
     return msgspec.json.encode(_Answer(line.answer_id, custom_id, response, error)) + b"\n"
 
 
 def _lost(line: InputLine, custom_id: str | None, reply: _Reply) -> str:
-    problem = _problem_of(reply.body)[1]
+    problem = _problem_of(reply.body, reply.status)[1]
     said = shorten(f"{problem['message']} ({problem['code']})", 300)
     name = shorten(custom_id or "no custom_id", 60)
     return f"line {line.number} ({name!r}) has no response, status {reply.status}: {said}"
@@ -207,7 +214,7 @@ def read_line(line: InputLine, urls: tuple[str, ...]) -> _Line:
     try:
         request = msgspec.json.decode(line.text, type=_Line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _Refused(f"line {line.number} is not a batch request: {error}", "invalid_line") from None
+        raise _Refused(f"line {line.number} is not a batch request: {error}", _MALFORMED) from None
     if request.method != "POST":
         raise _Refused(f"method: {shorten(request.method)!r} is not valid; a batch takes POST only", "invalid_method")
     if request.url not in urls:
@@ -232,12 +239,15 @@ def _custom_id_of(line: InputLine) -> str | None:
     return None
 
 
-def _problem_of(body: bytes) -> tuple[bytes, dict[str, str]]:
-    """The body of a refusal, and its code and message once more, where OpenAI's batches have them."""
+def _problem_of(body: bytes, status: int) -> tuple[bytes, dict[str, Any]]:
+    """The body of a refusal, and its code and message once more, where OpenAI's batches have them, and where vLLM's do:
+    an error in the error, whose code is the status."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         answer = msgspec.json.decode(body)
-        problem = {"code": str(answer["error"]["code"]), "message": str(answer["error"]["message"])}
-        return msgspec.json.encode(answer), problem
+        said = answer["error"]
+        problem = {"code": str(said["code"]), "message": str(said["message"])}
+        vllms = {"message": problem["message"], "type": said["type"], "param": said["param"], "code": status}
+        return msgspec.json.encode(answer), {**problem, "error": vllms}
     return b"null", {"code": "internal", "message": "the server failed on this request"}
 
 

@@ -64,8 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
         server = here.get(address)
         verify = trust(server.certificate if server is not None else "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=verify) as client:
-            found.append(ask(client, address) | {"process": None if server is None else _process(server)})
+        socket = None if server is None else server.socket
+        transport = None if socket is None else httpx.HTTPTransport(uds=socket)
+        with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=verify, transport=transport) as client:
+            answer = ask(client, address if socket is None else "http://localhost")
+        found.append(answer | {"url": address, "process": None if server is None else _process(server)})
     if arguments.json:
         say_json(found)
     else:

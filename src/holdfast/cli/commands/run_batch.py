@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli.batch.files import REFUSED, UNUSABLE, Input, Output, read_lines
-from holdfast.cli.commands.serve import read_settings, server_settings
+from holdfast.cli.commands.serve import read_settings, said_of, server_settings
 from holdfast.cli.commands.serve import refused_settings as refused_settings  # Asked for by `main`.
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
 from holdfast.config.setting import flag_name, whole
 from holdfast.config.sources import add_flags, add_refused
+from holdfast.config.tuning import TUNING
 from holdfast.engine.startup.prespawn import EarlyProcess
 from holdfast.errors import ConfigurationError
 from holdfast.units import shorten
@@ -44,14 +45,15 @@ EXAMPLES = """examples:
   holdfast run-batch -i requests.jsonl -o answers.jsonl
   holdfast run-batch -i requests.jsonl -o answers.jsonl --model ./my-model --max-concurrency 16
 
-exit codes: 0 every line has a response (an error is one), 1 failed, or a line has no response, 2 a setting cannot be
-honoured, 130 or 143 stopped by a signal
+exit codes: 0 every line has a response (an error is one), 1 failed, a line has no response or is no request, 2 a
+setting cannot be honoured, 130 or 143 stopped by a signal
 """
 
 SERVER_NAMES = frozenset(
     {
         "served_model_name", "max_body_size", "trust_request_chat_template", "log_level", "verbose",
         "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "lora_modules", "structured_outputs_config",
+        "default_chat_template_kwargs", "return_tokens_as_token_ids",
     }
 )  # fmt: skip
 """Settings of a server that shape answers; the others are of its network."""
@@ -81,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineConfig, title="model and engine")
     unused = [field.name for field in dataclasses.fields(ServerConfig) if field.name not in SERVER_NAMES]
     add_flags(parser, ServerConfig, title="answers", skip=unused)
-    add_refused(parser, (*ENGINE_REFUSED, *(SERVER_REFUSED.keys() & SERVER_NAMES)))
+    add_refused(parser, (*ENGINE_REFUSED, *(SERVER_REFUSED.keys() & SERVER_NAMES), *TUNING))
     for name in NOT_HERE:
         parser.add_argument(flag_name(name), dest=name, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
@@ -96,6 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
         concurrency = whole(1, 1 << 16)("--max-concurrency", concurrency)
     source, target = (_local(given.pop(name), name) for name in ("input_file", "output_file"))
     engine_config, server_config = read_settings(arguments)
+    taken = said_of(arguments)
+    if taken is not None:
+        print(f"holdfast: {taken}", file=sys.stderr, flush=True)
     server_config = _without_network(server_config)
     lines = Input(source)
     if target.exists() and target.samefile(source):
@@ -174,7 +179,7 @@ class _Run:
         self._app = app
         self._engine = engine
         self._output = output
-        self._repeated = 0
+        self._repeated = self._malformed = 0
         self._progress = BatchProgress(
             total=total, done=done, refused=refused, generated=lambda: app.state.metrics.token_totals()[1]
         )
@@ -211,6 +216,10 @@ class _Run:
             said = f"{self._progress.lost:,} lines have no response; the same command runs them again"
             print(f"holdfast: {said}", file=sys.stderr, flush=True)
             return 1
+        if self._malformed:
+            said = f"{self._malformed:,} lines are no batch requests; the output says what is wrong with each"
+            print(f"holdfast: {said}", file=sys.stderr, flush=True)
+            return 1
         return 0
 
     async def _work(self, lines: Iterator[InputLine], concurrency: int | None) -> None:
@@ -229,4 +238,4 @@ class _Run:
         )
         with self._progress:
             await runner.run(lines, concurrency or 2 * self._engine.info.max_num_seqs)
-        self._repeated = runner.repeated
+        self._repeated, self._malformed = runner.repeated, runner.malformed

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import ipaddress
 import logging
 import os
+import shlex
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +19,9 @@ from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import LOG_LEVELS
 from holdfast.config.server import REFUSED as SERVER_REFUSED
-from holdfast.config.setting import Refusal, flag_name, refusals
+from holdfast.config.setting import Refusal, flag_name, refusals, without_effect
 from holdfast.config.sources import FLAG, Gathered, add_flags, add_refused, gather, split
+from holdfast.config.tuning import TUNING
 from holdfast.engine.startup.prespawn import EarlyProcess
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.observability.nonblocking_output import unblock_output
@@ -54,10 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings from a TOML or YAML file")
     add_flags(parser, EngineConfig, title="model and engine")
     add_flags(parser, ServerConfig, title="server")
-    add_refused(parser, (*ENGINE_REFUSED, *SERVER_REFUSED))
+    add_refused(parser, (*ENGINE_REFUSED, *SERVER_REFUSED, *TUNING))
 
 
 def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    return split(gathered_settings(arguments), (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+
+
+def gathered_settings(arguments: argparse.Namespace) -> Gathered:
+    """From flags, the environment and a file, as they were written."""
     given = vars(arguments).copy()
     positional, file = given.pop("model_positional", None), given.pop("config", None)
     if positional is not None:
@@ -68,8 +77,13 @@ def read_settings(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCo
     if gathered.values.get("model") is None:
         _check_swallowed(given)
     # Anyone who comes from vLLM must not find the door open; as there, flags and the file come first.
-    gathered = Gathered({**vllm_settings(os.environ), **gathered.values}, gathered.origins)
-    return split(gathered, (EngineConfig, ENGINE_REFUSED), (ServerConfig, SERVER_REFUSED))
+    return Gathered({**vllm_settings(os.environ), **gathered.values}, gathered.origins)
+
+
+def said_of(arguments: argparse.Namespace) -> str | None:
+    """Of vLLM's settings that are taken and do nothing here."""
+    gathered = gathered_settings(arguments)
+    return without_effect(gathered.values, gathered.origin)
 
 
 def refused_settings(arguments: argparse.Namespace) -> list[Refusal]:
@@ -141,7 +155,12 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         reasoning_parser=server_config.reasoning_parser,
         structured_outputs=server_config.structured_outputs_config or {},
         adapters=_adapters(engine_config, server_config, model),
-        access_log=None if server_config.disable_access_log else json_lines(),
+        access_log=json_lines() if server_config.logs_access else None,
+        unlogged_paths=frozenset(server_config.disable_access_log_for_endpoints),
+        root_path=server_config.root_path,
+        max_logprobs=engine_config.max_logprobs,
+        tokens_as_ids=server_config.return_tokens_as_token_ids,
+        default_chat_template_kwargs=server_config.default_chat_template_kwargs or {},
         version=holdfast.__version__,
     )
 
@@ -157,13 +176,26 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
                     f"{flag_name(name)} is a LoRA setting, but LoRA is not enabled", fix="--enable-lora", field=name
                 )
         return None
-    folders = [Path(folder) for folder in server_config.lora_folders]
-    missing = next((folder for folder in folders if not folder.is_dir()), None)
+    folders = [Path(folder) for folder in server_config.lora_folders] if server_config.lora_folders else None
+    if folders is None and not _trusted(server_config):
+        folders = []
+        log.info("/v1/load_lora_adapter loads from no folder: this server is open to others; see --lora-folders")
+    missing = next((folder for folder in folders or () if not folder.is_dir()), None)
     if missing is not None:
         raise ConfigurationError(f"--lora-folders: there is no folder {missing}", field="lora_folders")
     adapters = Adapters(model.spec, model.files.name, engine_config, folders)
     load_modules(adapters, server_config.lora_modules, server_config.served_model_name or (model.files.name,))
     return adapters
+
+
+def _trusted(config: ServerConfig) -> bool:
+    """Whether only programs of this machine, or who has a key, can ask for anything."""
+    if config.api_key or config.api_key_file or config.uds:
+        return True
+    try:
+        return ipaddress.ip_address(config.host.partition("%")[0]).is_loopback
+    except ValueError:
+        return config.host == "localhost"
 
 
 def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse) -> int:
@@ -178,7 +210,7 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse) -> 
     given = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
     settings = {name: value for name, value in vars(arguments).items() if name in given}
     try:
-        return _run(engine_config, server_config, early, words, settings)
+        return _run(engine_config, server_config, early, words, settings, said_of(arguments))
     except HoldfastError as error:
         say_fatal(error, words, _command_instead(error, words, parse))
         return 2 if isinstance(error, ConfigurationError) else 1
@@ -200,6 +232,7 @@ def _run(
     early: EarlyProcess,
     words: tuple[str, ...],
     given: Mapping[str, Any],
+    without_effect: str | None,
 ) -> int:
     import holdfast
     from holdfast.checkpoints import DEFAULT_MODEL
@@ -212,18 +245,24 @@ def _run(
     from holdfast.observability.logs import ThroughputLog, set_up_logging
     from holdfast.server.app import create_app
     from holdfast.server.http.tls import tls_of
-    from holdfast.server.run import bind
+    from holdfast.server.run import bind, bind_unix
     from holdfast.server.run import run as run_server
 
     set_up_logging(server_config.level)
     log.info("holdfast %s", holdfast.__version__)
     log.info("command: %s", command_line(words))
+    if without_effect is not None:
+        log.warning("%s", without_effect)
     for name in unread_variables(os.environ):
         log.warning("%s is set in the environment but ignored: settings are HOLDFAST_NAME", name)
-    listener = bind(server_config.host, server_config.port)  # A port in use is said before a model is fetched.
+    # A port in use is said before a model is fetched.
+    if server_config.uds is None:
+        listener = bind(server_config.host, server_config.port)
+    else:
+        listener = bind_unix(Path(server_config.uds))
     tls = tls_of(server_config)
     entry = ServerEntry(
-        listener.getsockname()[:2],
+        server_config.uds or listener.getsockname()[:2],
         model=engine_config.model or DEFAULT_MODEL,
         settings=given,
         certificate=server_config.ssl_certfile,
@@ -237,10 +276,9 @@ def _run(
     log_plan(model, plan)
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
-    host, port = listener.getsockname()[:2]
     settings = server_settings(engine_config, server_config, model)
     app = create_app(engine, settings)
-    url = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+    reach = _reach(listener, server_config, tls=tls is not None)
 
     return run_server(
         app,
@@ -250,13 +288,33 @@ def _run(
         write_timeout_s=server_config.write_timeout,
         max_connections=server_config.max_connections,
         tls=tls,
-        on_ready=lambda: _log_ready(engine, settings, url),
+        on_ready=lambda: _log_ready(engine, settings, reach),
         on_fatal=lambda error: say_fatal(error, words),
         throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
     )
 
 
-def _log_ready(engine: Engine, settings: ServerSettings, url: str) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reach:
+    """How clients reach the server, in words of a command line."""
+
+    url: str
+    socket_path: str | None = None
+    """Of a server on a Unix domain socket: `url` is then what a client that opens it asks for."""
+    loopback: bool = False
+    """Whether only programs on this machine can."""
+
+
+def _reach(listener: socket.socket, config: ServerConfig, *, tls: bool) -> _Reach:
+    scheme = "https" if tls else "http"
+    if config.uds is not None:
+        return _Reach(f"{scheme}://localhost{config.root_path}", socket_path=config.uds)
+    host, port = listener.getsockname()[:2]
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{config.root_path}"
+    return _Reach(url, loopback=ipaddress.ip_address(host.partition("%")[0]).is_loopback)
+
+
+def _log_ready(engine: Engine, settings: ServerSettings, reach: _Reach) -> None:
     """On one screen what is served, where, and with which memory; the rest with verbose logging."""
     from holdfast.observability.ledger import ledger_lines, summary_lines
     from holdfast.observability.logs import detail_lines, ready_lines
@@ -269,6 +327,14 @@ def _log_ready(engine: Engine, settings: ServerSettings, url: str) -> None:
     for line in info.lowered:
         log.warning("lowered to fit in memory: %s", line)
     needs_key = bool(settings.api_key or settings.api_key_file)
-    log.info("Decisions and all memory: %sholdfast ps -v %s", 'HOLDFAST_API_KEY="$API_KEY" ' if needs_key else "", url)
+    url, key = reach.url, 'HOLDFAST_API_KEY="$API_KEY" ' if needs_key else ""
     header = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
+    if reach.socket_path is not None:
+        curl = f"curl --unix-socket {shlex.quote(reach.socket_path)}{header}"
+        log.info("Ready: %s (try: %s %s/v1/models)", reach.socket_path, curl, url)
+        return
+    log.info("Decisions and all memory: %sholdfast ps -v %s", key, url)
+    if reach.loopback:
+        safely = "" if needs_key else " --api-key KEY"
+        log.info("Only programs on this machine can reach it; for others, and in a container: --host 0.0.0.0%s", safely)
     log.info("Ready: %s/v1 (try: curl%s %s/v1/models)", url, header, url)

@@ -80,7 +80,9 @@ def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningS
     while it waits ends a server that was started here."""
     try:
         with starting_alone():
-            server = next((one for one in running_servers() if not one.user and is_called(one, model)), None)
+            # Chats speak over an address and a port.
+            mine = (one for one in running_servers() if not one.user and one.socket is None)
+            server = next((one for one in mine if is_called(one, model)), None)
             if server is not None:
                 _require_same(server, model, settings)
                 started = None

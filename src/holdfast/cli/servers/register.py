@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.checkpoints.sources.stored_models import mark_used
 from holdfast.cli.fatal import command_line
-from holdfast.cli.servers.registry import Registration, RunningServer
+from holdfast.cli.servers.registry import UNIX, Registration, RunningServer
 
 log = logging.getLogger("holdfast")
 
@@ -25,7 +25,7 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # Where it listens, not wh
 class ServerEntry:
     def __init__(
         self,
-        address: tuple[str, int],
+        address: tuple[str, int] | str,
         *,
         model: str,
         settings: Mapping[str, Any],
@@ -34,8 +34,7 @@ class ServerEntry:
     ) -> None:
         import psutil
 
-        host, port = _ANY_ADDRESS.get(address[0], address[0]), address[1]
-        scheme = "http" if certificate is None else "https"
+        url, port = _url(address, "http" if certificate is None else "https")
         given = {name: value if isinstance(value, str) else str(value) for name, value in settings.items()}
         self._registration: Registration | None = None
         try:
@@ -44,7 +43,7 @@ class ServerEntry:
                 RunningServer(
                     pid=os.getpid(),
                     created_s=psutil.Process().create_time(),
-                    url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+                    url=url,
                     port=port,
                     model=str(path.resolve()) if path.exists() else model,
                     settings=given,
@@ -70,6 +69,14 @@ class ServerEntry:
         if self._registration is not None:
             with contextlib.suppress(OSError):
                 self._registration.remove()
+
+
+def _url(address: tuple[str, int] | str, scheme: str) -> tuple[str, int]:
+    """A Unix socket's address is its path."""
+    if isinstance(address, str):
+        return f"{UNIX}{Path(address).resolve()}", 0
+    host, port = _ANY_ADDRESS.get(address[0], address[0]), address[1]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", port
 
 
 def _log_file() -> str:

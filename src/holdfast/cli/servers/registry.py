@@ -23,6 +23,7 @@ import msgspec
 FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
 MAX_ENTRY_BYTES = 1 << 20
 STARTING = ".starting"
+UNIX = "unix:"
 
 
 class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +31,9 @@ class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
     created_s: float
     """When the process began, by the system's clock: a pid alone may belong to another program by now."""
     url: str
+    """Of one on a Unix socket: unix: and its path."""
     port: int
+    """0: it listens on a Unix socket."""
     model: str = ""
     """As it was asked for; a path is absolute."""
     names: tuple[str, ...] = ()
@@ -46,6 +49,10 @@ class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     """Whose it is, where it is somebody else's."""
     command: str = ""
+
+    @property
+    def socket(self) -> str | None:
+        return self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else None
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from holdfast.config import EngineConfig, ServerConfig
 from holdfast.config.engine import REFUSED as ENGINE_REFUSED
 from holdfast.config.server import REFUSED as SERVER_REFUSED
+from holdfast.config.tuning import TUNING, taken_value
 from holdfast.config.unsupported import asks_nothing
 from holdfast.doctor.build_finding import Confidence, changed, found
 from holdfast.doctor.command.parse import Flag, ServerCommand
@@ -43,7 +44,7 @@ def known_flags(engine: str) -> frozenset[str]:
     fields = (*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig))
     named = [name for field in fields for name in (field.name, *field.metadata["flags"])]
     own = {profile(engine).canonical(name) for name in named} | {name.lstrip("-") for name in named}
-    return frozenset(own | set(HOLDFAST_ONLY) | set(_REFUSED))
+    return frozenset(own | set(HOLDFAST_ONLY) | set(_REFUSED) | {name.replace("_", "-") for name in TUNING})
 
 
 def flag_findings(command: ServerCommand, version: str | None) -> list[Finding]:
@@ -73,7 +74,8 @@ def _spelled(command: ServerCommand, flag: Flag) -> str:
 def _unknown(command: ServerCommand, flag: Flag, known: frozenset[str], version: str | None) -> Finding | None:
     engine, name, spelled = profile(command.engine), flag.name, _spelled(command, flag)
     if engine.engine == "holdfast" and name in _REFUSED:
-        if asks_nothing(name.replace("-", "_"), flag.value if flag.values else True):
+        given = flag.value if flag.values else True
+        if asks_nothing(name.replace("-", "_"), given) or taken_value(name.replace("-", "_"), given) is not None:
             return None
         without = changed(command, {spelled: None}, f"without {spelled}")
         return _bad(command, flag, "high", f"Holdfast refuses {spelled}", _REFUSED[name], [without])

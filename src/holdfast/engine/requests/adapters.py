@@ -72,11 +72,11 @@ class Loaded:
 
 
 class Adapters:
-    """`model`: what the served model is called. `allowed`: folders that runtime loads may come from."""
+    """`model`: what the served model is called. `allowed`: folders that runtime loads may come from; None: any."""
 
-    def __init__(self, spec: ModelSpec, model: str, config: EngineConfig, allowed: Sequence[Path] = ()) -> None:
+    def __init__(self, spec: ModelSpec, model: str, config: EngineConfig, allowed: Sequence[Path] | None = ()) -> None:
         self._spec, self._model, self._config = spec, model, config
-        self._allowed = [folder.resolve() for folder in allowed]
+        self._allowed = None if allowed is None else [place for folder in allowed for place in _places(folder)]
         self._by_name: dict[str, Loaded] = {}
         self._last_number = 0
 
@@ -98,7 +98,8 @@ class Adapters:
 
     def allow(self, folder: str) -> None:
         """A folder named when the server was started: it may be loaded from again."""
-        self._allowed.append(Path(folder).resolve())
+        if self._allowed is not None:
+            self._allowed += _places(Path(folder))
 
     def load(
         self, name: str, path: str, *, anywhere: bool = False, in_place: bool = False, parent: str | None = None
@@ -297,3 +298,11 @@ def load_modules(adapters: Adapters, written: Sequence[str], names: Sequence[str
                 field="lora_modules",
             ) from error
         adapters.allow(module.path)
+
+
+def _places(folder: Path) -> list[Path]:
+    """The folder with all links followed; of a snapshot in the hub's cache, whose files are links, also that of its
+    files."""
+    found = folder.resolve()
+    snapshots = [one for one in (found, *found.parents) if one.name == "snapshots"]
+    return [found, *(one.parent / "blobs" for one in snapshots if one.parent.name.startswith("models--"))]

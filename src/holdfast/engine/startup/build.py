@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import (
@@ -25,7 +26,7 @@ from holdfast.checkpoints import (
     spec_of,
 )
 from holdfast.checkpoints.sources.builtin import refuse_revision
-from holdfast.checkpoints.sources.resolve import refuse_known, say_short_name
+from holdfast.checkpoints.sources.resolve import overridden, refuse_known, say_short_name
 from holdfast.config import EngineConfig
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.kv_scales import WHOLE_NAMES, find_kv_scales
@@ -78,19 +79,25 @@ def find_model(config: EngineConfig, *, progress: bool = True) -> FoundModel:
     """Its files, fetched where they are not here. What a hub's headers show not to fit is not fetched."""
     refuse_revision(config.model or DEFAULT_MODEL, config.revision)
     say_short_name(config.model, progress=progress)
+    cache = _download_folder(config)
     try:
-        headers = locate_headers(config.model, revision=config.revision, progress=progress)
+        headers = locate_headers(config.model, revision=config.revision, progress=progress, cache=cache)
     except (ModelAccessError, ModelNotFoundError):
         refuse_known(config.model or DEFAULT_MODEL)
         headers = None  # Fetching says best what is wrong.
     if headers is not None and headers.remote:
         plan_model(config, _checked(config, headers))
     if headers is None or headers.remote:
-        headers = locate(config.model, revision=config.revision, progress=progress)
+        headers = locate(config.model, revision=config.revision, progress=progress, cache=cache)
     return _checked(config, headers)
 
 
+def _download_folder(config: EngineConfig) -> Path | None:
+    return None if config.download_dir is None else Path(config.download_dir).expanduser()
+
+
 def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
+    files = overridden(files, config.config_overrides)
     spec = spec_of(files)  # First, because for a model that cannot be run no other advice helps.
     wanted = config.load_format
     if wanted in ("safetensors", "gguf") and files.format != wanted:
@@ -242,7 +249,7 @@ def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
 
     if config.skip_tokenizer_init:
         return None
-    files = model.files if config.tokenizer is None else locate(config.tokenizer, revision=None)
+    files = model.files if config.tokenizer is None else locate(config.tokenizer, cache=_download_folder(config))
     template = None if config.chat_template is None else load_template(config.chat_template)
     tokenizer = Tokenizer.from_files(files, chat_template=template)
     for warning in check_text(model.spec, tokenizer, model.files):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.gpu import LEAST_CAPABILITY
+from holdfast.hardware import processor
 from holdfast.hardware.nvidia import NvidiaMachine, probe
 from holdfast.hardware.torch_build import TorchBuild, torch_build
 from holdfast.planner.serve.gpu_plan import too_old
@@ -20,7 +21,18 @@ NO_GPU, NO_CUDA_BUILD, OLD_DRIVER = "HF121", "HF123", "HF124"
 def settle_device(
     config: EngineConfig, *, here: NvidiaMachine | None = None, build: TorchBuild | None = None
 ) -> EngineConfig:
-    """With `auto` become cuda or cpu. `here`, `build`: what this machine has, looked up where they are left out."""
+    """With `auto` become cuda or cpu. `here`, `build`: what this machine has, looked up where they are left out.
+
+    A dtype that the CPU only emulates is said before anything is fetched."""
+    settled = _settled(config, here, build)
+    if settled.device == "cpu" and settled.dtype == "bfloat16" and not processor().fast_bfloat16:
+        log.warning(
+            "dtype bfloat16: this CPU has no bfloat16 instructions, and emulation is many times slower; leave dtype out"
+        )
+    return settled
+
+
+def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild | None) -> EngineConfig:
     if config.device == "cpu" or (config.device == "auto" and config.ram is not None):
         return replace(config, device="cpu")
     machine = probe() if here is None else here

@@ -23,6 +23,22 @@ class Gauge(Metric):
     value: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """A kind that vLLM has; an engine's own numbers are of the two others. /metrics has histograms."""
+
+    count: int = 0
+    sum: float = 0.0
+    buckets: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """The same: of speculative decoding, there."""
+
+    values: list[int] = field(default_factory=list)
+
+
 def snapshot(stats: EngineStats, model_name: str) -> list[Metric]:
     labels = {"model_name": model_name, "engine": "0"}
     usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0

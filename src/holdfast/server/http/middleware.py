@@ -141,6 +141,7 @@ class AccessMiddleware:
         self._intake = Intake()
         self._ignored = IgnoredFieldLog()
         self._keys = Keys(given, settings.api_key_file)
+        self._unlogged = PROBES | settings.unlogged_paths
         self._open = OPEN | (METRICS if settings.public_metrics else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,7 +190,7 @@ class AccessMiddleware:
             await failure_response(scope, error, status, body, self._settings.retry_after_s)(scope, receive, note)
         finally:
             self._tally.count(record)
-            if self._log is not None and scope["path"] not in PROBES:
+            if self._log is not None and scope["path"] not in self._unlogged:
                 self._log(_line(scope, record))
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
@@ -213,6 +214,24 @@ class AccessMiddleware:
             raise HttpFailure(
                 UNAVAILABLE, "the model is loading", kind="service_unavailable_error", code="loading", retry=True
             )
+
+
+class RootPath:
+    """Takes the prefix off that a proxy in front has left on, before anything looks at a path."""
+
+    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(self._prefix + "/"):
+            raw: bytes = scope.get("raw_path") or b""
+            scope = {
+                **scope,
+                "path": scope["path"].removeprefix(self._prefix),
+                "raw_path": raw.removeprefix(self._prefix.encode()),
+            }
+        await self._app(scope, receive, send)
 
 
 def tenant_of(scope: Scope) -> str:

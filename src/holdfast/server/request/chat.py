@@ -136,7 +136,7 @@ class _Chat:
         settings: ServerSettings,
         truncation: Truncation | None,
     ) -> None:
-        extra = template_variables(body)
+        extra = {**settings.default_chat_template_kwargs, **template_variables(body)}
         check_end(add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message)
         self._tokenizer = tokenizer
         self._body = body

@@ -160,7 +160,7 @@ async def chat_request(
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    check_logprobs(logprobs, "top_logprobs")
+    check_logprobs(logprobs, "top_logprobs", settings.max_logprobs)
     logprobs = shown_logprobs(body, logprobs)
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
     check_prompt_logprobs(body)
@@ -221,7 +221,7 @@ async def completion_request(
 ) -> GenerationRequest:
     """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
-    check_logprobs(body.logprobs, "logprobs")
+    check_logprobs(body.logprobs, "logprobs", settings.max_logprobs)
     check_prompt_logprobs(body)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
         raise unsupported("echo", "echo with logprobs and n cannot be streamed; leave stream out")
@@ -259,7 +259,7 @@ async def completion_request(
         raise RequestError("prompt: a prompt has no tokens", field="prompt")
     firsts = None
     if body.echo and body.logprobs is not None:
-        as_ids = bool(body.return_tokens_as_token_ids)
+        as_ids = _tokens_as_ids(body, settings)
         decode = tokenizer_of(engine, "echo").decode
         firsts = [token_name(prompt[0]) if as_ids else decode([prompt[0]]) for prompt in prompts]
     echoes = texts if body.echo else None
@@ -410,6 +410,11 @@ def no_priority() -> UnsupportedOptionError:
     )
 
 
+def _tokens_as_ids(body: Common, settings: ServerSettings) -> bool:
+    asked = body.return_tokens_as_token_ids
+    return settings.tokens_as_ids if asked is None else asked
+
+
 def _sampling(
     body: Common, settings: ServerSettings, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
@@ -472,7 +477,7 @@ def _ask(
         cache_salt=body.cache_salt,
         adapter=settings.adapter(model),
         with_token_ids=bool(body.return_token_ids),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        tokens_as_ids=_tokens_as_ids(body, settings),
         prompt_text=prompt_text,
         reading=reading,
         beams=beams_of(body, params),

@@ -23,9 +23,9 @@ _NOT_WITH_BEAMS = (
 )  # fmt: skip
 
 
-def check_logprobs(count: int | None, field: str) -> None:
-    if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise RequestError(f"{field} is {count}; it must be between 0 and {MAX_LOGPROBS}", field=field)
+def check_logprobs(count: int | None, field: str, most: int) -> None:
+    if count is not None and not 0 <= count <= most:
+        raise RequestError(f"{field} is {count}; it must be between 0 and {most}", field=field)
 
 
 def shown_logprobs(body: Common, asked: int | None) -> int | None:

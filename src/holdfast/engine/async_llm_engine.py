@@ -1,0 +1,203 @@
+"""`AsyncLLMEngine`, which newer vLLM calls `AsyncLLM`: an engine that a thread steps, for scripts with asyncio.
+
+Owns the thread and a queue for each request. For a service use `holdfast serve`: its engine is another process, which
+is restarted when it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from holdfast.engine.arg_utils import AsyncEngineArgs
+from holdfast.engine.stepped import SteppedEngine
+from holdfast.errors import EngineError, UnsupportedOptionError
+from holdfast.records import LoRARequest, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from holdfast.engine.llm_pooling import Prompt
+    from holdfast.text.tokenizer.tokenizer import Tokenizer
+
+
+class AsyncLLMEngine:
+    def __init__(self, engine: SteppedEngine) -> None:
+        self._engine = engine
+        self._queues: dict[str, _Queue] = {}
+        self._paused = False
+        """These three are the thread's alone: others send it work, which it does between two steps."""
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, *_: Any, **__: Any) -> AsyncLLMEngine:
+        """vLLM's further arguments say who reports what; nothing is reported here."""
+        from holdfast.engine.llm_engine import LLMEngine  # Needs torch only when one is made.
+
+        return cls(LLMEngine.from_engine_args(engine_args))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """What each step says, as `output_kind` asks. Leaving the loop early aborts the request."""
+        told = _Queue(asyncio.get_running_loop())
+
+        def add() -> None:
+            self._engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request, priority=priority)
+            self._queues[request_id] = told
+
+        await self._do(add)
+        finished = False
+        try:
+            while not finished:
+                output = await told.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished and self.is_running:
+                self._work.put(lambda: self._abort([request_id]))
+
+    async def encode(self, *_: Any, **__: Any) -> None:
+        raise UnsupportedOptionError(
+            "encode is not supported: an engine generates", fix="LLM.embed(prompts)", field="encode"
+        )
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._do(lambda: self._abort(names))
+
+    def _abort(self, names: Iterable[str]) -> None:
+        for name in names:
+            told = self._queues.pop(name, None)
+            if told is not None:
+                self._engine.abort_request(name)
+                told.put(EngineError(f"request {name} was aborted"))
+
+    async def pause_generation(self, *, mode: str = "keep", **_: Any) -> None:
+        """No step runs until `resume_generation`; requests are kept, or with mode="abort" ended."""
+        if mode not in ("keep", "abort"):
+            raise UnsupportedOptionError(f"mode {mode!r} is not supported", needed="keep or abort", field="mode")
+
+        def pause() -> None:
+            self._paused = True
+            self._abort(list(self._queues) if mode == "abort" else [])
+
+        await self._do(pause)
+
+    async def resume_generation(self) -> None:
+        def resume() -> None:
+            self._paused = False
+
+        await self._do(resume)
+
+    async def is_paused(self) -> bool:
+        return self._paused
+
+    async def get_tokenizer(self) -> Tokenizer:
+        return self._engine.get_tokenizer()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        def reset() -> None:
+            self._engine.reset_prefix_cache()
+
+        await self._do(reset)
+        return True
+
+    async def check_health(self) -> None:
+        if self._error is not None:
+            raise EngineError("the engine is dead") from self._error
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def errored(self) -> bool:
+        return self._error is not None
+
+    def shutdown(self) -> None:
+        """Ends open requests and gives the memory back."""
+        if self._ended:
+            return
+        self._ended = True
+        self._work.put(None)
+        self._thread.join()
+        self._engine.shutdown()
+
+    async def _do(self, work: Callable[[], None]) -> None:
+        """In the engine's thread, between two steps; what it raises is raised here."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def doing() -> None:
+            try:
+                work()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        if self._ended or not self.is_running:
+            raise EngineError("this engine has ended", fix="create a new one") from self._error
+        self._work.put(doing)
+        await asyncio.wrap_future(done)
+
+    def _run(self) -> None:
+        error: BaseException = EngineError("the engine was shut down")
+        try:
+            while self._turn():
+                pass
+        except BaseException as raised:
+            self._error = error = raised
+        for told in self._queues.values():
+            told.put(error)
+        self._queues.clear()
+
+    def _turn(self) -> bool:
+        """One piece of work, or one step; False: it is to end."""
+        idle = self._paused or not self._engine.has_unfinished_requests()
+        try:
+            work = self._work.get(block=idle)
+        except queue.Empty:
+            for output in self._engine.step():
+                self._queues[output.request_id].put(output)
+                if output.finished:
+                    del self._queues[output.request_id]
+            return True
+        if work is not None:
+            work()
+        return work is not None
+
+
+class _Queue:
+    """From the engine's thread to the loop of who waits."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._told: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+
+    def put(self, told: RequestOutput | BaseException) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._told.put_nowait, told)
+
+    async def get(self) -> RequestOutput:
+        told = await self._told.get()
+        if isinstance(told, BaseException):
+            raise told
+        return told
+
+
+AsyncLLM = AsyncLLMEngine
+"""Its name since vLLM's second engine."""

@@ -1,0 +1,1 @@
+"""Where vLLM keeps its entry points, for commands that name them. Owns nothing."""

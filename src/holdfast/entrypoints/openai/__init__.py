@@ -1,0 +1,1 @@
+"""Where vLLM keeps its OpenAI server, for commands that name it. Owns nothing."""
