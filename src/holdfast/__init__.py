@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from holdfast.engine.async_llm_engine import AsyncLLMEngine
-    from holdfast.engine.llm import LLM
     from holdfast.engine.llm_engine import LLMEngine
+    from holdfast.engine.offline.llm import LLM
     from holdfast.inputs import PromptType, TextPrompt, TokensPrompt
     from holdfast.planner.api import plan
     from holdfast.records import (
@@ -59,7 +59,7 @@ _INPUTS = ("PromptType", "TextPrompt", "TokensPrompt")
 
 
 _ELSEWHERE = {
-    "LLM": "holdfast.engine.llm",
+    "LLM": "holdfast.engine.offline.llm",
     "LLMEngine": "holdfast.engine.llm_engine",
     "AsyncLLMEngine": "holdfast.engine.async_llm_engine",
     "EngineArgs": "holdfast.engine.arg_utils",

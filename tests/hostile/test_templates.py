@@ -28,7 +28,7 @@ from deadlines import PATIENCE_S
 
 from holdfast.errors import OverloadedError, RequestError
 from holdfast.server.http.errors import HttpFailure
-from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.text.templates.jobs import RenderJob
 from holdfast.text.templates.worker import MEMORY_BYTES
 
@@ -374,7 +374,7 @@ async def test_few_wait_and_whoever_leaves_frees_the_place() -> None:
 
 STARTER = """
 import asyncio, sys
-from holdfast.server.request.template_workers import TemplateWorkers
+from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.text.templates.jobs import decode_job
 
 async def main():

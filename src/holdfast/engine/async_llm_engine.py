@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine.arg_utils import AsyncEngineArgs
-from holdfast.engine.stepped import SteppedEngine
+from holdfast.engine.offline.stepped import SteppedEngine
 from holdfast.errors import EngineError, UnsupportedOptionError
 from holdfast.records import LoRARequest, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from holdfast.engine.llm_pooling import Prompt
+    from holdfast.engine.offline.pooling import Prompt
     from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 

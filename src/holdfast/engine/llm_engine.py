@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.engine.arg_utils import EngineArgs
-from holdfast.engine.llm import LLM
-from holdfast.engine.stepped import SteppedEngine
+from holdfast.engine.offline.llm import LLM
+from holdfast.engine.offline.stepped import SteppedEngine
 
 
 class LLMEngine(SteppedEngine):

@@ -53,8 +53,8 @@ from holdfast.server.openai_responses.store import ResponseStore
 from holdfast.server.request.llama_cpp import read_native
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import read_chat, read_completion
-from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import TokenizePool
+from holdfast.server.request.workers.template_workers import TemplateWorkers
+from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
 from holdfast.server.response.json_handler import Answering, Exchange
 from holdfast.server.response.llama_cpp import NativeShape

@@ -13,7 +13,7 @@ from holdfast import hardware
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
-from holdfast.engine.startup import build
+from holdfast.engine.startup import build, plan_lines
 from holdfast.errors import DoesNotFitError, UnknownArchitectureError
 from holdfast.hardware import Memory, Processor, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
@@ -91,7 +91,7 @@ def test_a_containers_limit_is_the_budget(
     plan = build.plan_model(config, model)
     assert plan.device.limited_by == "control group"
     assert sum(plan.terms.values()) <= plan.budget_bytes == int(0.9 * 900 * MIB)
-    assert "control group" in build.plan_line(model, plan)
+    assert "control group" in plan_lines.plan_line(model.files.name, plan)
 
 
 def test_who_holds_memory_is_said_when_it_is_short(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
 ) -> None:
     free = Memory(total_bytes=16 << 30, available_bytes=8 << 30, limited_by="machine")
     monkeypatch.setattr(build, "memory", lambda: free)
-    monkeypatch.setattr(build, "memory_holders", lambda: ("postgres (pid 7) 8.00 GiB",))
+    monkeypatch.setattr(plan_lines, "memory_holders", lambda: ("postgres (pid 7) 8.00 GiB",))
     model = build.find_model(config)
     small = dataclasses.replace(config, max_model_len=2048, kv_cache_memory_bytes=512 << 10)
     with pytest.raises(DoesNotFitError) as caught:
@@ -125,9 +125,9 @@ def test_nobody_is_blamed_for_a_pool_that_was_set_too_small(
     assert enough.limits.max_model_len == 2048
     shorter = build.plan_model(dataclasses.replace(small, max_model_len=None), model)
     assert shorter.engine.short
-    build.warn_if_short(shorter)
+    plan_lines.warn_if_short(shorter)
     assert not caplog.records
-    build.warn_if_short(
+    plan_lines.warn_if_short(
         dataclasses.replace(shorter, decisions=tuple(one for one in shorter.decisions if one.field != "kv_pool"))
     )
     assert "memory is short; others hold: postgres" in caplog.text
@@ -152,8 +152,8 @@ def test_the_plan_travels_to_the_engine_process_whole(config: EngineConfig) -> N
 def test_the_table_names_every_term_and_the_limits(config: EngineConfig) -> None:
     model = build.find_model(config)
     plan = build.plan_model(config, model, front_bytes=7 * MIB)
-    assert "budget" in build.plan_line(model, plan)
-    said = "\n".join(build.plan_details(plan))
+    assert "budget" in plan_lines.plan_line(model.files.name, plan)
+    said = "\n".join(plan_lines.plan_details(plan))
     for name in (*plan.terms, "sum", "context 2,048 tokens", "64 sequences", "512 tokens per step"):
         assert name in said
     assert "measured" not in said

@@ -10,7 +10,7 @@ import pytest
 
 import holdfast
 from holdfast.config import EngineConfig
-from holdfast.engine.llm_unsupported import AbsentMethods
+from holdfast.engine.offline.unsupported import AbsentMethods
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.utils import FlexibleArgumentParser
 

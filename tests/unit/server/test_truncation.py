@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.errors import RequestError
 from holdfast.server.request.parse import split_prompts, truncation_of
-from holdfast.server.request.tokenize_pool import Truncation
+from holdfast.server.request.workers.tokenize_pool import Truncation
 from holdfast.server.schema.requests import CompletionBody
 
 BOS, EOS = 1000, 1001

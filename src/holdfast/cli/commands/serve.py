@@ -238,7 +238,8 @@ def _run(
     from holdfast.checkpoints import DEFAULT_MODEL
     from holdfast.cli.servers.register import ServerEntry
     from holdfast.engine.process.client import ProcessEngine
-    from holdfast.engine.startup.build import find_model, log_plan, open_tokenizer, plan_model
+    from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
+    from holdfast.engine.startup.plan_lines import log_plan
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
     from holdfast.footprint.cpu import FRONT_BYTES
@@ -273,7 +274,7 @@ def _run(
     entry.found(names=server_config.served_model_name or (model.files.name,), path=model.files.path)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
     plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
-    log_plan(model, plan)
+    log_plan(model.files.name, plan)
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
     settings = server_settings(engine_config, server_config, model)

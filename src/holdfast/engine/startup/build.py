@@ -31,6 +31,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.kv_scales import WHOLE_NAMES, find_kv_scales
 from holdfast.engine.startup.numa_weights import spread_over_nodes
+from holdfast.engine.startup.plan_lines import concurrency, planned_terms
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
@@ -45,13 +46,10 @@ from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
-from holdfast.planner.sizing.kv_cost import layout_cost
 from holdfast.records import EngineInfo, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.units import format_bytes
 
 if TYPE_CHECKING:
     from holdfast.engine.core.loop import EngineCore
@@ -198,47 +196,6 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
 
     stored = _stored(config, model)
     return make_gpu_plan(model.spec, stored, config, gpus, name=model.files.name, gguf=model.in_gguf)
-
-
-def log_plan(model: FoundModel, plan: Plan) -> None:
-    """What people see before anything is loaded; its terms with verbose logging only."""
-    log.info("%s", plan_line(model, plan))
-    log.info("%s", weights_line(plan))
-    for line in plan_details(plan):
-        log.debug("%s", line)
-    warn_if_short(plan)
-
-
-def plan_line(model: FoundModel, plan: Plan) -> str:
-    budget, planned = _budget(plan), format_bytes(sum(plan.terms.values()))
-    return f"Memory plan for {model.files.name}: {planned} of a budget of {budget.value}: {budget.reason}"
-
-
-def weights_line(plan: Plan) -> str:
-    """How the weights are stored, and what they take."""
-    how = ", expanded" if plan.engine.expand_weights and plan.engine.weights_format != plan.dtype else ""
-    return f"weights: {plan.engine.weights_format}{how}, {format_bytes(plan.terms['weights'])}"
-
-
-def plan_details(plan: Plan) -> list[str]:
-    """Where the budget goes, term by term, and the limits."""
-    limits = plan.limits
-    return [
-        *term_lines(_planned(plan), plan.budget_bytes),
-        f"  limits: context {limits.max_model_len:,} tokens, {limits.max_num_seqs} sequences, "
-        f"{limits.max_num_batched_tokens:,} tokens per step; "
-        f"maximum concurrency at full context: {_concurrency(plan):.1f}x",
-    ]
-
-
-def warn_if_short(plan: Plan) -> None:
-    pool_is_set = any(decision.field == "kv_pool" and decision.source == "set" for decision in plan.decisions)
-    if plan.engine.short and _budget(plan).source == "measured" and not pool_is_set and (holders := memory_holders()):
-        log.warning("memory is short; others hold: %s", ", ".join(holders))
-
-
-def _budget(plan: Plan) -> Decision:
-    return next(decision for decision in plan.decisions if decision.field == "budget")
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
@@ -393,7 +350,7 @@ def _settled(
                 planned_bytes=plan.terms.get(term.term, 0),
                 measured_bytes=measured.get(term.term),
             )
-            for term in _planned(settled)
+            for term in planned_terms(settled)
         ],
         page_bytes=plan.engine.layout.page_bytes,
         given_back_bytes=profile.given_back_bytes,
@@ -409,11 +366,6 @@ def _not_spare(plan: Plan, measured: Mapping[str, int], nameless_bytes: int) -> 
     left = {name: plan.terms.get(name, 0) - size for name, size in measured.items()}
     coming = sum(max(0, left.get(name, 0)) for name in ("framework", "libraries"))
     return max(0, min(sum(left.values()), coming + max(0, nameless_bytes)))
-
-
-def _planned(plan: Plan) -> list[MemoryTerm]:
-    tier = "ram" if plan.engine.gpu is None else "vram"
-    return [MemoryTerm(tier=tier, term=name, planned_bytes=size) for name, size in plan.terms.items()]
 
 
 def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Scheduler:
@@ -454,7 +406,7 @@ def _info(
         weights_bytes=runner.weights_bytes,
         kv_pool_bytes=plan.terms["kv_pool"],
         attention_backend=f"{runner.attention_backend} ({_why(plan)})",
-        max_concurrency=_concurrency(plan),
+        max_concurrency=concurrency(plan),
         hidden_size=model.spec.hidden_size,
         eos_token_ids=list(model.spec.eos_token_ids),
         labels=[] if classifier is None else list(classifier.labels),
@@ -473,13 +425,6 @@ def _kernel_decision(plan: Plan) -> list[Decision]:
     if not plan.engine.compiled or isinstance(choice, str):
         return []
     return [Decision("cpu_kernels", choice.variant, choice.reason, choice.source)]
-
-
-def _concurrency(plan: Plan) -> float:
-    """Sequences of full length that the pool holds."""
-    layout, limits = plan.engine.layout, plan.limits
-    cost = layout_cost(layout, limits.max_num_batched_tokens)
-    return cost.concurrency((plan.engine.blocks - 1) * layout.page_bytes, limits.max_model_len)
 
 
 def _why(plan: Plan) -> str:

@@ -21,9 +21,9 @@ from holdfast.server.anthropic.schema import (
 from holdfast.server.http.middleware import Record
 from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.parse import GenerationRequest, chat_request, decode_object, served_model, tokenizer_of
-from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import TokenizePool
 from holdfast.server.request.translated import ChatMessages, not_here, told_as
+from holdfast.server.request.workers.template_workers import TemplateWorkers
+from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.schema.requests import ChatBody

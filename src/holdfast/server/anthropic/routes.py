@@ -11,8 +11,8 @@ from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.server.anthropic.read import TokenCount, read_message_request
 from holdfast.server.anthropic.shape import MessageShape
 from holdfast.server.request.logprob_budget import LogprobBudget
-from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import TokenizePool
+from holdfast.server.request.workers.template_workers import TemplateWorkers
+from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
 from holdfast.server.response.json_handler import Exchange
 from holdfast.server.settings import ServerSettings

@@ -24,8 +24,8 @@ from holdfast.server.openai_responses.shape import ResponseShape, failed
 from holdfast.server.openai_responses.store import OWN_BYTES, ResponseStore, StoredResponse
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import GenerationRequest
-from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import TokenizePool
+from holdfast.server.request.workers.template_workers import TemplateWorkers
+from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
 from holdfast.server.response.logprobs import encode
 from holdfast.server.schema.fields import unsupported

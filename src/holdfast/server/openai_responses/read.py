@@ -25,9 +25,9 @@ from holdfast.server.openai_responses.schema import (
 )
 from holdfast.server.openai_responses.store import ResponseStore
 from holdfast.server.request.parse import GenerationRequest, chat_request, decode_object
-from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import TokenizePool
 from holdfast.server.request.translated import not_here, told_as
+from holdfast.server.request.workers.template_workers import TemplateWorkers
+from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.settings import ServerSettings

@@ -13,9 +13,9 @@ from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.server.request.messages import read_messages
 from holdfast.server.request.output_parser import OutputParserConfig, prepared, reading_of, talks_of_tools
-from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import OFF_LOOP_BYTES, TokenizePool, Truncation, encode_within
 from holdfast.server.request.tools import ToolUse, read_tool_use
+from holdfast.server.request.workers.template_workers import TemplateWorkers
+from holdfast.server.request.workers.tokenize_pool import OFF_LOOP_BYTES, TokenizePool, Truncation, encode_within
 from holdfast.server.schema.fields import unsupported
 from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.schema.requests import ChatBody

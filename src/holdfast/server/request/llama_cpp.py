@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.server.request.parse import GenerationRequest, completion_request, decode_object
-from holdfast.server.request.tokenize_pool import TokenizePool
+from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.llama_cpp import COMPANIONS, HARMLESS_NATIVE, NEUTRAL, NativeBody, NativeOptions
 from holdfast.server.schema.requests import CompletionBody

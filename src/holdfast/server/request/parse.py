@@ -24,7 +24,6 @@ from holdfast.server.request.chat import chat_prompt, final_answer
 from holdfast.server.request.json_errors import not_json
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
-from holdfast.server.request.template_workers import TemplateWorkers
 from holdfast.server.request.token_choice import (
     beams_of,
     check_bias_ids,
@@ -33,7 +32,8 @@ from holdfast.server.request.token_choice import (
     prompt_logprob_entries,
     shown_logprobs,
 )
-from holdfast.server.request.tokenize_pool import TokenizePool, Truncation, check_ids, encode_within
+from holdfast.server.request.workers.template_workers import TemplateWorkers
+from holdfast.server.request.workers.tokenize_pool import TokenizePool, Truncation, check_ids, encode_within
 from holdfast.server.schema.fields import (
     check_fields,
     check_members,

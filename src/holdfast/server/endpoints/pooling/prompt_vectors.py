@@ -25,8 +25,8 @@ from holdfast.server.http.middleware import Record
 from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.logprob_budget import LogprobBudget
 from holdfast.server.request.parse import no_priority, served_model, split_prompts, tokenizer_of, truncation_of
-from holdfast.server.request.template_workers import TemplateWorkers
-from holdfast.server.request.tokenize_pool import TokenizePool, Truncation, encode_within
+from holdfast.server.request.workers.template_workers import TemplateWorkers
+from holdfast.server.request.workers.tokenize_pool import TokenizePool, Truncation, encode_within
 from holdfast.server.schema.fields import convert
 from holdfast.server.schema.pooling import PoolingCommon
 from holdfast.server.schema.requests import ChatBody, PromptTokensDetails, Usage

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from holdfast.config.python_words import in_python
-from holdfast.engine.llm_pooling import Prompt
+from holdfast.engine.offline.pooling import Prompt
 from holdfast.engine.requests.beam_search import BeamSearch, one_token
 from holdfast.records import EngineInfo, LoRARequest, RequestOutput, SamplingParams
 from holdfast.records.beams import BeamSearchOutput, BeamSearchParams

@@ -21,9 +21,10 @@ from holdfast.config.setting import Origin, without_effect
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import make_structured_outputs
 from holdfast.engine.interface import check_wake_tags
-from holdfast.engine.llm_beams import BeamMethods
-from holdfast.engine.llm_pooling import PoolingMethods, Prompt
-from holdfast.engine.llm_unsupported import AbsentMethods
+from holdfast.engine.offline.beams import BeamMethods
+from holdfast.engine.offline.pooling import PoolingMethods, Prompt
+from holdfast.engine.offline.stepped import SteppedEngine
+from holdfast.engine.offline.unsupported import AbsentMethods
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
 from holdfast.engine.requests.embedding import PARAMS
@@ -34,15 +35,12 @@ from holdfast.engine.startup.build import (
     build_core,
     find_model,
     open_tokenizer,
-    plan_line,
     plan_model,
-    warn_if_short,
-    weights_line,
 )
+from holdfast.engine.startup.plan_lines import plan_line, warn_if_short, weights_line
 from holdfast.engine.startup.preload_torch import preload_torch
 from holdfast.engine.startup.progress import RequestProgress
 from holdfast.engine.startup.select_device import settle_device
-from holdfast.engine.stepped import SteppedEngine
 from holdfast.errors import (
     EngineError,
     GrammarError,
@@ -89,7 +87,7 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
         config = settle_device(config)
         found = find_model(config)
         plan = plan_model(config, found)
-        print(plan_line(found, plan), weights_line(plan), sep="\n", file=sys.stderr, flush=True)
+        print(plan_line(found.files.name, plan), weights_line(plan), sep="\n", file=sys.stderr, flush=True)
         warn_if_short(plan)
         preload_torch()  # After the plan, which counts what is free.
         self._tokenizer = open_tokenizer(config, found)

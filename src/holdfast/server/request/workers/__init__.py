@@ -1,0 +1,1 @@
+"""Work on requests that is done off the event loop."""
