@@ -83,13 +83,13 @@ class ScaledLayout:
 
     def compiles(self, columns: int) -> bool:
         """Whether compiled products (CPU) read a matrix with rows of so many elements where it lies: in pieces of 32
-        columns that share a scale. Not where inputs are rounded to what weights are not in, nor in groups that columns
-        in an order of their own would tear apart."""
-        pieces = all(size % PIECE == 0 for size in (columns, self.group, self.input_group))
+        columns that share a scale, in whole groups. Not where inputs are rounded to what weights are not in, nor in
+        groups that columns in an order of their own would tear apart, nor with zero points of what are no integers."""
+        groups = [size for size in (self.group, self.input_group) if size]
+        pieces = columns % PIECE == 0 and all(size % PIECE == 0 and columns % size == 0 for size in groups)
         natural = self.inputs == "plain" or (self.inputs == "fp8") == (self.codes in ("fp8", "nf4"))
-        return (
-            pieces and natural and not (self.zeros and self.group_rows > 1) and not (self.ordered and self.input_group)
-        )
+        zeros = not self.zeros or (self.codes in ("int4", "int8") and self.group_rows == 1)
+        return pieces and natural and zeros and not (self.ordered and self.input_group)
 
     def stacks(self, rows: Sequence[int]) -> bool:
         """Whether matrices of so many rows, all in this layout, can be one: not where each takes its inputs in an order

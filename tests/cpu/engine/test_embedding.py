@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from holdfast import LLM, SamplingParams
+from holdfast import LLM, PoolingParams, SamplingParams
 from holdfast.errors import ContextLengthError, RequestError, UnsupportedOptionError
 
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_embedded(folder: Path) -> None:
             with pytest.raises(error):
                 llm.embed({"prompt_token_ids": prompt}, use_tqdm=False)
         with pytest.raises(UnsupportedOptionError):
-            llm.embed([3], pooling_params={"dimensions": 4})  # type: ignore[arg-type]
+            llm.embed([3], pooling_params=PoolingParams(normalize=False))
 
 
 def test_smollm2_finds_what_belongs_together() -> None:

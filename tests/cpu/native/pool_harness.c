@@ -38,7 +38,7 @@ static void run_units(void *pointer) {
 }
 
 /* On the stack, as the kernels have it: a thread that came after the end would write to what is no longer there. */
-static void check(long units, int threads, int nested, int labour) {
+static int check(long units, int threads, int nested, int labour) {
     job work;
     memset(&work, 0, sizeof work);
     work.queue.units = units;
@@ -49,6 +49,7 @@ static void check(long units, int threads, int nested, int labour) {
         if (atomic_load(&work.done[unit]) != 1) fail("a unit was not done once");
     if (atomic_load(&work.entered) > (threads > 1 ? threads : 1)) fail("more threads than were wanted");
     if (nested && atomic_load(&work.inner) != units) fail("a region within a region ran on more than its caller");
+    return atomic_load(&work.entered);
 }
 
 static void *call_often(void *seed) {
@@ -77,6 +78,7 @@ static void check_fork(void) {
 
 int main(void) {
     unsigned state = 7;
+    if (prepare_pool() != 0) fail("preparing");
     for (int i = 0; i < 2000; i++)
         check(rand_r(&state) % (i % 50 == 0 ? MOST_UNITS : 60), 1 + rand_r(&state) % 8, 0, rand_r(&state) % 300);
     puts("units");
@@ -84,10 +86,12 @@ int main(void) {
     puts("nested");
     check(MOST_UNITS, 64, 0, 500); /* more threads than any machine here has cores */
     puts("oversubscribed");
-    for (int i = 0; i < 30; i++) {
-        usleep(300); /* longer than anybody spins: they sleep and are woken */
-        check(16, 3, 0, 20000);
+    int helped = 0;
+    for (int i = 0; i < 300 && !helped; i++) {
+        usleep(5000); /* longer than anybody spins: they sleep, and come only if they are woken */
+        helped = check(64, 3, 0, 200000) > 1;
     }
+    if (!helped) fail("who slept was never woken");
     puts("slept");
     check_callers();
     puts("callers");

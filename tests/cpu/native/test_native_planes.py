@@ -202,6 +202,8 @@ def test_what_products_cannot_read_is_refused() -> None:
     narrow = ScaledLayout(codes="int8", group=16)
     assert not narrow.compiles(64)
     assert not ScaledLayout(codes="int4", group=32, inputs="fp8").compiles(64)
+    assert not ScaledLayout(codes="int8", group=128).compiles(192)
+    assert not ScaledLayout(codes="fp8", zeros=True).compiles(64)
     with pytest.raises(ValueError, match="no compiled product for int8 g16"):
         compiled(drawn(narrow, 4, 64, seed=1))
     matrix = drawn(LAYOUTS["gptq-ordered"], 4, 128, seed=1)

@@ -102,3 +102,15 @@ def test_kernels_ask_for_their_own_number_of_threads() -> None:
     own = Path(loading.__file__).name
     asking = [path.name for path in SOURCES.glob("*.py") if "get_num_threads" in path.read_text() and path.name != own]
     assert asking == []
+
+
+def test_torch_lends_its_threads_for_a_while() -> None:
+    try:
+        native.use_own_threads(2)
+        with native.torch_threads():
+            assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 1
+    finally:
+        native.share_torch_threads(2)
+    with native.torch_threads():
+        assert torch.get_num_threads() == 2

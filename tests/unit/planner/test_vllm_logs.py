@@ -138,7 +138,15 @@ def test_positions_stretched_by_yarn() -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["4", "{}", '{"rope_type": "linear", "factor": 2}', "[" * 9999, YARN.replace("4.0", "0")]
+    "written",
+    [
+        "4",
+        "{}",
+        '{"rope_type": "linear", "factor": 2}',
+        "[" * 9999,
+        YARN.replace("4.0", "0"),
+        YARN.replace("32768", "1e999"),
+    ],
 )
 def test_other_scalings_are_refused(written: str) -> None:
     with pytest.raises(ConfigurationError) as refused:

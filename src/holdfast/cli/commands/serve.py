@@ -337,5 +337,5 @@ def _log_ready(engine: Engine, settings: ServerSettings, reach: _Reach) -> None:
     log.info("Decisions and all memory: %sholdfast ps -v %s", key, url)
     if reach.loopback:
         safely = "" if needs_key else " --api-key KEY"
-        log.info("Only programs on this machine can reach it; for others, and in a container: --host 0.0.0.0%s", safely)
+        log.info("Reached from this machine only; else --host 0.0.0.0%s", safely)
     log.info("Ready: %s/v1 (try: curl%s %s/v1/models)", url, header, url)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 
-from holdfast.engine.startup.preload_torch import preload_torch, skip_meta_kernels
+from holdfast.engine.startup.preload_torch import preload_torch
 
 
 def main() -> int:
     preload_torch()
-    skip_meta_kernels()
     gc.disable()  # Until all is there that stays (`main.run` enables it again).
     from holdfast.engine.process.main import run
 

@@ -30,7 +30,6 @@ from holdfast.checkpoints.sources.resolve import overridden, refuse_known, say_s
 from holdfast.config import EngineConfig
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.kv_scales import WHOLE_NAMES, find_kv_scales
-from holdfast.engine.startup.numa_weights import spread_over_nodes
 from holdfast.engine.startup.plan_lines import concurrency, planned_terms
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
@@ -232,8 +231,10 @@ def build_core(
     progress: Progress,
     plan: Plan | None = None,
     beat: Callable[[], None] | None = None,
+    own_threads: bool = False,
 ) -> tuple[EngineCore, EngineInfo]:
-    """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU."""
+    """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU.
+    `own_threads`: the process is ours alone, so that torch may be left one thread where it has little to do."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
         from holdfast.execution import native
@@ -251,7 +252,7 @@ def build_core(
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
-    with stored as checkpoint, spread_over_nodes():
+    with stored as checkpoint:
         plan = _still_fits(plan)
         set_threads(config.threads or processor().cores)
         warm_up(DTYPES[plan.dtype], CPU)
@@ -267,7 +268,8 @@ def build_core(
             quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
         )
-    set_threads(config.threads or processor().cores, torch_share(weights))
+    if own_threads and plan.engine.compiled_attention and not config.lora_places:
+        set_threads(config.threads or processor().cores, torch_share(weights))
     limits = RunnerLimits.of(plan.limits, config.lora_places)
     runner = Runner(
         model.spec,

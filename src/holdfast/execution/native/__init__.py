@@ -11,7 +11,14 @@ from holdfast.execution.native.attention import AttentionRows, PoolPlace, paged_
 from holdfast.execution.native.decoder import DecoderLayer, DecoderStep
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.experts import ExpertLayer, NativeExpertBuffers
-from holdfast.execution.native.loading import available, share_torch_threads, threads, use_own_threads, why_not
+from holdfast.execution.native.loading import (
+    available,
+    share_torch_threads,
+    threads,
+    torch_threads,
+    use_own_threads,
+    why_not,
+)
 from holdfast.execution.native.planes import ScaledBlockMatrix
 from holdfast.execution.native.products import BlockMatrix, CompiledMatrix, dequantize, matmul_blocks
 
@@ -34,6 +41,7 @@ __all__ = [
     "rotate_and_store",
     "share_torch_threads",
     "threads",
+    "torch_threads",
     "use_own_threads",
     "why_not",
 ]

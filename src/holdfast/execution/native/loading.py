@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -47,6 +49,19 @@ def use_own_threads(count: int) -> None:
     kernels().share(0)
     torch.set_num_threads(1)
     _own_threads = count
+
+
+@contextlib.contextmanager
+def torch_threads() -> Iterator[None]:
+    """Within it torch computes with as many threads as the kernels: for the little that is much work for it."""
+    if _own_threads is None:
+        yield
+        return
+    torch.set_num_threads(_own_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
 
 
 def share_torch_threads(count: int) -> None:

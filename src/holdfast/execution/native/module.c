@@ -370,6 +370,7 @@ static struct PyModuleDef MODULE = {
 };
 
 PyMODINIT_FUNC INIT(VARIANT)(void) {
+    if (prepare_pool() != 0) return PyErr_NoMemory();
     PyObject *module = PyModule_Create(&MODULE);
     if (module != NULL && PyModule_AddStringConstant(module, "VARIANT", TEXT(VARIANT)) != 0) Py_CLEAR(module);
     return module;

@@ -35,7 +35,7 @@ static struct {
     atomic_int stopping;
     worker run;
     void *work;
-    int workers, at_fork; /* belong to who has taken the pool */
+    int workers; /* belongs to who has taken the pool */
     pthread_t threads[MOST_WORKERS];
 } pool;
 
@@ -120,6 +120,8 @@ static void forget_pool(void) {
     unpark_after_fork();
 }
 
+int prepare_pool(void) { return pthread_atfork(NULL, NULL, forget_pool); }
+
 static void name_worker(int number) {
 #if defined(__linux__)
     char name[16];
@@ -133,7 +135,6 @@ static void name_worker(int number) {
 static int start_workers(int wanted) {
     if (wanted > MOST_WORKERS) wanted = MOST_WORKERS;
     if (pool.workers >= wanted) return wanted;
-    if (!pool.at_fork) pool.at_fork = pthread_atfork(NULL, NULL, forget_pool) == 0;
     sigset_t all, before; /* signals are for the interpreter's threads */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);

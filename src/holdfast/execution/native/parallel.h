@@ -28,6 +28,9 @@ static inline long claim(work_queue *queue) {
  * that compute in turn would fight for the cores: OpenMP's spin for milliseconds after each of torch's products. */
 void share_runtime(void *parallel);
 
+/* Once, before any region: a forked child has none of the threads. 0: it is so. */
+int prepare_pool(void);
+
 /* Returns when every thread that entered `run` has left it, the caller among them. At most `threads` enter. The caller
  * does it all when that is 1, within another region, and while another thread has the pool. Threads are started when
  * they are first wanted, and in a forked child anew. */

@@ -15,6 +15,7 @@ import numpy
 import numpy.typing
 import torch
 
+from holdfast.execution import native
 from holdfast.execution.batch import SlotBuffers
 from holdfast.execution.sampling.nonfinite import NO_TOKEN
 from holdfast.records import SamplingParams, SequenceStart, TokenLogprobs
@@ -118,7 +119,9 @@ class Sampler:
 
     def score(self, logits: torch.Tensor, slots: list[int], targets: torch.Tensor) -> list[TokenLogprobs]:
         """Of tokens of prompts: how likely each was after what stands before it."""
-        return logprobs(logits, targets, [self._slots[slot].params.prompt_logprobs or 0 for slot in slots])
+        counts = [self._slots[slot].params.prompt_logprobs or 0 for slot in slots]
+        with native.torch_threads():  # Rows of whole vocabularies, as many as a step has tokens.
+            return logprobs(logits, targets, counts)
 
     def _adjust(
         self, logits: torch.Tensor, rows: list[_Slot], slots: Integers, lengths: Integers, positions: Integers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 from collections.abc import Mapping
 
@@ -68,6 +67,4 @@ def fill_dummy_codes(matrix: ScaledMatrix, first: int, rows: int, tensor: Tensor
 
 def _generator(name: str, device: torch.device) -> torch.Generator:
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-    # torch's generators need it, and where the import of torch was cut short (preload_torch) it is not there yet.
-    importlib.import_module("torch._prims.rng_prims")
     return torch.Generator(device=device).manual_seed(seed)

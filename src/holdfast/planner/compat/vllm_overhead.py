@@ -37,7 +37,7 @@ def links_bytes(gpu: Gpu | None, ranks: int, vllm: Vllm) -> int:
 
 def non_torch_bytes(gpu: Gpu | None, ranks: int, vllm: Vllm) -> int:
     alone = int(vllm.value("non-torch-mib")) * MIB
-    if gpu is not None and gpu.unified:
+    if gpu is not None and gpu.unified and gpu.vendor == "nvidia":
         alone = UNIFIED_BYTES
     elif vllm.runner == "v1" and vllm.has("counts-context"):
         alone += CONTEXT_BYTES

@@ -44,7 +44,7 @@ def _stretched(spec: ModelSpec, written: str) -> ModelSpec:
         found = json.loads(written)
         kind = found.get("rope_type", found.get("type"))
         factor, original = float(found["factor"]), int(found["original_max_position_embeddings"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise _wrong(written) from error
     if kind != "yarn" or not 1 <= factor <= MOST_FACTOR or not 1 <= original <= MOST_TOKENS:
         raise _wrong(written)
