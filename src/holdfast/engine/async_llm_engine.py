@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine.arg_utils import AsyncEngineArgs
@@ -29,7 +31,10 @@ class AsyncLLMEngine:
         self._queues: dict[str, _Queue] = {}
         self._paused = False
         """These three are the thread's alone: others send it work, which it does between two steps."""
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
+        """Set under the lock by the thread as its last act: nothing is queued behind it, where nobody would see it."""
         self._error: BaseException | None = None
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="holdfast-engine", daemon=True)
@@ -59,16 +64,20 @@ class AsyncLLMEngine:
             self._engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request, priority=priority)
             self._queues[request_id] = told
 
-        await self._do(add)
+        def leave() -> None:
+            if self._queues.get(request_id) is told:  # Not another's request of the same name.
+                self._abort([request_id])
+
         finished = False
         try:
+            await self._do(add)
             while not finished:
                 output = await told.get()
                 finished = output.finished
                 yield output
         finally:
-            if not finished and self.is_running:
-                self._work.put(lambda: self._abort([request_id]))
+            if not finished:
+                self._queue(_Work(leave))
 
     async def encode(self, *_: Any, **__: Any) -> None:
         raise UnsupportedOptionError(
@@ -139,20 +148,17 @@ class AsyncLLMEngine:
 
     async def _do(self, work: Callable[[], None]) -> None:
         """In the engine's thread, between two steps; what it raises is raised here."""
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-        def doing() -> None:
-            try:
-                work()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        if self._ended or not self.is_running:
+        queued = _Work(work)
+        if self._ended or not self._queue(queued):
             raise EngineError("this engine has ended", fix="create a new one") from self._error
-        self._work.put(doing)
-        await asyncio.wrap_future(done)
+        await asyncio.wrap_future(queued.done)
+
+    def _queue(self, work: _Work) -> bool:
+        """False: the thread has ended."""
+        with self._closing:
+            if not self._closed:
+                self._work.put(work)
+            return not self._closed
 
     def _run(self) -> None:
         error: BaseException = EngineError("the engine was shut down")
@@ -164,6 +170,12 @@ class AsyncLLMEngine:
         for told in self._queues.values():
             told.put(error)
         self._queues.clear()
+        with self._closing:
+            self._closed = True
+        while not self._work.empty():
+            work = self._work.get()
+            if work is not None:
+                work.fail(error)
 
     def _turn(self) -> bool:
         """One piece of work, or one step; False: it is to end."""
@@ -177,8 +189,30 @@ class AsyncLLMEngine:
                     del self._queues[output.request_id]
             return True
         if work is not None:
-            work()
+            work.run()
         return work is not None
+
+
+@dataclass(slots=True)
+class _Work:
+    """For the engine's thread. Who waits for it may have been cancelled by the time it is its turn."""
+
+    do: Callable[[], None]
+    done: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+
+    def run(self) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return
+        try:
+            self.do()
+        except Exception as error:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
 
 
 class _Queue:
@@ -189,7 +223,7 @@ class _Queue:
         self._told: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
     def put(self, told: RequestOutput | BaseException) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
             self._loop.call_soon_threadsafe(self._told.put_nowait, told)
 
     async def get(self) -> RequestOutput:

@@ -97,13 +97,29 @@ class Engine(Protocol):
         cache_salt: str = "",
         adapter: AdapterRef | None = None,
         embed: bool = False,
+        search_id: str | None = None,
     ) -> AsyncIterator[AnswerDelta]:
         """Checks the request and queues it, or raises a RequestError, OverloadedError, DrainingError or EngineError.
 
         The iterator yields deltas of all `params.n` answers as they come and ends when all have ended. Closing it
         early aborts the request and frees its pages. It raises EngineError when the request cannot be finished.
         `embed`: one delta with the prompt's embedding, and no token (`engine.requests.embedding.PARAMS` goes with it).
+        `search_id`: it is a step of that search, for which there is room, also while draining.
         """
+
+    async def open_search(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        search_id: str,
+        adapter: AdapterRef | None = None,
+    ) -> None:
+        """Checks a beam search as `generate` checks a request, and holds `params.n` places until `close_search`: it
+        counts as one unfinished request, and its steps are not refused for want of room or by a drain."""
+
+    async def close_search(self, search_id: str) -> None:
+        """Also for one that was closed before."""
 
     def check_room(self, answers: int) -> None:
         """For a body of several prompts, before the first is opened: raises RequestError when so many answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,19 @@ def test_an_end_completes_a_beam_and_lengths_count(penalty: float, first: list[i
     assert {beam.finish_reason for beam in best} == {"stop", "length"}
     ended = next(beam for beam in best if beam.finish_reason == "stop")
     assert (ended.tokens, ended.stop_reason, ended.cum_logprob) == ([7], 2, pytest.approx(-1.1))
+
+
+def test_only_beams_that_can_still_win_are_kept() -> None:
+    """Every beam may end at every step: the best of them all are returned, and no more than these are held."""
+    draw, width, prompt_length = random.Random(3), 3, 4
+    search = BeamSearch(prompt_length, BeamSearchParams(beam_width=width, max_tokens=40), {2})
+    every: list[tuple[float, list[int]]] = []
+    for _ in range(40):
+        likeliest = [{token: Logprob(-draw.uniform(0.1, 5)) for token in (2, 5, 6, 7)} for _ in search.beams]
+        for beam, found in zip(search.beams, likeliest, strict=True):
+            every.append(((beam.cum_logprob + found[2].logprob) / (prompt_length + len(beam.tokens)), beam.tokens))
+        search.expand(likeliest)
+        assert len(search._completed) <= width
+    every += [(beam.cum_logprob / (prompt_length + len(beam.tokens)), beam.tokens) for beam in search.beams]
+    best = sorted(every, key=lambda one: one[0], reverse=True)[:width]
+    assert [beam.tokens for beam in search.best()] == [tokens for _, tokens in best]

@@ -413,6 +413,8 @@ def test_an_engine_that_is_stepped_by_hand(llm) -> None:
         engine.add_request("DELTA", "x", greedy)
     with pytest.raises(EngineError, match="unfinished"):
         llm.generate("x", greedy)
+    with pytest.raises(EngineError, match="unfinished"):
+        llm.sleep()
     engine.add_request("dropped", "x", greedy)
     engine.abort_request("dropped")
     while engine.has_unfinished_requests():

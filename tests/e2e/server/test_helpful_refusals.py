@@ -7,6 +7,7 @@ import json
 import pytest
 
 from holdfast.engine.fake import FakeEngine
+from holdfast.engine.fake.tokenizer import END
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BODIES = {CHAT: {"messages": [{"role": "user", "content": "hi"}]}, COMPLETION: {"prompt": "hi"}}
@@ -51,6 +52,21 @@ def test_what_is_not_there_says_what_to_do_instead(http):
     assert "n with logprobs" in error_of(http, COMPLETION, best_of=3)["holdfast"]["fix"]
     assert "use_beam_search" in error_of(http, COMPLETION, use_beam_search=True, stop=["x"])["message"]
     assert "from 1 to 10 beams" in error_of(http, COMPLETION, use_beam_search=True, n=11)["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_search_is_refused_before_its_first_byte(http, stream):
+    long = {"prompt": "x" * 5000, "use_beam_search": True, "n": 2, "stream": stream}
+    error = error_of(http, COMPLETION, **long)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+@pytest.mark.parametrize(("skip", "text"), [(True, ""), (False, "<|end|>")])
+def test_special_tokens_of_beams(http, skip, text):
+    """The fake answers an end to a prompt of nothing but an end."""
+    asked = {"prompt": [END], "use_beam_search": True, "n": 1, "max_tokens": 1, "ignore_eos": True}
+    response = http.post(COMPLETION, json={**asked, "skip_special_tokens": skip})
+    assert response.json()["choices"][0]["text"] == text
 
 
 def test_too_many_messages(http):

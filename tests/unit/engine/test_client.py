@@ -18,6 +18,7 @@ from holdfast.engine.requests import stream
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import (
     DoesNotFitError,
+    DrainingError,
     EngineDiedError,
     EngineError,
     EngineHungError,
@@ -26,6 +27,7 @@ from holdfast.errors import (
     RequestError,
 )
 from holdfast.records import (
+    AnswerDelta,
     EngineInfo,
     EngineOutput,
     EngineStats,
@@ -378,6 +380,42 @@ async def test_room_for_several_answers(engine, harbour) -> None:
     engine.check_room(8)
     with contextlib.suppress(StopAsyncIteration):
         await anext(stream)
+    assert engine.unfinished == 0
+
+
+async def test_a_search_that_was_taken_is_finished_though_all_is_full_or_draining(engine, harbour) -> None:
+    async def step(name: str) -> AsyncIterator[AnswerDelta]:
+        return await engine.generate([1, 2], SamplingParams(max_tokens=1), request_id=name, search_id="s")
+
+    with pytest.raises(RequestError, match="maximum context length"):
+        await engine.open_search([1] * 100, SamplingParams(n=3, max_tokens=5), search_id="s")
+    await engine.open_search([1], SamplingParams(n=3, max_tokens=5), search_id="s")
+    others = await ask(engine, "others", n=5)
+    with pytest.raises(OverloadedError):
+        engine.check_room(1)
+    steps = [await step(f"s-0-{place}") for place in range(3)]
+    assert engine.unfinished == 2
+    harbour.last.tell(*(token(f"s-0-{place}", 7, reason=FinishReason.LENGTH) for place in range(3)))
+    assert [(await anext(one)).token_ids for one in steps] == [[7]] * 3
+    with pytest.raises(OverloadedError):
+        engine.check_room(1)
+    await others.aclose()
+    draining = asyncio.create_task(engine.drain(3600))
+    await until(lambda: engine.draining)
+    with pytest.raises(DrainingError):
+        await ask(engine, "new")
+    await (await step("s-1-0")).aclose()
+    assert not draining.done()
+    await engine.close_search("s")
+    await draining
+    assert engine.unfinished == 0
+
+
+async def test_a_drain_ends_searches_that_take_too_long(engine) -> None:
+    await engine.open_search([1], SamplingParams(n=3, max_tokens=5), search_id="s")
+    await engine.drain(0)
+    with pytest.raises(DrainingError):
+        await engine.generate([1], SamplingParams(max_tokens=1), request_id="s-0-0", search_id="s")
     assert engine.unfinished == 0
 
 

@@ -19,6 +19,7 @@ from holdfast.engine.fake.script import EMBEDDING_SIZE, Script, Speaker, echo, f
 from holdfast.engine.fake.tokenizer import END, VOCABULARY, ByteTokenizer
 from holdfast.engine.requests.admission import check_room
 from holdfast.engine.requests.output import OutputBuilder
+from holdfast.engine.requests.searches import Searches
 from holdfast.engine.requests.structured_output import StructuredOutput
 from holdfast.errors import (
     ContextLengthError,
@@ -101,6 +102,7 @@ class FakeEngine:
         self._draining = False
         self._failure: Failure | None = None
         self._cut = False
+        self._searches = Searches()
         self._sleeping = self._abandoned = False
         self._tokens_allowed: int | None = None
         self._flow = asyncio.Event()
@@ -163,7 +165,7 @@ class FakeEngine:
 
     @property
     def unfinished(self) -> int:
-        return self._running + self._waiting
+        return self._running + self._waiting - self._searches.steps + len(self._searches)
 
     def memory(self) -> Ledger | None:
         held = resident() or Resident(0, 0)
@@ -226,8 +228,12 @@ class FakeEngine:
         cache_salt: str = "",
         adapter: AdapterRef | None = None,
         embed: bool = False,
+        search_id: str | None = None,
     ) -> AsyncIterator[AnswerDelta]:
-        self._check(prompt_token_ids, params)
+        if search_id in self._searches:
+            self._searches.begin_step(request_id)
+        else:
+            self._check(prompt_token_ids, params)
         self.received.append((prompt_token_ids, params))
         cached_tokens = self._look_up(prompt_token_ids, cache_salt)
         self._waiting += 1
@@ -236,7 +242,23 @@ class FakeEngine:
 
     def check_room(self, answers: int) -> None:
         if self.max_queued_requests is not None:
-            check_room(answers, self.unfinished, self.max_num_seqs, self.max_queued_requests)
+            taken = self._running + self._waiting + self._searches.idle_places
+            check_room(answers, taken, self.max_num_seqs, self.max_queued_requests)
+
+    async def open_search(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        search_id: str,
+        adapter: AdapterRef | None = None,
+    ) -> None:
+        self._check(prompt_token_ids, params)
+        self._searches.open(search_id, params.n)
+
+    async def close_search(self, search_id: str) -> None:
+        self._searches.close(search_id)
+        await self._tell()
 
     @property
     def sleeping(self) -> bool:
@@ -377,6 +399,7 @@ class _Stream:
             self._begun = True
             self._engine._waiting -= 1
         await cast(Any, self._deltas).aclose()
+        self._engine._searches.end_step(self._request_id)
         await self._engine._tell()
 
     async def _run(self, prompt: list[int], params: SamplingParams, cached_tokens: int) -> AsyncIterator[AnswerDelta]:

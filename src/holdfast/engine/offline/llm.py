@@ -220,7 +220,8 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Requests that run keep their blocks, also where vLLM would recompute them: weights never change here."""
-        self._engine().scheduler.reset_prefix_cache()
+        with self._turn:  # A thread that generates changes the same books.
+            self._engine().scheduler.reset_prefix_cache()
         return True
 
     def sleep(self, level: int = 1) -> None:
@@ -230,6 +231,7 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
         with self._turn:
             if not self._sleeping:
                 self._engine()
+                self._refuse_if_stepped()
                 self.close()
                 self._sleeping = True
 
@@ -288,6 +290,10 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
         if self._core is None:
             raise EngineError("this LLM was closed", fix="create a new LLM")
         return self._core
+
+    def _refuse_if_stepped(self) -> None:
+        if "llm_engine" in vars(self) and self.llm_engine.has_unfinished_requests():
+            raise EngineError("llm_engine has unfinished requests", fix="step it to their ends, or abort_request")
 
     def _check_priority(self, priority: Sequence[int] | None, prompts: int) -> None:
         if priority is None:
@@ -350,8 +356,7 @@ class LLM(PoolingMethods, BeamMethods, AbsentMethods):
 
     def _run_alone(self, runs: list[_Run], show_progress: bool) -> list[RequestOutput]:
         core = self._engine()
-        if "llm_engine" in vars(self) and self.llm_engine.has_unfinished_requests():
-            raise EngineError("llm_engine has unfinished requests", fix="step it to their ends, or abort_request")
+        self._refuse_if_stepped()
         open_answers = {answer.request.request_id: (run, answer) for run in runs for answer in run.answers}
         with RequestProgress(len(runs), shown=show_progress) as progress:
             try:

@@ -51,11 +51,16 @@ class SteppedEngine:
         run = self._llm._prepare(prompt, params, priority, adapter=adapter)
         run.output.request_id, run.output.lora_request = request_id, lora_request
         opened = _Open(run, params.output_kind)
-        self._runs[request_id] = opened
         with self._llm._turn:
-            for answer in run.answers:
-                self._of[answer.request.request_id] = opened, answer
-                self._llm._engine().add(answer.request)
+            core: EngineCore = self._llm._engine()
+            self._runs[request_id] = opened
+            try:
+                for answer in run.answers:
+                    self._of[answer.request.request_id] = opened, answer
+                    core.add(answer.request)
+            except BaseException:
+                self._abort(core, [request_id])
+                raise
 
     def step(self) -> list[RequestOutput]:
         """One step of all requests; what it says of each, as its `output_kind` asks."""
@@ -78,6 +83,11 @@ class SteppedEngine:
                             core.abort(output.request_id)
             except HoldfastError:
                 self._abort(core, list(self._runs))
+                raise
+            except BaseException:  # As in `LLM`: Ctrl-C falls anywhere, and nothing of the books is kept.
+                core.start_over()
+                self._runs.clear()
+                self._of.clear()
                 raise
         told = [one for one in (opened.told() for opened in changed.values()) if one is not None]
         for name, opened in changed.items():

@@ -26,6 +26,7 @@ from holdfast.engine.process.stats import at_rest, continued, ledger_of
 from holdfast.engine.requests.admission import Admission, check_room
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, served_sampling
+from holdfast.engine.requests.searches import Searches
 from holdfast.engine.requests.stream import Stream, Waiting
 from holdfast.engine.requests.structured_output import StructuredOutput
 from holdfast.engine.startup.build import FoundModel, Progress, with_located_model
@@ -79,6 +80,7 @@ class ProcessEngine:
         self.structured = StructuredOutput.of(tokenizer, model.spec)
         self._supervisor: asyncio.Task[None] | None = None
         self._open: dict[str, tuple[OutputBuilder, Stream]] = {}
+        self._searches = Searches()
         self._quarantine = CrashQuarantine()
         self._streams = 0
         self._waiting = Waiting()
@@ -129,7 +131,7 @@ class ProcessEngine:
 
     @property
     def unfinished(self) -> int:
-        return self._streams
+        return self._streams - self._searches.steps + len(self._searches)
 
     @property
     def restarts(self) -> int:
@@ -169,8 +171,11 @@ class ProcessEngine:
         cache_salt: str = "",
         adapter: AdapterRef | None = None,
         embed: bool = False,
+        search_id: str | None = None,
     ) -> AsyncIterator[AnswerDelta]:
-        self._refuse_if_closed(request_id)
+        is_step = search_id in self._searches
+        if not is_step:
+            self._refuse_if_closed(request_id)
         assert self._door is not None
         requests = self._door.admit(
             prompt_token_ids,
@@ -181,13 +186,16 @@ class ProcessEngine:
             adapter=adapter,
             embed=embed,
         )
-        self.check_room(len(requests))
+        if not is_step:
+            self.check_room(len(requests))
         if any(request.request_id in self._open for request in requests):
             raise EngineError(f"request id {request_id!r} is already in use", request_id=request_id)
         names = [request.request_id for request in requests]
         stream = Stream(names, self._close_stream, self._waiting)
         for index, request in enumerate(requests):
             self._open[request.request_id] = (OutputBuilder(request, index, self._tokenizer), stream)
+            if is_step:
+                self._searches.begin_step(request.request_id)
         self._streams += 1
         self._quarantine.enter(names)
         self._hand_over()
@@ -196,14 +204,32 @@ class ProcessEngine:
     def check_room(self, answers: int) -> None:
         # The plan may have lowered what was not set.
         places = self._config.sequences if self._info is None else self._info.max_num_seqs
-        check_room(answers, len(self._open), places, self._config.max_queued_requests)
+        taken = len(self._open) + self._searches.idle_places
+        check_room(answers, taken, places, self._config.max_queued_requests)
+
+    async def open_search(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        search_id: str,
+        adapter: AdapterRef | None = None,
+    ) -> None:
+        self._refuse_if_closed(search_id)
+        assert self._door is not None
+        self._door.admit(prompt_token_ids, params, request_id=search_id, adapter=adapter)
+        self.check_room(params.n)
+        self._searches.open(search_id, params.n)
+
+    async def close_search(self, search_id: str) -> None:
+        self._searches.close(search_id)
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._open and self._failure is None and asyncio.get_running_loop().time() < deadline:
+        while self._busy and self._failure is None and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        if self._open:
+        if self._busy:
             self._end_all(
                 DrainingError(f"the server is shutting down and the request did not finish in {timeout_s:g} s")
             )
@@ -238,7 +264,7 @@ class ProcessEngine:
             try:
                 if mode == "abort":
                     self._end_all(SleepingError("the engine was put to sleep before the request was finished"))
-                while self._open and self._failure is None:
+                while self._busy and self._failure is None:
                     await asyncio.sleep(0.02)
             except asyncio.CancelledError:
                 self._sleeping = False
@@ -277,6 +303,11 @@ class ProcessEngine:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
+
+    @property
+    def _busy(self) -> bool:
+        """With requests, or with a search between two of its steps."""
+        return bool(self._open or self._searches)
 
     def _refuse_if_closed(self, request_id: str) -> None:
         if self._failure is not None:
@@ -435,6 +466,7 @@ class ProcessEngine:
     def _end_all(self, error: HoldfastError) -> None:
         streams = {id(stream): stream for _, stream in self._open.values()}
         self._abort(list(self._open))
+        self._searches.clear()
         for stream in streams.values():
             stream.put(error)
 
@@ -453,3 +485,4 @@ class ProcessEngine:
         self._quarantine.leave(names)
         for name in names:
             del self._open[name]
+            self._searches.end_step(name)

@@ -69,6 +69,8 @@ class BeamSearch:
                 if not self.params.include_stop_str_in_output:
                     longer.tokens.pop()
                 self._completed.append(longer)
+        # Their scores are final. All of them would be as many lists of log-probabilities as there are steps.
+        self._completed = self._best_of(self._completed)
         candidates.sort(key=lambda beam: -beam.cum_logprob)
         self.beams = candidates[: self.params.beam_width]
 
@@ -76,7 +78,10 @@ class BeamSearch:
         """The likeliest first; those that have not come to an end among them."""
         for beam in self.beams:
             beam.finish_reason = "length"
-        return sorted([*self._completed, *self.beams], key=self._score, reverse=True)[: self.params.beam_width]
+        return self._best_of([*self._completed, *self.beams])
+
+    def _best_of(self, beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
+        return sorted(beams, key=self._score, reverse=True)[: self.params.beam_width]
 
     def _score(self, beam: BeamSearchSequence) -> float:
         ended = bool(beam.tokens) and beam.tokens[-1] in self.ends

@@ -17,7 +17,7 @@ from holdfast.errors import RequestError
 from holdfast.observability.metrics.registry import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason, SamplingParams
 from holdfast.server.request.parse import GenerationRequest, token_name
-from holdfast.server.response.beams import beam_answers
+from holdfast.server.response.beams import BeamStream
 from holdfast.server.response.logprobs import CompletionLogprobsWriter, PromptLogprobs
 from holdfast.server.response.serialize import ResponseChoice
 from holdfast.server.schema.requests import PromptTokensDetails, Usage
@@ -106,16 +106,19 @@ class Conversation:
                 adapter=ask.adapter,
             )
         beams = replace(ask.beams, max_tokens=max(min(params.max_tokens or room, room), 1))
-        return beam_answers(
+        search = BeamStream(
             self._engine,
             prompt,
             beams,
+            params,
             request_id=name,
             logprobs=ask.logprobs,
             priority=ask.priority,
             cache_salt=ask.cache_salt,
             adapter=ask.adapter,
         )
+        await search.open()
+        return search
 
     def _within_context(self, params: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, int]:
         """What is left behind the prompt, and parameters that ask for no more. As in vLLM `max_tokens` is the most a
