@@ -423,6 +423,9 @@ def _sampling(
         value = getattr(body, name)
         if value is not None:
             values[name] = value
+    if body.max_tokens is None and values["max_tokens"] is not None:
+        # A default that nobody sent refuses nothing.
+        values["max_tokens"] = max(values["max_tokens"], values.get("min_tokens", 0))
     if body.logit_bias:
         check_bias_ids(body.logit_bias)
         values["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
