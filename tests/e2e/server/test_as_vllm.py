@@ -259,6 +259,10 @@ def test_settings_of_a_server_that_vllm_has_too(launch: Any) -> None:
         many = client.post("/v1/completions", json={**body, "logprobs": 3})
         assert many.status_code == 400
         assert "between 0 and 2" in many.json()["error"]["message"]
+        for path, asked in (("/v1/completions", body), (CHAT, {"messages": HELLO, "logprobs": True})):
+            named = [client.post(path, json={**asked, "logprob_token_ids": ids}) for ids in ([5, 6], [5, 6, 7])]
+            assert [answer.status_code for answer in named] == [200, 400]
+            assert named[1].json()["error"]["param"] == "logprob_token_ids"
         assert ask(client)["usage"]["completion_tokens"] == 2
         # A default that the client did not send gives way.
         assert ask(client, min_tokens=6)["usage"]["completion_tokens"] == 6

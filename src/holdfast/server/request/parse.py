@@ -161,7 +161,7 @@ async def chat_request(
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_logprobs(logprobs, "top_logprobs", settings.max_logprobs)
-    logprobs = shown_logprobs(body, logprobs)
+    logprobs = shown_logprobs(body, logprobs, settings.max_logprobs)
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
     check_prompt_logprobs(body)
     _check_places(params.n, engine, settings, "n")
@@ -234,7 +234,7 @@ async def completion_request(
         raise unsupported("logprob_token_ids", "no output tokens are generated")
     if body.echo and body.prompt_logprobs is None:
         body.prompt_logprobs = body.logprobs
-    body.logprobs = shown_logprobs(body, body.logprobs)
+    body.logprobs = shown_logprobs(body, body.logprobs, settings.max_logprobs)
     params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=default_tokens)
     if params.structured_outputs is not None:
         await _check_structured(params, engine)
