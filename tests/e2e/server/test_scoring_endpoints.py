@@ -102,6 +102,16 @@ def test_a_classifier(launch):
             assert words in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("by_template", [False, True])
+def test_no_variable_of_a_template_is_a_fault_of_the_server(launch, by_template):
+    with launch(FakeEngine(labels=["relevant"]), scores_by_template=by_template).client() as http:
+        for name in ("first", "second", "variables", "self", "conversation", "return_dict", "tokenize", "messages"):
+            body = {"text_1": "a", "text_2": "b", "chat_template_kwargs": {name: 1}}
+            answer = http.post("/score", json=body)
+            known = name in ("first", "second", "variables")
+            assert answer.status_code == (200 if known else 400), (name, answer.text)
+
+
 def test_a_cross_encoder_reads_both_texts_at_once(launch):
     server = launch(FakeEngine(labels=["relevant"]))
     with server.client() as http:

@@ -17,6 +17,7 @@ from holdfast.errors import RequestError
 from holdfast.server.endpoints.pooling.prompt_vectors import MAX_INPUTS, PromptVectors, usage_of
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.middleware import Record
+from holdfast.server.request.chat import check_variables
 from holdfast.server.request.parse import decode_object, tokenizer_of
 from holdfast.server.request.workers.tokenize_pool import Truncation, check_ids
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields
@@ -37,7 +38,6 @@ from holdfast.server.schema.pooling import (
 
 _SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 _RERANK_SIDES = ("query", "documents")
-_OWN_VARIABLES = frozenset({"chat_template", "tools", "tokenize"})
 
 
 class Scores:
@@ -176,16 +176,14 @@ class Scores:
         template = tokenizer.chat_template if self._vectors.settings.scores_by_template else None
         variables = {"instruction": body.instruction} if body.instruction is not None else {}
         variables |= body.chat_template_kwargs or {}
-        taken = next((name for name in variables if name in _OWN_VARIABLES), None)
-        if taken is not None:
-            raise RequestError(f"chat_template_kwargs: {taken} is set by the server", field="chat_template_kwargs")
+        check_variables(variables)
         found = []
         for pair in joined:
             one, other = (
                 text if not limit else tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:limit])
                 for text, limit in zip(pair, (body.max_tokens_per_query, body.max_tokens_per_doc), strict=True)
             )
-            ids = tokenizer.encode_pair(one, other, template, **variables)
+            ids = tokenizer.encode_pair(one, other, template, variables)
             if cut is None:
                 check_ids(len(ids), context, field)
             found.append(ids if cut is None else cut.of(ids))
