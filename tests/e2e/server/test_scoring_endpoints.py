@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import math
 import struct
+import threading
 
 import pytest
 
 from holdfast.engine.fake import FakeEngine
+from holdfast.engine.fake.tokenizer import ByteTokenizer
 
 DOCUMENTS = ["abc", "de", "xyz"]
 
@@ -110,6 +112,46 @@ def test_no_variable_of_a_template_is_a_fault_of_the_server(launch, by_template)
             answer = http.post("/score", json=body)
             known = name in ("first", "second", "variables")
             assert answer.status_code == (200 if known else 400), (name, answer.text)
+
+
+def test_a_query_costs_a_classifier_no_more_than_the_body_is_long(launch, monkeypatch):
+    """However many documents it is paired with, and whatever is cut off of it."""
+    encoded: list[int] = []
+    threads: set[str] = set()
+    encode = ByteTokenizer.encode
+
+    def counted(self: ByteTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(len(text))
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", counted)
+    server = launch(FakeEngine(labels=["relevant"]))
+    long, short = "q" * 100_000, ["a", "b"] * 128
+    with server.client() as http:
+
+        def asked(**more):
+            encoded.clear()
+            return http.post("/rerank", json={"query": long, "documents": short, **more})
+
+        assert asked(max_tokens_per_query=3).status_code == 200
+        assert bytes(server.engine.received[0][0]) == b"qqqa"
+        assert sum(encoded) < 2 * len(long)
+        for more, words in (
+            ({"truncate_prompt_tokens": 5}, "25600256 characters together"),
+            ({"max_tokens_per_query": 99_999, "truncate_prompt_tokens": 5}, "characters together"),
+            ({}, "maximum context length"),
+        ):
+            answer = asked(**more)
+            assert answer.status_code == 400, answer.text
+            assert words in answer.json()["error"]["message"]
+            assert answer.json()["error"]["param"] == "query"
+            assert sum(encoded) <= 2 * len(long)
+        few = http.post("/rerank", json={"query": long, "documents": ["ab"], "truncate_prompt_tokens": 5})
+        assert few.status_code == 200
+        assert bytes(server.engine.received[-1][0]) == b"qqqab"
+        assert http.post("/rerank", json={"query": "q" * 2000, "documents": short[:4]}).status_code == 200
+        assert threads == {"tokenize"}  # A small body with many pairs too.
 
 
 def test_a_cross_encoder_reads_both_texts_at_once(launch):
