@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.engine.fake.tokenizer import ByteTokenizer
+from holdfast.engine.requests.scoring import cosines
 
 DOCUMENTS = ["abc", "de", "xyz"]
 
@@ -45,6 +46,19 @@ def test_documents_are_ordered(http, path):
     assert results[0]["document"] == {"text": "abc", "multi_modal": None}
     best = http.post(path, json={**asked, "top_n": 1, "return_documents": False}).json()["results"]
     assert best == [{"index": 1, "relevance_score": results[0]["relevance_score"]}]
+
+
+def test_many_cosines_are_computed_beside_the_event_loop(http, monkeypatch):
+    threads = []
+
+    def watched(*given):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return cosines(*given)
+
+    monkeypatch.setattr("holdfast.server.endpoints.pooling.scores.cosines", watched)
+    answer = http.post("/score", json={"text_1": "abc", "text_2": ["de", "abc"] * 100}).json()
+    assert threads == ["tokenize"]
+    assert answer["data"][1]["score"] == pytest.approx(1, abs=1e-6)
 
 
 def test_a_text_of_several_pairs_is_computed_once(server):

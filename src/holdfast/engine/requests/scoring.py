@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
+from holdfast.engine.requests.embedding import floats
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.records import EngineInfo
 
@@ -38,6 +39,12 @@ def _sigmoid(value: float) -> float:
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
     """Of vectors of length 1."""
     return math.fsum(one * other for one, other in zip(first, second, strict=True))
+
+
+def cosines(vectors: Sequence[bytes], places: Sequence[tuple[int, int]]) -> list[float]:
+    """Of `vectors` at these places, each of which is decoded once."""
+    decoded = [floats(vector) for vector in vectors]
+    return [cosine(decoded[one], decoded[other]) for one, other in places]
 
 
 def pairs(first: Sequence[Text], second: Sequence[Text], fields: tuple[str, str]) -> list[tuple[Text, Text]]:

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from holdfast.engine.requests.embedding import numbers
-from holdfast.engine.requests.scoring import chances, cosine, pairs, require_labels, require_score
+from holdfast.engine.requests.scoring import chances, cosines, pairs, require_labels, require_score
 from holdfast.errors import RequestError
 from holdfast.server.endpoints.pooling.prompt_vectors import MAX_INPUTS, PromptVectors, usage_of
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
@@ -151,7 +151,8 @@ class Scores:
             told = [(places[0][one], len(read[0]) + places[1][other]) for one, other in joined]
             # As vLLM counts it: both texts of every pair.
             record.prompt_tokens = sum(len(prompts[one]) + len(prompts[other]) for one, other in told)
-            return [cosine(numbers(found[one].vector), numbers(found[other].vector)) for one, other in told]
+            vectors = [one.vector for one in found]
+            return await self._vectors.pool.run(lambda: cosines(vectors, told), len(told) * len(vectors[0]))
 
     async def _classified(
         self,
