@@ -7,6 +7,7 @@ classifies   its activation over the head's products; a score where there is one
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -38,7 +39,7 @@ def _sigmoid(value: float) -> float:
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
     """Of vectors of length 1."""
-    return math.fsum(one * other for one, other in zip(first, second, strict=True))
+    return math.fsum(map(operator.mul, first, second))
 
 
 def cosines(vectors: Sequence[bytes], places: Sequence[tuple[int, int]]) -> list[float]:
