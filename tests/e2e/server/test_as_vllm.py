@@ -263,6 +263,8 @@ def test_settings_of_a_server_that_vllm_has_too(launch: Any) -> None:
             named = [client.post(path, json={**asked, "logprob_token_ids": ids}) for ids in ([5, 6], [5, 6, 7])]
             assert [answer.status_code for answer in named] == [200, 400]
             assert named[1].json()["error"]["param"] == "logprob_token_ids"
+            prompted = [client.post(path, json={**asked, "prompt_logprobs": count}) for count in (2, 3)]
+            assert [answer.status_code for answer in prompted] == [200, 400]
         assert ask(client)["usage"]["completion_tokens"] == 2
         # A default that the client did not send gives way.
         assert ask(client, min_tokens=6)["usage"]["completion_tokens"] == 6

@@ -163,7 +163,7 @@ async def chat_request(
     check_logprobs(logprobs, "top_logprobs", settings.max_logprobs)
     logprobs = shown_logprobs(body, logprobs, settings.max_logprobs)
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
-    check_prompt_logprobs(body)
+    check_prompt_logprobs(body, settings.max_logprobs)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
     chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, size_bytes, workers, pool, cut)
@@ -222,7 +222,7 @@ async def completion_request(
     """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
     check_logprobs(body.logprobs, "logprobs", settings.max_logprobs)
-    check_prompt_logprobs(body)
+    check_prompt_logprobs(body, settings.max_logprobs)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
         raise unsupported("echo", "echo with logprobs and n cannot be streamed; leave stream out")
     if engine.tokenizer is None:

@@ -42,7 +42,8 @@ def shown_logprobs(body: Common, asked: int | None, most: int) -> int | None:
     return len(named) + 1
 
 
-def check_prompt_logprobs(body: Common) -> None:
+def check_prompt_logprobs(body: Common, most: int) -> None:
+    check_logprobs(body.prompt_logprobs, "prompt_logprobs", most)
     if body.prompt_logprobs is not None and body.stream:
         raise unsupported("prompt_logprobs", "it cannot be streamed; leave stream out")
 
