@@ -94,8 +94,8 @@ class ServerConfig:
     )
     lora_folders: tuple[str, ...] = setting(
         (),
-        "folders from which /v1/load_lora_adapter may load adapters; default: any on a loopback address or with a "
-        "key, otherwise only those of --lora-modules",
+        "folders from which /v1/load_lora_adapter may load adapters; default: any with a key or on a loopback "
+        "address (without --root-path), otherwise only those of --lora-modules",
         texts,
         metavar="FOLDER",
     )

@@ -67,9 +67,9 @@ class ServerSettings:
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, for what a request leaves out."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    """SamplingParams of the model's own generation config, for what a request leaves out."""
     chat_max_tokens: int | None = None
     """Of a chat's answer, where neither the request nor default_sampling says; None: up to the context's end."""
-    """SamplingParams of the model's own generation config, for what a request leaves out."""
     adapters: Adapters | None = None
     """LoRA adapters that requests may name beside the model; None: there are none."""
     trust_request_chat_template: bool = False

@@ -237,7 +237,12 @@ def test_answers_are_what_the_document_tells(http, extra):
 def test_settings_of_a_server_that_vllm_has_too(launch: Any) -> None:
     """On one server: the prefix of a proxy, paths that are not logged, limits and defaults of requests."""
     server = launch(
-        root_path="/llm", unlogged_paths=frozenset({"/v1/models"}), max_logprobs=2, tokens_as_ids=True, api_key="k"
+        root_path="/llm",
+        unlogged_paths=frozenset({"/v1/models"}),
+        max_logprobs=2,
+        chat_max_tokens=2,
+        tokens_as_ids=True,
+        api_key="k",
     )
     headers = {"Authorization": "Bearer k"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE_S) as client:
@@ -254,8 +259,17 @@ def test_settings_of_a_server_that_vllm_has_too(launch: Any) -> None:
         many = client.post("/v1/completions", json={**body, "logprobs": 3})
         assert many.status_code == 400
         assert "between 0 and 2" in many.json()["error"]["message"]
+        for path, asked in (("/v1/completions", body), (CHAT, {"messages": HELLO, "logprobs": True})):
+            named = [client.post(path, json={**asked, "logprob_token_ids": ids}) for ids in ([5, 6], [5, 6, 7])]
+            assert [answer.status_code for answer in named] == [200, 400]
+            assert named[1].json()["error"]["param"] == "logprob_token_ids"
+            prompted = [client.post(path, json={**asked, "prompt_logprobs": count}) for count in (2, 3)]
+            assert [answer.status_code for answer in prompted] == [200, 400]
+        assert ask(client)["usage"]["completion_tokens"] == 2
+        # A default that the client did not send gives way.
+        assert ask(client, min_tokens=6)["usage"]["completion_tokens"] == 6
     lines = server.wait_for_lines(5)
-    assert {line["path"] for line in lines} <= {"/v1/completions", "/llmv1/models"}
+    assert {line["path"] for line in lines} <= {"/v1/completions", "/llmv1/models", CHAT}
 
 
 def test_over_a_unix_domain_socket(tmp_path: Any, launch: Any) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import math
 import struct
+import threading
 
 import pytest
 
 from holdfast.engine.fake import FakeEngine
+from holdfast.engine.fake.tokenizer import ByteTokenizer
+from holdfast.engine.requests.scoring import cosines
 
 DOCUMENTS = ["abc", "de", "xyz"]
 
@@ -43,6 +46,19 @@ def test_documents_are_ordered(http, path):
     assert results[0]["document"] == {"text": "abc", "multi_modal": None}
     best = http.post(path, json={**asked, "top_n": 1, "return_documents": False}).json()["results"]
     assert best == [{"index": 1, "relevance_score": results[0]["relevance_score"]}]
+
+
+def test_many_cosines_are_computed_beside_the_event_loop(http, monkeypatch):
+    threads = []
+
+    def watched(*given):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return cosines(*given)
+
+    monkeypatch.setattr("holdfast.server.endpoints.pooling.scores.cosines", watched)
+    answer = http.post("/score", json={"text_1": "abc", "text_2": ["de", "abc"] * 100}).json()
+    assert threads == ["tokenize"]
+    assert answer["data"][1]["score"] == pytest.approx(1, abs=1e-6)
 
 
 def test_a_text_of_several_pairs_is_computed_once(server):
@@ -100,6 +116,56 @@ def test_a_classifier(launch):
             answer = http.post(path, json=body)
             assert answer.status_code == 400
             assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("by_template", [False, True])
+def test_no_variable_of_a_template_is_a_fault_of_the_server(launch, by_template):
+    with launch(FakeEngine(labels=["relevant"]), scores_by_template=by_template).client() as http:
+        for name in ("first", "second", "variables", "self", "conversation", "return_dict", "tokenize", "messages"):
+            body = {"text_1": "a", "text_2": "b", "chat_template_kwargs": {name: 1}}
+            answer = http.post("/score", json=body)
+            known = name in ("first", "second", "variables")
+            assert answer.status_code == (200 if known else 400), (name, answer.text)
+
+
+def test_a_query_costs_a_classifier_no_more_than_the_body_is_long(launch, monkeypatch):
+    """However many documents it is paired with, and whatever is cut off of it."""
+    encoded: list[int] = []
+    threads: set[str] = set()
+    encode = ByteTokenizer.encode
+
+    def counted(self: ByteTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(len(text))
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", counted)
+    server = launch(FakeEngine(labels=["relevant"]))
+    long, short = "q" * 100_000, ["a", "b"] * 128
+    with server.client() as http:
+
+        def asked(**more):
+            encoded.clear()
+            return http.post("/rerank", json={"query": long, "documents": short, **more})
+
+        assert asked(max_tokens_per_query=3).status_code == 200
+        assert bytes(server.engine.received[0][0]) == b"qqqa"
+        assert sum(encoded) < 2 * len(long)
+        for more, words in (
+            ({"truncate_prompt_tokens": 5}, "25600256 characters together"),
+            ({"max_tokens_per_query": 99_999, "truncate_prompt_tokens": 5}, "characters together"),
+            ({}, "maximum context length"),
+        ):
+            answer = asked(**more)
+            assert answer.status_code == 400, answer.text
+            assert words in answer.json()["error"]["message"]
+            assert answer.json()["error"]["param"] == "query"
+            assert sum(encoded) <= 2 * len(long)
+        few = http.post("/rerank", json={"query": long, "documents": ["ab"], "truncate_prompt_tokens": 5})
+        assert few.status_code == 200
+        assert bytes(server.engine.received[-1][0]) == b"qqqab"
+        assert http.post("/rerank", json={"query": "q" * 2000, "documents": short[:4]}).status_code == 200
+        assert threads == {"tokenize"}  # A small body with many pairs too.
 
 
 def test_a_cross_encoder_reads_both_texts_at_once(launch):

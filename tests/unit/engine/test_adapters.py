@@ -307,12 +307,14 @@ def test_flags_of_adapters_need_them_enabled(spec: ModelSpec, given: Any) -> Non
 def test_any_folder_where_none_was_named_and_nobody_else_can_ask(spec: ModelSpec, save: Save) -> None:
     config, model = EngineConfig(enable_lora=True), FoundModel(cast("Any", SimpleNamespace(name="tiny")), spec)
     folder = save("anywhere")
-    for trusted in ({}, {"host": "localhost"}, {"host": "0.0.0.0", "api_key": ("k",)}, {"uds": "/tmp/s"}):
+    keyed = {"uds": "/tmp/s", "root_path": "/llm", "api_key": ("k",)}
+    for trusted in ({}, {"host": "localhost"}, {"host": "0.0.0.0", "api_key": ("k",)}, keyed):
         found = serve._adapters(config, ServerConfig(**trusted), model)
         assert found is not None
         refused(found, "/no/such/folder", code="HF371")  # A 404.
         found.load("mine", str(folder))
-    for given in ({"host": "0.0.0.0"}, {"lora_folders": (str(folder.parent / "other"),)}):
+    proxied = ({"uds": "/tmp/s"}, {"root_path": "/llm"})  # Anybody may ask through the proxy.
+    for given in ({"host": "0.0.0.0"}, {"lora_folders": (str(folder.parent / "other"),)}, *proxied):
         (folder.parent / "other").mkdir(exist_ok=True)
         found = serve._adapters(config, ServerConfig(**given), model)
         assert found is not None

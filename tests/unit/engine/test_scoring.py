@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import math
+import struct
 
 import pytest
 
+from holdfast.engine.requests import scoring
+from holdfast.engine.requests.embedding import floats
 from holdfast.engine.requests.scoring import chances, cosine, pairs
 from holdfast.errors import CheckpointError, RequestError
 from holdfast.models import describe_config
@@ -30,6 +34,20 @@ def test_activations() -> None:
     assert cosine([0.6, 0.8], [0.8, 0.6]) == pytest.approx(0.96)
     assert sum(chances([0.1, 2.0, -3.0], "softmax")) == pytest.approx(1)
     assert chances([1.0], "sigmoid")[0] == pytest.approx(1 / (1 + math.exp(-1)))
+
+
+def test_a_vector_of_several_pairs_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+
+    def counted(vector: bytes) -> array.array[float]:
+        decoded.append(vector)
+        return floats(vector)
+
+    monkeypatch.setattr(scoring, "floats", counted)
+    vectors = [struct.pack("<2f", *values) for values in ((0.6, 0.8), (0.8, 0.6), (1.0, 0.0))]
+    found = scoring.cosines(vectors, [(0, 1), (0, 2), (0, 0)])
+    assert found == pytest.approx([0.96, 0.6, 1.0])
+    assert decoded == vectors
 
 
 def test_pairs() -> None:

@@ -288,3 +288,10 @@ def test_a_vocabulary_that_is_no_list_is_refused(byte_level_metadata: dict[str, 
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"):
         with pytest.raises(CheckpointError, match=key):
             Tokenizer.from_gguf_metadata(byte_level_metadata | {key: value})
+
+
+def test_a_pair_is_joined_by_a_template_with_its_variables(byte_level: Tokenizer) -> None:
+    template = "{{ first }}{% for message in messages %}|{{ message.role }}:{{ message.content }}{% endfor %}"
+    ids = byte_level.encode_pair("a", "b", template, {"first": "x", "second": "y"})
+    assert byte_level.decode(ids) == "x|query:a|document:b"
+    assert byte_level.decode(byte_level.encode_pair("a", "b", variables={"first": "x"})) == "ab"

@@ -179,7 +179,7 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
     folders = [Path(folder) for folder in server_config.lora_folders] if server_config.lora_folders else None
     if folders is None and not _trusted(server_config):
         folders = []
-        log.info("/v1/load_lora_adapter loads from no folder: this server is open to others; see --lora-folders")
+        log.info("/v1/load_lora_adapter loads from no folder: others may reach this server; see --lora-folders")
     missing = next((folder for folder in folders or () if not folder.is_dir()), None)
     if missing is not None:
         raise ConfigurationError(f"--lora-folders: there is no folder {missing}", field="lora_folders")
@@ -189,9 +189,12 @@ def _adapters(engine_config: EngineConfig, server_config: ServerConfig, model: F
 
 
 def _trusted(config: ServerConfig) -> bool:
-    """Whether only programs of this machine, or who has a key, can ask for anything."""
-    if config.api_key or config.api_key_file or config.uds:
+    """Whether only programs of this machine, or who has a key, can ask for anything. A Unix domain socket or a path
+    prefix is how a server stands behind a proxy, through which anybody may ask."""
+    if config.api_key or config.api_key_file:
         return True
+    if config.uds or config.root_path:
+        return False
     try:
         return ipaddress.ip_address(config.host.partition("%")[0]).is_loopback
     except ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 END, MESSAGE, ANSWER = 256, 257, 258
@@ -53,7 +54,16 @@ class ByteTokenizer:
                 token_ids.extend(piece.encode())
         return token_ids
 
-    def encode_pair(self, first: str, second: str, chat_template: str | None = None, **variables: Any) -> list[int]:
+    def encode_pair(
+        self,
+        first: str,
+        second: str,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
+        if chat_template is not None:
+            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+            return list(self.apply_chat_template(messages, chat_template=chat_template, **variables))  # type: ignore[arg-type]
         return [*self.encode(first), *self.encode(second)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:

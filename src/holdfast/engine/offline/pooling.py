@@ -13,7 +13,7 @@ from holdfast.config.python_words import in_python
 from holdfast.engine.requests.embedding import embedding_output, numbers, pooled, shortened
 from holdfast.engine.requests.scoring import (
     chances,
-    cosine,
+    cosines,
     pairs,
     require_embeddings,
     require_labels,
@@ -151,14 +151,17 @@ class PoolingMethods:
     def _compared(self, joined: list[tuple[str, str]], show_progress: bool) -> list[ScoringRequestOutput]:
         texts = list(dict.fromkeys(text for pair in joined for text in pair))
         known = dict(zip(texts, self._pool(texts, show_progress), strict=True))
+        places = {text: place for place, text in enumerate(texts)}
+        scores = cosines(
+            [pooled(*known[text]) for text in texts], [(places[one], places[other]) for one, other in joined]
+        )
         found = []
-        for one, other in joined:
+        for (one, other), score in zip(joined, scores, strict=True):
             outputs = [known[text][0] for text in (one, other)]
-            vectors = [numbers(pooled(*known[text])) for text in (one, other)]
             found.append(
                 ScoringRequestOutput(
                     request_id=outputs[1].request_id,
-                    outputs=ScoringOutput(score=cosine(*vectors)),
+                    outputs=ScoringOutput(score=score),
                     prompt_token_ids=[*outputs[0].prompt_token_ids, *outputs[1].prompt_token_ids],
                     num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
                 )

@@ -17,12 +17,16 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, seed=0)
 """Of a request that wants no answer."""
 
 
-def numbers(embedding: bytes) -> list[float]:
-    """From float32 in little-endian order, as engines tell it."""
+def floats(embedding: bytes) -> array.array[float]:
+    """From float32 in little-endian order, as engines tell it; in no more memory than that."""
     found = array.array("f", embedding)
     if sys.byteorder == "big":
         found.byteswap()
-    return found.tolist()
+    return found
+
+
+def numbers(embedding: bytes) -> list[float]:
+    return floats(embedding).tolist()
 
 
 def shortened(embedding: bytes, dimensions: int) -> bytes:

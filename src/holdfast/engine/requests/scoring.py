@@ -7,9 +7,11 @@ classifies   its activation over the head's products; a score where there is one
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TypeVar
 
+from holdfast.engine.requests.embedding import floats
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.records import EngineInfo
 
@@ -37,7 +39,13 @@ def _sigmoid(value: float) -> float:
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
     """Of vectors of length 1."""
-    return math.fsum(one * other for one, other in zip(first, second, strict=True))
+    return math.fsum(map(operator.mul, first, second))
+
+
+def cosines(vectors: Sequence[bytes], places: Sequence[tuple[int, int]]) -> list[float]:
+    """Of `vectors` at these places, each of which is decoded once."""
+    decoded = [floats(vector) for vector in vectors]
+    return [cosine(decoded[one], decoded[other]) for one, other in places]
 
 
 def pairs(first: Sequence[Text], second: Sequence[Text], fields: tuple[str, str]) -> list[tuple[Text, Text]]:

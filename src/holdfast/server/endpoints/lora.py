@@ -1,6 +1,7 @@
 """LoRA adapters over HTTP: loaded and unloaded at runtime, listed beside the model, under vLLM's paths and names.
 
-Only folders that were allowed when the server started are looked into, and no answer tells where files lie.
+Only folders that were allowed when the server started are looked into, which is any folder where only programs of this
+machine or clients with a key can ask and none was named (`cli.commands.serve`). No answer tells where files lie.
 """
 
 from __future__ import annotations

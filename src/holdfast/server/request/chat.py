@@ -5,7 +5,7 @@ Owns what a request may say to a template; what a template does with it is `text
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,13 +107,18 @@ def final_answer(body: ChatBody) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def check_variables(given: Mapping[str, Any]) -> None:
+    """Those of chat_template_kwargs must leave our own call of the template alone."""
+    taken = sorted(_TEMPLATE_OWN & given.keys())
+    if taken:
+        raise RequestError(f"chat_template_kwargs must not contain {taken[0]}", field="chat_template_kwargs")
+
+
 def template_variables(body: ChatBody) -> dict[str, Any]:
     """What a request says to the template beside its messages; chat_template_kwargs wins over the fields with a name of
     their own. Enabling thoughts by the effort is vLLM's: some templates want to be asked for them."""
     extra = dict(body.chat_template_kwargs or {})
-    taken = sorted(_TEMPLATE_OWN & extra.keys())
-    if taken:
-        raise RequestError(f"chat_template_kwargs must not contain {taken[0]}", field="chat_template_kwargs")
+    check_variables(extra)
     if body.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
         thinks = body.reasoning_effort != "none"

@@ -161,9 +161,9 @@ async def chat_request(
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_logprobs(logprobs, "top_logprobs", settings.max_logprobs)
-    logprobs = shown_logprobs(body, logprobs)
+    logprobs = shown_logprobs(body, logprobs, settings.max_logprobs)
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
-    check_prompt_logprobs(body)
+    check_prompt_logprobs(body, settings.max_logprobs)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
     chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, size_bytes, workers, pool, cut)
@@ -222,7 +222,7 @@ async def completion_request(
     """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
     check_logprobs(body.logprobs, "logprobs", settings.max_logprobs)
-    check_prompt_logprobs(body)
+    check_prompt_logprobs(body, settings.max_logprobs)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
         raise unsupported("echo", "echo with logprobs and n cannot be streamed; leave stream out")
     if engine.tokenizer is None:
@@ -234,7 +234,7 @@ async def completion_request(
         raise unsupported("logprob_token_ids", "no output tokens are generated")
     if body.echo and body.prompt_logprobs is None:
         body.prompt_logprobs = body.logprobs
-    body.logprobs = shown_logprobs(body, body.logprobs)
+    body.logprobs = shown_logprobs(body, body.logprobs, settings.max_logprobs)
     params = _sampling(body, settings, logprobs=body.logprobs, max_tokens=default_tokens)
     if params.structured_outputs is not None:
         await _check_structured(params, engine)
@@ -423,6 +423,9 @@ def _sampling(
         value = getattr(body, name)
         if value is not None:
             values[name] = value
+    if body.max_tokens is None and values["max_tokens"] is not None:
+        # A default that nobody sent refuses nothing.
+        values["max_tokens"] = max(values["max_tokens"], values.get("min_tokens", 0))
     if body.logit_bias:
         check_bias_ids(body.logit_bias)
         values["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}

@@ -28,21 +28,22 @@ def check_logprobs(count: int | None, field: str, most: int) -> None:
         raise RequestError(f"{field} is {count}; it must be between 0 and {most}", field=field)
 
 
-def shown_logprobs(body: Common, asked: int | None) -> int | None:
-    """Of each token, beside itself. All that were asked for by their ids, and the chosen one among them, as in vLLM."""
+def shown_logprobs(body: Common, asked: int | None, most: int) -> int | None:
+    """Of each token, beside itself. All that were asked for by their ids, and the chosen one among them, as in vLLM.
+    `most`: that this server allows."""
     named = body.logprob_token_ids
     if not named:
         return asked
     if asked is None:
         raise RequestError("logprob_token_ids needs logprobs", needed="logprobs", field="logprob_token_ids")
-    if len(named) >= MAX_LOGPROBS:
-        raise RequestError(
-            f"logprob_token_ids has {len(named)} ids; at most {MAX_LOGPROBS - 1}", field="logprob_token_ids"
-        )
+    most = min(most, MAX_LOGPROBS - 1)
+    if len(named) > most:
+        raise RequestError(f"logprob_token_ids has {len(named)} ids; at most {most}", field="logprob_token_ids")
     return len(named) + 1
 
 
-def check_prompt_logprobs(body: Common) -> None:
+def check_prompt_logprobs(body: Common, most: int) -> None:
+    check_logprobs(body.prompt_logprobs, "prompt_logprobs", most)
     if body.prompt_logprobs is not None and body.stream:
         raise unsupported("prompt_logprobs", "it cannot be streamed; leave stream out")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tokenizers import Tokenizer as Backend
@@ -148,9 +149,15 @@ class Tokenizer:
             encoded = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [each.ids for each in encoded]
 
-    def encode_pair(self, first: str, second: str, chat_template: str | None = None, **variables: Any) -> list[int]:
+    def encode_pair(
+        self,
+        first: str,
+        second: str,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """Two texts as one prompt, as the tokenizer joins them; `chat_template`: as that does, from the roles query and
-        document."""
+        document, with `variables`, whose names are none of `apply_chat_template`'s own."""
         _check_text(first)
         _check_text(second)
         if chat_template is not None:

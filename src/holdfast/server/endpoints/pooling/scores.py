@@ -12,13 +12,14 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from holdfast.engine.requests.embedding import numbers
-from holdfast.engine.requests.scoring import chances, cosine, pairs, require_labels, require_score
+from holdfast.engine.requests.scoring import chances, cosines, pairs, require_labels, require_score
 from holdfast.errors import RequestError
 from holdfast.server.endpoints.pooling.prompt_vectors import MAX_INPUTS, PromptVectors, usage_of
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.middleware import Record
+from holdfast.server.request.chat import check_variables
 from holdfast.server.request.parse import decode_object, tokenizer_of
-from holdfast.server.request.workers.tokenize_pool import Truncation, check_ids
+from holdfast.server.request.workers.tokenize_pool import Truncation, check_ids, check_text
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields
 from holdfast.server.schema.pooling import (
     Classified,
@@ -37,7 +38,10 @@ from holdfast.server.schema.pooling import (
 
 _SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 _RERANK_SIDES = ("query", "documents")
-_OWN_VARIABLES = frozenset({"chat_template", "tools", "tokenize"})
+
+MAX_PAIRED_CHARS = 8 << 20
+"""Of all pairs together, for a classifier: it reads a query again with every document. With 2,048 documents that leaves
+a query of 4,096 characters; texts that are in one pair only are bounded by the body."""
 
 
 class Scores:
@@ -129,7 +133,7 @@ class Scores:
     ) -> list[float]:
         cut = self._vectors.begin(body, record)
         if self._vectors.engine.info.labels:
-            return await self._classified(joined, fields[1], cut, body, record, size_bytes)
+            return await self._classified(joined, fields, cut, body, record, size_bytes)
         # A text that is in several pairs goes through the model once.
         sides = [dict.fromkeys(pair[side] for pair in joined) for side in (0, 1)]
         limits = (body.max_tokens_per_query, body.max_tokens_per_doc)
@@ -147,24 +151,49 @@ class Scores:
             told = [(places[0][one], len(read[0]) + places[1][other]) for one, other in joined]
             # As vLLM counts it: both texts of every pair.
             record.prompt_tokens = sum(len(prompts[one]) + len(prompts[other]) for one, other in told)
-            return [cosine(numbers(found[one].vector), numbers(found[other].vector)) for one, other in told]
+            vectors = [one.vector for one in found]
+            return await self._vectors.pool.run(lambda: cosines(vectors, told), len(told) * len(vectors[0]))
 
     async def _classified(
         self,
         joined: list[tuple[str, str]],
-        field: str,
+        fields: tuple[str, str],
         cut: Truncation | None,
         body: ScoringCommon,
         record: Record,
         size_bytes: int,
     ) -> list[float]:
-        info = self._vectors.engine.info
-        prompts = await self._vectors.pool.run(lambda: self._joined(joined, field, cut, body), size_bytes)
+        info, field = self._vectors.engine.info, fields[1]
+
+        def prepare() -> list[list[int]]:
+            shortened = self._shortened(joined, fields, cut, body)
+            _check_paired(shortened, fields, max(MAX_PAIRED_CHARS, size_bytes))
+            return self._joined(shortened, field, cut, body)
+
+        # A small body may make many pairs, and a template costs more than its texts tell.
+        paired = None if self._vectors.settings.scores_by_template else _chars(joined)
+        prompts = await self._vectors.pool.run(prepare, paired)
         activation = "identity" if body.use_activation is False else info.label_activation
         async with AsyncExitStack() as stack:
             await self._vectors.hold(stack, len(prompts), field)
             found = await self._vectors.all_of(prompts, body, record, field)
             return [chances(numbers(one.vector), activation)[0] for one in found]
+
+    def _shortened(
+        self, joined: list[tuple[str, str]], fields: tuple[str, str], cut: Truncation | None, body: ScoringCommon
+    ) -> list[tuple[str, str]]:
+        """Each text once, however many pairs it is in: what its own limit leaves of it, if the context has room."""
+        tokenizer, context = tokenizer_of(self._vectors.engine, fields[1]), self._vectors.engine.info.max_model_len
+        sides = []
+        for side, limit in enumerate((body.max_tokens_per_query, body.max_tokens_per_doc)):
+            kept = {pair[side]: pair[side] for pair in joined}
+            for text in kept if limit else ():
+                ids = Truncation(limit, "right").encode(tokenizer, text, add_special_tokens=False)
+                kept[text] = tokenizer.decode(ids)
+            for text in kept.values() if cut is None else ():
+                check_text(context, tokenizer, text, field=fields[side])
+            sides.append(kept)
+        return [(sides[0][one], sides[1][other]) for one, other in joined]
 
     def _joined(
         self, joined: list[tuple[str, str]], field: str, cut: Truncation | None, body: ScoringCommon
@@ -176,20 +205,30 @@ class Scores:
         template = tokenizer.chat_template if self._vectors.settings.scores_by_template else None
         variables = {"instruction": body.instruction} if body.instruction is not None else {}
         variables |= body.chat_template_kwargs or {}
-        taken = next((name for name in variables if name in _OWN_VARIABLES), None)
-        if taken is not None:
-            raise RequestError(f"chat_template_kwargs: {taken} is set by the server", field="chat_template_kwargs")
+        check_variables(variables)
         found = []
-        for pair in joined:
-            one, other = (
-                text if not limit else tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:limit])
-                for text, limit in zip(pair, (body.max_tokens_per_query, body.max_tokens_per_doc), strict=True)
-            )
-            ids = tokenizer.encode_pair(one, other, template, **variables)
+        for one, other in joined:
+            ids = tokenizer.encode_pair(one, other, template, variables)
             if cut is None:
                 check_ids(len(ids), context, field)
             found.append(ids if cut is None else cut.of(ids))
         return found
+
+
+def _check_paired(joined: list[tuple[str, str]], fields: tuple[str, str], most: int) -> None:
+    count = _chars(joined)
+    if count > most:
+        raise RequestError(
+            f"the {len(joined)} pairs of {fields[0]} and {fields[1]} have {count} characters together",
+            needed=f"at most {most} characters",
+            found=f"{count} characters",
+            fix=f"shorten {fields[0]} (max_tokens_per_query does), or send fewer {fields[1]} in one request",
+            field=fields[0],
+        )
+
+
+def _chars(joined: list[tuple[str, str]]) -> int:
+    return sum(len(one) + len(other) for one, other in joined)
 
 
 def _shorter(cut: Truncation | None, most: int) -> Truncation | None:

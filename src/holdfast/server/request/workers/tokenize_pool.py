@@ -56,6 +56,12 @@ def encode_within(
     """The ids of a text, unless its length, or its beginning alone, tells that it is far beyond the context."""
     if truncation is not None:
         return truncation.encode(tokenizer, text, add_special_tokens=add_special_tokens)
+    check_text(context, tokenizer, text, field=field)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def check_text(context: int, tokenizer: Tokenizer, text: str, *, field: str) -> None:
+    """Refuses a text that is far beyond the context, without tokenizing all of it."""
     most = context * tokenizer.longest_token_chars
     if len(text) > most:
         raise _too_long(f"{len(text)} characters", f"at most {most} characters", context, field)
@@ -65,7 +71,6 @@ def encode_within(
         # Where it is cut a beginning may have some tokens that the whole has not, but never twice as many.
         if count > 2 * context:
             raise _too_long(f"more than {count} tokens", None, context, field)
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
