@@ -254,6 +254,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http:
         ({"input": [{"type": "function_call", "call_id": "c", "name": "a"}]}, "input[0].arguments"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id"),
         ({"input": []}, "input"),
+        ({"input": [{"role": "assistant", "content": ""}] * 8193}, "input"),
         ({"input": "a" * 5000}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice"),

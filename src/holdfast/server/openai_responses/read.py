@@ -25,7 +25,7 @@ from holdfast.server.openai_responses.schema import (
 )
 from holdfast.server.openai_responses.store import ResponseStore
 from holdfast.server.request.parse import GenerationRequest, chat_request, decode_object
-from holdfast.server.request.translated import not_here, told_as
+from holdfast.server.request.translated import check_counts, not_here, told_as
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
@@ -157,6 +157,7 @@ def _items(given: str | list[dict[str, Any]], store: ResponseStore, owner: str) 
     """Each with an id; references replaced by what they refer to."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
+    check_counts(given, "input")
     found: list[dict[str, Any]] = []
     for position, item in enumerate(given):
         kind = item.get("type") or ("item_reference" if item.keys() == {"id"} else "message")
