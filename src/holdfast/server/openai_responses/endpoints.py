@@ -67,7 +67,7 @@ class ResponseGeneration(Generation):
             await super().answer(ask, record, send)
             return
         begun = encode(options.response)
-        self._store.check_room(len(begun) + len(options.items) + OWN_BYTES)
+        self._store.check_room(len(begun) + len(options.items) + OWN_BYTES, options.owner)
         taken = asyncio.Event()
         task = asyncio.create_task(self._run(ask, options, Record(record.request_id, record.started_s)))
 
