@@ -304,6 +304,18 @@ def test_what_is_asked_of_stored_ones_wrongly(agents, client):
     assert told.id not in page
 
 
+@pytest.mark.parametrize(("bearer", "own"), [("dummy", "k"), ("k", "dummy"), ("k", "")])
+def test_either_header_may_have_the_key_and_it_is_whose_the_response_is(agents, bearer, own):
+    with agents.client() as http:
+        both = {"Authorization": f"Bearer {bearer}", "x-api-key": own}
+        made = http.post("/v1/responses", json={"input": "a"}, headers=both)
+        assert made.status_code == 200, made.text
+        path = f"/v1/responses/{made.json()['id']}"
+        assert [http.get(path, headers={"x-api-key": key}).status_code for key in ("k", "other")] == [200, 404]
+        wrong = {"Authorization": "Bearer dummy", "x-api-key": "dummy"}
+        assert http.get(path, headers=wrong).status_code == 401
+
+
 def test_fields_that_nothing_is_done_with_are_told(agents):
     with agents.client() as http:
         asked = {"input": "a", "truncation": "auto", "new": 1, "service_tier": "auto", "verbosity": "low"}

@@ -65,6 +65,9 @@ COMPUTING = frozenset(
     }
 )  # fmt: skip
 
+FITTING_KEY = "holdfast.key"
+"""In the scope of a request: the key that let it in."""
+
 METRICS_NEED_KEY = (
     "Prometheus needs it too (authorization: {credentials: KEY} in its scrape_configs), or serve with --public-metrics"
 )
@@ -172,7 +175,8 @@ class AccessMiddleware:
         try:
             if size_bytes > MAX_HEAD_BYTES:
                 raise _head_too_large(size_bytes)
-            self._check(scope["path"], headers)
+            self._check_key(scope, headers)
+            self._check_engine(scope["path"])
             if scope.get(FULL) and scope["path"] not in PROBES:
                 raise _full()
             if scope["method"] == "POST" and scope["path"] not in OPEN:
@@ -193,12 +197,20 @@ class AccessMiddleware:
             if self._log is not None and scope["path"] not in self._unlogged:
                 self._log(_line(scope, record))
 
-    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if path not in self._open and self._keys.asked_for and not self._keys.fit(_key(headers)):
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """One that fits is enough: clients send a placeholder where they have no key for the other header."""
+        path = scope["path"]
+        if path in self._open or not self._keys.asked_for:
+            return
+        fitting = [key for key in _keys(headers) if self._keys.fit(key)]
+        if not fitting:
             message = "the API key is missing or wrong"
             if path in METRICS:
                 message += f"; {METRICS_NEED_KEY}"
             raise HttpFailure(UNAUTHORIZED, message, kind="authentication_error", code="invalid_api_key")
+        scope[FITTING_KEY] = fitting[0]
+
+    def _check_engine(self, path: str) -> None:
         if not path.startswith(NEEDS_ENGINE):
             return
         engine = self._engine
@@ -235,18 +247,18 @@ class RootPath:
 
 
 def tenant_of(scope: Scope) -> str:
-    """Whose request it is: that of a key, or where there is none of an address."""
-    key = _key(dict(scope["headers"]))
+    """Whose request it is: that of the key that fits, where none is asked for of any that is sent, or where there is
+    none of an address."""
+    sent = [scope[FITTING_KEY]] if FITTING_KEY in scope else _keys(dict(scope["headers"]))
     client = scope.get("client")
-    return hashlib.sha256(key).hexdigest() if key else str(client[0] if client else "")
+    return hashlib.sha256(sent[0]).hexdigest() if sent else str(client[0] if client else "")
 
 
-def _key(headers: dict[bytes, bytes]) -> bytes:
-    """OpenAI's clients send it as a bearer's, Anthropic's in a header of its own."""
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    if scheme.lower() == b"bearer":
-        return key.strip()
-    return headers.get(b"x-api-key", b"").strip()
+def _keys(headers: dict[bytes, bytes]) -> list[bytes]:
+    """OpenAI's clients send one as a bearer's, Anthropic's in a header of its own, some both."""
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    sent = (bearer if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
+    return [key.strip() for key in sent if key.strip()]
 
 
 def _check_media(headers: dict[bytes, bytes]) -> None:
