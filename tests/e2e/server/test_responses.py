@@ -35,6 +35,16 @@ def prompt(server):
     return server.engine.tokenizer.decode(server.engine.received[-1][0])
 
 
+def told_twice(server, name):
+    """Status, error and completion tokens of both access lines of a response in the background, in any order."""
+    lines: list = []
+    while [one["id"] for one in lines].count(name) < 2:
+        lines = server.wait_for_lines(len(lines) + 1)
+    own = [one for one in lines if one["id"] == name]
+    assert all((one["path"], one["model"]) == ("/v1/responses", "fake") for one in own)
+    return {(one["status"], one["error_code"], one["completion_tokens"]) for one in own}
+
+
 def test_a_response_whole(agents, client):
     told = client.responses.create(
         model="alias", input="hello", instructions="be", metadata={"a": "b"}, temperature=0.5, max_output_tokens=50,
@@ -206,6 +216,8 @@ def test_in_the_background(agents, client):
     assert (found.status, found.output_text) == ("completed", "hello")
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(deleted.id)
+    assert told_twice(agents, told.id) == {(200, None, None), (200, None, 6)}
+    assert told_twice(agents, ended.id) == {(200, None, None), (499, None, 0)}
     with pytest.raises(openai.BadRequestError, match="context length"):
         client.responses.create(model="fake", input="a" * 5000, background=True)
     plain = client.responses.create(model="fake", input="hello")
@@ -239,6 +251,9 @@ def test_an_engine_that_fails(launch):
         while (found := client.responses.retrieve(behind.id)).status == "in_progress":
             pass
         assert (found.status, bool(found.error.message)) == ("failed", True)
+        assert told_twice(server, behind.id) == {(200, None, None), (503, "engine_dead", 2)}
+        tally = server._app.state.tally
+        assert (tally.answered, tally.failed) == (0, 3)
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http://a"}]}

@@ -10,8 +10,10 @@ import hashlib
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -85,11 +87,15 @@ class Record:
 
     request_id: str
     started_s: float
+    finish: Callable[[Record], None]
+    """Counts and logs one: this one, or another of the same request that ends later."""
     status: int = 0
     started: bool = False
     """Whether the response has begun: then no other can be sent."""
     model: str | None = None
     answer_id: str | None = None
+    deferred: bool = False
+    """Whether the client was answered before the engine was done: another record tells how that has ended."""
     stream: bool | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -119,8 +125,8 @@ class Tally:
     """Cut off by shutdown."""
 
     def count(self, record: Record) -> None:
-        if record.answer_id is None:
-            return  # Refused at the door or by what it asked for, or no question at all.
+        if record.answer_id is None or record.deferred:
+            return  # Refused at the door or by what it asked for, or no question at all; or not ended.
         if record.error_code == CUT_OFF:
             self.cut += 1
         elif record.status == CLIENT_GONE:
@@ -153,7 +159,9 @@ class AccessMiddleware:
             return
         headers = dict(scope["headers"])
         size_bytes = head_bytes(scope["headers"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic())
+        # Without the scope, which has the record: what refers to itself is kept until the garbage collector comes.
+        about = {name: scope.get(name) for name in ("client", "method", "path")}
+        record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic(), partial(self._finish, about))
         scope["holdfast.record"] = record
         scope[INTAKE] = self._intake
         ignored = IgnoredFields(strict=self._settings.strict_fields, log=self._ignored)
@@ -193,9 +201,12 @@ class AccessMiddleware:
             record.fail(body)
             await failure_response(scope, error, status, body, self._settings.retry_after_s)(scope, receive, note)
         finally:
-            self._tally.count(record)
-            if self._log is not None and scope["path"] not in self._unlogged:
-                self._log(_line(scope, record))
+            record.finish(record)
+
+    def _finish(self, about: dict[str, Any], record: Record) -> None:
+        self._tally.count(record)
+        if self._log is not None and about["path"] not in self._unlogged:
+            self._log(_line(about, record))
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """One that fits is enough: clients send a placeholder where they have no key for the other header."""
@@ -304,13 +315,14 @@ def _request_id(given: bytes | None) -> str:
     return text if _ID.fullmatch(text) else uuid.uuid4().hex
 
 
-def _line(scope: Scope, record: Record) -> dict[str, Any]:
-    client = scope.get("client")
+def _line(about: dict[str, Any], record: Record) -> dict[str, Any]:
+    """`about`: of the scope what is told of it."""
+    client = about["client"]
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "client": f"{client[0]}:{client[1]}" if client else None,
-        "method": scope["method"],
-        "path": shorten(scope["path"], LOGGED_PATH_CHARS),
+        "method": about["method"],
+        "path": shorten(about["path"], LOGGED_PATH_CHARS),
         "status": record.status,
         "request_id": record.request_id,
         "id": record.answer_id,

@@ -88,6 +88,7 @@ class ResponseStore:
     most_idle_s: float = MOST_IDLE_S
     clock: Callable[[], float] = time.monotonic
     size_bytes: int = 0
+    closed: bool = False
     _stored: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     """The least recently used first."""
     _places: dict[str, str] = field(default_factory=dict)
@@ -155,6 +156,7 @@ class ResponseStore:
 
     def close(self) -> None:
         """Ends what runs in the background."""
+        self.closed = True
         for stored in self._stored.values():
             if stored.task is not None:
                 stored.task.cancel()
