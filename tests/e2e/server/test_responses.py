@@ -256,6 +256,17 @@ def test_an_engine_that_fails(launch):
         assert (tally.answered, tally.failed) == (0, 3)
 
 
+def test_a_response_in_the_background_that_the_servers_end_cuts_off(launch):
+    server = launch()
+    server.call(server.engine.pause)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
+        told = client.responses.create(model="fake", input="hello", background=True)
+    server.stop()
+    assert (499, "draining", 0) in told_twice(server, told.id)
+    tally = server._app.state.tally
+    assert (tally.answered, tally.left, tally.cut) == (0, 0, 1)
+
+
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http://a"}]}
 
 
