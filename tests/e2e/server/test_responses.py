@@ -106,6 +106,8 @@ def test_a_conversation_goes_on_from_what_is_stored(agents, client):
     assert places == sorted(places)
     assert "be brief" not in shown  # Instructions are for one response.
     assert second.previous_response_id == first.id
+    kept = agents._app.state.response_store._stored
+    assert (kept[first.id].continued, kept[second.id].continued) == (True, False)
     listed = client.responses.input_items.list(second.id, order="asc", limit=3)
     assert [item.type for item in listed.data] == ["message", "reasoning", "message"]
     assert listed.has_more
