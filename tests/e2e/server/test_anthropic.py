@@ -217,6 +217,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"stop_sequences": ["a"] * 99}, "stop_sequences"),
         ({"messages": []}, "messages: at least one"),
+        ({"messages": [{"role": "assistant", "content": ""}] * 8193}, "messages: too many messages"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role must be"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text must be"),

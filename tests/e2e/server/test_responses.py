@@ -35,6 +35,16 @@ def prompt(server):
     return server.engine.tokenizer.decode(server.engine.received[-1][0])
 
 
+def told_twice(server, name):
+    """Status, error and completion tokens of both access lines of a response in the background, in any order."""
+    lines: list = []
+    while [one["id"] for one in lines].count(name) < 2:
+        lines = server.wait_for_lines(len(lines) + 1)
+    own = [one for one in lines if one["id"] == name]
+    assert all((one["path"], one["model"]) == ("/v1/responses", "fake") for one in own)
+    return {(one["status"], one["error_code"], one["completion_tokens"]) for one in own}
+
+
 def test_a_response_whole(agents, client):
     told = client.responses.create(
         model="alias", input="hello", instructions="be", metadata={"a": "b"}, temperature=0.5, max_output_tokens=50,
@@ -96,6 +106,8 @@ def test_a_conversation_goes_on_from_what_is_stored(agents, client):
     assert places == sorted(places)
     assert "be brief" not in shown  # Instructions are for one response.
     assert second.previous_response_id == first.id
+    kept = agents._app.state.response_store._stored
+    assert (kept[first.id].continued, kept[second.id].continued) == (True, False)
     listed = client.responses.input_items.list(second.id, order="asc", limit=3)
     assert [item.type for item in listed.data] == ["message", "reasoning", "message"]
     assert listed.has_more
@@ -206,6 +218,8 @@ def test_in_the_background(agents, client):
     assert (found.status, found.output_text) == ("completed", "hello")
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(deleted.id)
+    assert told_twice(agents, told.id) == {(200, None, None), (200, None, 6)}
+    assert told_twice(agents, ended.id) == {(200, None, None), (499, None, 0)}
     with pytest.raises(openai.BadRequestError, match="context length"):
         client.responses.create(model="fake", input="a" * 5000, background=True)
     plain = client.responses.create(model="fake", input="hello")
@@ -239,6 +253,20 @@ def test_an_engine_that_fails(launch):
         while (found := client.responses.retrieve(behind.id)).status == "in_progress":
             pass
         assert (found.status, bool(found.error.message)) == ("failed", True)
+        assert told_twice(server, behind.id) == {(200, None, None), (503, "engine_dead", 2)}
+        tally = server._app.state.tally
+        assert (tally.answered, tally.failed) == (0, 3)
+
+
+def test_a_response_in_the_background_that_the_servers_end_cuts_off(launch):
+    server = launch()
+    server.call(server.engine.pause)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
+        told = client.responses.create(model="fake", input="hello", background=True)
+    server.stop()
+    assert (499, "draining", 0) in told_twice(server, told.id)
+    tally = server._app.state.tally
+    assert (tally.answered, tally.left, tally.cut) == (0, 0, 1)
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http://a"}]}
@@ -254,6 +282,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http:
         ({"input": [{"type": "function_call", "call_id": "c", "name": "a"}]}, "input[0].arguments"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id"),
         ({"input": []}, "input"),
+        ({"input": [{"role": "assistant", "content": ""}] * 8193}, "input"),
         ({"input": "a" * 5000}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice"),
@@ -301,6 +330,18 @@ def test_what_is_asked_of_stored_ones_wrongly(agents, client):
     for handler in ("/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"):
         assert f'handler="{handler}"' in page
     assert told.id not in page
+
+
+@pytest.mark.parametrize(("bearer", "own"), [("dummy", "k"), ("k", "dummy"), ("k", "")])
+def test_either_header_may_have_the_key_and_it_is_whose_the_response_is(agents, bearer, own):
+    with agents.client() as http:
+        both = {"Authorization": f"Bearer {bearer}", "x-api-key": own}
+        made = http.post("/v1/responses", json={"input": "a"}, headers=both)
+        assert made.status_code == 200, made.text
+        path = f"/v1/responses/{made.json()['id']}"
+        assert [http.get(path, headers={"x-api-key": key}).status_code for key in ("k", "other")] == [200, 404]
+        wrong = {"Authorization": "Bearer dummy", "x-api-key": "dummy"}
+        assert http.get(path, headers=wrong).status_code == 401
 
 
 def test_fields_that_nothing_is_done_with_are_told(agents):

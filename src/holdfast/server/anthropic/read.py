@@ -21,7 +21,7 @@ from holdfast.server.anthropic.schema import (
 from holdfast.server.http.middleware import Record
 from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.parse import GenerationRequest, chat_request, decode_object, served_model, tokenizer_of
-from holdfast.server.request.translated import ChatMessages, not_here, told_as
+from holdfast.server.request.translated import ChatMessages, check_counts, not_here, told_as
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
@@ -110,6 +110,7 @@ def _chat_of(body: CountBody) -> tuple[dict[str, Any], ChatMessages]:
             raise unsupported(name, why)
     if body.context_management:
         IGNORED.get().add("context_management", why="nothing is cleared from a prompt; one that is too long is refused")
+    check_counts(body.messages, "messages", "content")
     messages = ChatMessages()
     system = _system(body)
     if system:

@@ -10,8 +10,10 @@ import hashlib
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -65,6 +67,9 @@ COMPUTING = frozenset(
     }
 )  # fmt: skip
 
+FITTING_KEY = "holdfast.key"
+"""In the scope of a request: the key that let it in."""
+
 METRICS_NEED_KEY = (
     "Prometheus needs it too (authorization: {credentials: KEY} in its scrape_configs), or serve with --public-metrics"
 )
@@ -82,11 +87,15 @@ class Record:
 
     request_id: str
     started_s: float
+    finish: Callable[[Record], None]
+    """Counts and logs one: this one, or another of the same request that ends later."""
     status: int = 0
     started: bool = False
     """Whether the response has begun: then no other can be sent."""
     model: str | None = None
     answer_id: str | None = None
+    deferred: bool = False
+    """Whether the client was answered before the engine was done: another record tells how that has ended."""
     stream: bool | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -116,8 +125,8 @@ class Tally:
     """Cut off by shutdown."""
 
     def count(self, record: Record) -> None:
-        if record.answer_id is None:
-            return  # Refused at the door or by what it asked for, or no question at all.
+        if record.answer_id is None or record.deferred:
+            return  # Refused at the door or by what it asked for, or no question at all; or not ended.
         if record.error_code == CUT_OFF:
             self.cut += 1
         elif record.status == CLIENT_GONE:
@@ -150,7 +159,9 @@ class AccessMiddleware:
             return
         headers = dict(scope["headers"])
         size_bytes = head_bytes(scope["headers"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic())
+        # Without the scope, which has the record: what refers to itself is kept until the garbage collector comes.
+        about = {name: scope.get(name) for name in ("client", "method", "path")}
+        record = Record(_request_id(headers.get(b"x-request-id")), time.monotonic(), partial(self._finish, about))
         scope["holdfast.record"] = record
         scope[INTAKE] = self._intake
         ignored = IgnoredFields(strict=self._settings.strict_fields, log=self._ignored)
@@ -172,7 +183,8 @@ class AccessMiddleware:
         try:
             if size_bytes > MAX_HEAD_BYTES:
                 raise _head_too_large(size_bytes)
-            self._check(scope["path"], headers)
+            self._check_key(scope, headers)
+            self._check_engine(scope["path"])
             if scope.get(FULL) and scope["path"] not in PROBES:
                 raise _full()
             if scope["method"] == "POST" and scope["path"] not in OPEN:
@@ -189,16 +201,27 @@ class AccessMiddleware:
             record.fail(body)
             await failure_response(scope, error, status, body, self._settings.retry_after_s)(scope, receive, note)
         finally:
-            self._tally.count(record)
-            if self._log is not None and scope["path"] not in self._unlogged:
-                self._log(_line(scope, record))
+            record.finish(record)
 
-    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if path not in self._open and self._keys.asked_for and not self._keys.fit(_key(headers)):
+    def _finish(self, about: dict[str, Any], record: Record) -> None:
+        self._tally.count(record)
+        if self._log is not None and about["path"] not in self._unlogged:
+            self._log(_line(about, record))
+
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """One that fits is enough: clients send a placeholder where they have no key for the other header."""
+        path = scope["path"]
+        if path in self._open or not self._keys.asked_for:
+            return
+        fitting = [key for key in _keys(headers) if self._keys.fit(key)]
+        if not fitting:
             message = "the API key is missing or wrong"
             if path in METRICS:
                 message += f"; {METRICS_NEED_KEY}"
             raise HttpFailure(UNAUTHORIZED, message, kind="authentication_error", code="invalid_api_key")
+        scope[FITTING_KEY] = fitting[0]
+
+    def _check_engine(self, path: str) -> None:
         if not path.startswith(NEEDS_ENGINE):
             return
         engine = self._engine
@@ -235,18 +258,18 @@ class RootPath:
 
 
 def tenant_of(scope: Scope) -> str:
-    """Whose request it is: that of a key, or where there is none of an address."""
-    key = _key(dict(scope["headers"]))
+    """Whose request it is: that of the key that fits, where none is asked for of any that is sent, or where there is
+    none of an address."""
+    sent = [scope[FITTING_KEY]] if FITTING_KEY in scope else _keys(dict(scope["headers"]))
     client = scope.get("client")
-    return hashlib.sha256(key).hexdigest() if key else str(client[0] if client else "")
+    return hashlib.sha256(sent[0]).hexdigest() if sent else str(client[0] if client else "")
 
 
-def _key(headers: dict[bytes, bytes]) -> bytes:
-    """OpenAI's clients send it as a bearer's, Anthropic's in a header of its own."""
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    if scheme.lower() == b"bearer":
-        return key.strip()
-    return headers.get(b"x-api-key", b"").strip()
+def _keys(headers: dict[bytes, bytes]) -> list[bytes]:
+    """OpenAI's clients send one as a bearer's, Anthropic's in a header of its own, some both."""
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    sent = (bearer if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
+    return [key.strip() for key in sent if key.strip()]
 
 
 def _check_media(headers: dict[bytes, bytes]) -> None:
@@ -292,13 +315,14 @@ def _request_id(given: bytes | None) -> str:
     return text if _ID.fullmatch(text) else uuid.uuid4().hex
 
 
-def _line(scope: Scope, record: Record) -> dict[str, Any]:
-    client = scope.get("client")
+def _line(about: dict[str, Any], record: Record) -> dict[str, Any]:
+    """`about`: of the scope what is told of it."""
+    client = about["client"]
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "client": f"{client[0]}:{client[1]}" if client else None,
-        "method": scope["method"],
-        "path": shorten(scope["path"], LOGGED_PATH_CHARS),
+        "method": about["method"],
+        "path": shorten(about["path"], LOGGED_PATH_CHARS),
         "status": record.status,
         "request_id": record.request_id,
         "id": record.answer_id,

@@ -17,7 +17,7 @@ from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.server.http.errors import NOT_FOUND, HttpFailure, describe, json_response
-from holdfast.server.http.middleware import Record, tenant_of
+from holdfast.server.http.middleware import CLIENT_GONE, CUT_OFF, Record, tenant_of
 from holdfast.server.openai_responses.read import ResponseOptions, owner_of, read_response_request
 from holdfast.server.openai_responses.schema import DeletedResponse, InputItemList
 from holdfast.server.openai_responses.shape import ResponseShape, failed
@@ -67,9 +67,10 @@ class ResponseGeneration(Generation):
             await super().answer(ask, record, send)
             return
         begun = encode(options.response)
-        self._store.check_room(len(begun) + len(options.items) + OWN_BYTES)
+        self._store.check_room(len(begun) + len(options.items) + OWN_BYTES, options.owner)
         taken = asyncio.Event()
-        task = asyncio.create_task(self._run(ask, options, Record(record.request_id, record.started_s)))
+        run = Record(record.request_id, record.started_s, record.finish, model=record.model, stream=record.stream)
+        task = asyncio.create_task(self._run(ask, options, run))
 
         def take() -> None:
             stored = StoredResponse(
@@ -90,7 +91,7 @@ class ResponseGeneration(Generation):
             self._awaited.pop(ask.engine_id, None)
         if not taken.is_set():
             task.result()
-        record.answer_id = ask.answer_id
+        record.answer_id, record.deferred = ask.answer_id, True
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(begun)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": begun})
@@ -101,18 +102,24 @@ class ResponseGeneration(Generation):
             take()
 
     async def _run(self, ask: GenerationRequest, options: ResponseOptions, record: Record) -> None:
-        """What it comes to is put into the store by the shape, or where it comes to nothing here."""
+        """What it comes to is put into the store by the shape, or where it comes to nothing here. Counted and logged
+        when it ends, unless the engine never took it: then whoever asked is told so."""
         begun = options.response
         try:
             await super().answer(ask, record, _discard)
+            record.status = 200
         except asyncio.CancelledError:
             if record.answer_id is None:
                 raise
+            record.status, record.error_code = CLIENT_GONE, CUT_OFF if self._store.closed else None
             self._replace(options, encode(msgspec.structs.replace(begun, status="cancelled")))
         except Exception as error:
             if record.answer_id is None:
                 raise
-            self._replace(options, encode(failed(begun, describe(error)[1], [])))
+            record.status, told = describe(error)
+            record.fail(told)
+            self._replace(options, encode(failed(begun, told, [])))
+        record.finish(record)
 
     def _replace(self, options: ResponseOptions, content: bytes) -> None:
         kept = StoredResponse(owner=options.owner, response=content, items=options.items, background=True)

@@ -9,15 +9,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from holdfast.errors import RequestError
-from holdfast.server.request.translated import ChatMessages, not_here
+from holdfast.server.request.translated import ChatMessages, check_counts, not_here
 
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of parts, and the member that has their text."""
+_LISTS = ("content", "summary", "output")
+"""Members of items that may be lists of parts."""
 _ROLES = ("user", "assistant", "system", "developer")
 
 
 def to_messages(instructions: str | None, history: list[dict[str, Any]], given: list[dict[str, Any]]) -> ChatMessages:
     """`history`: items of earlier responses, which were read before."""
+    check_counts([*history, *given], "input", *_LISTS)
     messages = ChatMessages()
     if instructions:
         messages.add_system(instructions, "instructions")

@@ -23,14 +23,14 @@ from holdfast.server.openai_responses.schema import (
     ResponsesBody,
     TextOptions,
 )
-from holdfast.server.openai_responses.store import ResponseStore
+from holdfast.server.openai_responses.store import ResponseStore, StoredResponse
 from holdfast.server.request.parse import GenerationRequest, chat_request, decode_object
-from holdfast.server.request.translated import not_here, told_as
+from holdfast.server.request.translated import check_counts, not_here, told_as
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.ignored import IGNORED
-from holdfast.server.settings import ServerSettings
+from holdfast.server.settings import ServerSettings, body_limit
 from holdfast.text.messages import plain
 
 _FIELDS = honoured_fields(ResponsesBody) | PASSED
@@ -80,8 +80,13 @@ async def read_response_request(
     body: ResponsesBody = convert(fields, ResponsesBody)
     _check(body)
     owner = owner_of(settings, TENANT.get())
-    history = _history(body.previous_response_id, store, owner)
-    given = _items(body.input, store, owner)
+    previous = _previous(body.previous_response_id, store, owner)
+    referred = _referred(_references(body.input), store, owner)
+    size_bytes = len(raw) + (previous.conversation_bytes if previous is not None else 0)
+    size_bytes += sum(stored.output_bytes[name] for name, stored in referred.items())
+    _check_size(size_bytes, body_limit(settings, engine.info.max_model_len), body)
+    history = previous.conversation() if previous is not None else []
+    given = _items(body.input, _read_outputs(referred))
     messages = to_messages(body.instructions, history, given)
     tools, choice = _tools(body)
     with_logprobs = LOGPROBS in (body.include or ()) or body.top_logprobs is not None
@@ -103,7 +108,7 @@ async def read_response_request(
         "response_format": _response_format(body.text),
     }
     with told_as(messages, _NAMES):
-        ask = await chat_request(chat, len(raw), engine, settings, workers=workers, pool=pool, prefix="resp")
+        ask = await chat_request(chat, size_bytes, engine, settings, workers=workers, pool=pool, prefix="resp")
     if with_logprobs and ask.reading is not None:
         raise unsupported("include", f"{LOGPROBS} cannot be combined with tools or reasoning")
     response = _begun(body, ask, tools)
@@ -136,9 +141,9 @@ def _check(body: ResponsesBody) -> None:
         IGNORED.get().add("truncation", why="no item is dropped from a conversation; one that is too long is refused")
 
 
-def _history(previous: str | None, store: ResponseStore, owner: str) -> list[dict[str, Any]]:
+def _previous(previous: str | None, store: ResponseStore, owner: str) -> StoredResponse | None:
     if previous is None:
-        return []
+        return None
     stored = store.get(previous, owner)
     if stored is None:
         raise HttpFailure(
@@ -150,26 +155,74 @@ def _history(previous: str | None, store: ResponseStore, owner: str) -> list[dic
         )
     if stored.task is not None:
         raise RequestError("the previous response is still in progress", field="previous_response_id")
-    return stored.conversation()
+    return stored
 
 
-def _items(given: str | list[dict[str, Any]], store: ResponseStore, owner: str) -> list[dict[str, Any]]:
+def _kind(item: dict[str, Any]) -> Any:
+    return item.get("type") or ("item_reference" if item.keys() == {"id"} else "message")
+
+
+def _references(given: str | list[dict[str, Any]]) -> dict[str, int]:
+    """Ids of items that are referred to, and where. One twice would make a long conversation of few bytes."""
+    if isinstance(given, str):
+        return {}
+    check_counts(given, "input")
+    places: dict[str, int] = {}
+    for position, item in enumerate(given):
+        if _kind(item) != "item_reference":
+            continue
+        name = str(item.get("id"))
+        if name in places:
+            raise RequestError(
+                f"input[{position}] refers to {name[:100]!r} again, as input[{places[name]}] does",
+                needed="one reference to an item",
+                fix=f"leave input[{position}] out",
+                field=f"input[{position}].id",
+            )
+        places[name] = position
+    return places
+
+
+def _referred(places: dict[str, int], store: ResponseStore, owner: str) -> dict[str, StoredResponse]:
+    found = store.find_items(places, owner)
+    for name, position in places.items():
+        if name not in found:
+            raise RequestError(
+                f"input[{position}] refers to {name[:100]!r}, which is not stored",
+                fix="send the item itself",
+                field=f"input[{position}].id",
+            )
+    return found
+
+
+def _read_outputs(referred: dict[str, StoredResponse]) -> dict[str, dict[str, Any]]:
+    """Each response is read once, however many of its items are referred to."""
+    found: dict[str, dict[str, Any]] = {}
+    for stored in {id(stored): stored for stored in referred.values()}.values():
+        found |= stored.output_items(referred.keys())
+    return found
+
+
+def _check_size(size_bytes: int, limit_bytes: int, body: ResponsesBody) -> None:
+    if size_bytes > limit_bytes:
+        raise RequestError(
+            "the request and what is stored of its conversation are too large",
+            needed=f"at most {limit_bytes} bytes of JSON",
+            found=f"{size_bytes} bytes",
+            fix="begin a new conversation, or start the server with a larger --max-body-size",
+            field="input" if body.previous_response_id is None else "previous_response_id",
+        )
+
+
+def _items(given: str | list[dict[str, Any]], referred: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Each with an id; references replaced by what they refer to."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     found: list[dict[str, Any]] = []
-    for position, item in enumerate(given):
-        kind = item.get("type") or ("item_reference" if item.keys() == {"id"} else "message")
+    for item in given:
+        kind = _kind(item)
         if kind == "item_reference":
-            name = str(item.get("id"))
-            referred = store.item(name, owner)
-            if referred is None:
-                raise RequestError(
-                    f"input[{position}] refers to {name[:100]!r}, which is not stored",
-                    fix="send the item itself",
-                    field=f"input[{position}].id",
-                )
-            found.append(referred)
+            found.append(referred[str(item.get("id"))])
             continue
         made = f"{_PREFIXES.get(str(kind), 'msg')}_{uuid.uuid4().hex}"
         whole = {**item, "id": item.get("id") or made, "type": kind}

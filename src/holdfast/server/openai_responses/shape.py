@@ -76,7 +76,7 @@ class ResponseShape:
     def ending(self, usage: Usage) -> bytes:
         closing = b"".join(map(self._encoded, self._close(self._status)))
         response = self._finished(usage)
-        self._put(encode(response))
+        self._put(encode(response), self._options.response.previous_response_id)
         return closing + self._encoded({"type": f"response.{self._status}", "response": response})
 
     def failure(self, error: dict[str, Any]) -> bytes:
@@ -91,14 +91,19 @@ class ResponseShape:
         if self._ask.logprobs is not None and told is not None:
             told["content"][0]["logprobs"] = msgspec.Raw(b"".join(answers[0].tokens.behind()))
         content = encode(self._finished(usage))
-        self._put(content)
+        self._put(content, self._options.response.previous_response_id)
         return [content]
 
-    def _put(self, content: bytes) -> None:
+    def _put(self, content: bytes, previous: str | None = None) -> None:
+        """`previous`: what it went on from, unless it failed: then that is gone on from again."""
         options = self._options
         if options.response.store:
             kept = StoredResponse(
-                owner=options.owner, response=content, items=options.items, background=options.response.background
+                owner=options.owner,
+                response=content,
+                items=options.items,
+                background=options.response.background,
+                previous=previous,
             )
             self._store.put(options.response.id, kept)
 
