@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from deadlines import PATIENCE_S
 
 from holdfast.cli.commands.stop import stop
 from holdfast.cli.main import main
-from holdfast.cli.servers import registry
+from holdfast.cli.servers import background, registry
 from holdfast.cli.servers.background import is_called
 from holdfast.cli.servers.registry import Registration, RunningServer, is_alive, running_servers
 from holdfast.errors import EngineError
@@ -165,3 +165,39 @@ def test_servers_are_recognized_by_their_command_line() -> None:
     assert place(["/venv/bin/python", "/venv/bin/holdfast", "serve"]) == 2
     assert place(["holdfast", "chat"]) is None
     assert place(["vim", "holdfast serve"]) is None
+
+
+@pytest.fixture
+def usual_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where HOLDFAST_RUNTIME_DIR is not set, without the servers that this machine happens to run."""
+    monkeypatch.setattr(registry, "_candidates", lambda: [folder])
+    monkeypatch.delenv("HOLDFAST_RUNTIME_DIR")
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
+
+
+def command_line_only(monkeypatch: pytest.MonkeyPatch, found: Callable[[], RunningServer]) -> None:
+    monkeypatch.setattr(registry, "_unregistered", lambda known: iter([found()]))
+
+
+@pytest.mark.usefixtures("usual_folder")
+def test_what_ends_before_its_entry_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("a line\nholdfast: there is no such model\n")
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(2)"]) as process:
+        command_line_only(monkeypatch, lambda: server(pid=process.pid, model="nope"))
+        with pytest.raises(background.BackgroundStartError) as caught:
+            background._registered(process, log)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"holdfast: there is no such model\n  log:    {log}\n"
+
+
+@pytest.mark.usefixtures("usual_folder")
+def test_settings_of_a_server_without_an_entry_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the same model with the same settings that another `run` is about to start."""
+    command_line_only(monkeypatch, lambda: server(model="m"))
+    assert [one.model for one in running_servers()] == ["m"]
+    monkeypatch.setattr(background, "_spawn", lambda *_: (_ for _ in ()).throw(background.BackgroundStartError(7)))
+    with pytest.raises(background.BackgroundStartError):
+        background.ensure_server("m", {"dtype": "float32"}, lambda line: None)

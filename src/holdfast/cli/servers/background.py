@@ -23,7 +23,7 @@ from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.cache import cache_folder
 from holdfast.checkpoints.sources.resolve import short_name
 from holdfast.checkpoints.sources.stored_models import StoredModel
-from holdfast.cli.servers.registry import RunningServer, is_alive, running_servers, starting_alone
+from holdfast.cli.servers.registry import RunningServer, is_alive, registered_servers, starting_alone
 from holdfast.config.setting import flag_name
 from holdfast.errors import ConfigurationError, EngineError, printable
 
@@ -80,12 +80,12 @@ def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningS
     while it waits ends a server that was started here."""
     try:
         with starting_alone():
-            # Chats speak over an address and a port.
-            mine = (one for one in running_servers() if not one.user and one.socket is None)
+            # Chats speak over an address and a port. Of a server without an entry the settings are not known.
+            mine = (one for one in registered_servers() if one.socket is None)
             server = next((one for one in mine if is_called(one, model)), None)
             if server is not None:
                 _require_same(server, model, settings)
-                started = None
+                started, log = None, Path(server.log) if server.log else None
             else:
                 log = _log_path(model)
                 say(f"starting a server for {printable(model)}; its log: {log}")
@@ -97,7 +97,7 @@ def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningS
             fix=f"holdfast serve {model}, and in another terminal: holdfast chat --url 8000",
         ) from error
     try:
-        return _ready(server, started)
+        return _ready(server, started, log)
     except KeyboardInterrupt:
         if started is not None:
             started.terminate()
@@ -159,9 +159,9 @@ def _log_path(model: str) -> Path:
 
 
 def _registered(started: subprocess.Popen[bytes], log: Path) -> RunningServer:
-    """Once it listens; its model may take longer."""
+    """Once it listens; its model may take longer. Its command line alone says neither."""
     while True:
-        server = next((one for one in running_servers() if one.pid == started.pid), None)
+        server = next((one for one in registered_servers() if one.pid == started.pid), None)
         if server is not None:
             return server
         if started.poll() is not None:
@@ -169,12 +169,11 @@ def _registered(started: subprocess.Popen[bytes], log: Path) -> RunningServer:
         time.sleep(POLL_S)
 
 
-def _ready(server: RunningServer, started: subprocess.Popen[bytes] | None) -> RunningServer:
+def _ready(server: RunningServer, started: subprocess.Popen[bytes] | None, log: Path | None) -> RunningServer:
     import httpx
 
     from holdfast.cli.chat_backends import trust
 
-    log = Path(server.log) if server.log else None
     with (
         _StatusLine(log) as status,
         httpx.Client(base_url=server.url, timeout=HEALTH_TIMEOUT_S, verify=trust(server.certificate)) as client,
@@ -188,7 +187,7 @@ def _ready(server: RunningServer, started: subprocess.Popen[bytes] | None) -> Ru
                 raise _failed(1 if started is None else started.returncode, log)
             status.show()
             time.sleep(POLL_S)
-    return next((one for one in running_servers() if one.pid == server.pid), server)
+    return next((one for one in registered_servers() if one.pid == server.pid), server)
 
 
 def _failed(code: int | None, log: Path | None) -> BackgroundStartError:

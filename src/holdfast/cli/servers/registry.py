@@ -93,7 +93,16 @@ class Registration:
 
 
 def running_servers() -> list[RunningServer]:
-    """In the order of their ports. What killed ones left is removed."""
+    """In the order of their ports: registered ones, and others that their command lines tell."""
+    found = {server.pid: server for server in registered_servers()}
+    if not os.environ.get(FOLDER_VARIABLE):
+        for server in _unregistered(set(found)):
+            found[server.pid] = server
+    return sorted(found.values(), key=lambda server: (server.port, server.pid))
+
+
+def registered_servers() -> list[RunningServer]:
+    """Those that listen and have made their entry: of these all is known. What killed ones left is removed."""
     found: dict[int, RunningServer] = {}
     for folder in _candidates():
         if _is_ours(folder):
@@ -101,9 +110,6 @@ def running_servers() -> list[RunningServer]:
                 server = _read(path)
                 if server is not None:
                     found[server.pid] = server
-    if not os.environ.get(FOLDER_VARIABLE):
-        for server in _unregistered(set(found)):
-            found[server.pid] = server
     return sorted(found.values(), key=lambda server: (server.port, server.pid))
 
 
