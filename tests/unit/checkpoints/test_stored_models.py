@@ -97,6 +97,31 @@ def test_one_gguf_of_several_is_removed_alone(
     assert rows["owner/ggufs"]["complete"]
 
 
+@pytest.mark.parametrize("linked", ["the file", "the blob", "the folder of blobs"])
+def test_a_file_outside_the_cache_stays(
+    models: dict[str, Path], caches: Path, capsys: pytest.CaptureFixture[str], good_gguf: bytes, linked: str
+) -> None:
+    repository, elsewhere = models["owner/ggufs"], caches / "elsewhere"
+    link = repository / "snapshots" / "c0ffee" / "m-Q4_K_M.gguf"
+    blob = link.resolve()
+    if linked == "the folder of blobs":
+        blob.parent.rename(elsewhere)
+        blob.parent.symlink_to(elsewhere)
+        kept = elsewhere / blob.name
+    else:
+        elsewhere.mkdir()
+        kept = blob.rename(elsewhere / "mine.gguf")
+        place = link if linked == "the file" else blob
+        place.unlink(missing_ok=True)
+        place.symlink_to(kept)
+    assert main(["rm", "owner/ggufs:Q4_K_M", "--yes"]) == 0
+    assert "Q4_K_M: 0 B freed" in capsys.readouterr().out
+    assert kept.read_bytes() == good_gguf
+    assert not link.is_symlink()
+    assert linked != "the blob" or not blob.is_symlink()
+    assert (link.parent / "m-Q8_0.gguf").exists()
+
+
 def test_removing_asks_and_frees_what_it_says(
     models: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

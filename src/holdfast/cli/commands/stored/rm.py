@@ -92,9 +92,9 @@ def _confirmed(model: StoredModel) -> bool:
 
 def _remove(model: StoredModel) -> int:
     """The bytes that are free again."""
-    from holdfast.checkpoints.sources.stored_models import size_of
+    from holdfast.checkpoints.sources.stored_models import freed_by
 
-    before = size_of(model.remove)
+    before = freed_by(model.remove)
     try:
         for path in model.remove:
             _delete(path)
@@ -105,7 +105,7 @@ def _remove(model: StoredModel) -> int:
             found=str(error.filename or model.path),
             fix="check who owns the cache",
         ) from error
-    return before - size_of(model.remove)
+    return before - freed_by(model.remove)
 
 
 def _delete(path: Path) -> None:
