@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -84,6 +85,30 @@ def test_an_entry_is_changed_and_removed(folder: Path) -> None:
     held.remove()
     assert running_servers() == []
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("happens", ["changed", "begun again"])
+def test_an_entry_that_is_replaced_while_it_is_read_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, happens: str
+) -> None:
+    """Between the opening of the file and the question whether it is held."""
+    held = [Registration(server())]
+    flock = fcntl.flock
+
+    def interrupted(descriptor: int, how: int) -> None:
+        patch.setattr(fcntl, "flock", flock)
+        if happens == "changed":
+            held[0].update(server(names=("name",)))
+        else:  # Its server ended, and one with the same pid has begun.
+            held[0].remove()
+            held.append(Registration(server(names=("name",))))
+        flock(descriptor, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", interrupted)
+        running_servers()
+    assert [one.names for one in running_servers()] == [("name",)]
+    held[-1].remove()
 
 
 def test_another_users_folder_is_not_trusted(folder: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Registration:
     def __init__(self, server: RunningServer) -> None:
         """Raises OSError where no folder can be used."""
         self._path = _writable_folder() / f"{server.pid}.json"
-        self._lock = -1
+        self._held: list[int] = []
         self.server = server
         self.update(server)
 
@@ -74,22 +74,18 @@ class Registration:
         self.server = server
         fresh = self._path.with_suffix(".new")
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # The old one stays held: a reader that has it open already would take it for that of a dead server.
+        self._held.append(descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(descriptor, msgspec.json.encode(server))
         os.replace(fresh, self._path)
-        self._close()
-        self._lock = descriptor
 
     def remove(self) -> None:
         """May be called again."""
-        if self._lock >= 0:
+        if self._held:
             self._path.unlink(missing_ok=True)
-            self._close()
-
-    def _close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+            while self._held:
+                os.close(self._held.pop())
 
 
 def running_servers() -> list[RunningServer]:
@@ -178,10 +174,18 @@ def _read(path: Path) -> RunningServer | None:
         except (msgspec.MsgspecError, OSError):
             return None
     else:
-        path.unlink(missing_ok=True)
+        _remove_left(path, descriptor)
         return None
     finally:
         os.close(descriptor)
+
+
+def _remove_left(path: Path, descriptor: int) -> None:
+    """Where the path is still that of the open file: another reader may have removed it, and a server with the same
+    pid may have begun."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(path.lstat(), os.fstat(descriptor)):
+            path.unlink()
 
 
 def _unregistered(known: set[int]) -> Iterator[RunningServer]:
