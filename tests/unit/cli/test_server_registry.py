@@ -184,12 +184,47 @@ def test_a_server_is_known_by_all_names_of_its_model(tmp_path: Path, monkeypatch
     assert is_called(server(model="llama3.1:8b"), "meta-llama/Llama-3.1-8B-Instruct")
 
 
-def test_servers_are_recognized_by_their_command_line() -> None:
-    place = registry._serve_place
-    assert place(["/usr/bin/python", "-m", "holdfast", "serve", "x"]) == 3
-    assert place(["/venv/bin/python", "/venv/bin/holdfast", "serve"]) == 2
-    assert place(["holdfast", "chat"]) is None
-    assert place(["vim", "holdfast serve"]) is None
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("/usr/bin/python -m holdfast serve x", 3),
+        ("/usr/bin/python3.12 -u -X dev -m holdfast serve x", 6),
+        ("/venv/bin/python /venv/bin/holdfast serve", 2),
+        ("holdfast serve x", 1),
+        ("holdfast chat", None),
+        ("vim holdfast serve", None),
+        ("timeout 60 holdfast serve x", None),
+        ("sudo holdfast serve x", None),
+        ("uv run holdfast serve x", None),
+        ("docker run image holdfast serve x", None),
+        ("python /venv/bin/holdfast rescue -- holdfast serve x", None),
+        ("python -c code holdfast serve", None),
+        ("python wrapper.py holdfast serve", None),
+    ],
+)
+def test_servers_are_recognized_by_their_command_line(words: str, place: int | None) -> None:
+    assert registry._serve_place(words.split()) == place
+    assert registry._serve_place([]) is None
+
+
+def test_a_server_and_what_started_it_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process looks like a server that started another, which is registered or not."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        words = {os.getpid(): ["holdfast", "serve", "outer"], child.pid: ["holdfast", "serve", "inner"]}
+        processes = [psutil.Process(pid) for pid in words]
+        for process in processes:
+            process.info = {"cmdline": words[process.pid], "username": "u", "create_time": 1.0}
+        monkeypatch.setattr(psutil, "process_iter", lambda fields: processes)
+
+        def found(*known: int) -> list[str]:
+            return [one.model for one in registry._unregistered(set(known))]
+
+        try:
+            assert found(child.pid) == []
+            assert found(os.getpid()) == []
+            assert found() == ["outer"]
+        finally:
+            child.communicate(b"\n")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import stat
 import tempfile
 import time
@@ -24,6 +25,8 @@ FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
 MAX_ENTRY_BYTES = 1 << 20
 STARTING = ".starting"
 UNIX = "unix:"
+_PYTHON_FLAG = re.compile(r"-[bBdEhiIOPqsSuvx]+|-[XW].*")
+"""Of the interpreter, before the program: neither -m nor -c."""
 
 
 class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,14 +192,16 @@ def _remove_left(path: Path, descriptor: int) -> None:
 
 
 def _unregistered(known: set[int]) -> Iterator[RunningServer]:
-    """Servers of other users, and of this one where no folder could be used, by their command lines."""
+    """Servers of other users, and of this one where no folder could be used, by their command lines. One that has
+    started a registered server, or was started by any of them, is not counted twice."""
     import psutil
 
     own = psutil.Process().username()
-    for process in psutil.process_iter(["cmdline", "username", "create_time"]):
+    seen, above = set(known), {pid for one in known for pid in _ancestors(one)}
+    for process in psutil.process_iter(["cmdline", "username", "create_time"]):  # In the order of their pids.
         words = process.info["cmdline"] or []
         place = _serve_place(words)
-        if process.pid in known or place is None:
+        if place is None or process.pid in seen | above or seen & _ancestors(process.pid):
             continue
         port, rest = "8000", words[place + 1 :]
         for at, word in enumerate(rest):
@@ -206,6 +211,7 @@ def _unregistered(known: set[int]) -> Iterator[RunningServer]:
         number = int(port) if port.isdecimal() else 0
         model = rest[0] if rest and not rest[0].startswith("-") else ""
         if number:
+            seen.add(process.pid)
             yield RunningServer(
                 pid=process.pid,
                 created_s=process.info["create_time"] or time.time(),
@@ -216,9 +222,23 @@ def _unregistered(known: set[int]) -> Iterator[RunningServer]:
             )
 
 
+def _ancestors(pid: int) -> set[int]:
+    import psutil
+
+    try:
+        return {process.pid for process in psutil.Process(pid).parents()}
+    except psutil.Error:
+        return set()
+
+
 def _serve_place(words: list[str]) -> int | None:
-    """Where `serve` stands in `python -m holdfast serve` or `holdfast serve`."""
-    for at, word in enumerate(words[:5]):
-        if (word == "holdfast" or word.endswith("/holdfast")) and words[at + 1 : at + 2] == ["serve"]:
-            return at + 1
-    return None
+    """Where `serve` stands in `python -m holdfast serve` or `holdfast serve`; not in what only starts one of these."""
+    at = 0
+    if words and re.fullmatch(r"(python|pypy)[\d.]*", Path(words[0]).name):
+        at = 1
+        while words[at : at + 1] and _PYTHON_FLAG.fullmatch(words[at]):
+            at += 2 if words[at] in ("-X", "-W") else 1
+        if words[at : at + 2] == ["-m", "holdfast"]:
+            at += 1
+    is_ours = words[at : at + 1] and Path(words[at]).name == "holdfast"
+    return at + 1 if is_ours and words[at + 1 : at + 2] == ["serve"] else None
