@@ -261,3 +261,21 @@ def test_settings_of_a_server_without_an_entry_are_not_compared(monkeypatch: pyt
     monkeypatch.setattr(background, "_spawn", lambda *_: (_ for _ in ()).throw(background.BackgroundStartError(7)))
     with pytest.raises(background.BackgroundStartError):
         background.ensure_server("m", {"dtype": "float32"}, lambda line: None)
+
+
+@pytest.mark.usefixtures("usual_folder")
+@pytest.mark.parametrize("during", ["_registered", "_ready"])
+def test_ctrl_c_ends_a_server_that_is_being_started(monkeypatch: pytest.MonkeyPatch, during: str) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with subprocess.Popen(["sleep", "600"]) as process:
+        monkeypatch.setattr(background, "_spawn", lambda *_: process)
+        monkeypatch.setattr(background, "_registered", lambda *_: server(pid=process.pid))
+        monkeypatch.setattr(background, during, interrupted)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                background.ensure_server("m", {}, lambda line: None)
+            assert process.returncode == -15
+        finally:
+            process.kill()

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,31 +78,37 @@ def serving(running: Sequence[RunningServer], model: StoredModel) -> list[Runnin
 def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningServer:
     """One that is ready. `settings`: engine settings that were given, as text. Raises BackgroundStartError; Ctrl-C
     while it waits ends a server that was started here."""
-    try:
-        with starting_alone():
-            # Chats speak over an address and a port. Of a server without an entry the settings are not known.
-            mine = (one for one in registered_servers() if one.socket is None)
-            server = next((one for one in mine if is_called(one, model)), None)
-            if server is not None:
-                _require_same(server, model, settings)
-                started, log = None, Path(server.log) if server.log else None
-            else:
-                log = _log_path(model)
-                say(f"starting a server for {printable(model)}; its log: {log}")
-                started = _spawn(model, settings, log)
-                server = _registered(started, log)
-    except OSError as error:
-        raise EngineError(
-            f"a server cannot be started in the background: {error}",
-            fix=f"holdfast serve {model}, and in another terminal: holdfast chat --url 8000",
-        ) from error
-    try:
+    with contextlib.ExitStack() as on_interrupt:
+        try:
+            with starting_alone():
+                # Chats speak over an address and a port. Of a server without an entry the settings are not known.
+                mine = (one for one in registered_servers() if one.socket is None)
+                server = next((one for one in mine if is_called(one, model)), None)
+                if server is not None:
+                    _require_same(server, model, settings)
+                    started, log = None, Path(server.log) if server.log else None
+                else:
+                    log = _log_path(model)
+                    say(f"starting a server for {printable(model)}; its log: {log}")
+                    started = on_interrupt.enter_context(_ended_by_ctrl_c(_spawn(model, settings, log)))
+                    server = _registered(started, log)
+        except OSError as error:
+            raise EngineError(
+                f"a server cannot be started in the background: {error}",
+                fix=f"holdfast serve {model}, and in another terminal: holdfast chat --url 8000",
+            ) from error
         return _ready(server, started, log)
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c(started: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """From its first moment: nobody else would know of it."""
+    try:
+        yield started
     except KeyboardInterrupt:
-        if started is not None:
-            started.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                started.wait(STOP_S)
+        started.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.wait(STOP_S)
         raise
 
 
