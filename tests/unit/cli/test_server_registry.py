@@ -15,7 +15,7 @@ import psutil
 import pytest
 from deadlines import PATIENCE_S
 
-from holdfast.cli.commands.stop import stop
+from holdfast.cli.commands.stop import _chosen, stop
 from holdfast.cli.main import main
 from holdfast.cli.servers import background, registry
 from holdfast.cli.servers.background import is_called
@@ -139,6 +139,17 @@ def test_stop_by_name_port_pid_and_address(
     assert f"stopped one (http://127.0.0.1:1, pid {holders[0].pid})" in capsys.readouterr().out
     assert holders[0].wait(PATIENCE_S) == -15
     assert [one.name for one in running_servers()] == ["two"]
+
+
+def test_stop_by_the_path_of_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    on_a_socket = server(url=f"unix:{tmp_path.resolve()}/s.sock", port=0, model="m")
+    for word in ("s.sock", f"{tmp_path}/link/s.sock", on_a_socket.url):
+        assert _chosen([word], [server(pid=1), on_a_socket]) == [on_a_socket]
+    with pytest.raises(EngineError, match="no server of yours") as caught:
+        _chosen(["other.sock"], [on_a_socket])
+    assert caught.value.found == f"m ({tmp_path.resolve()}/s.sock, pid {os.getpid()})"
 
 
 def test_stop_all_none_and_unclear_ones(
@@ -279,3 +290,14 @@ def test_ctrl_c_ends_a_server_that_is_being_started(monkeypatch: pytest.MonkeyPa
             assert process.returncode == -15
         finally:
             process.kill()
+
+
+def test_a_background_server_listens_where_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where variables for other servers say: over a socket nobody would find it."""
+    for name in ("UDS", "HOST", "PORT", "DTYPE"):
+        monkeypatch.setenv(f"HOLDFAST_{name}", "x")
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(background.subprocess, "Popen", lambda words, *, env, **_: given.append(env))
+    background._spawn("m", {}, tmp_path / "log")
+    assert {name for name in given[0] if name.startswith("HOLDFAST_")} >= {"HOLDFAST_DTYPE", "HOLDFAST_RUNTIME_DIR"}
+    assert not {"HOLDFAST_UDS", "HOLDFAST_HOST", "HOLDFAST_PORT"} & set(given[0])

@@ -24,7 +24,7 @@ from holdfast.checkpoints.sources.cache import cache_folder
 from holdfast.checkpoints.sources.resolve import short_name
 from holdfast.checkpoints.sources.stored_models import StoredModel
 from holdfast.cli.servers.registry import RunningServer, is_alive, registered_servers, starting_alone
-from holdfast.config.setting import flag_name
+from holdfast.config.setting import environment_name, flag_name
 from holdfast.errors import ConfigurationError, EngineError, printable
 
 USUAL_PORT = 8000
@@ -35,6 +35,8 @@ OK = 200
 LOG_TAIL_BYTES = 8192
 LINES_SHOWN = 15
 STOP_S = 10.0
+ELSEWHERE = ("uds", "host", "port")
+"""Settings of servers that a person starts: one in the background listens where it is asked to."""
 
 Say = Callable[[str], None]
 
@@ -134,10 +136,17 @@ def _spawn(model: str, settings: Mapping[str, Any], log: Path) -> subprocess.Pop
     words = [sys.executable, "-m", "holdfast", "serve", model, "--port", str(_port()), "--disable-access-log"]
     for name, value in settings.items():
         words += [flag_name(name), *value] if isinstance(value, list) else [f"{flag_name(name)}={value}"]
+    moving = {environment_name(name) for name in ELSEWHERE}
+    environment = {name: value for name, value in os.environ.items() if name not in moving}
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         return subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=descriptor,
+            start_new_session=True,
+            env=environment,
         )
     finally:
         os.close(descriptor)
