@@ -301,3 +301,17 @@ def test_a_background_server_listens_where_it_is_asked_to(tmp_path: Path, monkey
     background._spawn("m", {}, tmp_path / "log")
     assert {name for name in given[0] if name.startswith("HOLDFAST_")} >= {"HOLDFAST_DTYPE", "HOLDFAST_RUNTIME_DIR"}
     assert not {"HOLDFAST_UDS", "HOLDFAST_HOST", "HOLDFAST_PORT"} & set(given[0])
+
+
+def test_the_log_of_a_running_server_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path))
+    logs = [tmp_path / "logs" / f"{number:02}.log" for number in range(background.LOGS_KEPT + 2)]
+    logs[0].parent.mkdir()
+    for number, log in enumerate(logs):
+        log.touch()
+        os.utime(log, (number, number))
+    held = Registration(server(log=str(logs[0].resolve())))  # It has been silent for long.
+    fresh = background._log_path("m")
+    held.remove()
+    assert sorted((tmp_path / "logs").iterdir()) == [logs[0], *logs[-background.LOGS_KEPT + 1 :]]
+    assert fresh.parent == tmp_path / "logs"

@@ -164,10 +164,12 @@ def _port() -> int:
 
 
 def _log_path(model: str) -> Path:
-    """A new file; of older ones the last few are kept."""
+    """A new file; of older ones the last few are kept, and those that running servers write to."""
     folder = cache_folder() / "logs"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)[: -LOGS_KEPT + 1]:
+    open_ones = {server.log for server in registered_servers()}
+    closed = (path for path in folder.glob("*.log") if str(path.resolve()) not in open_ones)
+    for old in sorted(closed, key=lambda path: path.stat().st_mtime)[: -LOGS_KEPT + 1]:
         old.unlink(missing_ok=True)
     name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])[:60] or "model"
     return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}.log"
