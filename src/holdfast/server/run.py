@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -85,6 +86,19 @@ def bind_unix(path: Path) -> socket.socket:
         ) from error
     listener.setblocking(False)
     return listener
+
+
+@contextlib.contextmanager
+def _removed_at_end(listener: socket.socket) -> Iterator[None]:
+    """The file of a Unix domain socket, unless another server has put its own there meanwhile."""
+    path = Path(listener.getsockname()).absolute() if listener.family == socket.AF_UNIX else None
+    ours = path.lstat() if path is not None and path.is_socket() else None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if path is not None and ours is not None and os.path.samestat(path.lstat(), ours):
+                path.unlink()
 
 
 def _answers(path: Path) -> bool:
@@ -187,7 +201,7 @@ async def serve(
     server = _Server(config, allow_connections(max_connections), tls)
     patience = SlowClientMonitor(lambda: cast("set[SlowClient]", server.server_state.connections), write_timeout_s)
     life = _Life(engine, server, drain_timeout_s, patience, on_fatal or _say)
-    with life.hearing_signals() if handle_signals else contextlib.nullcontext():
+    with _removed_at_end(listener), life.hearing_signals() if handle_signals else contextlib.nullcontext():
         try:
             return await life.run(listener, on_ready, throughput)
         finally:

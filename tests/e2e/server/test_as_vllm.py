@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -274,7 +275,10 @@ def test_settings_of_a_server_that_vllm_has_too(launch: Any) -> None:
 
 def test_over_a_unix_domain_socket(tmp_path: Any, launch: Any) -> None:
     path = tmp_path / "s"
-    for _ in range(2):  # A file that a dead server left is no hindrance.
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    for left in (True, False):  # A file that a dead server left is no hindrance.
+        assert path.exists() == left
         server = launch(listener=bind_unix(path))
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
             assert ask(client)["choices"]

@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     main(["stop", "--all", "--now"])
 
 
-def asked(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def asked(*words: str, stdin: str = "", environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "holdfast", "run", *words],
         input=stdin,
@@ -42,7 +42,7 @@ def asked(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=PATIENCE_S,
         check=False,
-        env=dict(os.environ),
+        env=environment or dict(os.environ),
     )
 
 
@@ -80,7 +80,10 @@ def test_a_server_is_started_once_and_stays(
 
 
 def test_a_server_that_does_not_start_says_why(home: Path) -> None:
-    done = asked("smollm2", "hi", "--dtype", "float99")
+    # As it is by default: servers are also looked for by their command lines.
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(home)}
+    del environment["HOLDFAST_RUNTIME_DIR"]
+    done = asked("smollm2", "hi", "--dtype", "float99", environment=environment)
     assert done.returncode == 2
     assert "'float99' is not valid" in done.stderr
     assert "Traceback" not in done.stderr

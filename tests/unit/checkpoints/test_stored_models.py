@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import psutil
 import pytest
 
 from holdfast.checkpoints.sources import stored_models as stored
+from holdfast.cli.commands.stored import rm
 from holdfast.cli.main import main
-from holdfast.cli.servers.registry import Registration, RunningServer
+from holdfast.cli.servers.registry import STARTING, Registration, RunningServer
 
 
 @pytest.fixture
@@ -97,6 +100,31 @@ def test_one_gguf_of_several_is_removed_alone(
     assert rows["owner/ggufs"]["complete"]
 
 
+@pytest.mark.parametrize("linked", ["the file", "the blob", "the folder of blobs"])
+def test_a_file_outside_the_cache_stays(
+    models: dict[str, Path], caches: Path, capsys: pytest.CaptureFixture[str], good_gguf: bytes, linked: str
+) -> None:
+    repository, elsewhere = models["owner/ggufs"], caches / "elsewhere"
+    link = repository / "snapshots" / "c0ffee" / "m-Q4_K_M.gguf"
+    blob = link.resolve()
+    if linked == "the folder of blobs":
+        blob.parent.rename(elsewhere)
+        blob.parent.symlink_to(elsewhere)
+        kept = elsewhere / blob.name
+    else:
+        elsewhere.mkdir()
+        kept = blob.rename(elsewhere / "mine.gguf")
+        place = link if linked == "the file" else blob
+        place.unlink(missing_ok=True)
+        place.symlink_to(kept)
+    assert main(["rm", "owner/ggufs:Q4_K_M", "--yes"]) == 0
+    assert "Q4_K_M: 0 B freed" in capsys.readouterr().out
+    assert kept.read_bytes() == good_gguf
+    assert not link.is_symlink()
+    assert linked != "the blob" or not blob.is_symlink()
+    assert (link.parent / "m-Q8_0.gguf").exists()
+
+
 def test_removing_asks_and_frees_what_it_says(
     models: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -113,6 +141,47 @@ def test_removing_asks_and_frees_what_it_says(
     assert not models["owner/plain"].exists()
 
 
+def served(path: Path) -> Registration:
+    created_s = psutil.Process().create_time()
+    return Registration(
+        RunningServer(pid=os.getpid(), created_s=created_s, url="http://127.0.0.1:1", port=1, path=str(path))
+    )
+
+
+def test_a_server_that_begins_while_rm_asks_keeps_its_files(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Registration] = []
+
+    def confirmed(model: stored.StoredModel) -> bool:
+        held.append(served(model.path))
+        return True
+
+    monkeypatch.setattr(rm, "_confirmed", confirmed)
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert main(["rm", "owner/plain"]) == 2
+    held[0].remove()
+    assert (models["owner/plain"] / "refs" / "main").exists()
+
+
+def test_nothing_is_deleted_while_a_server_is_being_started(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caches: Path
+) -> None:
+    free: list[bool] = []
+
+    def deleted(path: Path) -> None:
+        with open(caches / "run" / STARTING) as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                free.append(False)
+
+    monkeypatch.setattr(rm, "_delete", deleted)
+    assert main(["rm", "owner/plain", "--yes"]) == 0
+    assert free == [False]
+
+
 def test_what_is_served_or_not_ours_is_not_removed(
     models: dict[str, Path], caches: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,15 +191,7 @@ def test_what_is_served_or_not_ours_is_not_removed(
     assert main(["rm", str(mine), "--yes"]) == 2
     assert mine.exists()
     snapshot = models["owner/plain"] / "snapshots" / "c0ffee"
-    held = Registration(
-        RunningServer(
-            pid=os.getpid(),
-            created_s=psutil.Process().create_time(),
-            url="http://127.0.0.1:1",
-            port=1,
-            path=str(snapshot),
-        )
-    )
+    held = served(snapshot)
     try:
         assert main(["rm", "owner/plain", "--yes"]) == 2
         assert f"holdfast stop {os.getpid()}" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -86,13 +87,22 @@ def license_of(folder: Path) -> str | None:
 
 def size_of(paths: Iterable[Path]) -> int:
     """Of the files there, each once, whatever links to it."""
+    return _bytes(paths, follow_symlinks=True)
+
+
+def freed_by(paths: Iterable[Path]) -> int:
+    """Of the files that go with these paths: not of those that a link among them points to."""
+    return _bytes(paths, follow_symlinks=False)
+
+
+def _bytes(paths: Iterable[Path], *, follow_symlinks: bool) -> int:
     files: dict[tuple[int, int], int] = {}
     for path in paths:
         inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else (path,)
         for file in inside:
             with contextlib.suppress(OSError):
-                status = file.stat()
-                if file.is_file():
+                status = file.stat(follow_symlinks=follow_symlinks)
+                if stat.S_ISREG(status.st_mode):
                     files[(status.st_dev, status.st_ino)] = status.st_size
     return sum(files.values())
 
@@ -191,8 +201,17 @@ def _links_and_blobs(repository: Path, paths: list[Path]) -> tuple[Path, ...]:
     chosen = {path.resolve() for path in paths}
     links = [link for link in repository.glob("snapshots/*/**/*") if not link.is_dir()]
     going = [link for link in links if link.resolve() in chosen and link.name in {path.name for path in paths}]
-    needed = {link.resolve() for link in links if link not in going}
-    return (*going, *(blob for blob in sorted(chosen - needed) if blob not in going))
+    needed = {_blob(repository, link) for link in links if link not in going}
+    blobs = {blob for link in going if (blob := _blob(repository, link)) is not None and blob not in needed}
+    return (*going, *sorted(blobs))
+
+
+def _blob(repository: Path, link: Path) -> Path | None:
+    """Among the repository's own; None: the file is elsewhere, a person has put a link to it here."""
+    if not link.is_symlink():
+        return None
+    blob = link.parent.resolve() / link.readlink()
+    return blob if blob.parent.resolve() == repository.resolve() / "blobs" else None
 
 
 def _by_path(uses: dict[str, float], found: list[StoredModel]) -> Iterator[StoredModel]:

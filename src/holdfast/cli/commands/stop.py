@@ -1,5 +1,5 @@
-"""`holdfast stop`: ends servers of this machine by their name, port, process id or address. Open answers are finished
-first, as the server itself decides; this waits until the process is gone.
+"""`holdfast stop`: ends servers of this machine by their name, port, process id, address or socket. Open answers are
+finished first, as the server itself decides; this waits until the process is gone.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import argparse
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli.output import say
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 HELP = """Stop servers on this machine. Requests that are running are finished first (--drain-timeout of the server)."""
 
-USAGE = "holdfast stop NAME|PORT|PID|URL ... [--now]    or: holdfast stop --all"
+USAGE = "holdfast stop NAME|PORT|PID|URL|SOCKET ... [--now]    or: holdfast stop --all"
 
 EXAMPLES = """examples:
   holdfast stop smollm2          the server of that model
@@ -37,7 +38,7 @@ POLL_S = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("which", nargs="*", metavar="NAME|PORT|PID|URL", help="as `holdfast ps` shows them")
+    parser.add_argument("which", nargs="*", metavar="NAME|PORT|PID|URL|SOCKET", help="as `holdfast ps` shows them")
     parser.add_argument("--all", action="store_true", help="every server of this user on this machine")
     parser.add_argument("--now", action="store_true", help="do not let running requests finish")
     parser.add_argument(
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.which) == arguments.all:
         raise ConfigurationError(
             "which server is to stop?",
-            needed="a name, port, pid or address, or else --all",
+            needed="a name, port, pid, address or socket, or else --all",
             fix="holdfast ps lists them",
         )
     running = [server for server in running_servers() if not server.user]
@@ -79,15 +80,15 @@ def _chosen(which: list[str], running: list[RunningServer]) -> list[RunningServe
             server
             for server in running
             if number in (server.port, server.pid)
-            or (number is None and (is_called(server, word) or _address(word) == _address(server.url)))
+            or (number is None and (is_called(server, word) or _is_address(word, server)))
         ]
         if len(matches) > 1:
-            listed = ", ".join(f"pid {server.pid} on port {server.port}" for server in matches)
+            listed = ", ".join(f"pid {server.pid} at {server.url}" for server in matches)
             raise ConfigurationError(
                 f"{len(matches)} servers are meant by {shorten(word)}: {listed}", fix=f"holdfast stop {matches[0].pid}"
             )
         if not matches:
-            known = ", ".join(f"{server.name} (port {server.port}, pid {server.pid})" for server in running)
+            known = ", ".join(f"{server.name} ({_place(server)}, pid {server.pid})" for server in running)
             raise EngineError(
                 f"no server of yours on this machine is {shorten(word)}",
                 found=known or "none is running",
@@ -95,6 +96,17 @@ def _chosen(which: list[str], running: list[RunningServer]) -> list[RunningServe
             )
         found[matches[0].pid] = matches[0]
     return list(found.values())
+
+
+def _place(server: RunningServer) -> str:
+    return f"port {server.port}" if server.socket is None else server.socket
+
+
+def _is_address(word: str, server: RunningServer) -> bool:
+    """Of one on a Unix socket: the path of that, too."""
+    if server.socket is not None:
+        return Path(word.removeprefix("unix:")).expanduser().resolve() == Path(server.socket)
+    return _address(word) == _address(server.url)
 
 
 def _address(written: str) -> str:

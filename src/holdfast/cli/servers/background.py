@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.cache import cache_folder
 from holdfast.checkpoints.sources.resolve import short_name
 from holdfast.checkpoints.sources.stored_models import StoredModel
-from holdfast.cli.servers.registry import RunningServer, is_alive, running_servers, starting_alone
-from holdfast.config.setting import flag_name
+from holdfast.cli.servers.registry import RunningServer, is_alive, registered_servers, starting_alone
+from holdfast.config.setting import environment_name, flag_name
 from holdfast.errors import ConfigurationError, EngineError, printable
 
 USUAL_PORT = 8000
@@ -35,6 +35,8 @@ OK = 200
 LOG_TAIL_BYTES = 8192
 LINES_SHOWN = 15
 STOP_S = 10.0
+ELSEWHERE = ("uds", "host", "port")
+"""Settings of servers that a person starts: one in the background listens where it is asked to."""
 
 Say = Callable[[str], None]
 
@@ -78,31 +80,37 @@ def serving(running: Sequence[RunningServer], model: StoredModel) -> list[Runnin
 def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningServer:
     """One that is ready. `settings`: engine settings that were given, as text. Raises BackgroundStartError; Ctrl-C
     while it waits ends a server that was started here."""
+    with contextlib.ExitStack() as on_interrupt:
+        try:
+            with starting_alone():
+                # Chats speak over an address and a port. Of a server without an entry the settings are not known.
+                mine = (one for one in registered_servers() if one.socket is None)
+                server = next((one for one in mine if is_called(one, model)), None)
+                if server is not None:
+                    _require_same(server, model, settings)
+                    started, log = None, Path(server.log) if server.log else None
+                else:
+                    log = _log_path(model)
+                    say(f"starting a server for {printable(model)}; its log: {log}")
+                    started = on_interrupt.enter_context(_ended_by_ctrl_c(_spawn(model, settings, log)))
+                    server = _registered(started, log)
+        except OSError as error:
+            raise EngineError(
+                f"a server cannot be started in the background: {error}",
+                fix=f"holdfast serve {model}, and in another terminal: holdfast chat --url 8000",
+            ) from error
+        return _ready(server, started, log)
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c(started: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """From its first moment: nobody else would know of it."""
     try:
-        with starting_alone():
-            # Chats speak over an address and a port.
-            mine = (one for one in running_servers() if not one.user and one.socket is None)
-            server = next((one for one in mine if is_called(one, model)), None)
-            if server is not None:
-                _require_same(server, model, settings)
-                started = None
-            else:
-                log = _log_path(model)
-                say(f"starting a server for {printable(model)}; its log: {log}")
-                started = _spawn(model, settings, log)
-                server = _registered(started, log)
-    except OSError as error:
-        raise EngineError(
-            f"a server cannot be started in the background: {error}",
-            fix=f"holdfast serve {model}, and in another terminal: holdfast chat --url 8000",
-        ) from error
-    try:
-        return _ready(server, started)
+        yield started
     except KeyboardInterrupt:
-        if started is not None:
-            started.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                started.wait(STOP_S)
+        started.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.wait(STOP_S)
         raise
 
 
@@ -128,10 +136,17 @@ def _spawn(model: str, settings: Mapping[str, Any], log: Path) -> subprocess.Pop
     words = [sys.executable, "-m", "holdfast", "serve", model, "--port", str(_port()), "--disable-access-log"]
     for name, value in settings.items():
         words += [flag_name(name), *value] if isinstance(value, list) else [f"{flag_name(name)}={value}"]
+    moving = {environment_name(name) for name in ELSEWHERE}
+    environment = {name: value for name, value in os.environ.items() if name not in moving}
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         return subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=descriptor,
+            start_new_session=True,
+            env=environment,
         )
     finally:
         os.close(descriptor)
@@ -149,19 +164,21 @@ def _port() -> int:
 
 
 def _log_path(model: str) -> Path:
-    """A new file; of older ones the last few are kept."""
+    """A new file; of older ones the last few are kept, and those that running servers write to."""
     folder = cache_folder() / "logs"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)[: -LOGS_KEPT + 1]:
+    open_ones = {server.log for server in registered_servers()}
+    closed = (path for path in folder.glob("*.log") if str(path.resolve()) not in open_ones)
+    for old in sorted(closed, key=lambda path: path.stat().st_mtime)[: -LOGS_KEPT + 1]:
         old.unlink(missing_ok=True)
     name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])[:60] or "model"
     return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}.log"
 
 
 def _registered(started: subprocess.Popen[bytes], log: Path) -> RunningServer:
-    """Once it listens; its model may take longer."""
+    """Once it listens; its model may take longer. Its command line alone says neither."""
     while True:
-        server = next((one for one in running_servers() if one.pid == started.pid), None)
+        server = next((one for one in registered_servers() if one.pid == started.pid), None)
         if server is not None:
             return server
         if started.poll() is not None:
@@ -169,12 +186,11 @@ def _registered(started: subprocess.Popen[bytes], log: Path) -> RunningServer:
         time.sleep(POLL_S)
 
 
-def _ready(server: RunningServer, started: subprocess.Popen[bytes] | None) -> RunningServer:
+def _ready(server: RunningServer, started: subprocess.Popen[bytes] | None, log: Path | None) -> RunningServer:
     import httpx
 
     from holdfast.cli.chat_backends import trust
 
-    log = Path(server.log) if server.log else None
     with (
         _StatusLine(log) as status,
         httpx.Client(base_url=server.url, timeout=HEALTH_TIMEOUT_S, verify=trust(server.certificate)) as client,
@@ -188,7 +204,7 @@ def _ready(server: RunningServer, started: subprocess.Popen[bytes] | None) -> Ru
                 raise _failed(1 if started is None else started.returncode, log)
             status.show()
             time.sleep(POLL_S)
-    return next((one for one in running_servers() if one.pid == server.pid), server)
+    return next((one for one in registered_servers() if one.pid == server.pid), server)
 
 
 def _failed(code: int | None, log: Path | None) -> BackgroundStartError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import stat
 import tempfile
 import time
@@ -24,6 +25,8 @@ FOLDER_VARIABLE = "HOLDFAST_RUNTIME_DIR"
 MAX_ENTRY_BYTES = 1 << 20
 STARTING = ".starting"
 UNIX = "unix:"
+_PYTHON_FLAG = re.compile(r"-[bBdEhiIOPqsSuvx]+|-[XW].*")
+"""Of the interpreter, before the program: neither -m nor -c."""
 
 
 class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +68,7 @@ class Registration:
     def __init__(self, server: RunningServer) -> None:
         """Raises OSError where no folder can be used."""
         self._path = _writable_folder() / f"{server.pid}.json"
-        self._lock = -1
+        self._held: list[int] = []
         self.server = server
         self.update(server)
 
@@ -74,26 +77,31 @@ class Registration:
         self.server = server
         fresh = self._path.with_suffix(".new")
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # The old one stays held: a reader that has it open already would take it for that of a dead server.
+        self._held.append(descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(descriptor, msgspec.json.encode(server))
         os.replace(fresh, self._path)
-        self._close()
-        self._lock = descriptor
 
     def remove(self) -> None:
         """May be called again."""
-        if self._lock >= 0:
+        if self._held:
             self._path.unlink(missing_ok=True)
-            self._close()
-
-    def _close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+            while self._held:
+                os.close(self._held.pop())
 
 
 def running_servers() -> list[RunningServer]:
-    """In the order of their ports. What killed ones left is removed."""
+    """In the order of their ports: registered ones, and others that their command lines tell."""
+    found = {server.pid: server for server in registered_servers()}
+    if not os.environ.get(FOLDER_VARIABLE):
+        for server in _unregistered(set(found)):
+            found[server.pid] = server
+    return sorted(found.values(), key=lambda server: (server.port, server.pid))
+
+
+def registered_servers() -> list[RunningServer]:
+    """Those that listen and have made their entry: of these all is known. What killed ones left is removed."""
     found: dict[int, RunningServer] = {}
     for folder in _candidates():
         if _is_ours(folder):
@@ -101,9 +109,6 @@ def running_servers() -> list[RunningServer]:
                 server = _read(path)
                 if server is not None:
                     found[server.pid] = server
-    if not os.environ.get(FOLDER_VARIABLE):
-        for server in _unregistered(set(found)):
-            found[server.pid] = server
     return sorted(found.values(), key=lambda server: (server.port, server.pid))
 
 
@@ -172,21 +177,31 @@ def _read(path: Path) -> RunningServer | None:
         except (msgspec.MsgspecError, OSError):
             return None
     else:
-        path.unlink(missing_ok=True)
+        _remove_left(path, descriptor)
         return None
     finally:
         os.close(descriptor)
 
 
+def _remove_left(path: Path, descriptor: int) -> None:
+    """Where the path is still that of the open file: another reader may have removed it, and a server with the same
+    pid may have begun."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(path.lstat(), os.fstat(descriptor)):
+            path.unlink()
+
+
 def _unregistered(known: set[int]) -> Iterator[RunningServer]:
-    """Servers of other users, and of this one where no folder could be used, by their command lines."""
+    """Servers of other users, and of this one where no folder could be used, by their command lines. One that has
+    started a registered server, or was started by any of them, is not counted twice."""
     import psutil
 
     own = psutil.Process().username()
-    for process in psutil.process_iter(["cmdline", "username", "create_time"]):
+    seen, above = set(known), {pid for one in known for pid in _ancestors(one)}
+    for process in psutil.process_iter(["cmdline", "username", "create_time"]):  # In the order of their pids.
         words = process.info["cmdline"] or []
         place = _serve_place(words)
-        if process.pid in known or place is None:
+        if place is None or process.pid in seen | above or seen & _ancestors(process.pid):
             continue
         port, rest = "8000", words[place + 1 :]
         for at, word in enumerate(rest):
@@ -196,6 +211,7 @@ def _unregistered(known: set[int]) -> Iterator[RunningServer]:
         number = int(port) if port.isdecimal() else 0
         model = rest[0] if rest and not rest[0].startswith("-") else ""
         if number:
+            seen.add(process.pid)
             yield RunningServer(
                 pid=process.pid,
                 created_s=process.info["create_time"] or time.time(),
@@ -206,9 +222,23 @@ def _unregistered(known: set[int]) -> Iterator[RunningServer]:
             )
 
 
+def _ancestors(pid: int) -> set[int]:
+    import psutil
+
+    try:
+        return {process.pid for process in psutil.Process(pid).parents()}
+    except psutil.Error:
+        return set()
+
+
 def _serve_place(words: list[str]) -> int | None:
-    """Where `serve` stands in `python -m holdfast serve` or `holdfast serve`."""
-    for at, word in enumerate(words[:5]):
-        if (word == "holdfast" or word.endswith("/holdfast")) and words[at + 1 : at + 2] == ["serve"]:
-            return at + 1
-    return None
+    """Where `serve` stands in `python -m holdfast serve` or `holdfast serve`; not in what only starts one of these."""
+    at = 0
+    if words and re.fullmatch(r"(python|pypy)[\d.]*", Path(words[0]).name):
+        at = 1
+        while words[at : at + 1] and _PYTHON_FLAG.fullmatch(words[at]):
+            at += 2 if words[at] in ("-X", "-W") else 1
+        if words[at : at + 2] == ["-m", "holdfast"]:
+            at += 1
+    is_ours = words[at : at + 1] and Path(words[at]).name == "holdfast"
+    return at + 1 if is_ours and words[at + 1 : at + 2] == ["serve"] else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = 0
     for model in chosen:
         if arguments.yes or _confirmed(model):
-            freed = _remove(model)
+            freed = _removed_alone(model)
             say([f"removed {model.name}: {format_bytes(freed)} freed"])
         else:
             say([f"kept {model.name}"])
@@ -54,8 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _found(name: str) -> StoredModel:
     from holdfast.checkpoints.sources.stored_models import stored_models
-    from holdfast.cli.servers.background import identity, serving
-    from holdfast.cli.servers.registry import running_servers
+    from holdfast.cli.servers.background import identity
 
     here = stored_models()
     wanted = identity(name)
@@ -73,13 +73,20 @@ def _found(name: str) -> StoredModel:
             needed="a model of the hub's or Holdfast's cache",
             fix=f"remove it yourself: {model.path}",
         )
+    _require_unserved(model)
+    return model
+
+
+def _require_unserved(model: StoredModel) -> None:
+    from holdfast.cli.servers.background import serving
+    from holdfast.cli.servers.registry import running_servers
+
     servers = serving(running_servers(), model)
     if servers:
         raise ConfigurationError(
             f"{model.name} is being served at {servers[0].url} (pid {servers[0].pid})",
             fix=f"holdfast stop {servers[0].pid}",
         )
-    return model
 
 
 def _confirmed(model: StoredModel) -> bool:
@@ -90,11 +97,22 @@ def _confirmed(model: StoredModel) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
+def _removed_alone(model: StoredModel) -> int:
+    """While `run` starts no server. A person may have thought about the question for long: one may have begun."""
+    from holdfast.cli.servers.registry import starting_alone
+
+    with contextlib.ExitStack() as alone:
+        with contextlib.suppress(OSError):  # Without a folder for it `run` starts none either.
+            alone.enter_context(starting_alone())
+        _require_unserved(model)
+        return _remove(model)
+
+
 def _remove(model: StoredModel) -> int:
     """The bytes that are free again."""
-    from holdfast.checkpoints.sources.stored_models import size_of
+    from holdfast.checkpoints.sources.stored_models import freed_by
 
-    before = size_of(model.remove)
+    before = freed_by(model.remove)
     try:
         for path in model.remove:
             _delete(path)
@@ -105,7 +123,7 @@ def _remove(model: StoredModel) -> int:
             found=str(error.filename or model.path),
             fix="check who owns the cache",
         ) from error
-    return before - size_of(model.remove)
+    return before - freed_by(model.remove)
 
 
 def _delete(path: Path) -> None:
