@@ -49,3 +49,35 @@ def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert "--bogus is not understood" in said
     assert "holdfast serve a/b" not in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "printed"),
+    [
+        ("M --api-kye secret --host 0.0.0.0", 'M --api-key "${API_KEY:?}" --host 0.0.0.0'),
+        ("M --api_kye=secret --host 0.0.0.0", 'M --api-key="${API_KEY:?}" --host 0.0.0.0'),
+        ("M --apikey secret --bogus 1 --port", None),
+        ("M --ssl-kefile k.pem --ssl-certfile c.pem", "M --ssl-keyfile k.pem --ssl-certfile c.pem"),
+        ("M --ssl-keyfil k.pem --port 99999", None),
+        ("M --token secret --port 9", None),
+        ("M --max-modle-len 2048", "M --max-model-len 2048"),
+        ("--max-modle-len=2048 M", "--max-model-len=2048 M"),
+        ("--foo-bar M --port 8106", "M --port 8106"),
+        ("--foo-bar 1 M --port 8106", "M --port 8106"),
+        ("--api-kye secret M", None),
+        ("M --max-num-seqs -1 --port 99999", "M"),
+        ("--port 99999", ""),
+    ],
+)
+def test_a_misspelt_flag_is_renamed_and_nothing_that_guards_is_dropped(
+    asked: str, printed: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *asked.split()]) == 2
+    said = capsys.readouterr().err
+    assert "secret" not in said
+    fix = said.partition("fix:")[2].strip().splitlines()[0]
+    command = fix.rpartition("holdfast serve")[2]
+    if printed is None:
+        assert "holdfast serve" not in fix or command.strip() == "--help"
+    else:
+        assert command.strip() == printed
