@@ -42,6 +42,16 @@ def test_what_only_the_model_can_tell_is_planned_again(tmp_path: Path, capsys: p
     assert refused_start(["serve", *words], parse_command_line) is None
 
 
+def test_the_setting_that_was_given_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_tiny_gguf(file)
+    assert main(["serve", str(file), "--rope-theta", "12345", "--port", "9"]) == 2
+    said = capsys.readouterr().err
+    assert "leave rope_theta out" in said
+    assert "overrides" not in said
+    assert command_in(said) == [str(file), "--port", "9"]
+
+
 def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOLDFAST_DTYPE", "float99")
