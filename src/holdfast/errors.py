@@ -28,6 +28,9 @@ HoldfastError                     has a stable code, what was needed, what was t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 
 def printable(text: str, *, keep: str = "") -> str:
     """`text` with every character that shows nothing, or steers a terminal, spelled out; `keep`: but for these."""
@@ -77,6 +80,10 @@ class ConfigurationError(HoldfastError, ValueError):
     code = "HF100"
     settings: tuple[str, ...] = ()
     """All that it is about, where it is about several."""
+    unknown: tuple[str, ...] = ()
+    """Words of a command line that nothing took."""
+    meant: Mapping[str, str] = MappingProxyType({})
+    """And of the flags among them the one that may be meant by each."""
 
 
 class DoesNotFitError(ConfigurationError):

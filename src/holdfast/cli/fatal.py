@@ -28,7 +28,7 @@ def command_line(words: Sequence[str]) -> str:
     for word in words:
         flag, equals, _ = word.partition("=")
         is_secret = flag.replace("_", "-") in _SECRETS
-        if secret and not word.startswith("--"):
+        if f'"{word}"' == _HIDDEN or (secret and not word.startswith("--")):
             shown.append(_HIDDEN)
         else:
             secret = is_secret and not equals

@@ -7,7 +7,7 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
@@ -127,7 +127,12 @@ def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Names
     parsed, unknown = parse(spelled(joined(given[1:])))
     if unknown:
         known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
-        refuse([*_unknown_arguments(unknown, parser), *known_but_absent])
+        near = _meant(unknown, parser)
+        try:
+            refuse([*_unknown_arguments(unknown, near, parser.prog), *known_but_absent])
+        except ConfigurationError as error:
+            error.unknown, error.meant = tuple(unknown), near
+            raise
     return module, parsed
 
 
@@ -171,15 +176,24 @@ def _whole_name(flag: str) -> str:
     return whole if part and known else flag
 
 
-def _unknown_arguments(arguments: list[str], parser: argparse.ArgumentParser) -> list[Refusal]:
-    """Flags, or where there is none among them the words themselves."""
+def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Of flags that there are not the nearest that there is, for those that are like one."""
     # Compared without their dashes, which make short names look alike. What is hidden would be refused itself.
     shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
     known = {name.lstrip("-"): name for action in shown for name in action.option_strings if "=" not in name}
+    found: dict[str, str] = {}
+    for flag in [word.split("=")[0] for word in unknown]:
+        near = difflib.get_close_matches(flag.lstrip("-"), known, n=1, cutoff=NEAR)
+        found |= {flag: known[near[0]]} if near else {}
+    return found
+
+
+def _unknown_arguments(unknown: list[str], meant: Mapping[str, str], program: str) -> list[Refusal]:
+    """Flags, without their values, which may be secret; or where there is none among them the words themselves."""
     found = []
-    for word in [word for word in arguments if word.startswith("-")] or arguments[:1]:
-        near = difflib.get_close_matches(word.split("=")[0].lstrip("-"), known, n=1, cutoff=NEAR)
-        fix = f"did you mean {known[near[0]]}?" if near else f"see {parser.prog} --help"
+    for word in [word.split("=")[0] for word in unknown if word.startswith("-")] or unknown[:1]:
+        near = meant.get(word.split("=")[0])
+        fix = f"see {program} --help" if near is None else f"did you mean {near}?"
         found.append(Refusal(shorten(word), "", word, fix=fix, problem="is not understood"))
     return found
 

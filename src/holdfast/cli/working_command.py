@@ -1,15 +1,17 @@
-"""A command of `holdfast serve` that was refused, written again so that it starts: every flag that cannot be honoured
-is changed as its error advises, or left out, until nothing is refused any more.
+"""A command of `holdfast serve` that was refused, written again so that it starts: misspelt flags are renamed, and each
+flag that cannot be honoured is changed as its error advises, or left out, until nothing is refused any more.
 
     words ─► what is refused ─► without it ─► parsed, settled and, where the model is here, planned again ─┐
                  ▲─────────────────────────── refused for something else ───────────────────────────────┘
 
-Loads nothing and fetches nothing. Where no command is found that passes, there is none: half a fix is not printed.
+Loads nothing and fetches nothing. Where no command is found that passes, there is none: half a fix is not printed. Nor
+is one without the model, or without a key or a certificate, that was asked for.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -24,6 +26,11 @@ from holdfast.errors import ConfigurationError, HoldfastError, ModelError
 
 ROUNDS = 20
 """More mistakes than that are in no command."""
+RENAMED = 0.75
+"""How alike a flag and the one that may be meant must be for it to be renamed."""
+GUARDS = ("api-key", "api-key-file", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers")
+"""Without one of these a server is more open than was asked for."""
+GUARD_NEAR = 0.6
 _VALUE = re.compile(r"(--[a-z][\w-]*) ([^\s,;:]+)(?:[,;:]| |$)")
 """What a fix begins with where another value helps."""
 
@@ -41,21 +48,90 @@ Parse = Callable[[list[str]], tuple[Any, argparse.Namespace]]
 
 def working_command(error: HoldfastError, words: Sequence[str], parse: Parse) -> WorkingCommand | None:
     """`words`: as they were typed after `holdfast`, and refused with `error`."""
-    from holdfast.doctor.command.parse import parse_command
-
     text, refused, also = command_line(words), error, list[str]()
     for _ in range(ROUNDS):
-        parsed = parse_command(text)
-        changed = None if parsed is None else parsed.with_changes(_changes(refused))
-        if changed is None or changed == text:
+        changed = _put_right(text, refused)
+        if changed is None or changed == text or _guards(changed, refused) != _guards(text, refused):
             return None
         text = changed
         found = refused_start(shlex.split(text)[1:], parse)
         if found is None:
-            return WorkingCommand(text, tuple(also))
+            return WorkingCommand(text, tuple(also)) if _keeps_model(text, words, parse) else None
         also.append(found.message)
         refused = found
     return None
+
+
+def _put_right(text: str, error: HoldfastError) -> str | None:
+    from holdfast.doctor.command.parse import parse_command
+
+    changes = _changes(error)
+    if isinstance(error, ConfigurationError) and error.unknown:
+        words = _respelled(shlex.split(text)[1:], error)
+        text = command_line(words)
+        written = {_flag_of(word) for word in words}
+        changes = {flag: value for flag, value in changes.items() if flag in written}
+    parsed = parse_command(text)
+    return None if parsed is None else parsed.with_changes(changes)
+
+
+def _respelled(words: list[str], error: ConfigurationError) -> list[str]:
+    """With the flags that were meant in the place of those that there are not. One like no other goes alone where
+    every bare word has a use: what stands behind it is the model."""
+    bare = [word for word in error.unknown if not word.startswith("-")]
+    alone = {_flag_of(word) for word in error.unknown} if not bare else set()
+    found: list[str] = []
+    for word in words:
+        flag, (_, equals, value) = _flag_of(word), word.partition("=")
+        meant = _meant(flag, error)
+        if meant is not None:
+            found.append(meant + equals + value)
+        elif flag not in alone:
+            found.append(word)
+    return found
+
+
+def _meant(flag: str, error: HoldfastError) -> str | None:
+    near = error.meant.get(flag) if isinstance(error, ConfigurationError) else None
+    if near is None:
+        return None
+    alike = difflib.SequenceMatcher(None, flag.lstrip("-"), near.lstrip("-")).ratio()
+    return near if alike >= RENAMED or near[2:] in GUARDS else None
+
+
+def _flag_of(word: str) -> str:
+    return word.partition("=")[0].replace("_", "-") if word.startswith("-") else word
+
+
+def _guards(text: str, error: HoldfastError) -> list[str]:
+    """Flags that keep others out, or may be meant to, each with its first value."""
+    from holdfast.doctor.report.secret_names import is_secret
+
+    words, found = shlex.split(text)[1:], list[str]()
+    for at, word in enumerate(words):
+        flag, (_, equals, value) = _flag_of(word), word.partition("=")
+        flag = _meant(flag, error) or flag
+        near = difflib.get_close_matches(flag[2:], GUARDS, n=1, cutoff=GUARD_NEAR)
+        if flag.startswith("--") and (near or flag.startswith("--ssl-") or is_secret(flag)):
+            # A key is hidden by the time that its flag is spelled rightly.
+            shown = "" if flag == "--api-key" else value if equals else "".join(words[at + 1 : at + 2])
+            found.append(f"{flag} {shown}")
+    return found
+
+
+def _keeps_model(text: str, words: Sequence[str], parse: Parse) -> bool:
+    """Whether there is a model in it, where there was one."""
+    return _named_model(list(words), parse) is None or _named_model(shlex.split(text)[1:], parse) is not None
+
+
+def _named_model(words: list[str], parse: Parse) -> str | None:
+    try:
+        _, arguments = parse(words)
+    except ConfigurationError as error:
+        # As it was read but for these.
+        rest = [word for word in words if _flag_of(word) not in {_flag_of(one) for one in error.unknown}]
+        return None if rest == words else _named_model(rest, parse)
+    return arguments.model_positional or getattr(arguments, "model", None)
 
 
 def _changes(error: HoldfastError) -> dict[str, str | None]:

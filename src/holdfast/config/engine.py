@@ -317,6 +317,11 @@ class EngineConfig:
         return {**{name: value for name, value in older.items() if value is not None}, **(self.hf_overrides or {})}
 
     @property
+    def overriding_settings(self) -> tuple[str, ...]:
+        """Which of them ask for that."""
+        return tuple(name for name in ("rope_scaling", "rope_theta", "hf_overrides") if getattr(self, name))
+
+    @property
     def asked_quantization(self) -> str | None:
         """As --quantization names it; vLLM's older commands say it with --load-format."""
         return "bitsandbytes" if self.load_format == "bitsandbytes" else self.quantization

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.config import unsupported
 from holdfast.config.setting import (
+    Parser,
     choice,
     flag,
     flag_name,
@@ -46,6 +47,30 @@ REASONING_PARSERS = (
     "seed_oss", "step3", "none",
 )  # fmt: skip
 """Both by vLLM's names; what they mean is `text`'s."""
+_NOT_PARSED = {
+    "tool_call_parser": (("functiongemma", "granite-20b-fc", "minicpm5", "xlam"), "calls",
+                         "a model whose own format is not known is asked for calls in plain JSON"),
+    "reasoning_parser": (("granite",), "reasoning", "reasoning then stays in the answer's content"),
+}  # fmt: skip
+"""vLLM's parsers for models that are served, what they find, and what happens without."""
+
+
+def _format_of(name: str, known: tuple[str, ...]) -> Parser:
+    """A parser's name; of one that is vLLM's and not there, what happens without it."""
+
+    def parse(field: str, value: Any) -> str:
+        names, what, without = _NOT_PARSED[name]
+        if value in names:
+            raise ConfigurationError(
+                f"{field}: {what} in the format {value!r} cannot be parsed",
+                needed="one of " + ", ".join(known),
+                found=str(value),
+                fix=f"leave it out: {without}",
+                field=field,
+            )
+        return str(choice(*known)(field, value))
+
+    return parse
 
 
 def _prefix(field: str, value: object) -> str:
@@ -124,14 +149,14 @@ class ServerConfig:
     tool_call_parser: str | None = setting(
         None,
         "tool call format of the model: " + ", ".join(TOOL_CALL_PARSERS[:5]) + "; default: from its chat template",
-        or_auto("tool_call_parser", optional(choice(*TOOL_CALL_PARSERS)), None),
+        or_auto("tool_call_parser", optional(_format_of("tool_call_parser", TOOL_CALL_PARSERS)), None),
         metavar="NAME",
     )
     reasoning_parser: str | None = setting(
         None,
         "parser that separates reasoning from the answer: deepseek_r1, qwen3, ...; none: reasoning stays in the "
         "content; default: from the chat template",
-        or_auto("reasoning_parser", optional(choice(*REASONING_PARSERS)), None),
+        or_auto("reasoning_parser", optional(_format_of("reasoning_parser", REASONING_PARSERS)), None),
         metavar="NAME",
     )
     structured_outputs_config: Mapping[str, bool] | None = setting(

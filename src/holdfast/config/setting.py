@@ -108,8 +108,9 @@ def whole(low: int, high: int = 2**31) -> Parser:
         except (TypeError, ValueError, OverflowError):
             number = None
         if number is None or not low <= number <= high:
-            least = "leave it out" if number is None else f"{field} {low if number < low else high}, or leave it out"
-            raise _wrong(field, value, f"a whole number from {low:,} to {high:,}", least)
+            # The nearest that is allowed is not what was meant: the default comes first.
+            fix = "leave it out" if number is None else f"leave it out, or {field} {low if number < low else high}"
+            raise _wrong(field, value, f"a whole number from {low:,} to {high:,}", fix)
         return number
 
     return parse

@@ -42,6 +42,16 @@ def test_what_only_the_model_can_tell_is_planned_again(tmp_path: Path, capsys: p
     assert refused_start(["serve", *words], parse_command_line) is None
 
 
+def test_the_setting_that_was_given_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_tiny_gguf(file)
+    assert main(["serve", str(file), "--rope-theta", "12345", "--port", "9"]) == 2
+    said = capsys.readouterr().err
+    assert "leave rope_theta out" in said
+    assert "overrides" not in said
+    assert command_in(said) == [str(file), "--port", "9"]
+
+
 def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOLDFAST_DTYPE", "float99")
@@ -49,3 +59,35 @@ def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert "--bogus is not understood" in said
     assert "holdfast serve a/b" not in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "printed"),
+    [
+        ("M --api-kye secret --host 0.0.0.0", 'M --api-key "${API_KEY:?}" --host 0.0.0.0'),
+        ("M --api_kye=secret --host 0.0.0.0", 'M --api-key="${API_KEY:?}" --host 0.0.0.0'),
+        ("M --apikey secret --bogus 1 --port", None),
+        ("M --ssl-kefile k.pem --ssl-certfile c.pem", "M --ssl-keyfile k.pem --ssl-certfile c.pem"),
+        ("M --ssl-keyfil k.pem --port 99999", None),
+        ("M --token secret --port 9", None),
+        ("M --max-modle-len 2048", "M --max-model-len 2048"),
+        ("--max-modle-len=2048 M", "--max-model-len=2048 M"),
+        ("--foo-bar M --port 8106", "M --port 8106"),
+        ("--foo-bar 1 M --port 8106", "M --port 8106"),
+        ("--api-kye secret M", None),
+        ("M --max-num-seqs -1 --port 99999", "M"),
+        ("--port 99999", ""),
+    ],
+)
+def test_a_misspelt_flag_is_renamed_and_nothing_that_guards_is_dropped(
+    asked: str, printed: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *asked.split()]) == 2
+    said = capsys.readouterr().err
+    assert "secret" not in said
+    fix = said.partition("fix:")[2].strip().splitlines()[0]
+    command = fix.rpartition("holdfast serve")[2]
+    if printed is None:
+        assert "holdfast serve" not in fix or command.strip() == "--help"
+    else:
+        assert command.strip() == printed

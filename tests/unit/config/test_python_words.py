@@ -42,7 +42,7 @@ def test_flags_become_keywords(written: str, shown: str) -> None:
 def test_an_llm_advises_its_own_keywords() -> None:
     with pytest.raises(ConfigurationError) as caught:
         LLM(max_num_seqs=0)
-    assert caught.value.fix == "max_num_seqs=1, or leave it out"
+    assert caught.value.fix == "leave it out, or max_num_seqs=1"
     with pytest.raises(ConfigurationError) as caught:
         LLM(vram="4GiB", device="cpu")
     assert caught.value.fix == "ram=SIZE"

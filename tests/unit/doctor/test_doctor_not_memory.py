@@ -176,3 +176,20 @@ def test_a_warning_that_quotes_an_error_is_none() -> None:
     assert "open files" in warning
     assert [one.cause for one in _found(warning)] == ["not_ready_yet"]
     assert [one.cause for one in _found("OSError: [Errno 24] Too many open files")] == ["other"]
+
+
+def test_a_pod_that_its_probe_killed_is_not_told_as_ram() -> None:
+    pod = """    Last State:     Terminated
+      Reason:       Error
+      Exit Code:    137
+Events:
+  Warning  Unhealthy  2m (x9 over 9m)   kubelet  Liveness probe failed: Get "http://10.0.0.9:8000/health": context deadline exceeded (Client.Timeout exceeded while awaiting headers)
+  Normal   Killing    2m (x3 over 9m)   kubelet  Container vllm failed liveness probe, will be restarted"""
+    [finding] = diagnose_lines(pod.splitlines(), "log").findings
+    assert (finding.cause, finding.what.count("liveness probe")) == ("not_ready_yet", 1)
+    assert finding.fix is not None
+    assert "startupProbe: {httpGet: {path: /health, port: 8000}" in finding.fix.why
+    without_probe = [line for line in pod.splitlines() if "probe" not in line]
+    assert [one.cause for one in diagnose_lines(without_probe, "log").findings] == ["host_ram_oom"]
+    # A server that is there and slow has finished loading.
+    assert diagnose_lines(pod.splitlines()[4:5], "log").findings == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from holdfast.doctor.check_command.check import CommandMachine, judge, judge_command
@@ -11,6 +12,7 @@ from holdfast.doctor.check_command.flags import flag_findings, known_flags
 from holdfast.doctor.check_command.refusals import no_model
 from holdfast.doctor.command.parse import parse_command
 from holdfast.doctor.findings import Diagnosis, Finding
+from holdfast.doctor.report.text import without_keys
 from holdfast.errors import ConfigurationError, ModelAccessError
 from holdfast.hardware import nvidia
 
@@ -391,3 +393,12 @@ def test_what_only_vllm_quantizes_while_loading_is_not_offered_to_others() -> No
         for engine, found in offered.items()
     }
     assert said == {"vllm": True, "sglang": False}
+
+
+@pytest.mark.parametrize("key", ["--api-kye secret123", "--api_kye=secret123", "--apikye secret123"])
+@pytest.mark.parametrize("engine", ["vllm", "holdfast"])
+def test_a_key_behind_a_misspelt_flag_is_hidden_too(engine: str, key: str) -> None:
+    found = without_keys(_judged(f"{engine} serve {LLAMA} {key} --max-model-len 100000000000"))
+    assert found.findings[0].fix is not None
+    assert "secret123" not in msgspec.json.encode(found).decode()
+    assert '"${API_KEY:?}"' in (found.findings[0].fix.command or "")

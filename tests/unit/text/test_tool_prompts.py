@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
+from holdfast.config.setting import flag_name
 from holdfast.errors import ConfigurationError
 from holdfast.text.output.reasoning import FAMILIES
 from holdfast.text.templates.template import ChatTemplate
@@ -97,11 +98,21 @@ def test_the_settings_name_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "fix"), [("minimax_m2", "plain JSON"), ("granite-20b-fc", "plain JSON"), ("hermess", "hermes")]
+    ("name", "given", "fix"),
+    [
+        *(("tool_call_parser", one, "plain JSON") for one in ("granite-20b-fc", "functiongemma", "xlam", "minicpm5")),
+        ("tool_call_parser", "hermess", "hermes"),
+        ("reasoning_parser", "granite", "stays in the answer"),
+    ],
 )
-def test_a_parser_that_is_not_there_is_refused_with_what_helps(given: str, fix: str) -> None:
-    parse = {field.name: field for field in dataclasses.fields(ServerConfig)}["tool_call_parser"].metadata["parse"]
+def test_a_parser_that_is_not_there_is_refused_with_what_helps(name: str, given: str, fix: str) -> None:
+    """Of models that are served. Of others it is the model that is refused."""
+    parse = {field.name: field for field in dataclasses.fields(ServerConfig)}[name].metadata["parse"]
     with pytest.raises(ConfigurationError) as caught:
-        parse("--tool-call-parser", given)
+        parse(flag_name(name), given)
     assert fix in (caught.value.fix or "")
+
+
+def test_a_parser_that_is_there_is_taken() -> None:
+    parse = {field.name: field for field in dataclasses.fields(ServerConfig)}["tool_call_parser"].metadata["parse"]
     assert parse("--tool-call-parser", "granite4") == "granite4"

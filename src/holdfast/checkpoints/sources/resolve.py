@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -182,18 +182,23 @@ def spec_of(files: ModelFiles) -> ModelSpec:
     return spec if files.format == "none" else as_stored(spec, open_checkpoint(files).tensors)[0]
 
 
-def overridden(files: ModelFiles, changes: Mapping[str, Any]) -> ModelFiles:
+def overridden(
+    files: ModelFiles, changes: Mapping[str, Any], settings: Sequence[str] = ("hf_overrides",)
+) -> ModelFiles:
     """With these values in place of those of its config.json. Tables of parts (text_config) keep what is not named;
-    rope_scaling and rope_theta win over the newer rope_parameters, which may say the same."""
+    rope_scaling and rope_theta win over the newer rope_parameters, which may say the same. `settings`: that asked for
+    them."""
     if not changes:
         return files
     if files.config is None:
-        raise ConfigurationError(
+        error = ConfigurationError(
             f"{files.name} has no config.json whose values could be replaced: {', '.join(map(shorten, changes))}",
             needed="a model with a config.json; a GGUF file has its own header",
-            fix="leave hf_overrides out",
-            field="hf_overrides",
+            fix=f"leave {' and '.join(settings)} out",
+            field=settings[0],
         )
+        error.settings = tuple(settings)
+        raise error
     config = dict(files.config)
     newer = config.get("rope_parameters")
     if isinstance(newer, Mapping) and "rope_parameters" not in changes:

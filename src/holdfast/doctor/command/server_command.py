@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from holdfast.doctor.command.programs import ASSIGNED, IN_CONTAINER
 from holdfast.doctor.command.shell import quoted
+from holdfast.doctor.report.secret_names import is_misspelt_key
 from holdfast.engine_profiles.profile import MODEL_FLAGS, profile
 
 HIDDEN = '"${API_KEY:?}"'
@@ -86,7 +87,7 @@ class ServerCommand:
         keys and tokens are hidden, and their place is kept."""
         if self.call is not None:
             return _called(self, changes)
-        secret = [flag for flag in self.flags if flag.name in _SECRET_FLAGS]
+        secret = [flag for flag in self.flags if flag.name in _SECRET_FLAGS or is_misspelt_key(flag.name)]
         hidden = {at: at == flag.words[0] for flag in secret for at in range(*flag.words)}
         slots = [[self._written(at, hidden.get(at))] for at in range(len(self.words))]
         environment = dict(self.environment)

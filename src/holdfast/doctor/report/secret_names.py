@@ -5,10 +5,14 @@ NAME=value   NAME: value   'name': ['a', 'b']   --name a b   (b'name', b'value')
 
 from __future__ import annotations
 
+import difflib
 import re
 from functools import lru_cache
 
 GONE = "[REDACTED]"
+MISSPELT = 0.83
+"""How like `apikey` a name must be to be meant as it: two letters of it exchanged."""
+_KEY = "apikey"
 
 _ASSIGNMENT = re.compile(
     r"(?<![\w.-])(?<!\$\{)(-{0,2}[A-Za-z_][\w.-]{1,120})(\\*['\"]?\)?\s{0,8})(=>|[=:]|,(?=\s{0,4}b?['\"]))(\s{0,8})"
@@ -72,7 +76,17 @@ def is_secret(name: str, *, assigned: bool = True) -> bool:
         return not plain.endswith(("_file", "_path"))
     if _HARMLESS_NAMES.search(plain):
         return False
+    if is_misspelt_key(plain):
+        return True
     return bool(_PARTS.search(plain)) or (assigned and bool(_ONLY_ASSIGNED.search(plain)))
+
+
+def is_misspelt_key(name: str) -> bool:
+    """api-kye, apkey: what stands behind it is a key all the same."""
+    plain = name.replace("-", "").replace("_", "")
+    if not plain.startswith("a") or abs(len(plain) - len(_KEY)) > 1:
+        return False
+    return difflib.SequenceMatcher(None, plain, _KEY).ratio() >= MISSPELT
 
 
 def holds_secret(name: str, value: str) -> bool:

@@ -44,7 +44,9 @@ def lines(diagnosis: Diagnosis, *, width: int = 100, of_command: bool = False) -
 def without_keys(diagnosis: Diagnosis) -> Diagnosis:
     """The same, with keys and tokens hidden: in the lines of the evidence, and wherever else those of them stand."""
     told = [diagnosis.command or "", *(one.line for finding in diagnosis.findings for one in finding.evidence)]
-    values = frozenset[str]().union(*map(values_of_flags, told))
+    changes = [item for finding in diagnosis.findings if finding.fix for item in finding.fix.changes.items()]
+    values = frozenset(value for name, value in changes if value and holds_secret(name, value))
+    values = values.union(*map(values_of_flags, told))
     replace = msgspec.structs.replace
 
     def of_fix(fix: Fix) -> Fix:

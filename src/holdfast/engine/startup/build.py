@@ -94,7 +94,7 @@ def _download_folder(config: EngineConfig) -> Path | None:
 
 
 def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
-    files = overridden(files, config.config_overrides)
+    files = overridden(files, config.config_overrides, config.overriding_settings)
     spec = spec_of(files)  # First, because for a model that cannot be run no other advice helps.
     wanted = config.load_format
     if wanted in ("safetensors", "gguf") and files.format != wanted:
