@@ -198,7 +198,7 @@ def test_the_log_of_a_start_has_the_rest_with_verbose_only(
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert ("WARNING", f"lowered to fit in memory: {decisions[0]}") in said
     assert said[-1][1].startswith("Ready: http://127.0.0.1:1/v1 (try: curl -H ")
-    assert said[-2][1].endswith("for others, and in a container: --host 0.0.0.0")  # It has a key.
+    assert said[-2][1].endswith("; else --host 0.0.0.0")  # It has a key.
     assert "secret" not in caplog.text
     assert [name for name, text in said if text.startswith("Decision: dtype")] == ["DEBUG"] * (level == "debug")
     assert ("unaccounted" in caplog.text) == (level == "debug")
