@@ -16,7 +16,7 @@ from deadlines import PATIENCE_S
 
 POISON = 31_337
 STREAMS = 64
-TOKENS = 60
+TOKENS = 30
 
 
 def ask(place: int) -> dict[str, object]:
@@ -87,7 +87,7 @@ async def test_kill_9_under_64_streams_is_a_pause_to_their_clients(server) -> No
     assert [answer[1:] for answer in answers] == [answer[1:] for answer in undisturbed]
     same = [answer == before for answer, before in zip(answers[::2], undisturbed[::2], strict=True)]
     assert sum(same) >= 0.75 * len(same)
-    assert server.engine_pid != victim
+    await next_engine(server, {victim})
     assert "restarting it" in server.log
     server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
     assert server.metric("vllm:kv_cache_usage_perc") == 0

@@ -17,6 +17,7 @@ from deadlines import PATIENCE_S
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process.handle import Child
+from holdfast.engine.process.restarts import MAX_FRUITLESS_STARTS
 from holdfast.engine.startup.prespawn import EarlyProcess, shortage
 from holdfast.errors import CheckpointError, EngineDiedError, NoResourcesError
 
@@ -35,31 +36,55 @@ def no_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-async def say_when(server, words: str, times: int = 1) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while server.log.count(words) < times:
-            await asyncio.sleep(0.02)
-
-
 async def complete(client: httpx.AsyncClient, tokens: int) -> httpx.Response:
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     return await client.post("/v1/completions", json=body)
 
 
-async def test_a_restart_without_files_is_tried_until_there_are_some(start_server, tiny_arguments) -> None:
-    server = start_server(*tiny_arguments).wait_ready()
+@pytest.fixture(scope="module")
+def server(module_server, tiny_arguments):
+    """Of those tests here that leave it well."""
+    return module_server(*tiny_arguments).wait_ready()
+
+
+async def test_pages_answer_without_files(server) -> None:
+    """Over connections that are open already; new ones wait until there are files again."""
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        undisturbed = await complete(client, 600)
-        running = asyncio.create_task(complete(client, 600))
-        await asyncio.to_thread(server.wait_metric, "vllm:num_requests_running", lambda count: count == 1)
+        assert (await client.get("/health")).status_code == 200
         limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
-        engine = psutil.Process(server.engine_pid)
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        for path in ("/health", "/metrics", "/memory", "/v1/models", "/load", "/version"):
+            # 503: what a process holds is read from a file.
+            assert (await client.get(path)).status_code in ((200, 503) if path == "/memory" else (200,)), path
+        assert (await complete(client, 5)).json()["usage"]["completion_tokens"] == 5
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(
+    "tries",
+    [
+        2,
+        # More often than an engine that fails for other reasons is tried at all: a dozen seconds of pauses. That tries
+        # never end is tested without them in tests/unit/engine/test_client.py.
+        pytest.param(MAX_FRUITLESS_STARTS + 1, marks=pytest.mark.long),
+    ],
+)
+async def test_a_restart_without_files_is_tried_until_there_are_some(server, tries: int) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+        undisturbed = await complete(client, 40)
+        engine, before = psutil.Process(server.engine_pid), len(server.log)
         engine.suspend()  # So that it is not done before there is a lack of files.
-        assert not running.done()
+        running = asyncio.create_task(complete(client, 40))
+        async with asyncio.timeout(PATIENCE_S):
+            while server.open_requests() == 0:
+                await asyncio.sleep(0.02)
+        limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
         engine.kill()
-        # More often than an engine that fails for other reasons is tried at all.
-        await say_when(server, "could not be started, will retry", times=5)
+        async with asyncio.timeout(PATIENCE_S):
+            while server.log[before:].count("could not be started, will retry") < tries:
+                await asyncio.sleep(0.02)
         assert server.process.poll() is None
         assert not running.done()
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
@@ -71,22 +96,10 @@ async def test_a_restart_without_files_is_tried_until_there_are_some(start_serve
     assert "Too many open files" in server.log
     assert "HF411" in server.log
     assert "Traceback" not in server.log
+
+
+def test_it_ends_in_order_after_all_that(server) -> None:
     assert server.stop() == 0
-
-
-async def test_pages_answer_without_files(start_server, tiny_arguments) -> None:
-    """Over connections that are open already; new ones wait until there are files again."""
-    server = start_server(*tiny_arguments).wait_ready()
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        assert (await client.get("/health")).status_code == 200
-        limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
-        for path in ("/health", "/metrics", "/memory", "/v1/models", "/load", "/version"):
-            # 503: what a process holds is read from a file.
-            assert (await client.get(path)).status_code in ((200, 503) if path == "/memory" else (200,)), path
-        assert (await complete(client, 5)).json()["usage"]["completion_tokens"] == 5
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
-    assert "Traceback" not in server.log
 
 
 async def test_no_socket_is_said(tmp_path: Path) -> None:
