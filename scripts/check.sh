@@ -5,9 +5,10 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 case ${1:?quick or all} in
-  # Two at a time, whole files each: most of it waits for one core. In the order of folders, so that the many small files
-  # of tests/unit come last and neither of the two waits for the other. The long runs measure, and so run alone.
-  quick) selection=(-m "not long and not gpu" -n 2 --dist loadfile --no-loadscope-reorder) ;;
+  # Three at a time, whole files each: for a third of its time a test waits, for a process that starts or a limit that
+  # runs out, and two leave one of two cores idle. In the order of folders, so that the many small files of tests/unit
+  # come last and none of the three waits for the others. The long runs measure, and so run alone.
+  quick) selection=(-m "not long and not gpu" -n 3 --dist loadfile --no-loadscope-reorder) ;;
   all) selection=() ;;
   *) echo "scripts/check.sh quick|all" >&2; exit 2 ;;
 esac
