@@ -86,9 +86,13 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def no_kernel_for_few_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """In the interpreter it takes most of the time; it has tests of its own."""
+def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """For whole models, most of whose time the interpreter would spend on the kernel for few rows, and on parts of a
+    row's keys that are empty. Both have tests of their own."""
     from holdfast.execution.gpu.layers import linear
+    from holdfast.execution.triton_kernels.attention import decode
 
     if device.type == "cpu":
+        splits = decode.decode_splits
         monkeypatch.setattr(linear, "SKINNY_ROWS", 0)
+        monkeypatch.setattr(decode, "decode_splits", lambda *sizes, codes: min(4, splits(*sizes, codes=codes)))

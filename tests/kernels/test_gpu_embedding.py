@@ -30,7 +30,7 @@ def embedded(core: EngineCore, prompts: list[list[int]]) -> dict[str, EngineOutp
     return outputs
 
 
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 def test_vectors_are_those_of_a_cpu(tiny: Tiny, device: torch.device) -> None:
     if tiny.spec.layers[0].window is not None and device.type == "cpu":
         pytest.skip("the last token's state knows nothing of windows, and the interpreter is slow")

@@ -25,7 +25,7 @@ from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import ExpertsSpec
 from holdfast.records import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("no_kernel_for_few_rows")
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 32}

@@ -12,7 +12,7 @@ from holdfast.records import SamplingParams
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, device: torch.device) -> None:
     """Chunks, mixed steps and single tokens."""
     tiny = Tiny(tmp_path, **FAMILIES[name])
@@ -28,7 +28,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, devi
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.long
 def test_pages_run_out_and_prompts_share_theirs(name: str, tmp_path: Path, device: torch.device) -> None:
     tiny = Tiny(tmp_path, **FAMILIES[name])

@@ -17,7 +17,7 @@ from holdfast.records import SamplingParams
 CPU = torch.device("cpu")
 
 
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(
     "stored", [torch.float8_e4m3fn, pytest.param(torch.float8_e5m2, marks=pytest.mark.long)], ids=str
 )

@@ -96,7 +96,7 @@ def make_core(model: Tiny, device: torch.device) -> EngineCore:
     return EngineCore(Scheduler(limits, KVCache(model.layout(), 64, True)), runner, steps_ahead=1)
 
 
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 def test_answers_are_those_of_merged_weights(
     model: Tiny, refs: dict[str, AdapterRef], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

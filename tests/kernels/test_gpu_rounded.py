@@ -54,7 +54,7 @@ class TinyRounded(Tiny):
         return found
 
 
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(
     "name", ["fp8", *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS if name != "fp8")]
 )

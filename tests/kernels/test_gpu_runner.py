@@ -25,7 +25,7 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     """Chunks, mixed steps and single tokens, sequences of all lengths coming and going."""
     if tiny.spec.layers[0].window is not None:
-        request.getfixturevalue("no_kernel_for_few_rows")
+        request.getfixturevalue("few_programs")
     lengths, least = ((5, 21, 1, 9), 3) if device.type == "cuda" else ((18, 3), 1)
     prompts = [prompt(number, length) for number, length in enumerate(lengths)]
     params = [SamplingParams(temperature=0.0, max_tokens=least + number, ignore_eos=True) for number in range(4)]
@@ -34,7 +34,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 def test_pages_run_out_and_answers_stay_the_same(tiny: Tiny, device: torch.device) -> None:
     prompts = [prompt(number, 20) for number in range(4)]
     params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 4
@@ -59,7 +59,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 def test_every_option_chooses_what_it_chooses_on_a_cpu(tiny: Tiny, device: torch.device) -> None:
     """All of them beside each other; there are fewer slots than requests, so that some take the slots of others."""
     if tiny.spec.layers[0].window is not None and device.type == "cpu":
@@ -86,7 +86,7 @@ def test_every_option_chooses_what_it_chooses_on_a_cpu(tiny: Tiny, device: torch
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("expand", [False, pytest.param(True, marks=pytest.mark.long)], ids=["quantized", "expanded"])
 def test_a_quantized_file_says_what_it_says_on_a_cpu(expand: bool, tmp_path: Path, device: torch.device) -> None:
     """Blocks of every kind the engine keeps, some of them side by side; few rows and many."""
@@ -103,7 +103,7 @@ def test_a_quantized_file_says_what_it_says_on_a_cpu(expand: bool, tmp_path: Pat
             assert one.logprobs[0].logprobs == pytest.approx(other.logprobs[0].logprobs, abs=1e-3)
 
 
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 def test_prompts_are_told_of_as_transformers_would(tiny: Tiny, device: torch.device) -> None:
     """In chunks, beside rows that only sample, in more turns than one."""
     if tiny.spec.layers[0].window is not None and device.type == "cpu":
@@ -125,7 +125,7 @@ def test_prompts_are_told_of_as_transformers_would(tiny: Tiny, device: torch.dev
                 assert_scores(tiny.model(torch.tensor([ids])).logits[0], ids, told, count)
 
 
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 def test_the_profile_run_scores_every_token_of_its_prompts(
     tiny: Tiny, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

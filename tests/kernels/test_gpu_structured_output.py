@@ -55,7 +55,7 @@ def text_of(outputs: list[EngineOutput]) -> str:
     return b"".join(TOKENS[token] for token in tokens_of(outputs) if token != 2).decode()
 
 
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("few_programs")
 def test_held_and_free_answers_are_those_of_the_cpu(
     tiny: Tiny, device: torch.device, services: list[GrammarService], monkeypatch: pytest.MonkeyPatch
 ) -> None:

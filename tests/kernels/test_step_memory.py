@@ -13,7 +13,7 @@ from tiny_gpu import Tiny, prompt, run, tokens_of, told_of
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.records import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("no_kernel_for_few_rows")
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 def test_a_step_without_memory_is_done_in_parts(
