@@ -80,22 +80,35 @@ def open_files(server) -> int:
     return len(os.listdir(f"/proc/{server.process.pid}/fd"))
 
 
-async def stream(server, place: int, begun: asyncio.Semaphore | None = None) -> list[int]:
-    """The token ids of a long answer."""
-    body = {
+KEY = {"Authorization": "Bearer secret"}
+
+
+def asked(place: int) -> dict[str, object]:
+    """A long answer."""
+    return {
         "model": "tiny",
         "prompt": [place, 5, 6],
         "max_tokens": 800,
         "ignore_eos": True,
-        "stream": True,
         "temperature": 0,
         "return_token_ids": True,
     }
+
+
+async def whole(server, place: int) -> list[int]:
+    """The token ids of what `stream` is told in pieces, when nothing happens."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=KEY) as client:
+        answer = await client.post("/v1/completions", json=asked(place))
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+async def stream(server, place: int, begun: asyncio.Semaphore | None = None) -> list[int]:
+    """The token ids of a long answer."""
     found: list[int] = []
-    headers = {"Authorization": "Bearer secret"}
     async with (
-        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=headers) as client,
-        client.stream("POST", "/v1/completions", json=body) as answer,
+        httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=KEY) as client,
+        client.stream("POST", "/v1/completions", json=asked(place) | {"stream": True}) as answer,
     ):
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
@@ -118,7 +131,7 @@ async def health(server) -> float:
 
 
 async def test_idle_connections_take_nothing_from_probes_and_streams(server, crowd) -> None:
-    undisturbed = await asyncio.gather(*(stream(server, place) for place in range(4)))
+    undisturbed = await asyncio.gather(*(whole(server, place) for place in range(4)))
     before = open_files(server)
     begun = asyncio.Semaphore(0)
     running = [asyncio.create_task(stream(server, place, begun)) for place in range(4)]
@@ -132,6 +145,7 @@ async def test_idle_connections_take_nothing_from_probes_and_streams(server, cro
     assert len(crowd.clients) > 2 * (CONNECTIONS + RESERVE)
     assert statistics.median(took_s) < ANSWERED_S
     assert [await one for one in running] == undisturbed
+    assert {len(told) for told in undisturbed} == {800}
     assert open_files(server) <= FILES - OTHER_FILES // 2
     assert "idle connections: the limit of" in server.log
     crowd.leave()
@@ -142,7 +156,7 @@ async def test_idle_connections_take_nothing_from_probes_and_streams(server, cro
 
 async def test_without_a_file_left_probes_are_answered_and_an_engine_is_started_again(server, crowd) -> None:
     """The limit is lowered behind the server's back: it finds out when the system refuses a connection."""
-    undisturbed = await stream(server, 7)
+    undisturbed = await whole(server, 7)
     begun = asyncio.Semaphore(0)
     running = asyncio.create_task(stream(server, 7, begun))
     await begun.acquire()
