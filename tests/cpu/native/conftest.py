@@ -1,6 +1,6 @@
 """Every test here needs the compiled kernels; on a machine that could not build them they are skipped, with why. Where
 there are several variants that this CPU can run, every test runs with each; those of a file that says BEST_VARIANT
-run with the others only among the long ones."""
+run with the others only among the long ones, and a test that names its variants with those."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from holdfast.hardware import kernels
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if any("variant" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
+        return
     best, *others = kernels.runnable_variants() or ["none"]
     rare = getattr(metafunc.module, "BEST_VARIANT", False)
     marks = [pytest.mark.long] if rare else []

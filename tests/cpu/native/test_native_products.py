@@ -9,11 +9,14 @@ import torch
 
 from holdfast.execution import native
 from holdfast.execution.native.loading import kernels
+from holdfast.hardware.kernels import runnable_variants
 
 LAYOUTS = ("Q4_1", "Q4_0", "Q8_0", "F16", "BF16", "F32")
 WHOLE = ("Q4_1", "Q4_0", "Q8_0")
 """Whose products are computed in whole numbers where the machine has dot products of bytes."""
 GUARD = 1234.5
+
+IN_INTEGERS = [name for name in runnable_variants() if name != "portable"]
 
 
 def in_integers() -> bool:
@@ -163,11 +166,11 @@ def test_a_row_does_not_depend_on_its_company(layout: str) -> None:
             assert torch.equal(apart, together[first:last])
 
 
+# In floats, few rows and many are multiplied in different ways.
+@pytest.mark.parametrize("variant", IN_INTEGERS, indirect=True)
 @pytest.mark.parametrize("layout", ["Q4_1", "Q4_0", "Q8_0"])
 def test_quantized_rows_keep_no_company_however_many(layout: str) -> None:
     """Weights are read where they lie or laid out for many rows, and rows of x go in panels: none of that may show."""
-    if not in_integers():
-        pytest.skip("in floats, few rows and many are multiplied in different ways")
     blocks, _ = stored_weights(layout, 54, 96, seed=12)
     matrix = native.BlockMatrix(blocks, layout)
     x = torch.randn(607, 96)
