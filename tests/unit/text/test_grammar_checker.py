@@ -108,7 +108,7 @@ BOMBS: dict[str, dict[str, Any]] = {
 }
 
 
-# A tenth of the time that a server allows: some bombs end at this limit, some at that of memory.
+# A tenth of the time that a server allows, and half of the memory.
 SMALL = replace(SLOW, cpu_s=2.0, memory_bytes=SLOW.memory_bytes // 2)
 
 
