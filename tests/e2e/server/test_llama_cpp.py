@@ -91,6 +91,7 @@ def test_an_openai_client_without_v1(server):
         assert client.chat.completions.create(model="fake", messages=HELLO).choices[0].message.content == "hi"
         assert client.completions.create(model="fake", prompt="ab").choices[0].text == "ab"
         assert len(client.embeddings.create(model="fake", input="ab").data[0].embedding) == 8
+        assert client.responses.create(model="fake", input="hi").object == "response"
 
 
 def test_keys_and_states_are_looked_at_without_v1_too(launch):
