@@ -27,6 +27,10 @@ class EmbeddingBody(PoolingCommon, kw_only=True):
     input: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
     """A text, several, token ids, or several lists of them."""
     encoding_format: Literal["float", "base64"] = "float"
+    embed_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Of numbers in base64, as vLLM has it; those in JSON are float32."""
+    endianness: Literal["native", "little", "big"] = "native"
+    """Of them too; native is the server's."""
     dimensions: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
     """The first so many numbers of a vector, at length 1 again."""
     add_special_tokens: bool = True
@@ -82,7 +86,7 @@ class Embedding(msgspec.Struct, kw_only=True):
     index: int
     object: str = "embedding"
     embedding: list[float] | str
-    """Numbers, or float32 in little-endian order as base64."""
+    """Numbers, or those of `embed_dtype` in the order of `endianness` as base64."""
 
 
 class EmbeddingResponse(msgspec.Struct, kw_only=True):
