@@ -60,6 +60,13 @@ def test_a_dtype_that_cannot_be_had_is_refused(http):
     assert error["param"] == "embed_dtype"
 
 
+@pytest.mark.parametrize("name", ["use_activation", "normalize"])
+def test_vectors_of_another_length_are_refused(http, name):
+    for path in ("/v1/embeddings", "/pooling"):
+        assert error_of(http.post(path, json={"input": "abc", name: False}))["param"] == name
+        assert http.post(path, json={"input": "abc", name: True}).status_code == 200
+
+
 def test_binary_numbers_are_rounded_and_bounded():
     vector = struct.pack("<4f", 1e30, -1e30, 1.00390625, 1.01171875)
     assert struct.unpack("<4e", binary(vector, "float16", "little"))[:2] == (65504.0, -65504.0)

@@ -34,6 +34,10 @@ class EmbeddingBody(PoolingCommon, kw_only=True):
     dimensions: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
     """The first so many numbers of a vector, at length 1 again."""
     add_special_tokens: bool = True
+    use_activation: bool | None = None
+    """False: a classifier's products as they are. Embeddings are at length 1 in any case, and it is refused."""
+    normalize: bool | None = None
+    """The same by its older name."""
 
 
 class PoolingBody(EmbeddingBody, kw_only=True):
@@ -41,8 +45,6 @@ class PoolingBody(EmbeddingBody, kw_only=True):
 
     task: str | None = None
     """embed or classify; left out: which of them the model can."""
-    use_activation: bool | None = None
-    """False: a classifier's products as they are."""
 
 
 class ClassifyBody(PoolingCommon, kw_only=True):

@@ -74,9 +74,8 @@ class Embeddings:
     def _activation(self, body: EmbeddingBody) -> str:
         """What is done to what the engine tells; empty: nothing."""
         info = self._vectors.engine.info
-        if not isinstance(body, PoolingBody):
-            return ""
-        task = body.task or ("classify" if info.labels else "embed")
+        asked = body.task if isinstance(body, PoolingBody) else "embed"
+        task = asked or ("classify" if info.labels else "embed")
         if task not in _TASKS:
             raise UnsupportedOptionError(
                 f"Unsupported task: {task!r}: only the last token is pooled",
@@ -87,9 +86,12 @@ class Embeddings:
             )
         if task == "embed":
             require_embeddings(info, "task embed")
+            for name in ("use_activation", "normalize"):
+                if getattr(body, name) is False:
+                    raise unsupported(name, "embeddings are scaled to length 1")
             return ""
         require_labels(info, "task classify")
-        return info.label_activation if body.use_activation is not False else ""
+        return "" if False in (body.use_activation, body.normalize) else info.label_activation
 
     def _check_dimensions(self, body: EmbeddingBody) -> None:
         info = self._vectors.engine.info
