@@ -4,6 +4,7 @@
   vllm...       anything, which is false and does nothing; but for its tokenizer, which is the served model's
   jsonschema    where it is not installed, a test that validates is skipped, not passed
 
+Tests that ask no server, but vLLM's Python classes, are left out: here they would test `Nothing`.
 Adapters are further names of the model. Flags that are refused are left out, and told.
 """
 
@@ -13,6 +14,7 @@ import base64
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import socket
 import subprocess
@@ -160,6 +162,14 @@ class RemoteOpenAIServer:
     def get_async_client(self, **named: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(**self._named(named))
 
+    def get_client_anthropic(self, **named: Any) -> Any:
+        anthropic = pytest.importorskip("anthropic")
+        return anthropic.Anthropic(**self._named(named) | {"base_url": self.url_root})
+
+    def get_async_client_anthropic(self, **named: Any) -> Any:
+        anthropic = pytest.importorskip("anthropic")
+        return anthropic.AsyncAnthropic(**self._named(named) | {"base_url": self.url_root})
+
     def __enter__(self) -> RemoteOpenAIServer:
         return self
 
@@ -209,6 +219,19 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules["pybase64"] = base64  # The same functions, slower.
     if importlib.util.find_spec("jsonschema") is None:
         sys.modules["jsonschema"] = _Schemas("jsonschema")
+
+
+def _asks_a_server(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "fixturenames", [])
+    if any("server" in name or "client" in name for name in fixtures):
+        return True
+    return "RemoteOpenAIServer" in inspect.getsource(item.function)  # type: ignore[attr-defined]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = [item for item in items if _asks_a_server(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -26,6 +26,7 @@ from holdfast.records import EngineInfo
 from holdfast.server.anthropic.models import model_info, model_page
 from holdfast.server.anthropic.routes import message_routes
 from holdfast.server.endpoints.docs_page import POLICY, page
+from holdfast.server.endpoints.invocations import Invocations
 from holdfast.server.endpoints.llama_cpp import LlamaCpp, aliases
 from holdfast.server.endpoints.lora import LoraEndpoints
 from holdfast.server.endpoints.memory import memory_endpoint
@@ -109,6 +110,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         *LlamaCpp(engine, settings, workers, pool).routes,
     ]
     routes += aliases(routes)
+    routes.append(Route("/invocations", Invocations(routes, engine, settings), methods=["POST"]))
 
     if settings.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", tokenizing.info, methods=["GET"]))
@@ -214,7 +216,7 @@ def _as_failure(error: Exception) -> Exception:
         NOT_ALLOWED: ("method not allowed for this path; /docs has the methods of all", "not_allowed"),
     }
     message, code = known.get(error.status_code, (str(error.detail), "invalid_request"))
-    return HttpFailure(error.status_code, message, kind="invalid_request_error", code=code)
+    return HttpFailure(error.status_code, message, kind="BadRequestError", code=code)
 
 
 def _pooling(vectors: PromptVectors) -> list[Route]:
@@ -285,7 +287,7 @@ class _Plain:
             raise HttpFailure(
                 NOT_FOUND,
                 f"the model {name[:200]!r} does not exist",
-                kind="invalid_request_error",
+                kind="BadRequestError",
                 code="model_not_found",
             )
         return json_response(model_info(card) if is_anthropic(request.scope) else card)

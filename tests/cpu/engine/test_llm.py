@@ -76,7 +76,7 @@ def test_logprobs_of_tokens_by_their_ids(llm) -> None:
         assert first[token].rank is None
     with pytest.raises(RequestError, match="logprob_token_ids"):
         SamplingParams(logprob_token_ids=[5])
-    with pytest.raises(RequestError, match="not in the vocabulary"):
+    with pytest.raises(RequestError, match="out of vocabulary"):
         llm.generate("The sea", asked.replace(logprob_token_ids=[10**9]))
 
 

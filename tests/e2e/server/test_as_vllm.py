@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from deadlines import PATIENCE_S
 
+from holdfast import __version__
 from holdfast.engine.fake import FakeEngine
 from holdfast.errors import ConfigurationError
 from holdfast.server.run import bind_unix
@@ -45,6 +46,41 @@ def test_no_name_given_to_a_template_is_a_fault_of_the_server(http, name):
 def test_the_newer_limit_wins_and_defaults_of_clients_are_taken(http):
     answer = ask(http, max_tokens=3, max_completion_tokens=2, logprobs=False, top_logprobs=0, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/embeddings", {"input": "abc"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "a"]}),
+        ("/v1/score", {"queries": "a", "documents": "b"}),
+    ],
+)
+def test_sagemakers_path_leads_by_the_fields_of_a_body(http, path, body):
+    plain, invoked = (ask(http, place, **body, model="fake") for place in (path, "/invocations"))
+    for answer in (plain, invoked):
+        answer.pop("id", None), answer.pop("created", None)
+    assert invoked == plain
+
+
+def test_sagemakers_path_streams_and_refuses(http):
+    assert events(http, "/invocations", messages=HELLO)[0]["object"] == "chat.completion.chunk"
+    refused = http.post("/invocations", json={"neither": 1})
+    assert refused.status_code == 400
+    assert "messages (/v1/chat/completions)" in refused.json()["error"]["holdfast"]["needed"]
+    assert http.post("/invocations", content=b"{").status_code == 400
+
+
+def test_errors_have_vllms_types_and_words(http):
+    unknown = http.post("/v1/completions", json={"prompt": [999_999_999]})
+    error = unknown.json()["error"]
+    assert (unknown.status_code, error["type"], error["param"]) == (400, "BadRequestError", "prompt")
+    assert "out of vocabulary" in error["message"]
+    for path in ("/none", "/v1/files", "/v1/models/none"):
+        answer = http.get(path)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "NotFoundError")
 
 
 def test_the_requests_own_name_becomes_the_answers(http):
@@ -133,6 +169,7 @@ def test_members_that_are_null_are_there(http):
     assert set(chat["usage"]) == set(USAGE_MEMBERS.split())
     assert set(text) == set(COMPLETION_MEMBERS.split())
     assert set(text["choices"][0]) == {*CHOICE_MEMBERS.split(), "text", "prompt_logprobs", "prompt_token_ids"}
+    assert chat["system_fingerprint"] == text["system_fingerprint"] == f"holdfast-{__version__}"
     # An answer may be sent back as it came.
     ask(http, messages=[*HELLO, message, *HELLO])
 

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from holdfast.engine.fake import FakeEngine
+from holdfast.server.endpoints.pooling.embeddings import binary
 from holdfast.server.request.logprob_budget import LogprobBudget
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
@@ -39,6 +40,38 @@ def test_base64_holds_the_same_numbers(http):
     plain = http.post("/v1/embeddings", json={"input": "abc"}).json()["data"][0]["embedding"]
     packed = http.post("/v1/embeddings", json={"input": "abc", "encoding_format": "base64"}).json()["data"][0]
     assert list(struct.unpack("<8f", base64.b64decode(packed["embedding"]))) == pytest.approx(plain)
+
+
+@pytest.mark.parametrize(("endianness", "mark"), [("little", "<"), ("big", ">"), ("native", "=")])
+@pytest.mark.parametrize(("dtype", "letter"), [("float32", "f"), ("float16", "e"), ("bfloat16", "H")])
+def test_base64_of_vllms_dtypes_and_orders(http, endianness, mark, dtype, letter):
+    asked = {"input": "abc", "embed_dtype": dtype, "endianness": endianness}
+    plain = http.post("/v1/embeddings", json=asked).json()["data"][0]["embedding"]
+    answer = http.post("/v1/embeddings", json={**asked, "encoding_format": "base64"})
+    assert "x-holdfast-ignored-fields" not in answer.headers
+    values = list(struct.unpack(f"{mark}8{letter}", base64.b64decode(answer.json()["data"][0]["embedding"])))
+    if dtype == "bfloat16":
+        values = [struct.unpack(">f", struct.pack(">HH", value, 0))[0] for value in values]
+    assert values == pytest.approx(plain, rel=2**-8)
+
+
+def test_a_dtype_that_cannot_be_had_is_refused(http):
+    error = error_of(http.post("/v1/embeddings", json={"input": "abc", "embed_dtype": "fp8_e4m3"}))
+    assert error["param"] == "embed_dtype"
+
+
+@pytest.mark.parametrize("name", ["use_activation", "normalize"])
+def test_vectors_of_another_length_are_refused(http, name):
+    for path in ("/v1/embeddings", "/pooling"):
+        assert error_of(http.post(path, json={"input": "abc", name: False}))["param"] == name
+        assert http.post(path, json={"input": "abc", name: True}).status_code == 200
+
+
+def test_binary_numbers_are_rounded_and_bounded():
+    vector = struct.pack("<4f", 1e30, -1e30, 1.00390625, 1.01171875)
+    assert struct.unpack("<4e", binary(vector, "float16", "little"))[:2] == (65504.0, -65504.0)
+    # Half of the last place: to the even one, down and up.
+    assert struct.unpack(">4H", binary(vector, "bfloat16", "big"))[2:] == (0x3F80, 0x3F82)
 
 
 def test_fewer_dimensions_are_the_first_at_length_one(http):

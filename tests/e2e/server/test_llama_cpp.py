@@ -43,7 +43,12 @@ def test_how_a_completion_has_ended(http):
     assert (told["content"], told["stop_type"], told["stopping_word"], told["tokens"]) == ("abc", "eos", "", [])
     told = http.post("/completion", json={"prompt": "abc", "stop": "b"}).json()
     assert (told["content"], told["stop_type"], told["stopping_word"]) == ("a", "word", "b")
-    several = http.post("/completion", json={"prompt": ["ab", "c"], "n_predict": 1}).json()
+    told = http.post("/completion", json={"prompt": {"prompt_string": "abc"}, "stop": "b"}).json()
+    assert (told["content"], told["prompt"]) == ("a", "abc")
+    pictured = {"prompt": [{"prompt_string": "a", "multimodal_data": ["iVBO"]}]}
+    refused = http.post("/completion", json=pictured)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "multimodal_data")
+    several = http.post("/completion", json={"prompt": ["ab", {"prompt_string": "c"}], "n_predict": 1}).json()
     assert [(one["index"], one["content"], one["tokens_evaluated"]) for one in several] == [(0, "a", 2), (1, "c", 1)]
 
 
@@ -91,6 +96,7 @@ def test_an_openai_client_without_v1(server):
         assert client.chat.completions.create(model="fake", messages=HELLO).choices[0].message.content == "hi"
         assert client.completions.create(model="fake", prompt="ab").choices[0].text == "ab"
         assert len(client.embeddings.create(model="fake", input="ab").data[0].embedding) == 8
+        assert client.responses.create(model="fake", input="hi").object == "response"
 
 
 def test_keys_and_states_are_looked_at_without_v1_too(launch):

@@ -203,7 +203,7 @@ def test_completion_errors_name_the_field(http, extra, param):
 def test_bad_json(http, body, said):
     for path in PATHS:
         error = error_of(http.post(path, content=body), 400)
-        assert error["type"] == "invalid_request_error"
+        assert error["type"] == "BadRequestError"
         assert said in error["message"]
 
 

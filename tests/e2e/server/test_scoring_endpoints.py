@@ -103,6 +103,7 @@ def test_a_classifier(launch):
     with launch(FakeEngine(labels=["good", "bad"])).client() as http:
         data = http.post("/classify", json={"input": ["abc", "de"]}).json()["data"]
         assert [entry["num_classes"] for entry in data] == [2, 2]
+        assert http.post("/invocations", json={"input": ["abc", "de"]}).json()["data"] == data
         assert all(sum(entry["probs"]) == pytest.approx(1) for entry in data)
         assert data[0]["label"] == ("good" if data[0]["probs"][0] > data[0]["probs"][1] else "bad")
         products = http.post("/classify", json={"input": "abc", "use_activation": False}).json()["data"][0]["probs"]

@@ -74,7 +74,7 @@ class _Refused(Exception):
         super().__init__(problem)
         self.status = status
         self.malformed = code == _MALFORMED
-        error = {"message": problem, "type": "invalid_request_error", "param": None, "code": code}
+        error = {"message": problem, "type": "BadRequestError", "param": None, "code": code}
         self.body = msgspec.json.encode({"error": error})
 
 

@@ -304,7 +304,7 @@ class FakeEngine:
         if not self._started:
             raise EngineError("the engine has not been started")
         if any(token_id >= VOCABULARY for token_id in prompt_token_ids):
-            raise RequestError(f"a token id is outside the vocabulary of {VOCABULARY}", field="prompt")
+            raise RequestError(f"a token id is out of vocabulary, which has {VOCABULARY}", field="prompt")
         wanted = len(prompt_token_ids) + (params.max_tokens or 1)
         if wanted > self.max_model_len:
             field = "prompt" if len(prompt_token_ids) >= self.max_model_len else "max_tokens"

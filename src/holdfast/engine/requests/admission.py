@@ -130,7 +130,7 @@ class Admission:
             number = operator.index(token) if known else -1  # type: ignore[arg-type]
             if not 0 <= number < self.spec.vocab_size:
                 raise RequestError(
-                    f"{field} contains {str(token)[:40]}, which is not in the vocabulary of this model",
+                    f"{field} contains {str(token)[:40]}, which is out of vocabulary: not a token of this model",
                     needed=f"integers from 0 to {self.spec.vocab_size - 1}",
                     found=f"{str(token)[:40]} ({type(token).__name__})",
                     field=field,

@@ -27,6 +27,7 @@ ALIASES = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/v1/completions",
     "/embeddings": "/v1/embeddings",
+    "/responses": "/v1/responses",
     "/score": "/v1/score",
     "/rerank": "/v1/rerank",
     "/v2/rerank": "/v1/rerank",

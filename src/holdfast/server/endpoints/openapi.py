@@ -142,6 +142,8 @@ OPERATIONS = (
               answer=RerankResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/classify", method="post", summary="Classify texts", body=ClassifyBody,
               answer=ClassifyResponse, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/invocations", method="post", summary="Any of these by its fields (SageMaker)", body=ChatBody,
+              streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/models", method="get", summary="List the served models", refusals=(503,)),
     Operation(path="/v1/models/{name}", method="get", summary="Describe one served model", refusals=(404, 503)),
     Operation(path="/tokenize", method="post", summary="Tokenize text or chat messages", body=TokenizeBody,

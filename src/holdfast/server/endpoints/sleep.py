@@ -57,7 +57,7 @@ class Sleeping:
             raise HttpFailure(
                 FORBIDDEN,
                 "this server was not started with --enable-sleep-mode",
-                kind="invalid_request_error",
+                kind="BadRequestError",
                 code="not_enabled",
             )
         for name in request.query_params:

@@ -104,7 +104,7 @@ class Tokenizing:
         unknown = next((token for token in body.tokens if token >= tokenizer.ids_end), None)
         if unknown is not None:
             raise RequestError(
-                f"tokens contains {unknown}, which is not in the vocabulary of this model",
+                f"tokens contains {unknown}, which is out of vocabulary: not a token of this model",
                 needed=f"integers from 0 to {tokenizer.ids_end - 1}",
                 found=str(unknown),
                 field="tokens",

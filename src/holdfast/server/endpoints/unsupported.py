@@ -36,7 +36,6 @@ PATHS: dict[str, tuple[str, str]] = {
         "start the server with --enable-tokenizer-info-endpoint",
     ),
     "/server_info": ("it would expose settings of this machine", "GET /memory, or holdfast ps on that machine"),
-    "/invocations": ("it is SageMaker's endpoint", _CHAT),
     "/inference/v1/generate": ("/v1/completions accepts and returns token ids", "POST /v1/completions"),
     **dict.fromkeys(
         ("/start_profile", "/stop_profile", "/collective_rpc", "/pause", "/resume", "/is_paused", "/scale_elastic_ep",
@@ -59,7 +58,7 @@ def absent_routes(*, lora: bool) -> list[Route]:
 def _refusal(path: str, reason: str, fix: str):  # type: ignore[no-untyped-def]  # An endpoint is whatever Route takes.
     async def refuse(request: Request) -> Response:
         body = describe(UnsupportedOptionError(f"{path} is not supported here: {reason}", fix=fix))[1]
-        body["code"] = "not_found"
+        body |= {"type": "NotFoundError", "code": "not_found"}
         request.scope["holdfast.record"].fail(body)
         return error_response(request.scope, NOT_FOUND, body)
 

@@ -40,13 +40,14 @@ MAX_SAID_CHARS = 2000
 _API = r"(?:v1|health|metrics|memory|sleep|wake_up|tokenize|detokenize)\b"
 _PATH = re.compile(rf"(?<![\w./-])(?:/(?!{_API})[\w.+@-]+(?:/[\w.+@ -]*[\w.+@-])*/?|[A-Za-z]:\\[^\s'\"]+)")
 
-# The most particular class first: the first that fits decides.
+# The most particular class first: the first that fits decides. Types of what a client can mend are vLLM's words, codes
+# are OpenAI's: scripts look for either.
 _SHAPES: tuple[tuple[type[HoldfastError], int, str, str], ...] = (
-    (ContextLengthError, BAD_REQUEST, "invalid_request_error", "context_length_exceeded"),
-    (UnsupportedOptionError, BAD_REQUEST, "invalid_request_error", "unsupported_parameter"),
-    (UnknownModelError, NOT_FOUND, "invalid_request_error", "model_not_found"),
+    (ContextLengthError, BAD_REQUEST, "BadRequestError", "context_length_exceeded"),
+    (UnsupportedOptionError, BAD_REQUEST, "BadRequestError", "unsupported_parameter"),
+    (UnknownModelError, NOT_FOUND, "NotFoundError", "model_not_found"),
     (OverloadedError, TOO_MANY, "rate_limit_error", "overloaded"),
-    (RequestError, BAD_REQUEST, "invalid_request_error", "invalid_value"),
+    (RequestError, BAD_REQUEST, "BadRequestError", "invalid_value"),
     (DrainingError, UNAVAILABLE, "service_unavailable_error", "draining"),
     (SleepingError, UNAVAILABLE, "service_unavailable_error", "sleeping"),
     (EngineDiedError, UNAVAILABLE, "service_unavailable_error", "engine_dead"),
@@ -78,12 +79,14 @@ class HttpFailure(Exception):
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and OpenAI's error object."""
     if isinstance(error, HttpFailure):
-        return error.status, _body(error.message, error.kind, error.param, error.code)
+        absent = error.status == NOT_FOUND and error.kind == "BadRequestError"
+        openai_type = "NotFoundError" if absent else error.kind
+        return error.status, _body(error.message, openai_type, error.param, error.code)
     if isinstance(error, HoldfastError):
         for kind, status, openai_type, code in _SHAPES:
             if isinstance(error, kind):
                 if error.code in _ABSENT:
-                    status, code = NOT_FOUND, "not_found"
+                    status, openai_type, code = NOT_FOUND, "NotFoundError", "not_found"
                 body = _body(format_message(error), openai_type, error.field, code)
                 extra = {"code": error.code, "needed": error.needed, "found": error.found, "fix": error.fix}
                 if status >= INTERNAL:
@@ -113,6 +116,8 @@ _ANTHROPIC_CODES = {
     "request_too_large": "request_too_large",
 }
 _ANTHROPIC_TYPES = {
+    "BadRequestError": "invalid_request_error",
+    "NotFoundError": "not_found_error",
     "service_unavailable_error": "overloaded_error",
     "server_error": "api_error",
 }

@@ -285,7 +285,7 @@ def _check_media(headers: dict[bytes, bytes]) -> None:
     raise HttpFailure(
         WRONG_MEDIA,
         f"the Content-Type of the body must be application/json, {found} (curl: -H 'Content-Type: application/json')",
-        kind="invalid_request_error",
+        kind="BadRequestError",
         code="unsupported_media_type",
     )
 
@@ -304,7 +304,7 @@ def _head_too_large(size_bytes: int) -> HttpFailure:
     return HttpFailure(
         HEAD_TOO_LARGE,
         f"the request line and headers have {size_bytes} bytes; the limit is {MAX_HEAD_BYTES}",
-        kind="invalid_request_error",
+        kind="BadRequestError",
         code="headers_too_large",
     )
 

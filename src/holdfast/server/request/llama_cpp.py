@@ -32,6 +32,8 @@ async def read_native(
             raise unsupported(name, "this way of sampling is not implemented")
     for name in HARMLESS_NATIVE | COMPANIONS:
         given.pop(name, None)
+    if "prompt" in given:
+        given["prompt"] = _without_media(given["prompt"])
     body: NativeBody = convert(check_fields(given, _FIELDS), NativeBody)
     wanted = body.n_predict if body.n_predict is not None else body.max_tokens
     as_completion = CompletionBody(
@@ -76,3 +78,18 @@ def _biases(given: Any) -> dict[str, float] | None:
     if not all(len(pair) == 2 for pair in pairs):
         raise RequestError("logit_bias: expected pairs of a token id and a number", field="logit_bias")
     return {str(token).removesuffix(".0"): NEVER if bias is False else float(bias) for token, bias in pairs}
+
+
+def _without_media(prompt: Any) -> Any:
+    """llama.cpp's prompts as objects, of text and images, as the text they have: one, or several in a list."""
+    if isinstance(prompt, list):
+        return [_text_of(one) for one in prompt] if any(isinstance(one, dict) for one in prompt) else prompt
+    return _text_of(prompt)
+
+
+def _text_of(prompt: Any) -> Any:
+    if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_string"), str):
+        return prompt
+    if prompt.get("multimodal_data"):
+        raise unsupported("multimodal_data", "only text input is supported")
+    return prompt["prompt_string"]

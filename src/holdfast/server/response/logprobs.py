@@ -66,14 +66,15 @@ class CompletionLogprobsWriter:
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         for entry in entries:
-            chosen = next(iter(entry.values()))
-            likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)
-            shown: dict[str, float] = {}
-            for token_id, top in likeliest:
+            chosen_id, chosen = next(iter(entry.items()))
+            token, logprob = self._called(chosen_id, chosen), max(chosen.logprob, LOWEST_LOGPROB)
+            shown = {token: logprob}  # First, as in vLLM; then from the likeliest on.
+            for token_id, top in sorted(entry.items(), key=lambda item: -item[1].logprob):
+                name = self._called(token_id, top)
                 # Two ids may decode to the same text: the likelier one speaks for it.
-                shown.setdefault(self._called(token_id, top), max(top.logprob, LOWEST_LOGPROB))
-            tokens.append(self._called(next(iter(entry)), chosen))
-            logprobs.append(max(chosen.logprob, LOWEST_LOGPROB))
+                shown[name] = max(shown.get(name, LOWEST_LOGPROB), top.logprob)
+            tokens.append(token)
+            logprobs.append(logprob)
             tops.append(shown)
         self._append(tokens, logprobs, tops)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from holdfast import __version__
 from holdfast.records import AnswerDelta, Logprob, RequestTiming
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.parse import BytesOf, GenerationRequest, token_name
@@ -36,11 +37,12 @@ DONE = b"data: [DONE]\n\n"
 _CHOICES = b',"choices":['
 _NO_IDS = b'"token_ids":null,'
 _NO_PROMPT_IDS = b'"prompt_token_ids":null,' + _NO_IDS
-# What vLLM's answers have and these never do: clients in typed languages expect the members all the same.
-_NOTHING = (
-    b',"service_tier":null,"system_fingerprint":null,"kv_transfer_params":null,"ec_transfer_params":null'
-    b',"metrics":null}'
-)
+SYSTEM_FINGERPRINT = f"holdfast-{__version__}"
+# And what vLLM's answers have and these never do: clients in typed languages expect the members all the same.
+_SERVICE = (
+    f',"service_tier":null,"system_fingerprint":"{SYSTEM_FINGERPRINT}","kv_transfer_params":null'
+    ',"ec_transfer_params":null,"metrics":null}'
+).encode()
 
 
 @dataclass(slots=True)
@@ -186,7 +188,7 @@ class ChatShape(_Stream):
                 pieces += [b'{"content":', *answer.tokens.behind(), b',"refusal":null}']
             pieces.append(b'%b,%b"routed_experts":null}' % (_ended(answer), self._ids(answer.token_ids)))
         pieces.append(b'],"usage":%b%b,"prompt_logprobs":' % (encode(usage), self._prompt_members()))
-        return [*pieces, *_listed(self._ask, answers[0]), _NOTHING]
+        return [*pieces, *_listed(self._ask, answers[0]), _SERVICE]
 
 
 class ReadChatShape(ChatShape):
@@ -318,7 +320,7 @@ class CompletionShape(_Stream):
             pieces += [b"null"] if self._ask.logprobs is None else answer.columns.behind(answer.of_prompt.echoed)
             pieces.append(_ended(answer) + b',"prompt_logprobs":')
             pieces += [*_listed(self._ask, answer), b',"routed_experts":null}']
-        return [*pieces, b'],"usage":%b%b' % (encode(usage), _NOTHING)]
+        return [*pieces, b'],"usage":%b%b' % (encode(usage), _SERVICE)]
 
 
 class CompletionIdsShape(CompletionShape):

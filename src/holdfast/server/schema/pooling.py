@@ -27,9 +27,17 @@ class EmbeddingBody(PoolingCommon, kw_only=True):
     input: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
     """A text, several, token ids, or several lists of them."""
     encoding_format: Literal["float", "base64"] = "float"
+    embed_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Of numbers in base64, as vLLM has it; those in JSON are float32."""
+    endianness: Literal["native", "little", "big"] = "native"
+    """Of them too; native is the server's."""
     dimensions: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
     """The first so many numbers of a vector, at length 1 again."""
     add_special_tokens: bool = True
+    use_activation: bool | None = None
+    """False: a classifier's products as they are. Embeddings are at length 1 in any case, and it is refused."""
+    normalize: bool | None = None
+    """The same by its older name."""
 
 
 class PoolingBody(EmbeddingBody, kw_only=True):
@@ -37,8 +45,6 @@ class PoolingBody(EmbeddingBody, kw_only=True):
 
     task: str | None = None
     """embed or classify; left out: which of them the model can."""
-    use_activation: bool | None = None
-    """False: a classifier's products as they are."""
 
 
 class ClassifyBody(PoolingCommon, kw_only=True):
@@ -82,7 +88,7 @@ class Embedding(msgspec.Struct, kw_only=True):
     index: int
     object: str = "embedding"
     embedding: list[float] | str
-    """Numbers, or float32 in little-endian order as base64."""
+    """Numbers, or those of `embed_dtype` in the order of `endianness` as base64."""
 
 
 class EmbeddingResponse(msgspec.Struct, kw_only=True):

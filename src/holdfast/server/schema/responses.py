@@ -45,7 +45,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_text: str | None
     """With return_prompt_text."""
     service_tier: None
-    system_fingerprint: None
+    system_fingerprint: str
     kv_transfer_params: None
     ec_transfer_params: None
     metrics: None
@@ -78,7 +78,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     choices: list[CompletionChoice]
     usage: Usage
     service_tier: None
-    system_fingerprint: None
+    system_fingerprint: str
     kv_transfer_params: None
     ec_transfer_params: None
     metrics: None

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import array
 import base64
+import struct
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import msgspec
 
 from holdfast.engine.requests.embedding import numbers, shortened
 from holdfast.engine.requests.scoring import chances, require_embeddings, require_labels
 from holdfast.errors import RequestError, UnsupportedOptionError
-from holdfast.server.endpoints.pooling.prompt_vectors import PromptVector, PromptVectors, usage_of
+from holdfast.server.endpoints.pooling.prompt_vectors import FLOAT_BYTES, PromptVector, PromptVectors, usage_of
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.middleware import Record
 from holdfast.server.request.parse import decode_object
@@ -28,6 +30,7 @@ from holdfast.server.schema.pooling import EmbeddingBody, PoolingBody
 from holdfast.server.schema.requests import Usage
 
 _TASKS = ("embed", "classify")
+LARGEST_FLOAT16 = 65504.0
 
 
 class Embeddings:
@@ -66,14 +69,13 @@ class Embeddings:
             await self._vectors.hold(stack, len(prompts), "input")
             found = await self._vectors.all_of(prompts, body, record, shaped=shaped)
             resources = stack.pop_all()
-        return Pieces(_pieces(found, usage_of(record), record, body.encoding_format, member), resources)
+        return Pieces(_pieces(found, usage_of(record), record, body, member), resources)
 
     def _activation(self, body: EmbeddingBody) -> str:
         """What is done to what the engine tells; empty: nothing."""
         info = self._vectors.engine.info
-        if not isinstance(body, PoolingBody):
-            return ""
-        task = body.task or ("classify" if info.labels else "embed")
+        asked = body.task if isinstance(body, PoolingBody) else "embed"
+        task = asked or ("classify" if info.labels else "embed")
         if task not in _TASKS:
             raise UnsupportedOptionError(
                 f"Unsupported task: {task!r}: only the last token is pooled",
@@ -84,9 +86,12 @@ class Embeddings:
             )
         if task == "embed":
             require_embeddings(info, "task embed")
+            for name in ("use_activation", "normalize"):
+                if getattr(body, name) is False:
+                    raise unsupported(name, "embeddings are scaled to length 1")
             return ""
         require_labels(info, "task classify")
-        return info.label_activation if body.use_activation is not False else ""
+        return "" if False in (body.use_activation, body.normalize) else info.label_activation
 
     def _check_dimensions(self, body: EmbeddingBody) -> None:
         info = self._vectors.engine.info
@@ -109,13 +114,33 @@ def _packed(values: list[float]) -> bytes:
     return packed.tobytes()
 
 
-def _pieces(found: list[PromptVector], usage: Usage, record: Record, encoding: str, member: str) -> Iterator[bytes]:
+def binary(vector: bytes, dtype: str, endianness: str) -> bytes:
+    """`vector`: float32, little end first."""
+    order = sys.byteorder if endianness == "native" else endianness
+    if dtype == "float32" and order == "little":
+        return vector
+    mark, count = "<" if order == "little" else ">", len(vector) // FLOAT_BYTES
+    if dtype == "float16":
+        values = (min(max(value, -LARGEST_FLOAT16), LARGEST_FLOAT16) for value in numbers(vector))
+        return struct.pack(f"{mark}{count}e", *values)
+    words = struct.unpack(f"<{count}I", vector)
+    if dtype == "bfloat16":  # The upper half, rounded to the nearest, to even where two are as near.
+        return struct.pack(f"{mark}{count}H", *((word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words))
+    return struct.pack(f"{mark}{count}I", *words)
+
+
+def _pieces(
+    found: list[PromptVector], usage: Usage, record: Record, body: EmbeddingBody, member: str
+) -> Iterator[bytes]:
     """As numbers a vector takes some five times its bytes: so it becomes JSON when it is its turn."""
     head = {"id": record.answer_id, "object": "list", "created": int(time.time()), "model": record.model}
     kind = b"embedding" if member == "embedding" else b"pooling"
     yield msgspec.json.encode(head)[:-1] + b',"data":['
     for place, one in enumerate(found):
-        value = base64.b64encode(one.vector).decode() if encoding == "base64" else numbers(one.vector)
+        if body.encoding_format == "base64":
+            value: Any = base64.b64encode(binary(one.vector, body.embed_dtype, body.endianness)).decode()
+        else:
+            value = numbers(one.vector)
         comma = b"," if place else b""
         encoded = msgspec.json.encode(value)
         yield comma + b'{"index":%d,"object":"%b","%b":%b}' % (place, kind, member.encode(), encoded)
