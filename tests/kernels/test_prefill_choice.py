@@ -1,4 +1,4 @@
-"""Which kernel attends for prompts, and the reason that is printed."""
+"""Which kernels prompts have, and the reasons that are printed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import triton
 
 from holdfast.execution.batch import RunnerLimits
-from holdfast.execution.gpu.layers.prefill_kernel import choose_prefill_kernel
+from holdfast.execution.gpu.layers.prefill_kernel import choose_gated_product, choose_prefill_kernel
 from holdfast.execution.gpu.step import BatchBuilder
 from holdfast.kvcache.groups import KVGroup, KVLayout
 from holdfast.records import Row
@@ -82,6 +82,28 @@ def test_other_gpus_and_other_releases_of_triton(monkeypatch: pytest.MonkeyPatch
         assert release in chosen()[1]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert chosen() == ("triton", "the kernel for Hopper needs compute capability 9.0; this GPU has 8.9")
+
+
+def gated(rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16, *, bias: bool = False) -> tuple[object, str]:
+    weight: Any = SimpleNamespace(shape=(rows, inputs), dtype=dtype, device=CUDA)
+    decision = choose_gated_product(weight, torch.empty(rows) if bias else None)
+    assert decision.field == "gated_product"
+    return decision.value, decision.reason
+
+
+def test_where_gates_are_taken_in_the_product(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gated(28672, 4096)[0] == gated(256, 1024)[0] == "hopper"
+    for (value, reason), said in (
+        (gated(2 * 1000, 4096), "these are 1,000 and 4,096"),
+        (gated(256, 4128), "these are 128 and 4,128"),
+        (gated(256, 960), "from 1,024 inputs on"),
+        (gated(256, 64, torch.float32), "these have 4"),
+        (gated(256, 64, bias=True), "bias"),
+    ):
+        assert value == "cublas"
+        assert said in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert gated(28672, 4096) == ("cublas", "the kernel for Hopper needs compute capability 9.0; this GPU has 10.0")
 
 
 def test_where_the_pages_of_prompts_go_when_they_are_expanded(device: torch.device) -> None:

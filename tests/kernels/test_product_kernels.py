@@ -16,6 +16,7 @@ from holdfast.execution.triton_kernels.quantized import products
 from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_ROWS, ProductTile, few_rows_tile
 
 ON_GPU = torch.cuda.is_available()
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 NAN = float("nan")
 # Triton's interpreter cuts bfloat16 off where the GPU rounds it.
@@ -115,6 +116,30 @@ def test_gated_products(dtype: torch.dtype, rows: int, activation: Literal["silu
             gate_terms, up_terms = terms.chunk(2, -1)
             felt = 1.2 * ((gated.abs() + 1) * (up_terms + up.abs()) + (up.abs() + 1) * (gate_terms + gated.abs()))
             case.check(activate(gated, activation) * up, felt, roundings=3)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated_products_of_many_rows_for_hopper(
+    dtype: torch.dtype, activation: Literal["silu", "gelu", "gelu_tanh"]
+) -> None:
+    """Rows that fill no tile, more tiles than programs, and one step of inputs."""
+    from holdfast.execution.triton_kernels.gated_hopper import gated_product_hopper
+
+    for rows, inner, inputs in ((1, 128, 64), (65, 256, 192), (1100, 3072, 1024), (2050, 14336, 4096)):
+        case = Case(rows, 2 * inner, inputs, dtype)
+        case.x, case.weight = case.x.contiguous(), case.weight.contiguous().mul_(inputs**-0.5)
+        wanted, terms = case.exact(False)
+        gated, up = wanted.chunk(2, -1)
+        # A line more than there are rows: it stays as it is.
+        found = torch.full((rows + 1, inner), NAN, dtype=dtype, device=DEVICE)
+        gated_product_hopper(case.x, case.weight, activation, found[:rows])
+        assert torch.isnan(found[rows]).all()
+        case.outputs, case.out = inner, torch.cat((found[:rows], case.out[:, :8]), 1)
+        gate_terms, up_terms = terms.chunk(2, -1)
+        felt = 1.2 * ((gated.abs() + 1) * (up_terms + up.abs()) + (up.abs() + 1) * (gate_terms + gated.abs()))
+        case.check(activate(gated, activation) * up, felt, roundings=3)
 
 
 def test_a_wider_stream_and_wider_sums_keep_their_width() -> None:

@@ -2,8 +2,8 @@
 
     python other_gpus.py worst|hopper|all       lines of: capability, case, kernel, bytes, limit
 
-`worst`, and `hopper`, which is that kernel alone, run the passes that give shared memory its places and no further;
-`all` the whole stage, and compares.
+`worst`, and `hopper`, which are the kernels for it alone, run the passes that give shared memory its places and no
+further; `all` the whole stage, and compares.
 
 A process of its own, without Triton's interpreter: the wrappers run as they are, over tensors without memory, on a
 driver that names another GPU and launches nothing.
@@ -36,6 +36,7 @@ from holdfast.execution.triton_kernels.experts import launch as experts
 from holdfast.execution.triton_kernels.experts import rounding as expert_rounding
 from holdfast.execution.triton_kernels.experts import scaled as expert_codes
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
+from holdfast.execution.triton_kernels.gated_hopper import gated_product_hopper
 from holdfast.execution.triton_kernels.quantized import blocks, products
 from holdfast.execution.triton_kernels.quantized.block_products import block_gate_up, block_product
 from holdfast.execution.triton_kernels.quantized.product_tiles import FEW_QUANTIZED_ROWS
@@ -187,6 +188,11 @@ def hopper_attention(
     )  # fmt: skip
 
 
+def hopper_gate() -> None:
+    x, weight, out = empty(4000, 1024, dtype=BF16), empty(6144, 1024, dtype=BF16), empty(4000, 3072, dtype=BF16)
+    gated_product_hopper(x, weight, "gelu", out)
+
+
 def dense_products(rows: int, dtype: torch.dtype) -> None:
     for outputs, inputs in ((6144, 4096), (4096, 14336), (128256, 2048), (576, 576)):
         norm, weight = empty(inputs, dtype=dtype), empty(2 * outputs, inputs, dtype=dtype)
@@ -311,6 +317,7 @@ def for_hopper() -> Cases:
                 f"prefill for Hopper, window {window}{', expanded' if expanded else ''}",
                 lambda some=(window, expanded): hopper_attention(32, 8, 128, BF16, *some),
             )
+        yield "gate for Hopper", hopper_gate
 
 
 def everything() -> Cases:

@@ -16,7 +16,7 @@ from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.layers.attention import DecodeRows, GpuAttention, PrefillRows
 from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
 from holdfast.execution.gpu.layers.lora import GpuAdapters
-from holdfast.execution.gpu.layers.mlp import GpuMlp, MlpBuffers, make_mlps
+from holdfast.execution.gpu.layers.mlp import GpuMlp, MlpBuffers, gating_decisions, make_mlps
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.layers.rope import rotaries
@@ -95,6 +95,8 @@ class GpuDecoder:
         # Nobody needs these while attention runs.
         spare = max(inner.gate_up, self._normed, key=torch.Tensor.numel)
         self.attention = GpuAttention(spec, layout, limits, slots, device, spare)
+        self.decisions = [self.attention.decision, *gating_decisions(weights)]
+        """Which kernels prompts have."""
         scratch = Scratch(weights.dtype, device, tokens)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._final_norm = weights.final_norm

@@ -1,4 +1,5 @@
-"""How attention is cut: tile sizes by head width, number type and shared memory; shares of decode; tile lists.
+"""How attention is cut: tile sizes by head width, number type and shared memory; shares of decode; tile lists. And the
+product with a gate for Hopper, which takes whole tiles.
 
 The constants were measured on Hopper; GPUs with less shared memory have smaller ones where those would not fit. All are
 here, so that one benchmark can tune them; nothing is searched at run time.
@@ -42,6 +43,8 @@ _PREFILL = {
 }
 HOPPER_ROWS = 128
 """Of a program of `prefill_hopper`, which takes the same tile lists."""
+GATED_COLUMNS, GATED_INPUTS = 128, 64
+"""Of a tile of `gated_hopper`, of each half; and those of its inputs that are multiplied at a time."""
 _LARGE_SHARED_BYTES = 163 * 1024
 """What the tiles above need: A100, Orin, Hopper and later in data centres. The others have 99 KiB."""
 _PREFILL_IN_LITTLE = _PREFILL | {

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.layers.prefill_kernel import GATED_ROWS, HOPPER, choose_gated_product
 from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear, QuantizedWorkspace
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear, RoundedWorkspace, rounds_inputs
 from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinear, StackedLinear
@@ -105,6 +106,8 @@ class DenseGpuLinear(_Plain):
         self.weight, self.bias = linear.weight, linear.bias
         self._turned = linear.weight.t()
         self._skinny = SKINNY_ROWS if linear.weight.nbytes < LARGE_BYTES else 1
+        self.gating = choose_gated_product(linear.weight, linear.bias)
+        """Which kernel `gated` takes for many rows."""
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -144,6 +147,13 @@ class DenseGpuLinear(_Plain):
         gate_up: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        if len(x) >= GATED_ROWS and self.gating.value == HOPPER:
+            # Imported here: there is no such thing for other GPUs, nor for Triton's interpreter.
+            from holdfast.execution.triton_kernels.gated_hopper import gated_product_hopper
+
+            kernels.rms_norm(x, norm, epsilon, normed)
+            gated_product_hopper(normed, self.weight, activation, out)
+            return
         if len(x) > self._skinny:
             super().gated(x, norm, epsilon, activation, normed, gate_up, out)
             return

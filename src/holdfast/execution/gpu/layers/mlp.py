@@ -16,12 +16,15 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.layers.experts import ExpertGpuMaker
 from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
+from holdfast.execution.gpu.layers.prefill_kernel import choose_gated_product
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear
 from holdfast.execution.layers.experts import ExpertWeights
+from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.weights.load import GatedWeights, MlpWeights, PlainWeights, Weights
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 
 
 class GpuMlp(Protocol):
@@ -100,6 +103,12 @@ class PlainGpuMlp:
         self._up.write(x, inner)
         kernels.activate_rows(inner, self._activation)
         (self._down.add if add else self._down.write)(inner, out)
+
+
+def gating_decisions(weights: Weights) -> list[Decision]:
+    """Which kernel multiplies and gates many rows, where any matrix lets it choose."""
+    gated = [layer.mlp.gate_up for layer in weights.layers if isinstance(layer.mlp, GatedWeights)]
+    return [choose_gated_product(one.weight, one.bias) for one in gated if isinstance(one, DenseLinear)][:1]
 
 
 def make_mlps(

@@ -1,4 +1,4 @@
-"""Prefill attention for Hopper: the same work as `prefill`, 1.3 to 1.5 times as fast (H200, bfloat16).
+"""Prefill attention for Hopper: the same work as `prefill`, 1.3 to 1.6 times as fast (H200, bfloat16).
 
 Written in Gluon, Triton's lower level, because it says who does what. A program is a set of warps for each of:
 
@@ -145,6 +145,8 @@ def _next(
     """Tile i of keys, from `first` on, while the values of tile i - 1, which are here, are gathered."""
     stage, parity, last = (done + i) % STAGES, (done + i) // STAGES & 1, (done + i - 1) % STAGES
     nothing = gl.zeros((64, KEYS), gl.float32, layout=SCORES)
+    # Rounded here and not where they are made: loops carry numbers of two bytes one by one, and pack them anew.
+    weights = gl.convert_layout(weights.to(values.dtype), WEIGHTS)
     mbarrier.wait(keys_here.index(stage), parity)
     mbarrier.wait(turns.index(PART), (done + i & 1) ^ (1 - PART))
     scores = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -158,7 +160,7 @@ def _next(
     gathered, _, new = warpgroup_mma_wait(0, deps=(gathering, weights, new))
     mbarrier.arrive(values_free.index(last), count=1)
     gathered = gathered * gl.convert_layout(faded, gl.SliceLayout(1, gathered.type.layout))[:, None]
-    return best, total, gathered, gl.convert_layout(new.to(weights.dtype), WEIGHTS)
+    return best, total, gathered, new
 
 
 @gluon.jit
@@ -221,6 +223,8 @@ def _begin(
         following, query, buffer, tile_rows, tile_starts, starts, counts, firsts, token_stride, head_stride, PART,
         KV_HEADS, RATIO, TOKENS, DIM, WIDE,
     )  # fmt: skip
+    # The loops behind this would else have a fence in every turn, for all that the compiler knows.
+    fence_async_shared()
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(keys_free.index(stage), count=1)
     best = gl.full((64,), _UNSEEN, gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -229,7 +233,7 @@ def _begin(
     mbarrier.wait(values_here.index(stage), parity)
     if first + KEYS > end:
         _blank(values.index(stage), first, 0, end, KEYS, WIDE)
-    return best, total, gl.convert_layout(new.to(keys.dtype), WEIGHTS), loading
+    return best, total, new, loading
 
 
 @gluon.jit
@@ -288,8 +292,9 @@ def _attend(
         if WINDOWED:  # noqa: SIM102 (known when it is compiled)
             if first_tile * KEYS < lowest - window + 1:
                 _blank(values.index(last), first_tile * KEYS, lowest - window + 1, end, KEYS, WIDE)
-        gathering = warpgroup_mma(weights, values.index(last), gathered, is_async=True)
-        gathered, _ = warpgroup_mma_wait(0, deps=(gathering, weights))
+        last_weights = gl.convert_layout(weights.to(values.dtype), WEIGHTS)
+        gathering = warpgroup_mma(last_weights, values.index(last), gathered, is_async=True)
+        gathered, _ = warpgroup_mma_wait(0, deps=(gathering, last_weights))
         mbarrier.arrive(values_free.index(last), count=1)
         gathered = gathered * gl.convert_layout(value_scale / total, gl.SliceLayout(1, GATHERED))[:, None]
         # Through shared memory, so that whole lines are written.
