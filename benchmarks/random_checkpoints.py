@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import BoundedSemaphore
 from typing import Any
 
 GROUP = 128
-WRITERS = 4
-"""Files that are written at the same time, and whose tensors are held."""
+WRITERS = 12
+"""Files that are written at the same time."""
+BETWEEN = 4099
+"""Words from where one layer's begin to where the next one's do."""
 SPREAD = 0.02
 """Standard deviation of the weights."""
 
@@ -35,40 +36,40 @@ def write_awq(config: dict[str, Any], folder: Path) -> None:
     def ones(width: int) -> Any:
         return torch.ones(width, dtype=torch.float16)
 
-    def packed(stem: str, modules: dict[str, tuple[int, int]]) -> dict[str, Any]:
-        """Parts of one run of random words for all matrices: experts are many and small."""
-        shapes = {
-            f"{stem}{module}.{part}": (lines, rows // 8)
-            for module, (rows, columns) in modules.items()
-            for part, lines in (("qweight", columns), ("qzeros", columns // GROUP))
-        }
-        sizes = [lines * width for lines, width in shapes.values()]
-        words = torch.randint(
-            -(2**31), 2**31, (sum(sizes),), generator=generator, device=device, dtype=torch.int32
-        ).cpu()  # fmt: skip
-        tensors = dict(zip(shapes, words.split(sizes), strict=True))
-        tensors = {name: tensor.view(shapes[name]) for name, tensor in tensors.items()}
+    modules, layers = _modules(config), config["num_hidden_layers"]
+    # One run of random words for all layers, each of which begins at another: making and copying them takes longest.
+    length = sum((rows // 8) * (columns + columns // GROUP) for rows, columns in modules.values())
+    made = torch.randint(
+        -(2**31), 2**31, (length + layers * BETWEEN,), generator=generator, device=device, dtype=torch.int32
+    ).cpu()  # fmt: skip
+    # Codes and zero points are uniform over 0 to 15: their difference has a deviation of 6.5.
+    scales = {
+        shape: torch.full((shape[1] // GROUP, shape[0]), SPREAD / 6.5, dtype=torch.float16)
+        for shape in set(modules.values())
+    }
+
+    def packed(layer: int) -> dict[str, Any]:
+        tensors, first = dict[str, Any](), layer * BETWEEN
         for module, (rows, columns) in modules.items():
-            # Codes and zero points are uniform over 0 to 15: their difference has a deviation of 6.5.
-            scales = torch.full((columns // GROUP, rows), SPREAD / 6.5, dtype=torch.float16)
-            tensors[f"{stem}{module}.scales"] = scales
+            stem = f"model.layers.{layer}.{module}"
+            for part, lines in (("qweight", columns), ("qzeros", columns // GROUP)):
+                last = first + lines * (rows // 8)
+                tensors[f"{stem}.{part}"] = made[first:last].view(lines, rows // 8)
+                first = last
+            tensors[f"{stem}.scales"] = scales[rows, columns]
         return tensors
 
     hidden, places = config["hidden_size"], dict[str, str]()
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(WRITERS) as writers:
-        room, written = BoundedSemaphore(WRITERS), list[Future[None]]()
+        written = list[Future[None]]()
 
         def save(name: str, tensors: dict[str, Any]) -> None:
-            """Meanwhile the next are made; no more are held than are written."""
-            room.acquire()
             written.append(writers.submit(_write_safetensors, folder / name, tensors))
-            written[-1].add_done_callback(lambda _: room.release())
             places.update(dict.fromkeys(tensors, name))
 
-        for layer in range(config["num_hidden_layers"]):
-            stem = f"model.layers.{layer}."
-            tensors = packed(stem, _modules(config))
+        for layer in range(layers):
+            stem, tensors = f"model.layers.{layer}.", packed(layer)
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 tensors[f"{stem}{norm}.weight"] = ones(hidden)
             if config["model_type"].startswith("qwen3"):
