@@ -58,8 +58,7 @@ def _of_same_segments(
 @triton.jit
 def _product(
     x, codes, scales, zeros, out, counts, pairs, x_stride, codes_stride, scales_stride, out_stride, pairs_stride,
-    outputs,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, FORM: tl.constexpr,
+    outputs, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, FORM: tl.constexpr,
     FOUR_BITS: tl.constexpr, POWERS: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, ACTIVATION: tl.constexpr,
     GATES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, SEGMENTS: tl.constexpr,
