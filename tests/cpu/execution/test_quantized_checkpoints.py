@@ -33,11 +33,13 @@ from holdfast.execution import native
 from holdfast.execution.layers.experts import BlockStack, DenseStack, QuantizedStack
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.memory import PeakMemory
+from holdfast.execution.weights.dummy import fill_dummy_codes
 from holdfast.execution.weights.load import Loader, Weights, load_weights
 from holdfast.execution.weights.packed import PackedSource
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.cpu import STAGING_BYTES, weights_bytes
 from holdfast.footprint.layouts import scaled_layout
+from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import ModelSpec, TensorSpec, describe_config, from_config
 
 CPU = torch.device("cpu")
@@ -333,6 +335,18 @@ def test_dummies_lie_as_the_checkpoint_would(name: str, oracles: Callable[..., A
         found = log_chances(spec, weights, PROMPT)
         assert bool(found.isfinite().all())
         assert float(found.std()) > 0.3
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_dummies_of_four_bits_are_zero_on_the_average(zeros: bool) -> None:
+    """Or every product would add the same to all tokens, until experts are chosen by all of them alike."""
+    layout = ScaledLayout(codes="int4", scales="float16", group=128, zeros=zeros)
+    matrix = ScaledMatrix(layout, 512, 512, CPU)
+    tensor = TensorSpec(name="layers.0.up", shape=(512, 512), hf_name="up", gguf_name="")
+    fill_dummy_codes(matrix, 0, 512, tensor)
+    matrix.dequantize(0, 512, found := torch.full((512, 512), torch.nan))
+    assert abs(float(found.mean())) < 5 * float(found.std()) / 512
+    assert float(found.std()) == pytest.approx(512**-0.5, rel=0.1)
 
 
 def test_experts_in_act_order_are_refused_by_name(oracles: Callable[..., Any], tmp_path: Path) -> None:

@@ -50,7 +50,11 @@ def fill_dummy_codes(matrix: ScaledMatrix, first: int, rows: int, tensor: Tensor
             tile = matrix.codes[start : min(start + step, first + rows)]
             tile.copy_(torch.empty(tile.shape, device=tile.device).uniform_(-448, 448, generator=generator))
     else:
-        matrix.codes[part].view(torch.uint8).random_(0, 256, generator=generator)
+        codes = matrix.codes[part].view(torch.uint8).random_(0, 256, generator=generator)
+        if layout.codes == "int4":
+            # Codes from 1 to 15 about 8: were they less on the average, all tokens would become alike layer by layer.
+            codes |= (codes & 0x0F == 0) * 0x08
+            codes |= (codes & 0xF0 == 0) * 0x80
     high = layout.group_rows
     scales = matrix.scales[first // high : -(-(first + rows) // high)]
     if layout.scales == "uint8":
