@@ -3,63 +3,87 @@
     write_awq(config, folder)      AWQ (gemm layout, 4 bits, groups of 128), one safetensors file a layer
     write_q4_k(config, path)       GGUF: Q4_K, the head in Q6_K; no vocabulary: run with token ids
 
-Numbers are scaled so that logits have spread. Needs torch and safetensors, or numpy and gguf.
+Numbers are scaled so that logits have spread. Needs torch, or numpy and gguf.
 """
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 GROUP = 128
+WRITERS = 12
+"""Files that are written at the same time."""
+BETWEEN = 4099
+"""Words from where one layer's begin to where the next one's do."""
 SPREAD = 0.02
 """Standard deviation of the weights."""
 
 
 def write_awq(config: dict[str, Any], folder: Path) -> None:
+    """As AutoAWQ lays it out: each matrix apart, also of each expert; the router, embeddings and norms in float16."""
     import torch
-    from safetensors.torch import save_file
 
-    generator = torch.Generator(device=_device()).manual_seed(0)
-
-    def packed(rows: int, columns: int) -> dict[str, Any]:
-        def words(lines: int) -> Any:
-            shape = (lines, rows // 8)
-            return torch.randint(-(2**31), 2**31, shape, generator=generator, device=_device(), dtype=torch.int32)
-
-        # Codes and zero points are uniform over 0 to 15: their difference has a deviation of 6.5.
-        scales = torch.full((columns // GROUP, rows), SPREAD / 6.5, dtype=torch.float16)
-        return {"qweight": words(columns).cpu(), "qzeros": words(columns // GROUP).cpu(), "scales": scales}
+    device = _device()
+    generator = torch.Generator(device=device).manual_seed(0)
 
     def plain(*shape: int) -> Any:
-        wide = torch.randn(shape, generator=generator, device=_device(), dtype=torch.float16)
+        wide = torch.randn(shape, generator=generator, device=device, dtype=torch.float16)
         return (wide * SPREAD).cpu()
+
+    def ones(width: int) -> Any:
+        return torch.ones(width, dtype=torch.float16)
+
+    modules, layers = _modules(config), config["num_hidden_layers"]
+    # One run of random words for all layers, each of which begins at another: making and copying them takes longest.
+    length = sum((rows // 8) * (columns + columns // GROUP) for rows, columns in modules.values())
+    made = torch.randint(
+        -(2**31), 2**31, (length + layers * BETWEEN,), generator=generator, device=device, dtype=torch.int32
+    ).cpu()  # fmt: skip
+    # Codes and zero points are uniform over 0 to 15: their difference has a deviation of 6.5.
+    scales = {
+        shape: torch.full((shape[1] // GROUP, shape[0]), SPREAD / 6.5, dtype=torch.float16)
+        for shape in set(modules.values())
+    }
+
+    def packed(layer: int) -> dict[str, Any]:
+        tensors, first = dict[str, Any](), layer * BETWEEN
+        for module, (rows, columns) in modules.items():
+            stem = f"model.layers.{layer}.{module}"
+            for part, lines in (("qweight", columns), ("qzeros", columns // GROUP)):
+                last = first + lines * (rows // 8)
+                tensors[f"{stem}.{part}"] = made[first:last].view(lines, rows // 8)
+                first = last
+            tensors[f"{stem}.scales"] = scales[rows, columns]
+        return tensors
 
     hidden, places = config["hidden_size"], dict[str, str]()
     folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(WRITERS) as writers:
+        written = list[Future[None]]()
 
-    def save(name: str, tensors: dict[str, Any]) -> None:
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
-        places.update(dict.fromkeys(tensors, name))
+        def save(name: str, tensors: dict[str, Any]) -> None:
+            written.append(writers.submit(_write_safetensors, folder / name, tensors))
+            places.update(dict.fromkeys(tensors, name))
 
-    for layer in range(config["num_hidden_layers"]):
-        stem, tensors = f"model.layers.{layer}.", dict[str, Any]()
-        for module, (rows, columns) in _modules(config).items():
-            tensors |= {f"{stem}{module}.{part}": tensor for part, tensor in packed(rows, columns).items()}
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{stem}{norm}.weight"] = torch.ones(hidden, dtype=torch.float16)
-        if config["model_type"].startswith("qwen3"):
-            for norm in ("q_norm", "k_norm"):
-                tensors[f"{stem}self_attn.{norm}.weight"] = torch.ones(config["head_dim"], dtype=torch.float16)
-        if "num_experts" in config:
-            tensors[f"{stem}mlp.gate.weight"] = plain(config["num_experts"], hidden)
-        save(f"model-{layer:05}.safetensors", tensors)
-    ends = {"model.embed_tokens.weight": plain(config["vocab_size"], hidden)}
-    ends["model.norm.weight"] = torch.ones(hidden, dtype=torch.float16)
-    if not config["tie_word_embeddings"]:
-        ends["lm_head.weight"] = plain(config["vocab_size"], hidden)
-    save("model-ends.safetensors", ends)
+        for layer in range(layers):
+            stem, tensors = f"model.layers.{layer}.", packed(layer)
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"{stem}{norm}.weight"] = ones(hidden)
+            if config["model_type"].startswith("qwen3"):
+                for norm in ("q_norm", "k_norm"):
+                    tensors[f"{stem}self_attn.{norm}.weight"] = ones(config["head_dim"])
+            if "num_experts" in config:
+                tensors[f"{stem}mlp.gate.weight"] = plain(config["num_experts"], hidden)
+            save(f"model-{layer:05}.safetensors", tensors)
+        ends = {"model.embed_tokens.weight": plain(config["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
+        if not config["tie_word_embeddings"]:
+            ends["lm_head.weight"] = plain(config["vocab_size"], hidden)
+        save("model-ends.safetensors", ends)
+        for one in written:
+            one.result()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     left = ["mlp.gate"] if "num_experts" in config else []
     quantization = {
@@ -68,6 +92,23 @@ def write_awq(config: dict[str, Any], folder: Path) -> None:
     }  # fmt: skip
     said = config | {"torch_dtype": "float16", "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(said))
+
+
+def _write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
+    """Int32 and float16. Straight from each tensor's memory: the library's own writer copies everything first."""
+    header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
+    for name, tensor in tensors.items():
+        kind = "I32" if tensor.element_size() == 4 else "F16"
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            left = memoryview(tensor.numpy()).cast("B")
+            while left:
+                left = left[file.write(left) :]
 
 
 def _device() -> str:

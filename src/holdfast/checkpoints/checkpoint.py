@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Set
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -28,13 +29,15 @@ _READ_BYTES = 1 << 30
 class Checkpoint:
     """Files are opened at the first read and closed by `close` or at the end of a `with`.
 
-    The peak of reading is the one tensor that `read` returns; nothing is cached or mapped.
+    The peak of reading is the one tensor that `read` returns; nothing is cached or mapped. Threads may read at the same
+    time.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], format: Literal["safetensors", "gguf"]) -> None:
         self.tensors = tensors
         self.format: Literal["safetensors", "gguf"] = format
         self._files: dict[Path, BinaryIO] = {}
+        self._opening = Lock()
 
     @property
     def nbytes(self) -> int:
@@ -85,9 +88,10 @@ class Checkpoint:
         self.close()
 
     def _descriptor(self, path: Path) -> int:
-        if path not in self._files:
-            self._files[path] = open_file(path)
-        return self._files[path].fileno()
+        with self._opening:
+            if path not in self._files:
+                self._files[path] = open_file(path)
+            return self._files[path].fileno()
 
 
 def open_checkpoint(files: ModelFiles) -> Checkpoint:

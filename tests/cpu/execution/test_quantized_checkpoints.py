@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ from holdfast.execution import native
 from holdfast.execution.layers.experts import BlockStack, DenseStack, QuantizedStack
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.memory import PeakMemory
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.dummy import fill_dummy_codes
+from holdfast.execution.weights.load import Loader, Weights, load_weights
 from holdfast.execution.weights.packed import PackedSource
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.cpu import STAGING_BYTES, weights_bytes
 from holdfast.footprint.layouts import scaled_layout
+from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import ModelSpec, TensorSpec, describe_config, from_config
 
 CPU = torch.device("cpu")
@@ -334,6 +337,18 @@ def test_dummies_lie_as_the_checkpoint_would(name: str, oracles: Callable[..., A
         assert float(found.std()) > 0.3
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+def test_dummies_of_four_bits_are_zero_on_the_average(zeros: bool) -> None:
+    """Or every product would add the same to all tokens, until experts are chosen by all of them alike."""
+    layout = ScaledLayout(codes="int4", scales="float16", group=128, zeros=zeros)
+    matrix = ScaledMatrix(layout, 512, 512, CPU)
+    tensor = TensorSpec(name="layers.0.up", shape=(512, 512), hf_name="up", gguf_name="")
+    fill_dummy_codes(matrix, 0, 512, tensor)
+    matrix.dequantize(0, 512, found := torch.full((512, 512), torch.nan))
+    assert abs(float(found.mean())) < 5 * float(found.std()) / 512
+    assert float(found.std()) == pytest.approx(512**-0.5, rel=0.1)
+
+
 def test_experts_in_act_order_are_refused_by_name(oracles: Callable[..., Any], tmp_path: Path) -> None:
     oracle = oracles("Qwen3Moe", **MOE)
     write_quantized(oracle.folder, tmp_path / "quantized", FORMATS["gptq-ordered"])
@@ -383,6 +398,46 @@ def test_an_expert_unlike_the_others_is_named(
     spec, checkpoint = opened(tmp_path / "quantized")
     with pytest.raises(CheckpointError, match=word):
         match(spec, checkpoint)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("name", ["awq", "fp8-static", ""])
+def test_experts_that_are_read_ahead(name: str, expand: bool, oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """As for a GPU: the same matrices as one by one, no more bytes waiting than there is room for, and what is wrong
+    with a file said by whoever asks for it."""
+    folder = oracles("Qwen3Moe", **MOE).folder
+    if name:
+        write_quantized(folder, tmp_path / "quantized", FORMATS[name])
+        folder = tmp_path / "quantized"
+    spec, expected = loaded(folder, expand=expand)
+    for room in (1, 6000, 1 << 20):
+        _, checkpoint = opened(folder)
+        loader = Loader(spec, checkpoint, torch.float32, CPU, expand, False, False, None, None)
+        loader.ahead_bytes, most = room, 0
+        with torch.inference_mode(), loader.readers, checkpoint:
+            for turn in loader.experts_in_turn("layers.0.experts.gate"):
+                parts = loader.stored_parts("layers.0.experts.gate", turn)
+                size = sum(checkpoint.tensors[part].nbytes for part in parts)
+                assert set(parts) <= set(loader.coming)
+                most = max(most, len(loader.coming) // len(parts))
+                for part in parts:
+                    loader.read_whole(part)
+            assert most == max(1, min(MOE["num_experts"], room // size))
+            found = loader.load()
+        assert not loader.coming
+        torch.testing.assert_close(
+            log_chances(spec, found, PROMPT), log_chances(spec, expected, PROMPT), atol=0, rtol=0
+        )
+
+    _, checkpoint = opened(folder)
+    checkpoint.tensors = {
+        tensor: replace(stored, offset=1 << 40) if ".experts.4.down_proj" in tensor else stored
+        for tensor, stored in checkpoint.tensors.items()
+    }
+    loader = Loader(spec, checkpoint, torch.float32, CPU, expand, False, False, None, None)
+    loader.ahead_bytes = 1 << 20
+    with pytest.raises(CheckpointError, match=r"experts\.4\.down_proj"), loader.readers, checkpoint:
+        loader.load()
 
 
 @pytest.mark.parametrize("quantized", ["awq", "fp8", "gptq-ordered"])

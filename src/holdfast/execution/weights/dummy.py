@@ -41,16 +41,20 @@ def fill_dummy(target: torch.Tensor, tensor: TensorSpec, *, tied: bool) -> None:
 def fill_dummy_codes(matrix: ScaledMatrix, first: int, rows: int, tensor: TensorSpec) -> None:
     """Rows first, first+1, ... of a quantized matrix: random codes, and scales that give them the same spread. The
     order of columns is as it is, and inputs are divided by a scale that holds unit-size vectors."""
-    layout, part = matrix.layout, slice(first, first + rows)
+    layout = matrix.layout
     generator = _generator(f"{tensor.name}, rows from {first}", matrix.codes.device)
     reach = (3 / tensor.shape[-1]) ** 0.5
-    if layout.codes == "fp8":
-        step = max(1, _TILE_ELEMENTS // matrix.columns)
-        for start in range(first, first + rows, step):
-            tile = matrix.codes[start : min(start + step, first + rows)]
+    step = max(1, _TILE_ELEMENTS // matrix.columns)
+    for start in range(first, first + rows, step):
+        tile = matrix.codes[start : min(start + step, first + rows)]
+        if layout.codes == "fp8":
             tile.copy_(torch.empty(tile.shape, device=tile.device).uniform_(-448, 448, generator=generator))
-    else:
-        matrix.codes[part].view(torch.uint8).random_(0, 256, generator=generator)
+            continue
+        codes = tile.view(torch.uint8).random_(0, 256, generator=generator)
+        if layout.codes == "int4":
+            # Codes from 1 to 15 about 8: were they less on the average, all tokens would become alike layer by layer.
+            codes |= (codes & 0x0F == 0).to(torch.uint8) << 3
+            codes |= (codes & 0xF0 == 0).to(torch.uint8) << 7
     high = layout.group_rows
     scales = matrix.scales[first // high : -(-(first + rows) // high)]
     if layout.scales == "uint8":

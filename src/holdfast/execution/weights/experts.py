@@ -1,11 +1,12 @@
 """Loads the experts of a layer: stacks whose experts are read one at a time, from files that keep them either way.
 
-Peak while loading: the final bytes, the raw bytes of one expert's matrix, and one float tile of its expansion.
+Peak while loading: the final bytes, the raw bytes of one expert's matrix, and one float tile of its expansion; and in
+the host's memory those that are read ahead for a GPU (see `load`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -45,6 +46,8 @@ class ExpertLoader(Protocol):
     def fill_scaled(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None = None) -> None: ...
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor: ...
+
+    def experts_in_turn(self, name: str) -> Iterator[int]: ...
 
     def fill_experts(self, target: torch.Tensor, tensor: TensorSpec) -> None: ...
 
@@ -109,7 +112,7 @@ def _scaled(loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout, 
     matrix = ScaledMatrix(layout, experts * sum(rows), columns, loader.device)
     first = 0
     for part, name in enumerate(names):
-        for expert in range(experts):
+        for expert in loader.experts_in_turn(name):
             loader.fill_scaled(matrix, expert * sum(rows) + first, name, expert)
         first += rows[part]
         loader.step()

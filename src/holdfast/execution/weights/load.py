@@ -1,14 +1,16 @@
 """Brings a model's tensors into memory, one at a time, fused and turned as the decoder multiplies them.
 
 Peak while loading: the final bytes, the raw bytes of one tensor (of a quantized matrix: of all that hold it), and one
-tile of its expansion (EXPAND_BYTES). Knows nothing of files beyond `Checkpoint.read`.
+tile of its expansion (EXPAND_BYTES); in the host's memory, where the weights are for a GPU, also AHEAD_BYTES of experts
+(or one expert), which threads read meanwhile. Knows nothing of files beyond `Checkpoint.read`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +35,8 @@ from holdfast.models.quantization import INSTEAD
 
 EXPAND_BYTES = 8 << 20
 """Of float32 rows expanded at a time."""
+AHEAD_BYTES, READERS = 32 << 20, 4
+"""Of experts' matrices that are read before their turn, and threads that read them: experts are many and small."""
 WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
 
@@ -175,8 +179,9 @@ def load_weights(
     """
     packed = packs_weights(dtype, device) if pack is None else pack
     before = PeakMemory.resident_bytes()
-    with torch.inference_mode():
-        weights = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize).load()
+    loader = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize)
+    with torch.inference_mode(), loader.readers:
+        weights = loader.load()
     here = weights.nbytes if device.type == "cpu" else 0
     if PeakMemory.resident_bytes() - before - here > WORTH_TRIMMING_BYTES:
         trim_memory()
@@ -205,6 +210,10 @@ class Loader:
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
         self.done = 0
         self.layouts: set[str] = set()
+        self.readers = ThreadPoolExecutor(READERS, "reader")
+        self.ahead_bytes = 0 if checkpoint is None or device.type == "cpu" else AHEAD_BYTES
+        self.coming: dict[str, Future[Any]] = {}
+        """What is being read, by the checkpoint's names."""
 
     def load(self) -> Weights:
         embed = self.linear("embed")
@@ -334,18 +343,45 @@ class Loader:
         assert stored is not None
         parts = stored.parts
         if expert is not None:
+            assert self.checkpoint is not None
             named = {part: one.name.replace("{expert}", str(expert)) for part, one in parts.items()}
-            parts = {part: self.checkpoint_tensor(one) for part, one in named.items()}
+            parts = {part: self.checkpoint.tensors[one] for part, one in named.items()}
         return PackedSource(stored.packing, parts, layout, rows, columns, self.read_part)
 
-    def checkpoint_tensor(self, name: str) -> StoredTensor:
-        assert self.checkpoint is not None
-        return self.checkpoint.tensors[name]
-
     def read_part(self, part: StoredTensor) -> torch.Tensor:
+        return self.read_whole(part.name).view(_TYPES[part.layout]).view(part.shape).to(self.device)
+
+    def read_whole(self, stored: str) -> torch.Tensor:
+        """By the checkpoint's own name."""
         assert self.checkpoint is not None
-        raw = torch.from_numpy(self.checkpoint.read(part.name))
-        return raw.view(_TYPES[part.layout]).view(part.shape).to(self.device)
+        coming = self.coming.pop(stored, None)
+        return torch.from_numpy(self.checkpoint.read(stored) if coming is None else coming.result())
+
+    def experts_in_turn(self, name: str) -> Iterator[int]:
+        """All experts of a stack; some that come after the one whose turn it is are being read."""
+        experts, asked = self.tensors[name].experts, 0
+        for expert in range(experts):
+            while asked < experts and self.read_ahead(name, asked, asked - expert):
+                asked += 1
+            yield expert
+        self.coming.clear()  # Parts that nobody asked for.
+
+    def read_ahead(self, name: str, expert: int, before: int) -> bool:
+        """Begins to read one expert's matrix, where there is room for it beside so many that are read before it."""
+        checkpoint = self.checkpoint
+        if checkpoint is None or not self.ahead_bytes:
+            return False
+        parts = self.stored_parts(name, expert)
+        if before and (before + 1) * sum(checkpoint.tensors[part].nbytes for part in parts) > self.ahead_bytes:
+            return False
+        self.coming |= {part: self.readers.submit(checkpoint.read, part) for part in parts}
+        return True
+
+    def stored_parts(self, name: str, expert: int) -> list[str]:
+        """The checkpoint's names of what holds one expert's matrix and nothing else."""
+        stored = self.stored[name]
+        named = [stored.name] if stored.packed is None else [part.name for part in stored.packed.parts.values()]
+        return [part.replace("{expert}", str(expert)) for part in named if "{expert}" in part]
 
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
@@ -390,7 +426,7 @@ class Loader:
         assert self.checkpoint is not None
         stored, experts = self.stored[name].name, self.tensors[name].experts
         if "{expert}" in stored:
-            return torch.from_numpy(self.checkpoint.read(stored.replace("{expert}", str(expert))))
+            return self.read_whole(stored.replace("{expert}", str(expert)))
         return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=experts))
 
     def row_order(self, tensor: TensorSpec) -> torch.Tensor | None:
@@ -417,10 +453,10 @@ class Loader:
             fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
         elif (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
-            for expert, matrix in enumerate(target):
+            for expert, matrix in zip(self.experts_in_turn(tensor.name), target, strict=True):
                 self.packed(tensor.name, layout, expert).expand(matrix)
         else:
-            for expert, matrix in enumerate(target):
+            for expert, matrix in zip(self.experts_in_turn(tensor.name), target, strict=True):
                 expand_into(matrix, self.read_expert(tensor.name, expert), self.stored[tensor.name].layout)
         self.step()
 

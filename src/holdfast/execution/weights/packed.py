@@ -29,8 +29,6 @@ from holdfast.units import shorten
 
 TILE_ELEMENTS = 1 << 20
 """Of codes that are unpacked at a time."""
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""At which nibble of a word each of eight outputs lies."""
 _MIDDLE = 128
 """Unsigned eight-bit codes less this are int8's."""
 _MAX_STATE_BYTES = 1 << 16
@@ -101,9 +99,7 @@ class PackedSource:
         """[last-start, columns] as `ScaledMatrix.fill_codes` takes them."""
         method, bits, stored = self.packing.method, self.packing.bits, self._stored
         if method == "awq":
-            nibbles = _nibbles(stored[:, start // 8 : -(-last // 8)].contiguous()).view(self.columns, -1, 8)
-            codes = nibbles[..., list(_AWQ_PLACES)].view(self.columns, -1).t()
-            return codes[: last - start].contiguous()
+            return _awq_rows(stored[:, start // 8 : -(-last // 8)].contiguous())[: last - start]
         if method == "gptq":
             return _integers(stored[:, start:last].t().contiguous(), bits)
         if method == "pack-quantized":
@@ -209,7 +205,7 @@ class PackedSource:
         if method == "int8":
             return stored.view(-1, self._groups).expand(self.rows, self._groups) if self.layout.zeros else None
         if method == "awq":
-            zeros = _nibbles(stored).view(len(stored), -1, 8)[..., list(_AWQ_PLACES)].view(len(stored), -1).t()
+            zeros = _awq_rows(stored)
         elif method == "gptq":
             zeros = _integers(stored, bits).t()
         else:
@@ -270,6 +266,13 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Four-bit codes of contiguous words or bytes [n, k], the lowest first: uint8 [n, codes]."""
     halves = packed.view(torch.uint8)
     return torch.stack((halves & 15, halves >> 4), -1).view(len(packed), -1)
+
+
+def _awq_rows(packed: torch.Tensor) -> torch.Tensor:
+    """Codes of contiguous words [k, n], a word eight outputs of one input: uint8 [outputs, k], contiguous. Even
+    outputs lie in a word's lower half and odd ones in its upper."""
+    inputs, words = packed.shape
+    return _nibbles(packed).view(inputs, words, 2, 4).permute(1, 3, 2, 0).reshape(8 * words, inputs)
 
 
 def _integers(packed: torch.Tensor, bits: int) -> torch.Tensor:

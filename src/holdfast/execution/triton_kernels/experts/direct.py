@@ -35,6 +35,7 @@ from holdfast.execution.triton_kernels.experts.launch import (
 )
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.experts.tiles import SOME, ExpertTile, expert_tile, most_tiles
+from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 
 ROUNDED_GROUP = 128
@@ -90,12 +91,14 @@ def _product(
     ACTIVATION: tl.constexpr, GATES: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr, ALIKE: tl.constexpr, DECODED: tl.constexpr, ASSEMBLED: tl.constexpr,
     DESCRIBED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """GROUP 0: scales are of rows. DECODED: both factors are e4m3's bits, which tensor cores do not take."""
     GATED: tl.constexpr = GATES == GATES_IN_MATRIX
     GROUPED: tl.constexpr = ROUNDED and GROUP > 0
     KIND: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     across = tl.cdiv(outputs, OUTPUTS)
+    wait_for_others(EARLY)
     expert, first, length = line_part(tl.program_id(0) // across, counts, EXPERTS, BLOCK, ROWS)
     if first >= length:
         return
@@ -145,6 +148,7 @@ def _product(
                 weight, up_line, first_row + outputs, start, inside, DESCRIBED, WHOLE, DECODED, ASSEMBLED
             )
             up_sums = _added(up_sums, part, tile, x_scale, up_scale, ROUNDED, GROUPED)
+    let_others_start(EARLY)
     sums, up_sums = sums.to(tl.float32), up_sums.to(tl.float32)
     if ROUNDED and not GROUPED:
         x_scale = tl.load(x_scale_at)[:, None]
@@ -218,7 +222,7 @@ def _launch(
     if described is None:
         aligned = weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
         described = tile.rows >= DESCRIBED_ROWS and aligned and copies_by_descriptor()
-    scales = weight if matrix is None else matrix.scales
+    scales, early = weight if matrix is None else matrix.scales, starts_early()
     x_scales = weight if x_scales is None else x_scales
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * triton.cdiv(outputs, tile.outputs),)
     _product[grid](
@@ -229,6 +233,6 @@ def _launch(
         ROUNDED=matrix is not None, GROUP=group, GROUP_ROWS=group_rows,
         ALIKE=group_rows % tile.outputs == 0 and outputs % group_rows == 0, DECODED=decoded,
         ASSEMBLED=not interpreted(), DESCRIBED=described,
-        WHOLE=inputs % tile.inputs == 0, ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=tile.inputs,
-        num_warps=tile.warps, num_stages=tile.stages,
+        WHOLE=inputs % tile.inputs == 0, ROWS=tile.rows, OUTPUTS=tile.outputs, COLUMNS=tile.inputs, EARLY=early,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip

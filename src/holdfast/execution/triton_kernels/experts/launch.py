@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from holdfast.execution.triton_kernels.layer import activate, activation_code
+from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 
 SUMMED_COLUMNS = 1024
 ROUTED_TOGETHER, MANY_ROUTED = (8, 32), 2048
@@ -55,7 +56,7 @@ class ExpertAssignments(NamedTuple):
 def _route(
     logits, counts, pairs, weights, tokens, logits_stride, pairs_stride,
     EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, which stand one behind the other in a line. The softmax is over all experts; what is taken is left
     out of the next choice. ALONE: there is no other program."""
@@ -63,6 +64,7 @@ def _route(
     expert = tl.arange(0, BLOCK)
     there, known = (token < tokens)[:, None], (expert < EXPERTS)[None, :]
     source = logits + token.to(tl.int64)[:, None] * logits_stride + expert[None, :]
+    wait_for_others(EARLY)
     wide = tl.load(source, mask=there & known, other=float("-inf")).to(tl.float32)
     # Rows that nobody reads may hold anything: they get experts that there are, and weights of no meaning.
     left = tl.where(known, tl.where(wide > -1e30, tl.minimum(wide, 1e30), -1e30), float("-inf"))
@@ -77,6 +79,7 @@ def _route(
         mine = expert[None, :] == chosen[:, None]
         number = tl.where(mine, choice, number)
         left = tl.where(mine, float("-inf"), left)
+    let_others_start(EARLY)
     if NORMALIZED:
         total = tl.sum(shares, 1)
     taken = ((number >= 0) & there).to(tl.int32)
@@ -99,14 +102,15 @@ def route(logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool) -
     (tokens, experts), per_token = logits.shape, lines.weights.shape[1]
     block = triton.next_power_of_2(experts)
     together = max(1, min(triton.next_power_of_2(tokens), ROUTED_TOGETHER[tokens >= MANY_ROUTED]))
-    alone = 0 < tokens <= together
+    alone, early = 0 < tokens <= together, starts_early()
     if not alone:
         lines.counts.zero_()
     if tokens:
         _route[(triton.cdiv(tokens, together),)](
             logits, lines.counts, lines.pairs, lines.weights, tokens, logits.stride(0), lines.pairs.stride(0),
             EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token),
-            BLOCK=block, TOKENS=together, ALONE=alone, num_warps=min(8, max(1, together * block // 128)),
+            BLOCK=block, TOKENS=together, ALONE=alone, EARLY=early,
+            num_warps=min(8, max(1, together * block // 128)), launch_pdl=early,
         )  # fmt: skip
 
 
@@ -157,17 +161,19 @@ def gates_of(activation: Activation | None, gates: Gates) -> tuple[int, int]:
 @triton.jit
 def _add_pairs(
     rows, weights, out, rows_stride, out_stride, columns, PER_TOKEN: tl.constexpr, ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     place = out + token * out_stride + column
     total = tl.zeros((BLOCK,), tl.float32)
+    wait_for_others(EARLY)
     for choice in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + choice
         line = tl.load(rows + pair * rows_stride + column, mask=inside, other=0.0).to(tl.float32)
         total += line * tl.load(weights + pair)
+    let_others_start(EARLY)
     if ADD:
         total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
@@ -176,9 +182,9 @@ def _add_pairs(
 def add_pairs(rows: torch.Tensor, lines: ExpertAssignments, out: torch.Tensor, *, add: bool) -> None:
     """out [tokens, columns] = (or +=) the rows [pairs, columns] of each token by their weights: in float32, rounded
     once."""
-    tokens, columns = out.shape
+    (tokens, columns), early = out.shape, starts_early()
     if tokens:
         _add_pairs[(tokens, triton.cdiv(columns, SUMMED_COLUMNS))](
             rows, lines.weights, out, rows.stride(0), out.stride(0), columns, PER_TOKEN=lines.weights.shape[1],
-            ADD=add, BLOCK=SUMMED_COLUMNS, num_warps=4,
+            ADD=add, BLOCK=SUMMED_COLUMNS, EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip

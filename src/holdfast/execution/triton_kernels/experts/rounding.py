@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from holdfast.execution.triton_kernels.experts.codes import fp8_code
+from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 
 ROUNDED_TOGETHER = 4096
 """Numbers that one program takes, where there are many rows."""
@@ -26,6 +27,7 @@ MANY_ROWS = 1024
 def _round_rows(
     x, codes, scales, static, rows, x_stride, codes_stride, scales_stride, GROUPS: tl.constexpr, LENGTH: tl.constexpr,
     TOGETHER: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, STATIC: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER rows as [UNITS, WIDTH], a unit a group of LENGTH columns."""
     unit, lane = tl.arange(0, UNITS), tl.arange(0, WIDTH)
@@ -33,6 +35,7 @@ def _round_rows(
     there = (unit < TOGETHER * GROUPS) & (row < rows)
     inside = there[:, None] & (lane < LENGTH)[None, :]
     column = (group * LENGTH)[:, None] + lane[None, :]
+    wait_for_others(EARLY)
     wide = tl.load(x + row[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     # A maximum may drop what is no number.
     largest = tl.max(tl.where(wide == wide, tl.abs(wide), float("inf")), 1)
@@ -47,6 +50,7 @@ def _round_rows(
     else:
         # Adding 1.5 * 2**23 rounds to whole numbers.
         found = ((value + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+    let_others_start(EARLY)
     # Codes may replace the rows themselves: all of them are read before any is written.
     tl.debug_barrier()
     tl.store(codes + row[:, None] * codes_stride + column, found, mask=inside)
@@ -59,7 +63,7 @@ def round_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, stati
     rows, columns = x.shape
     if rows == 0:
         return
-    groups = scales.shape[1]
+    groups, early = scales.shape[1], starts_early()
     length = columns // groups
     width = triton.next_power_of_2(length)
     together = max(1, ROUNDED_TOGETHER // (width * groups)) if rows >= MANY_ROWS else 1
@@ -67,5 +71,5 @@ def round_rows(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, stati
         x, codes, scales, scales if static is None else static, rows, x.stride(0), codes.stride(0), scales.stride(0),
         GROUPS=groups, LENGTH=length, TOGETHER=together, UNITS=triton.next_power_of_2(together * groups), WIDTH=width,
         MOST=448.0 if codes.dtype == torch.uint8 else 127.0, STATIC=static is not None,
-        num_warps=4 if columns <= 4096 else 8,
+        EARLY=early, num_warps=4 if columns <= 4096 else 8, launch_pdl=early,
     )  # fmt: skip

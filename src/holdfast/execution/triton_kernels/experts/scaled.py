@@ -38,6 +38,7 @@ from holdfast.execution.triton_kernels.experts.launch import (
 )
 from holdfast.execution.triton_kernels.experts.planes import ScaledPlanes
 from holdfast.execution.triton_kernels.experts.tiles import ScaledTile, expanded_tile, most_tiles, scaled_tile
+from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
@@ -57,12 +58,11 @@ def _of_same_segments(
 @triton.jit
 def _product(
     x, codes, scales, zeros, out, counts, pairs, x_stride, codes_stride, scales_stride, out_stride, pairs_stride,
-    outputs,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, FORM: tl.constexpr,
+    outputs, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, FORM: tl.constexpr,
     FOUR_BITS: tl.constexpr, POWERS: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, ACTIVATION: tl.constexpr,
     GATES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, SEGMENTS: tl.constexpr,
-    SPAN: tl.constexpr, PARTS: tl.constexpr,
+    SPAN: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """GROUP 0: a scale for a row. Where the matrix has gates, half of a tile's LINES are gates, and the others their
     ups."""
@@ -71,6 +71,7 @@ def _product(
     OUTPUTS: tl.constexpr = LINES // 2 if GATED else LINES
     LENGTH: tl.constexpr = COLUMNS // SEGMENTS
     across = tl.cdiv(outputs, OUTPUTS)
+    wait_for_others(EARLY)
     expert, first, length = line_part(tl.program_id(0) // across, counts, EXPERTS, BLOCK, ROWS)
     if first >= length:
         return
@@ -119,6 +120,7 @@ def _product(
             if GROUP > 0:
                 found *= wide_scales(scale, POWERS)[:, None]
             sums += found
+    let_others_start(EARLY)
     if GROUP == 0:
         sums *= wide_scales(next_scale, POWERS)[:, None]
     if SEGMENTS > 1:
@@ -170,7 +172,7 @@ def multiply_scaled(
     tile = tile or scaled_tile(pairs, experts, layout, span, columns, x.element_size(), shared_memory_bytes())
     across = triton.cdiv(outputs, tile.lines // (2 if where == GATES_IN_MATRIX.value else 1))
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * across,)
-    codes = matrix.codes.view(len(matrix.codes), -1)
+    codes, early = matrix.codes.view(len(matrix.codes), -1), starts_early()
     if layout.codes == "fp8":
         codes = codes.view(torch.uint8)
     _product[grid](
@@ -181,5 +183,6 @@ def multiply_scaled(
         ASSEMBLED=not interpreted(), EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, ACTIVATION=code, GATES=where,
         WHOLE=columns // tile.segments % (span * tile.parts) == 0, ROWS=tile.rows, LINES=tile.lines,
-        SEGMENTS=tile.segments, SPAN=span, PARTS=tile.parts, num_warps=tile.warps, num_stages=tile.stages,
+        SEGMENTS=tile.segments, SPAN=span, PARTS=tile.parts, EARLY=early, num_warps=tile.warps,
+        num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip
