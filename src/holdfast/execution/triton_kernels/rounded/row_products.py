@@ -2,8 +2,8 @@
 """Products of one row, rounded to float8_e4m3fn on the way, with a matrix of float8_e4m3fn, at the speed of memory.
 
 Every program rounds the whole row for itself, with the norm before it, and multiplies a few matrix rows, which are on
-their way from memory meanwhile. A thread has the same columns of the row and of each matrix row, so that nothing changes
-hands before the sums do. The gate of an MLP may ride along.
+their way from memory meanwhile. A thread has the same columns of the row and of each matrix row, so that nothing
+changes hands before the sums do. The gate of an MLP may ride along.
 
 No tensor core: products of two codes are exact in float32, and so are sums but for float32's own rounding. How inputs
 are rounded is told in rounding.py. Safe in a CUDA graph. Knows nothing of int8 and of more rows.
@@ -23,6 +23,7 @@ from holdfast.execution.triton_kernels.quantized.products import NOT_GATED, put,
 from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 from holdfast.execution.triton_kernels.rounded.rounding import codes_of, dynamic_scale, magnitude, normed
 from holdfast.execution.triton_kernels.rounded.tiles import RowTile, row_tile
+from holdfast.footprint.rounded import GROUP
 
 
 @triton.jit
@@ -92,7 +93,8 @@ def _multiply_row(
     up_value = value
     if GROUPED:
         if ACTIVATION >= 0:
-            up_value = _scaled_by_block(value, scale, scales + (outputs + first) // 128 * scales_stride, COLUMNS, PADDED)
+            up_block = scales + (outputs + first) // 128 * scales_stride
+            up_value = _scaled_by_block(value, scale, up_block, COLUMNS, PADDED)
         value = _scaled_by_block(value, scale, scales + first // 128 * scales_stride, COLUMNS, PADDED)
 
     # Unrolled: a tile that a loop carries is taken apart into bytes and put together again.
@@ -140,7 +142,9 @@ def row_product(
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
     if rows != 1:
-        raise EngineError("a product with a vector has one row", needed="1", found=str(rows))
+        raise EngineError("too many rows for a product of one", needed="1", found=str(rows))
+    if grouped and activation is not None and outputs % GROUP:
+        raise EngineError("a block of scales is shared by a gate and what it gates", needed="outputs of whole blocks")
     gated, early = activation is not None, starts_early()
     tile = tile or row_tile(inputs, gated=gated)
     _multiply_row[(triton.cdiv(outputs, tile.outputs * tile.steps),)](

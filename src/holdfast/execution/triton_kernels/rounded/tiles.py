@@ -23,9 +23,9 @@ SCALED_ROWS = 512
 SCALED_OUTPUTS = 16384
 """With fewer of both, cuBLAS's product is faster without scales, and its sums are scaled by a kernel of ours."""
 FAST_ROWS = 128
-"""With more, cuBLAS may keep sums of all inputs in its tensor cores. H200, four products of an 8B model's layer: for 128
-rows 3% faster so, for 256 6%, for 8,192 14%. Sums over 14,336 inputs are then off by 0.28% of the result; otherwise by
-less than shows beside the 0.17% of rounding to bfloat16."""
+"""With more, cuBLAS may keep sums of all inputs in its tensor cores. H200, four products of an 8B model's layer: for
+128 rows 3% faster so, for 256 6%, for 8,192 14%. Sums over 14,336 inputs are then off by 0.28% of the result; otherwise
+by less than shows beside the 0.17% of rounding to bfloat16."""
 MOST_ROW_INPUTS = 32768
 """That a program can round for itself: 64 a thread."""
 STEP = 128
