@@ -21,19 +21,97 @@ from holdfast.errors import EngineError
 from holdfast.execution.triton_kernels.layer import activation_code
 from holdfast.execution.triton_kernels.quantized.products import NOT_GATED, put, put_gated
 from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
-from holdfast.execution.triton_kernels.rounded.rounding import codes_of, dynamic_scale, magnitude, normed
+from holdfast.execution.triton_kernels.rounded.rounding import INTERPRETED, codes_of, dynamic_scale, magnitude, normed
 from holdfast.execution.triton_kernels.rounded.tiles import RowTile, row_tile
 from holdfast.footprint.rounded import GROUP
 
 
+PAIRS = tl.constexpr(False)
+LOWERED = tl.constexpr(0.125)
+"""Inputs are multiplied so much smaller: float16 holds the sum of two products of codes then, and each one exactly."""
+
+
 @triton.jit
-def _load_tile(codes, row, column, outputs, codes_stride, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
+def _load_words(words, row, place, outputs, stride, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Four codes each."""
     inside = row < outputs
-    if COLUMNS != PADDED:
-        inside = inside & (column < COLUMNS)
-    return tl.load(
-        codes + row.to(tl.int64) * codes_stride + column, mask=inside, other=0.0, eviction_policy="evict_first"
-    )
+    if WORDS != PADDED:
+        inside = inside & (place < WORDS)
+    return tl.load(words + row.to(tl.int64) * stride + place, mask=inside, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _quarters(value, WORDS: tl.constexpr):
+    """[1, 4 · WORDS] to what the first, second, third and fourth code of each word are multiplied with."""
+    even, odd = tl.split(tl.reshape(value, (WORDS, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first[None, :], second[None, :], third[None, :], fourth[None, :]
+
+
+@triton.jit
+def _as_pairs(low, high):
+    """Two numbers of float16 in a word."""
+    return low.to(tl.uint16, bitcast=True).to(tl.uint32) | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+
+
+@triton.jit
+def _code(words, SHIFT: tl.constexpr):
+    return ((words >> SHIFT) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _terms(words, first, second, third, fourth):
+    """What each word's codes add up to with their inputs. On a GPU two products are added in float16, which rounds once
+    at 11 bits, and those sums in float32."""
+    if INTERPRETED:
+        found = _code(words, 0) * first.to(tl.float32) + _code(words, 8) * second.to(tl.float32)
+        found += _code(words, 16) * third.to(tl.float32) + _code(words, 24) * fourth.to(tl.float32)
+    elif PAIRS:
+        found = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            .reg .b32 one, two;
+            .reg .f32 left, right;
+            mov.b32 {low, high}, $1;
+            cvt.rn.f16x2.e4m3x2 one, low;
+            cvt.rn.f16x2.e4m3x2 two, high;
+            mul.rn.f16x2 one, one, $2;
+            fma.rn.f16x2 one, two, $3, one;
+            mov.b32 {low, high}, one;
+            cvt.f32.f16 left, low;
+            cvt.f32.f16 right, high;
+            add.rn.f32 $0, left, right;
+            }""",
+            "=f,r,r,r", [words, _as_pairs(first, second), _as_pairs(third, fourth)],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        found = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            .reg .b32 codes;
+            .reg .f32 left, right;
+            mov.b32 {low, high}, $1;
+            cvt.rn.f16x2.e4m3x2 codes, high;
+            mov.b32 {low, high}, codes;
+            cvt.f32.f16 left, low;
+            cvt.f32.f16 right, high;
+            mul.rn.f32 left, left, $4;
+            fma.rn.f32 $0, right, $5, left;
+            mov.b32 {low, high}, $1;
+            cvt.rn.f16x2.e4m3x2 codes, low;
+            mov.b32 {low, high}, codes;
+            cvt.f32.f16 left, low;
+            cvt.f32.f16 right, high;
+            fma.rn.f32 $0, left, $2, $0;
+            fma.rn.f32 $0, right, $3, $0;
+            }""",
+            "=&f,r,f,f,f,f",
+            [words, first.to(tl.float32), second.to(tl.float32), third.to(tl.float32), fourth.to(tl.float32)],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return found
 
 
 @triton.jit
@@ -41,7 +119,7 @@ def _rounded_row(
     x, norm, static, column, epsilon, COLUMNS: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
     STATIC: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """What codes stand for [1, PADDED] in float32, and scales: of the row [1], or of each 128 columns."""
+    """What codes stand for [1, PADDED] in float16, lowered, and scales: of the row [1], or of each 128 columns."""
     inside = column < COLUMNS
     kept = tl.load(x + column, mask=inside, other=0.0)
     wide = kept.to(tl.float32)
@@ -57,20 +135,21 @@ def _rounded_row(
         scale = tl.load(static) + (largest - largest)
     else:
         scale = dynamic_scale(largest, True)
-    return codes_of(wide, scale[:, None], True, tl.float8e4nv).to(tl.float32), scale
+    codes = codes_of(wide, scale[:, None], True, tl.float8e4nv)
+    return codes.to(tl.float16) * LOWERED, scale / LOWERED
 
 
 @triton.jit
-def _scaled_by_block(value, scale, block, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
-    """The row times the scales of its groups and of the matrix's blocks: sums need no more."""
+def _block_scales(block, scale, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
+    """Of the row's groups times the matrix's blocks, for each word [1, PADDED / 4]."""
     group = tl.arange(0, PADDED // 128)
-    by_block = tl.load(block + group, mask=group < COLUMNS // 128, other=0.0)
-    return tl.reshape(value * (scale * by_block)[:, None], (1, PADDED))
+    by_block = tl.load(block + group, mask=group < COLUMNS // 128, other=0.0) * scale
+    return tl.reshape(tl.broadcast_to(by_block[:, None], (PADDED // 128, 32)), (1, PADDED // 4))
 
 
 @triton.jit
 def _multiply_row(
-    x, norm, static, codes, scales, out, bias, outputs, codes_stride, scales_stride, epsilon,
+    x, norm, static, words, scales, out, bias, outputs, words_stride, scales_stride, epsilon,
     COLUMNS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, NORM: tl.constexpr,
     STATIC: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, ACTIVATION: tl.constexpr,
     EARLY: tl.constexpr,
@@ -78,42 +157,51 @@ def _multiply_row(
     """ROWS matrix rows at a time, and of a gate as many beside them. The next are on their way while these are
     multiplied, the first before the row is there."""
     let_others_start(EARLY)
-    column = tl.arange(0, PADDED)[None, :]
+    WORDS: tl.constexpr = COLUMNS // 4
+    ROOM: tl.constexpr = PADDED // 4
+    place = tl.arange(0, ROOM)[None, :]
     first = tl.program_id(0) * (ROWS * STEPS)
     row = first + tl.arange(0, ROWS)[:, None]
     # Rows of a gate end where those of `up` begin.
     last = outputs + outputs if ACTIVATION >= 0 else outputs
-    tile = _load_tile(codes, row, column, last, codes_stride, COLUMNS, PADDED)
+    tile = _load_words(words, row, place, last, words_stride, WORDS, ROOM)
     up_tile = tile
     if ACTIVATION >= 0:
-        up_tile = _load_tile(codes, outputs + row, column, last, codes_stride, COLUMNS, PADDED)
+        up_tile = _load_words(words, outputs + row, place, last, words_stride, WORDS, ROOM)
     wait_for_others(EARLY)
 
+    column = tl.arange(0, PADDED)[None, :]
     value, scale = _rounded_row(x, norm, static, column, epsilon, COLUMNS, PADDED, NORM, STATIC, GROUPED)
-    up_value = value
+    one, two, three, four = _quarters(value, ROOM)
+    by_word = tl.full((1, ROOM), 1.0, tl.float32)
+    up_by_word = by_word
     if GROUPED:
+        by_word = _block_scales(scales + first // 128 * scales_stride, scale, COLUMNS, PADDED)
         if ACTIVATION >= 0:
             up_block = scales + (outputs + first) // 128 * scales_stride
-            up_value = _scaled_by_block(value, scale, up_block, COLUMNS, PADDED)
-        value = _scaled_by_block(value, scale, scales + first // 128 * scales_stride, COLUMNS, PADDED)
+            up_by_word = _block_scales(up_block, scale, COLUMNS, PADDED)
 
-    # Unrolled: a tile that a loop carries is taken apart into bytes and put together again.
+    # Unrolled: the compiler then moves no registers from one tile to the next.
     for step in tl.static_range(0, STEPS):
         next_tile, next_up_tile = tile, up_tile
         if step + 1 < STEPS:
             following = row + (step + 1) * ROWS
-            next_tile = _load_tile(codes, following, column, last, codes_stride, COLUMNS, PADDED)
+            next_tile = _load_words(words, following, place, last, words_stride, WORDS, ROOM)
             if ACTIVATION >= 0:
-                next_up_tile = _load_tile(codes, outputs + following, column, last, codes_stride, COLUMNS, PADDED)
+                next_up_tile = _load_words(words, outputs + following, place, last, words_stride, WORDS, ROOM)
         output = first + step * ROWS + tl.arange(0, ROWS)
         inside = output < outputs
-        sums = tl.sum(tile.to(tl.float32) * value, 1)
-        if not GROUPED:
-            sums = sums * tl.load(scales + output, mask=inside, other=0.0) * scale
+        terms = _terms(tile, one, two, three, four)
+        if GROUPED:
+            sums = tl.sum(terms * by_word, 1)
+        else:
+            sums = tl.sum(terms, 1) * tl.load(scales + output, mask=inside, other=0.0) * scale
         if ACTIVATION >= 0:
-            up_sums = tl.sum(up_tile.to(tl.float32) * up_value, 1)
-            if not GROUPED:
-                up_sums = up_sums * tl.load(scales + outputs + output, mask=inside, other=0.0) * scale
+            terms = _terms(up_tile, one, two, three, four)
+            if GROUPED:
+                up_sums = tl.sum(terms * up_by_word, 1)
+            else:
+                up_sums = tl.sum(terms, 1) * tl.load(scales + outputs + output, mask=inside, other=0.0) * scale
             put_gated(out, output, sums, up_sums, bias, output, outputs, inside, BIAS, ACTIVATION)
         else:
             put(out, output, sums, bias, output, inside, BIAS, ADD)
@@ -146,10 +234,10 @@ def row_product(
     if grouped and activation is not None and outputs % GROUP:
         raise EngineError("a block of scales is shared by a gate and what it gates", needed="outputs of whole blocks")
     gated, early = activation is not None, starts_early()
-    tile = tile or row_tile(inputs, gated=gated)
+    tile = tile or row_tile(outputs, inputs, gated=gated)
     _multiply_row[(triton.cdiv(outputs, tile.outputs * tile.steps),)](
-        x, x if norm is None else norm, scales if static is None else static, codes, scales, out,
-        codes if bias is None else bias, outputs, codes.stride(0), scales.stride(0), epsilon, COLUMNS=inputs,
+        x, x if norm is None else norm, scales if static is None else static, codes.view(torch.int32), scales, out,
+        out if bias is None else bias, outputs, codes.stride(0) // 4, scales.stride(0), epsilon, COLUMNS=inputs,
         PADDED=triton.next_power_of_2(inputs), ROWS=tile.outputs, STEPS=tile.steps, NORM=norm is not None,
         STATIC=static is not None, GROUPED=grouped, BIAS=bias is not None, ADD=accumulate,
         ACTIVATION=NOT_GATED if activation is None else activation_code(activation), EARLY=early,
