@@ -171,15 +171,16 @@ def test_the_workspace_takes_what_was_planned() -> None:
     assert scales.stride() == (1, 4)
 
 
-def test_captured_once_and_replayed() -> None:
+@pytest.mark.parametrize("rows", [1, 64])
+def test_captured_once_and_replayed(rows: int) -> None:
     """Kernels that start before the one they depend on is done, with sums in parts, give the same every time."""
     if not ON_GPU:
         pytest.skip("needs a CUDA graph")
     torch.manual_seed(7)
-    scratch, hidden = Scratch(TYPE, DEVICE, 64), 1024
+    scratch, hidden = Scratch(TYPE, DEVICE, rows), 1024
     layers = [[gpu_linear(quantized(FP8, hidden, hidden), scratch) for _ in range(2)] for _ in range(8)]
     norm = torch.ones(hidden, device=DEVICE).to(TYPE)
-    stream, middle = poisoned(64, hidden), poisoned(64, hidden)
+    stream, middle = poisoned(rows, hidden), poisoned(rows, hidden)
 
     def work() -> None:
         for first, second in layers:
@@ -191,7 +192,7 @@ def test_captured_once_and_replayed() -> None:
     with torch.cuda.graph(graph):
         work()
     for _ in range(5):
-        start = torch.randn(64, hidden, device=DEVICE).to(TYPE)
+        start = torch.randn(rows, hidden, device=DEVICE).to(TYPE)
         stream.copy_(start)
         work()
         wanted = stream.clone()

@@ -100,7 +100,8 @@ class RoundedGpuLinear:
         self._turned, self._scales_turned = matrix.codes.t(), matrix.scales.t()
         self._grouped = matrix.layout.group == GROUP
         self._library = _library_multiplies(matrix)
-        self._rows_alone = 1 if matrix.layout.codes == "fp8" and matrix.columns <= MOST_ROW_INPUTS else 0
+        whole_words = matrix.columns % 4 == 0 and matrix.columns <= MOST_ROW_INPUTS
+        self._rows_alone = 1 if matrix.layout.codes == "fp8" and whole_words else 0
         workspace.make_room(matrix.columns)
 
     @property

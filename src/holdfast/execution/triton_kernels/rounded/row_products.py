@@ -26,11 +26,6 @@ from holdfast.execution.triton_kernels.rounded.tiles import RowTile, row_tile
 from holdfast.footprint.rounded import GROUP
 
 
-PAIRS = tl.constexpr(False)
-LOWERED = tl.constexpr(0.125)
-"""Inputs are multiplied so much smaller: float16 holds the sum of two products of codes then, and each one exactly."""
-
-
 @triton.jit
 def _load_words(words, row, place, outputs, stride, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """Four codes each."""
@@ -42,17 +37,16 @@ def _load_words(words, row, place, outputs, stride, WORDS: tl.constexpr, PADDED:
 
 @triton.jit
 def _quarters(value, WORDS: tl.constexpr):
-    """[1, 4 · WORDS] to what the first, second, third and fourth code of each word are multiplied with."""
+    """[1, 4 · WORDS] to what the first, second, third and fourth code of each word are multiplied with, in float32."""
     even, odd = tl.split(tl.reshape(value, (WORDS, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    return first[None, :], second[None, :], third[None, :], fourth[None, :]
-
-
-@triton.jit
-def _as_pairs(low, high):
-    """Two numbers of float16 in a word."""
-    return low.to(tl.uint16, bitcast=True).to(tl.uint32) | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    return (
+        first[None, :].to(tl.float32),
+        second[None, :].to(tl.float32),
+        third[None, :].to(tl.float32),
+        fourth[None, :].to(tl.float32),
+    )
 
 
 @triton.jit
@@ -62,30 +56,10 @@ def _code(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def _terms(words, first, second, third, fourth):
-    """What each word's codes add up to with their inputs. On a GPU two products are added in float16, which rounds once
-    at 11 bits, and those sums in float32."""
+    """What each word's codes add up to with their inputs. A GPU converts two codes at once to float16."""
     if INTERPRETED:
-        found = _code(words, 0) * first.to(tl.float32) + _code(words, 8) * second.to(tl.float32)
-        found += _code(words, 16) * third.to(tl.float32) + _code(words, 24) * fourth.to(tl.float32)
-    elif PAIRS:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            .reg .b32 one, two;
-            .reg .f32 left, right;
-            mov.b32 {low, high}, $1;
-            cvt.rn.f16x2.e4m3x2 one, low;
-            cvt.rn.f16x2.e4m3x2 two, high;
-            mul.rn.f16x2 one, one, $2;
-            fma.rn.f16x2 one, two, $3, one;
-            mov.b32 {low, high}, one;
-            cvt.f32.f16 left, low;
-            cvt.f32.f16 right, high;
-            add.rn.f32 $0, left, right;
-            }""",
-            "=f,r,r,r", [words, _as_pairs(first, second), _as_pairs(third, fourth)],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        found = _code(words, 0) * first + _code(words, 8) * second
+        found += _code(words, 16) * third + _code(words, 24) * fourth
     else:
         found = tl.inline_asm_elementwise(
             """{
@@ -107,9 +81,7 @@ def _terms(words, first, second, third, fourth):
             fma.rn.f32 $0, left, $2, $0;
             fma.rn.f32 $0, right, $3, $0;
             }""",
-            "=&f,r,f,f,f,f",
-            [words, first.to(tl.float32), second.to(tl.float32), third.to(tl.float32), fourth.to(tl.float32)],
-            dtype=tl.float32, is_pure=True, pack=1,
+            "=&f,r,f,f,f,f", [words, first, second, third, fourth], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return found
 
@@ -119,7 +91,7 @@ def _rounded_row(
     x, norm, static, column, epsilon, COLUMNS: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
     STATIC: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """What codes stand for [1, PADDED] in float16, lowered, and scales: of the row [1], or of each 128 columns."""
+    """What codes stand for [1, PADDED] in float16, and scales: of the row [1], or of each 128 columns."""
     inside = column < COLUMNS
     kept = tl.load(x + column, mask=inside, other=0.0)
     wide = kept.to(tl.float32)
@@ -135,8 +107,7 @@ def _rounded_row(
         scale = tl.load(static) + (largest - largest)
     else:
         scale = dynamic_scale(largest, True)
-    codes = codes_of(wide, scale[:, None], True, tl.float8e4nv)
-    return codes.to(tl.float16) * LOWERED, scale / LOWERED
+    return codes_of(wide, scale[:, None], True, tl.float8e4nv).to(tl.float16), scale
 
 
 @triton.jit
@@ -234,7 +205,7 @@ def row_product(
     if grouped and activation is not None and outputs % GROUP:
         raise EngineError("a block of scales is shared by a gate and what it gates", needed="outputs of whole blocks")
     gated, early = activation is not None, starts_early()
-    tile = tile or row_tile(outputs, inputs, gated=gated)
+    tile = tile or row_tile(inputs, gated=gated)
     _multiply_row[(triton.cdiv(outputs, tile.outputs * tile.steps),)](
         x, x if norm is None else norm, scales if static is None else static, codes.view(torch.int32), scales, out,
         out if bias is None else bias, outputs, codes.stride(0) // 4, scales.stride(0), epsilon, COLUMNS=inputs,
