@@ -58,3 +58,13 @@ def no_kernel_for_few_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device
 
     if device.type == "cpu":
         monkeypatch.setattr(linear, "SKINNY_ROWS", 0)
+
+
+@pytest.fixture
+def few_programs_of_a_row(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The interpreter takes as long for a program whatever the size of its tile."""
+    from holdfast.execution.triton_kernels.rounded import row_products
+    from holdfast.execution.triton_kernels.rounded.tiles import RowTile
+
+    if device.type == "cpu":
+        monkeypatch.setattr(row_products, "row_tile", lambda inputs, gated: RowTile(64, 2, 1))

@@ -83,7 +83,7 @@ def distance(some: list[list[EngineOutput]], others: list[list[EngineOutput]]) -
     return math.sqrt(sum(squares) / len(squares))
 
 
-@pytest.mark.usefixtures("no_kernel_for_few_rows")
+@pytest.mark.usefixtures("no_kernel_for_few_rows", "few_programs_of_a_row")
 @pytest.mark.parametrize(
     "name", ["fp8", *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS if name != "fp8")]
 )
