@@ -1,8 +1,16 @@
-"""Models whose products round their inputs, on the GPU runner: what they say on a CPU, chunks and single tokens."""
+"""Models whose products round their inputs, on the GPU runner: what they say on a CPU, chunks and single tokens.
+
+How close can that be? An input that lies between two codes goes to one side or the other by the last bit of a sum, and
+after one that went the other way everything behind it is another number to round: noise of 1e-6 in the inputs moves
+what these models say, on a CPU alone, by half of what not rounding at all does, and 1e-3 by 1.2 times that. So 1.5
+times is allowed; scales that are 5% off move it by 1.8 times and more, a lost column by 3.4. Products are held to their
+arithmetic in test_rounded_kernels.py and test_rounded_linear.py, where all have the same inputs.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,10 +21,11 @@ from tiny_gpu import Tiny, prompt, run, tokens_of
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
+from holdfast.execution.layers import linear
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.weights.load import Weights, load_weights
 from holdfast.models import from_config
-from holdfast.records import SamplingParams
+from holdfast.records import EngineOutput, SamplingParams
 
 CPU = torch.device("cpu")
 INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -42,7 +51,9 @@ FORMATS = {
 class TinyRounded(Tiny):
     def __init__(self, folder: Path, made: Format) -> None:
         (folder / "plain").mkdir()
-        super().__init__(folder / "plain", "Llama", hidden_size=128, intermediate_size=256, head_dim=32)
+        shape = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+        # Smaller weights than other tiny models have: attention that is less sharp carries errors on as they are.
+        super().__init__(folder / "plain", "Llama", initializer_range=0.08, **shape)
         write_quantized(self.folder, folder / "quantized", made)
         self.folder = folder / "quantized"
         self.spec = from_config(json.loads((self.folder / "config.json").read_text()))
@@ -54,20 +65,38 @@ class TinyRounded(Tiny):
         return found
 
 
-@pytest.mark.usefixtures("few_programs")
+def told(outputs: list[EngineOutput]) -> list[dict[int, float]]:
+    """Log-probabilities by token, of each token."""
+    entries = [output.logprobs[0] for output in outputs if output.logprobs is not None]
+    return [dict(zip(entry.token_ids, entry.logprobs, strict=True)) for entry in entries]
+
+
+def distance(some: list[list[EngineOutput]], others: list[list[EngineOutput]]) -> float:
+    """The root mean square of differences of log-probabilities that both tell, up to where they chose otherwise."""
+    squares = []
+    for one, other in zip(some, others, strict=True):
+        for here, there, token, chosen in zip(told(one), told(other), tokens_of(one), tokens_of(other), strict=True):
+            squares += [(here[known] - there[known]) ** 2 for known in here.keys() & there.keys()]
+            if token != chosen:
+                break
+    assert squares
+    return math.sqrt(sum(squares) / len(squares))
+
+
+@pytest.mark.usefixtures("few_programs", "few_programs_of_a_row")
 @pytest.mark.parametrize(
     "name", ["fp8", *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS if name != "fp8")]
 )
-def test_a_rounded_model_says_what_it_says_on_a_cpu(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_a_rounded_model_says_what_it_says_on_a_cpu(
+    name: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny = TinyRounded(tmp_path, FORMATS[name])
     prompts = [prompt(number, length) for number, length in enumerate((18, 2))]
-    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)] * 2
-    here = run(tiny.core(device, gpu=True), prompts, params)
-    there = run(tiny.core(CPU, gpu=False), prompts, params)
-    for found, expected in zip(here, there, strict=True):
-        assert tokens_of(found) == tokens_of(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert one.logprobs is not None
-            assert other.logprobs is not None
-            # An input that lies between two codes may fall to either side.
-            assert one.logprobs[0].logprobs == pytest.approx(other.logprobs[0].logprobs, abs=0.03)
+    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=20)] * 2
+    found = run(tiny.core(device, gpu=True), prompts, params)
+    expected = run(tiny.core(CPU, gpu=False), prompts, params)
+    monkeypatch.setattr(linear, "quantized_inputs", lambda x, matrix: x)
+    unrounded = run(tiny.core(CPU, gpu=False), prompts, params)
+    allowed = distance(unrounded, expected)
+    assert 0.0 < allowed < 0.2  # Of logits that differ by 1 from token to token.
+    assert distance(found, expected) <= 1.5 * allowed

@@ -83,6 +83,7 @@ def poisoned(rows: int, columns: int) -> torch.Tensor:
     return torch.full((rows, columns), float("nan"), dtype=TYPE, device=DEVICE)
 
 
+@pytest.mark.usefixtures("few_programs_of_a_row")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_form_of_a_product(name: str) -> None:
     torch.manual_seed(len(name))
@@ -110,6 +111,7 @@ def test_every_form_of_a_product(name: str) -> None:
         near(out, activate(gate, "silu") * up, ROUNDED_AGAIN)
 
 
+@pytest.mark.usefixtures("few_programs_of_a_row")
 @pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8"])
 def test_an_mlp_rounds_what_it_gated(name: str) -> None:
     torch.manual_seed(3)
@@ -171,15 +173,16 @@ def test_the_workspace_takes_what_was_planned() -> None:
     assert scales.stride() == (1, 4)
 
 
-def test_captured_once_and_replayed() -> None:
+@pytest.mark.parametrize("rows", [1, 64])
+def test_captured_once_and_replayed(rows: int) -> None:
     """Kernels that start before the one they depend on is done, with sums in parts, give the same every time."""
     if not ON_GPU:
         pytest.skip("needs a CUDA graph")
     torch.manual_seed(7)
-    scratch, hidden = Scratch(TYPE, DEVICE, 64), 1024
+    scratch, hidden = Scratch(TYPE, DEVICE, rows), 1024
     layers = [[gpu_linear(quantized(FP8, hidden, hidden), scratch) for _ in range(2)] for _ in range(8)]
     norm = torch.ones(hidden, device=DEVICE).to(TYPE)
-    stream, middle = poisoned(64, hidden), poisoned(64, hidden)
+    stream, middle = poisoned(rows, hidden), poisoned(rows, hidden)
 
     def work() -> None:
         for first, second in layers:
@@ -191,7 +194,7 @@ def test_captured_once_and_replayed() -> None:
     with torch.cuda.graph(graph):
         work()
     for _ in range(5):
-        start = torch.randn(64, hidden, device=DEVICE).to(TYPE)
+        start = torch.randn(rows, hidden, device=DEVICE).to(TYPE)
         stream.copy_(start)
         work()
         wanted = stream.clone()
