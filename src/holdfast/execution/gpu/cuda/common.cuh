@@ -125,12 +125,15 @@ __device__ __forceinline__ float activated(float x, int kind) {
 // ---- sums of blocks that share a tile ----
 //
 // Work is cut into units, `units_in_tile` to a tile of outputs, and each block takes `units_of_block` in a row: of the
-// first and last of its tiles perhaps not all. What is of tile T and block b then lies at b + T, which no other pair has.
+// first and last of its tiles perhaps not all. Its share of the first is 2 * block, that of another 2 * block + 1.
 
 struct Cut {
     int units_in_tile, units_of_block;
     __device__ int first_block(int tile) const { return tile * units_in_tile / units_of_block; }
     __device__ int last_block(int tile) const { return ((tile + 1) * units_in_tile - 1) / units_of_block; }
+    __device__ int share(int block, int tile) const {
+        return 2 * block + (block * units_of_block < tile * units_in_tile);
+    }
 };
 
 // True in all threads of the block that is the last of `blocks` to arrive, with all shares to be read; the counter is zero

@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
     const int g = lane >> 2, t = lane & 3;
     const u32 stages = shared_address(memory);
     float4 *const exchange = (float4 *)(memory + STAGES * STAGE_BYTES);
-    float4 *const shares = (float4 *)workspace + (size_t)blockIdx.y * (gridDim.x + tiles) * (SUMS_FLOATS / 4);
+    float4 *const shares = (float4 *)workspace + (size_t)blockIdx.y * 2 * gridDim.x * (SUMS_FLOATS / 4);
 
     int tile = begin / steps, step = begin % steps, ahead_tile = tile, ahead_step = step, ahead = begin;
     float sums[2][PARTS][4] = {};
@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
         bool writes = along == 0;
         if (!whole) {
             if (along == 0) {
-                float4 *place = shares + (size_t)(blockIdx.x + here) * (SUMS_FLOATS / 4) + across * 32 + lane;
+                float4 *place = shares + (size_t)cut.share(blockIdx.x, here) * (SUMS_FLOATS / 4) + across * 32 + lane;
 #pragma unroll
                 for (int index = 0; index < 2 * PARTS; index++) {
                     float (&s)[4] = sums[index / PARTS][index % PARTS];
@@ -281,9 +281,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
                 for (int index = 0; index < 2 * PARTS; index++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) sums[index / PARTS][index % PARTS][i] = 0.f;
-                const float4 *place = shares + (size_t)(from + here) * (SUMS_FLOATS / 4) + across * 32 + lane;
 #pragma unroll 2
-                for (int block = from; block <= to; block++, place += SUMS_FLOATS / 4) {
+                for (int block = from; block <= to; block++) {
+                    const float4 *place = shares + (size_t)cut.share(block, here) * (SUMS_FLOATS / 4) + across * 32 + lane;
 #pragma unroll
                     for (int index = 0; index < 2 * PARTS; index++) {
                         float (&s)[4] = sums[index / PARTS][index % PARTS];
