@@ -23,8 +23,8 @@ BLOCK_COLUMNS = 128
 """What a warp multiplies at a time."""
 MOST_COLUMNS = 1 << 17
 """Tiles of expanded rows are whole slabs."""
-REARRANGED_BYTES = 8 << 20
-"""Of codes at a time; about four times as much is held beside the matrix meanwhile."""
+REARRANGED_BYTES = 4 << 20
+"""Of codes at a time; about five times as much is held beside the matrix meanwhile."""
 
 
 def against_fragments(layout: ScaledLayout, rows: int, columns: int) -> str | None:
