@@ -105,9 +105,9 @@ def test_what_fits(layout: ScaledLayout, rows: int, columns: int, said: str | No
     assert found is None if said is None else said in str(found)
 
 
-@pytest.mark.parametrize("gpu", [int4.SMALL, int4.Gpu(132, 227 << 10, True)])
+@pytest.mark.parametrize("gpu", [int4.SMALL, int4.CutLimits(132, 227 << 10, True)])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_cuts_fit(name: str, gpu: int4.Gpu) -> None:
+def test_cuts_fit(name: str, gpu: int4.CutLimits) -> None:
     macros = int4.layout_macros(LAYOUTS[name], 4096, torch.bfloat16)
     for rows in (1, 8, 9, 16, 32, 33, 64, 256):
         cut = int4.product_cut(rows, macros, gpu)

@@ -90,7 +90,7 @@ def _product(cut: ProductCut, macros: Macros, gate: int) -> Kernel:
     return module.kernel("int4_product", threads=cut.threads, shared_bytes=cut.shared_bytes(macros), early=True)
 
 
-class Gpu(NamedTuple):
+class CutLimits(NamedTuple):
     """What cuts depend on."""
 
     processors: int
@@ -99,17 +99,17 @@ class Gpu(NamedTuple):
     hopper: bool
 
 
-SMALL = Gpu(processors=84, shared_bytes=99 << 10, hopper=False)
+SMALL = CutLimits(processors=84, shared_bytes=99 << 10, hopper=False)
 """For desktops."""
 
 
 @cache
-def _gpu(device: int) -> Gpu:
+def _gpu(device: int) -> CutLimits:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Gpu(processors, shared_memory_bytes(), torch.cuda.get_device_capability(device) == (9, 0))
+    return CutLimits(processors, shared_memory_bytes(), torch.cuda.get_device_capability(device) == (9, 0))
 
 
-def product_cut(rows: int, macros: Macros, gpu: Gpu) -> ProductCut:
+def product_cut(rows: int, macros: Macros, gpu: CutLimits) -> ProductCut:
     """By the padded number of rows. Fewer stages and blocks where the GPU has less shared memory than Hopper."""
     if rows <= 8:
         cut = ProductCut(8, 2, 4, 4, 2)
@@ -212,7 +212,7 @@ class FragmentMatrix:
 
 
 @cache
-def _compile_ahead(macros: Macros, gpu: Gpu, capability: tuple[int, int]) -> None:
+def _compile_ahead(macros: Macros, gpu: CutLimits, capability: tuple[int, int]) -> None:
     """Side by side, all that products of a matrix may want: what is then loaded lies in the cache."""
     cuts = [product_cut(rows, macros, gpu) for rows in ROWS]
     wanted = [("int4_product", defines(cut, macros, gate)) for cut, gate in product(cuts, (NO_GATE, SILU))]
