@@ -188,7 +188,7 @@ class GpuRunner:
 
     @property
     def decisions(self) -> list[Decision]:
-        return self.decoder.decisions
+        return [*self.decoder.decisions, *self.decoder.product_decisions]
 
     @property
     def kv(self) -> KVRange:

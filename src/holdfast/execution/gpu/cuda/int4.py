@@ -1,0 +1,229 @@
+"""Products with matrices of four-bit codes in the order of fragments.py, by the CUDA kernels beside this file; their
+rows as numbers. Chooses how a product is cut by its shape. Safe in a CUDA graph once a kernel was compiled."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.gpu.cuda.compiler import available, cubin
+from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS, against_fragments
+from holdfast.execution.gpu.cuda.module import Kernel, Module
+from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
+from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.scaled_layouts import ScaledLayout
+
+_FOLDER = Path(__file__).parent
+ROWS = (8, 16, 32, 64)
+"""Of x, that a block multiplies with: more are cut into blocks of 64."""
+EXPANDED_CHUNKS = 8 * 4
+"""Pieces of 64 columns that a block expands."""
+SMALL_ELEMENTS, LARGE_ELEMENTS = 1 << 25, 1 << 26
+"""Of matrices that are cut otherwise."""
+NO_GATE, SILU = -1, 0
+
+Macros = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProductCut:
+    rows: int
+    across: int
+    """Warps, of 32 matrix rows each."""
+    along: int
+    """Times as many, that share the columns."""
+    stages: int
+    blocks: int
+    """On a processor at once."""
+    hopper: bool = False
+    """Multiplied by wgmma."""
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.across * self.along
+
+    @property
+    def tile(self) -> int:
+        return 32 * self.across
+
+    def shared_bytes(self, macros: Macros) -> int:
+        layout, warps = dict(macros), self.across * self.along
+        of_group = 16 * (layout["SCALE_BYTES"] + layout["ZEROS"])
+        stage = warps * 2048 + self.along * self.rows * 256 + warps * 2 * layout["GROUPS"] * of_group
+        return self.stages * (-(-stage // 1024) * 1024) + (self.along - 1) * self.tile * self.rows * 4
+
+
+def layout_macros(layout: ScaledLayout, columns: int, dtype: torch.dtype) -> Macros:
+    group = layout.group or columns
+    return (
+        ("GROUPS", max(BLOCK_COLUMNS // group, 1)),
+        ("SCALE_BYTES", 4 if layout.scales == "float32" else 2),
+        ("SCALE_HALF", int(layout.scales == "float16")),
+        ("ZEROS", int(layout.zeros)),
+        ("HALF", int(dtype == torch.float16)),
+    )
+
+
+@cache
+def _module(name: str, macros: Macros) -> Module:
+    return Module(text(name), dict(macros))
+
+
+def text(name: str) -> str:
+    return "\n".join((_FOLDER / file).read_text() for file in ("common.cuh", f"{name}.cu"))
+
+
+def defines(cut: ProductCut, macros: Macros, gate: int) -> Macros:
+    about = ("ROWS", cut.rows), ("WM", cut.across), ("WK", cut.along), ("STAGES", cut.stages), ("BLOCKS", cut.blocks)
+    return *macros, *about, ("GATE", gate), *([("WGMMA", 1)] if cut.hopper else [])
+
+
+@cache
+def _product(cut: ProductCut, macros: Macros, gate: int) -> Kernel:
+    module = _module("int4_product", defines(cut, macros, gate))
+    return module.kernel("int4_product", threads=cut.threads, shared_bytes=cut.shared_bytes(macros), early=True)
+
+
+class CutLimits(NamedTuple):
+    """What cuts depend on."""
+
+    processors: int
+    shared_bytes: int
+    """That a block may have; all of a processor together have about as many."""
+    hopper: bool
+
+
+SMALL = CutLimits(processors=84, shared_bytes=99 << 10, hopper=False)
+"""For desktops."""
+
+
+@cache
+def _gpu(device: int) -> CutLimits:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return CutLimits(processors, shared_memory_bytes(), torch.cuda.get_device_capability(device) == (9, 0))
+
+
+def product_cut(rows: int, elements: int, macros: Macros, gpu: CutLimits) -> ProductCut:
+    """By the number of rows and of the matrix's elements: of some twenty for each product of an 8B shape's layer the
+    fastest on an H200. Fewer stages and blocks where a GPU has less shared memory."""
+    large = elements > LARGE_ELEMENTS
+    if rows <= 8:
+        cut = ProductCut(8, 4, 1, 4, 4) if large else ProductCut(8, 2, 4, 4, 2)
+    elif rows <= 16:
+        cut = ProductCut(16, 4, 2, 4, 2) if large else ProductCut(16, 2, 4, 3, 2)
+    elif rows <= 32:
+        cut = ProductCut(32, 8, 1, 4, 1, gpu.hopper) if large else ProductCut(32, 4, 2, 4, 1, gpu.hopper)
+    elif rows <= 64 and elements <= SMALL_ELEMENTS:
+        cut = ProductCut(64, 4, 2, 3, 1, gpu.hopper)
+    else:
+        cut = ProductCut(64, 8, 1, 4, 1, gpu.hopper)
+    while cut.stages > 2 and cut.blocks * cut.shared_bytes(macros) > gpu.shared_bytes:
+        cut = replace(cut, blocks=cut.blocks // 2) if cut.blocks > 1 else replace(cut, stages=cut.stages - 1)
+    if cut.shared_bytes(macros) > gpu.shared_bytes:
+        cut = replace(cut, across=4, along=1)
+    return cut
+
+
+def against_int4(layout: ScaledLayout, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot multiply with a matrix of int4 codes; None: nothing is against it."""
+    if device.type != "cuda":
+        return "the kernels in CUDA need a GPU"
+    if dtype.itemsize != 2:
+        return f"the kernels in CUDA multiply numbers of 2 bytes; these have {dtype.itemsize}"
+    if not available():
+        return "the kernels in CUDA are compiled by libnvrtc, which torch's CUDA build brings; none was found"
+    return against_fragments(layout, rows, columns)
+
+
+class FragmentMatrix:
+    """A matrix that was rearranged (fragments.py), and what multiplies with it."""
+
+    def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype) -> None:
+        self._matrix = matrix
+        self._group = matrix.layout.group or matrix.columns
+        self._macros = layout_macros(matrix.layout, matrix.columns, dtype)
+        index = matrix.codes.device.index or 0
+        elements, capability = matrix.rows * matrix.columns, torch.cuda.get_device_capability(index)
+        cuts = tuple(product_cut(rows, elements, self._macros, _gpu(index)) for rows in (*ROWS, 2 * ROWS[-1]))
+        _compile_ahead(cuts, self._macros, capability)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        workspace: SplitSums,
+        *,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+        gate: int = NO_GATE,
+        cut: ProductCut | None = None,
+    ) -> None:
+        """out [rows, outputs] = (or +=) x [rows, columns] · matrixᵀ + bias; with `gate` this activation of the first
+        half times the second. `cut` replaces the table's."""
+        rows, matrix = len(x), self._matrix
+        if not rows:
+            return
+        gpu = _gpu(x.device.index or 0)
+        cut = cut or product_cut(rows, matrix.rows * matrix.columns, self._macros, gpu)
+        kernel = _product(cut, self._macros, gate)
+        row_blocks = -(-rows // cut.rows)
+        shares = len(workspace.sums) // (2 * row_blocks * cut.tile * cut.rows)
+        blocks, units = self._blocks(cut, min(gpu.processors * cut.blocks // row_blocks, shares))
+        tiles = -(-matrix.rows // cut.tile)
+        if not shares or row_blocks * tiles > len(workspace.counters):
+            raise EngineError(
+                "the workspace of a split product is too small",
+                needed=f"{2 * row_blocks * cut.tile * cut.rows} sums and {row_blocks * tiles} counters",
+                found=f"{len(workspace.sums)} and {len(workspace.counters)}",
+            )
+        if x.stride(0) % 8 or out.stride(0) % 2 or x.data_ptr() % 16:
+            raise EngineError("inputs of a product do not begin at whole lines", found=f"stride {x.stride(0)}")
+        kernel(
+            (blocks, row_blocks, 1), x, matrix.codes, matrix.scales, matrix.zeros, out, bias, workspace.sums,
+            workspace.counters, rows, matrix.rows // (1 if gate == NO_GATE else 2), matrix.columns, self._group,
+            x.stride(0), out.stride(0), units, int(accumulate),
+        )  # fmt: skip
+
+    def _blocks(self, cut: ProductCut, most: int) -> tuple[int, int]:
+        """Blocks that run at once, and units of work of each."""
+        steps = -(-self._matrix.columns // BLOCK_COLUMNS // cut.along)
+        total = -(-self._matrix.rows // cut.tile) * steps
+        units = -(-total // max(most, 1))
+        return -(-total // units), units
+
+    def expand(self, first: int, last: int, out: torch.Tensor) -> None:
+        """Rows first..last-1, whole slabs, into out [last - first, columns]; columns in the order of the inputs."""
+        matrix = self._matrix
+        if last > first:
+            kernel = _module("int4_rows", self._macros).kernel("int4_expand", threads=256)
+            kernel(
+                ((last - first) // SLAB_ROWS, -(-matrix.columns // 64 // EXPANDED_CHUNKS), 1), matrix.codes,
+                matrix.scales, matrix.zeros, matrix.order, out, first // SLAB_ROWS, matrix.columns, self._group,
+                out.stride(0),
+            )  # fmt: skip
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        matrix = self._matrix
+        if len(out):
+            kernel = _module("int4_rows", self._macros).kernel("int4_embed", threads=256)
+            kernel(
+                (len(out), -(-matrix.columns // 16 // 256), 1), tokens, slots, positions, matrix.codes, matrix.scales,
+                matrix.zeros, matrix.order, out, tokens.stride(0), matrix.rows, matrix.columns, self._group,
+                out.stride(0),
+            )  # fmt: skip
+
+
+@cache
+def _compile_ahead(cuts: tuple[ProductCut, ...], macros: Macros, capability: tuple[int, int]) -> None:
+    """Side by side, all that products of a matrix may want: what is then loaded lies in the cache."""
+    wanted = [("int4_product", defines(cut, macros, gate)) for cut, gate in product(set(cuts), (NO_GATE, SILU))]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: cubin(text(one[0]), capability, dict(one[1])), [*wanted, ("int4_rows", macros)]))

@@ -1,0 +1,106 @@
+"""Compiled CUDA kernels on the current GPU: loaded once, launched on torch's current stream, also while a graph is
+captured. Knows the driver and no kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.gpu.cuda.compiler import cubin
+
+_MOST_DYNAMIC_SHARED_BYTES = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
+_SERIALIZED_BY_THE_KERNEL = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+EARLY_CAPABILITY = (9, 0)
+_STATIC_SHARED_LIMIT = 48 * 1024
+"""More than this must be asked for."""
+
+Argument = torch.Tensor | int | float | None
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute"""
+
+    _fields_ = (("id", ctypes.c_uint), ("padding", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+class Kernel:
+    """`shared_bytes` of dynamic shared memory for every launch. `early`: it may begin while the kernel before it on the
+    stream ends, and waits for that itself (`await_kernel_before`); Hopper and later."""
+
+    def __init__(self, function: ctypes.c_void_p, threads: int, shared_bytes: int, *, early: bool = False) -> None:
+        self._function, self._threads, self._shared_bytes = function, threads, shared_bytes
+        self._launch = _driver().cuLaunchKernelEx
+        self._attribute = _Attribute(_SERIALIZED_BY_THE_KERNEL, 0, (ctypes.c_uint * 16)(1))
+        self._attributes = int(early and torch.cuda.get_device_capability() >= EARLY_CAPABILITY)
+        if shared_bytes > _STATIC_SHARED_LIMIT:
+            _check(_driver().cuFuncSetAttribute(function, _MOST_DYNAMIC_SHARED_BYTES, shared_bytes), "shared memory")
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Argument) -> None:
+        """Tensors are pointers to their first element, None a null pointer, int is an `int`, float a `float`. The
+        kernel must take as many, in these types: nothing checks it."""
+        values = [_value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        config = _Config(
+            (ctypes.c_uint * 3)(*grid),
+            (ctypes.c_uint * 3)(self._threads, 1, 1),
+            self._shared_bytes,
+            torch.cuda.current_stream().cuda_stream,
+            ctypes.pointer(self._attribute),
+            self._attributes,
+        )
+        _check(self._launch(ctypes.byref(config), self._function, pointers, None), "a launch")
+
+
+class Module:
+    """The kernels of one source, compiled with these macros for the current GPU."""
+
+    def __init__(self, source: str, defines: Mapping[str, int] | None = None) -> None:
+        torch.zeros(1, device="cuda")  # makes the context that modules are loaded to
+        data = cubin(source, torch.cuda.get_device_capability(), defines)
+        self._module = ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), data), "loading a module")
+
+    def kernel(self, name: str, *, threads: int, shared_bytes: int = 0, early: bool = False) -> Kernel:
+        function = ctypes.c_void_p()
+        status = _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
+        _check(status, f"the kernel {name}")
+        return Kernel(function, threads, shared_bytes, early=early)
+
+
+def _value(argument: Argument) -> ctypes._SimpleCData[int] | ctypes._SimpleCData[float] | ctypes.c_void_p:
+    if argument is None:
+        return ctypes.c_void_p(0)
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise EngineError(f"{what} failed in the CUDA driver", found=(text.value or b"").decode() or f"status {status}")
