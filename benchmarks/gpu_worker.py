@@ -1,11 +1,16 @@
 """One engine, one model shape, the same offline work for each: `python benchmarks/gpu_worker.py holdfast llama-8b`.
 
-    python benchmarks/gpu_worker.py ENGINE MODEL[+VARIANT] [ROW,ROW...]
+    python benchmarks/gpu_worker.py ENGINE MODEL[+VARIANT] [ROW,ROW.../ROW...] [GO]
 
 A variant is how the weights are stored: `awq` and `q4_k` are files of random weights, written once into the folder that
-HOLDFAST_BENCHMARK_FILES names; `fp8` quantizes dummies while loading, with KV in FP8 too. Otherwise dummy weights.
-Prompts of token ids, no tokenizer, ends ignored, no prefix cache. The last line is JSON. Needs nothing but the engine
-it is asked for, so that it runs where only that one is installed.
+HOLDFAST_BENCHMARK_FILES names; `awq-dummy` is dummies in the layout of such a file; `fp8` quantizes dummies while
+loading, with KV in FP8 too. Otherwise dummy weights. Prompts of token ids, no tokenizer, ends ignored, no prefix cache.
+Each line of JSON holds the figures so far. Needs nothing but the engine it is asked for, so that it runs where only
+that one is installed.
+
+GO is for engines that start at the same time and are measured alone: when it is ready the worker makes GO.ready, and
+before the rows after the Nth slash it waits for a file GO.N, which it takes away when they are done. Settings of such
+an engine, its share of the memory for one, are JSON in HOLDFAST_BENCHMARK_SETTINGS.
 """
 
 from __future__ import annotations
@@ -75,16 +80,19 @@ def start(engine: str, asked: str, folder: str, context: int = 0) -> tuple[Any, 
     if variant in ("awq", "q4_k"):
         path = stored(model, variant, Path(folder))
     else:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[model]))
+        from benchmarks import random_checkpoints
+
+        config = random_checkpoints.awq_config(SHAPES[model]) if variant == "awq-dummy" else SHAPES[model]
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         more["load_format"] = "dummy"
     if variant == "fp8":
         more |= {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+    more |= {"gpu_memory_utilization": 0.9} | json.loads(os.environ.get("HOLDFAST_BENCHMARK_SETTINGS", "{}"))
     module = importlib.import_module(engine)
     begin = time.perf_counter()
     llm = module.LLM(
         model=path,
         skip_tokenizer_init=True,
-        gpu_memory_utilization=0.9,
         max_model_len=context or LONGEST[model],
         enable_prefix_caching=False,
         **more,
@@ -132,20 +140,26 @@ ROWS: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
 USUAL = ("mixed", "one_stream", "one_stream_again", "prefill", "streams_64")
 
 
-def main(engine: str, model: str, rows: str = ",".join(USUAL)) -> None:
-    asked = rows.split(",")
-    context = LONG_CONTEXT if any(row.startswith("long") for row in asked) else 0
+def main(engine: str, model: str, rows: str = ",".join(USUAL), go: str = "") -> None:
+    context = LONG_CONTEXT if "long" in rows else 0
     with tempfile.TemporaryDirectory() as folder:
         module, llm, ready_s = start(engine, model, folder, context)
         work = Work(module, llm, SHAPES[model.partition("+")[0]]["vocab_size"])
         work.run(4, work.between(64, 64), work.between(16, 16))
         figures = {"engine": engine, "version": module.__version__, "model": model, "ready_s": ready_s}
-        for row in asked:
-            requests, prompt, output = ROWS[row]
-            figures[row] = work.run(requests, work.between(*prompt), work.between(*output))
-    print(json.dumps(figures), flush=True)
+        if go:
+            Path(f"{go}.ready").touch()
+        for turn, asked in enumerate(rows.split("/")):
+            while go and not Path(f"{go}.{turn}").exists():
+                time.sleep(0.05)
+            for row in asked.split(","):
+                requests, prompt, output = ROWS[row]
+                figures[row] = work.run(requests, work.between(*prompt), work.between(*output))
+            print(json.dumps(figures), flush=True)
+            if go:
+                Path(f"{go}.{turn}").unlink()
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:5])

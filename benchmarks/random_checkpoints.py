@@ -85,13 +85,16 @@ def write_awq(config: dict[str, Any], folder: Path) -> None:
         for one in written:
             one.result()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    left = ["mlp.gate"] if "num_experts" in config else []
+    (folder / "config.json").write_text(json.dumps(awq_config(config)))
+
+
+def awq_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What such a checkpoint says of itself."""
     quantization = {
         "quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
-        "modules_to_not_convert": left or None,
+        "modules_to_not_convert": ["mlp.gate"] if "num_experts" in config else None,
     }  # fmt: skip
-    said = config | {"torch_dtype": "float16", "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(said))
+    return config | {"torch_dtype": "float16", "quantization_config": quantization}
 
 
 def _write_safetensors(path: Path, tensors: dict[str, Any]) -> None:

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import harness, machine, report, workloads
+from benchmarks.compat import vllm_formats
 from benchmarks.llama_adapter import shared_length
 
 SHAPE = workloads.ModelShape(
@@ -134,3 +136,22 @@ def test_the_machine_is_described_without_its_name() -> None:
     assert about["cores"] >= 1
     assert os.uname().nodename not in json.dumps(about)
     assert machine.machine_slug(about).replace("-", "").isalnum()
+
+
+def answered(prompt: list[float], tokens: list[int], likeliest: list[dict[str, float]]) -> dict[str, Any]:
+    return {"prompt": prompt, "tokens": tokens, "likeliest": likeliest}
+
+
+def test_answers_of_two_engines_are_compared_until_they_part() -> None:
+    theirs = answered([-1.0, -2.0], [7, 8, 9], [{"7": -0.5}, {"8": -1.0, "5": -1.001}, {"9": -0.1}])
+    ours = answered([-1.0, -2.002], [7, 5, 9], [{"7": -0.5}, {"5": -1.0, "8": -1.001}, {"9": -9.0}])
+    found = vllm_formats.compare("awq", [theirs], [ours], [theirs])
+    # The third token follows two that are not the same.
+    assert found["equal_tokens"] == 1
+    assert found["largest"] == pytest.approx(0.002)
+    assert found["mean"] == pytest.approx((0.002 + 0.001 + 0.001) / 5)
+    assert found["largest_tie"] == pytest.approx(0.001)
+    assert found["within"]
+    assert not vllm_formats.compare("awq", [theirs], [{**ours, "prompt": [-1.0, -2.1]}], None)["within"]
+    far = [{"7": -0.5}, {"8": -1.0, "5": -3.0}, {"9": -0.1}]
+    assert not vllm_formats.compare("awq", [{**theirs, "likeliest": far}], [{**ours, "likeliest": far}], None)["within"]
