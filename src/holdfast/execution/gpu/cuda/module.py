@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -45,14 +44,11 @@ class Kernel:
 class Module:
     """The kernels of one source, compiled with these macros for the current GPU."""
 
-    def __init__(self, source: Path, defines: Mapping[str, int] | None = None) -> None:
-        torch.cuda.init()
-        torch.cuda.current_stream()
-        data = cubin(source.read_text(), torch.cuda.get_device_capability(), defines)
+    def __init__(self, source: str, defines: Mapping[str, int] | None = None) -> None:
+        torch.zeros(1, device="cuda")  # makes the context that modules are loaded to
+        data = cubin(source, torch.cuda.get_device_capability(), defines)
         self._module = ctypes.c_void_p()
-        with torch.cuda.device(torch.cuda.current_device()):
-            torch.empty(0, device="cuda")  # makes the context that modules are loaded to
-            _check(_driver().cuModuleLoadData(ctypes.byref(self._module), data), f"loading {source.name}")
+        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), data), "loading a module")
 
     def kernel(self, name: str, *, threads: int, shared_bytes: int = 0) -> Kernel:
         function = ctypes.c_void_p()

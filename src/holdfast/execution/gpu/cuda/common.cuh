@@ -1,0 +1,153 @@
+// What CUDA sources share; each is compiled with this text before its own. No headers: NVRTC has none to find.
+//
+// HALF: numbers are float16; else bfloat16. They travel in pairs, two in a register.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef HALF
+#define HALF 0
+#endif
+
+// A code in the lowest bits of RAISED adds itself: cheaper than a conversion. bfloat16: 128, float16: 1024.
+#if HALF
+#define RAISED 0x64006400u
+#define MINUS_RAISED 0xE400E400u
+#define ONES 0x3C003C00u
+#define KIND "f16"
+#else
+#define RAISED 0x43004300u
+#define MINUS_RAISED 0xC300C300u
+#define ONES 0x3F803F80u
+#define KIND "bf16"
+#endif
+
+// ---- numbers ----
+
+__device__ __forceinline__ float float_of(u16 bits) {
+#if HALF
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
+    return __uint_as_float((u32)bits << 16);
+#endif
+}
+
+__device__ __forceinline__ float low_of(u32 pair) { return float_of((u16)pair); }
+__device__ __forceinline__ float high_of(u32 pair) { return float_of((u16)(pair >> 16)); }
+
+__device__ __forceinline__ u32 pair_of(float low, float high) {
+    u32 pair;
+    asm("cvt.rn." KIND "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ float rounded(float value) { return low_of(pair_of(value, 0.f)); }
+
+__device__ __forceinline__ float float_of_half(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+// a * b + c of both numbers of a pair, rounded once.
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 found;
+    asm("fma.rn." KIND "x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(c));
+    return found;
+}
+
+// Two four-bit codes, those in the lowest bits of both halves of a word, as RAISED + code.
+__device__ __forceinline__ u32 raised_codes(u32 word) {
+    u32 pair;
+    asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(pair) : "r"(word), "n"(RAISED));
+    return pair;
+}
+
+// Exact: both are small integers.
+__device__ __forceinline__ u32 less(u32 pair, u32 minus) { return fma_pair(pair, ONES, minus); }
+
+// ---- tensor cores ----
+
+// sums [16 x 8] += left [16 x 16] . right [16 x 8]. Of lane 4g+t: left rows g and g+8, right columns g, sums rows g (0, 1)
+// and g+8 (2, 3) and columns 2t, 2t+1.
+__device__ __forceinline__ void mma(float (&sums)[4], const u32 (&left)[4], u32 right0, u32 right1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
+}
+
+// ---- memory ----
+
+__device__ __forceinline__ u32 shared_address(const void *place) { return (u32)__cvta_generic_to_shared(place); }
+
+// 16 bytes to shared memory, behind this thread's back; zeros where not `live`.
+__device__ __forceinline__ void copy16(u32 target, const void *source, bool live = true) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+        :: "r"(target), "l"(source), "r"(live ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most OPEN groups of this thread's copies are still on their way.
+template <int OPEN> __device__ __forceinline__ void await_copies() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(OPEN) : "memory");
+}
+
+__device__ __forceinline__ uint4 shared16(u32 place) {
+    uint4 found;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+        : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w) : "r"(place));
+    return found;
+}
+
+// Past the first level cache, which may have lines of the last product here.
+__device__ __forceinline__ float4 sums_at(const float4 *place) {
+    float4 found;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+        : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w) : "l"(place) : "memory");
+    return found;
+}
+
+// ---- gates ----
+
+// As layer.py numbers them: silu, gelu, gelu_tanh.
+__device__ __forceinline__ float activated(float x, int kind) {
+    if (kind == 0) return x / (1.f + __expf(-x));
+    if (kind == 1) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
+    return 0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}
+
+// ---- sums of blocks that share a tile ----
+//
+// Work is cut into units, `units_in_tile` to a tile of outputs, and each block takes `units_of_block` in a row: of the
+// first and last of its tiles perhaps not all. Its share of the first is 2 * block, that of another 2 * block + 1.
+
+struct Cut {
+    int units_in_tile, units_of_block;
+    __device__ int first_block(int tile) const { return tile * units_in_tile / units_of_block; }
+    __device__ int last_block(int tile) const { return ((tile + 1) * units_in_tile - 1) / units_of_block; }
+    __device__ int share(int block, int tile) const {
+        return 2 * block + (block * units_of_block < tile * units_in_tile);
+    }
+};
+
+// True in all threads of the block that is the last of `blocks` to arrive, with all shares to be read; the counter is zero
+// again. `flag` is shared.
+__device__ __forceinline__ bool last_to_arrive(int *counter, int blocks, int *flag) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int last = atomicAdd(counter, 1) == blocks - 1;
+        if (last) *counter = 0;
+        *flag = last;
+    }
+    __syncthreads();
+    if (!*flag) return false;
+    __threadfence();
+    return true;
+}

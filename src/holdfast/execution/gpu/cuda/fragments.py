@@ -1,0 +1,94 @@
+"""The order of four-bit codes that tensor cores read straight from memory: a pure rearrangement of a ScaledMatrix, byte
+for byte as large.
+
+    slab       16 matrix rows: whole slabs follow each other, so that one is rearranged where it lies
+    codes      [slab][64 columns][lane][word], 8 codes a word: what a lane of m16n8k16 holds of 16 rows and 16 columns
+    lane       4g + t: rows 2g and 2g + 1
+    word       2h + i: columns 32h + 8t + 4i + (0, 1, 2, 3)
+    nibble     4e + 2p + r: column 2p + e of these, row r
+    scales     [slab][group][16]; zeros alike
+
+Columns of a word are neighbours, and so are those of two: what multiplies them is one load of 16 bytes. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
+
+SLAB_ROWS = 16
+BLOCK_COLUMNS = 128
+"""What a warp multiplies at a time."""
+MOST_COLUMNS = 1 << 17
+"""Tiles of expanded rows are whole slabs."""
+REARRANGED_BYTES = 8 << 20
+"""Of codes at a time; about four times as much is held beside the matrix meanwhile."""
+
+
+def fits(layout: ScaledLayout, rows: int, columns: int) -> str | None:
+    """Why a matrix cannot lie in this order, None if it can."""
+    group = layout.group or columns
+    if layout.codes != "int4" or layout.group_rows != 1 or layout.scales == "uint8":
+        return f"codes are {layout}"
+    if rows % (2 * SLAB_ROWS) or columns % BLOCK_COLUMNS or columns > MOST_COLUMNS:
+        return f"{rows} x {columns} are not whole tiles of {2 * SLAB_ROWS} x {BLOCK_COLUMNS}"
+    if group not in (32, 64) and group % BLOCK_COLUMNS:
+        return f"groups have {group} columns"
+    return None
+
+
+def rearrange(matrix: ScaledMatrix) -> None:
+    """In place. The matrix's own methods do not read it any more."""
+    for codes in _slices(matrix):
+        codes.copy_(fragments_of(codes))
+    _slabs(matrix, _by_slabs)
+
+
+def restore(matrix: ScaledMatrix) -> None:
+    for codes in _slices(matrix):
+        codes.copy_(codes_of(codes))
+    _slabs(matrix, _by_rows)
+
+
+def fragments_of(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, columns / 32, 16] in the layout's order to the same shape in that of fragments."""
+    rows, pieces, half = codes.shape
+    nibbles = torch.stack((codes & 15, codes >> 4), 2)  # row, piece, high, 16: columns 16 · high + 0..15
+    #                       slab  g  r  chunk        h  t  i  p  e
+    nibbles = nibbles.view(-1, 8, 2, pieces // 2, 2, 4, 2, 2, 2)
+    ordered = nibbles.permute(0, 3, 1, 5, 4, 6, 8, 7, 2)  # slab, chunk, g, t, h, i, e, p, r
+    return (ordered[..., 0] | ordered[..., 1] << 4).reshape(rows, pieces, half)
+
+
+def codes_of(fragments: torch.Tensor) -> torch.Tensor:
+    """The reverse."""
+    rows, pieces, half = fragments.shape
+    ordered = torch.stack((fragments & 15, fragments >> 4), -1).view(-1, pieces // 2, 8, 4, 2, 2, 2, 2, 2)
+    nibbles = ordered.permute(0, 2, 8, 1, 4, 3, 5, 7, 6).reshape(rows, pieces, 2, half)
+    return nibbles[:, :, 0] | nibbles[:, :, 1] << 4
+
+
+def _slices(matrix: ScaledMatrix) -> list[torch.Tensor]:
+    rows = max(REARRANGED_BYTES * 2 // matrix.columns // SLAB_ROWS, 1) * SLAB_ROWS
+    return [matrix.codes[first : first + rows] for first in range(0, matrix.rows, rows)]
+
+
+def _slabs(matrix: ScaledMatrix, order: object) -> None:
+    for plane in (matrix.scales, matrix.zeros):
+        if plane is not None:
+            plane.copy_(order(plane))  # type: ignore[operator]
+
+
+def _by_slabs(plane: torch.Tensor) -> torch.Tensor:
+    rows, groups = plane.shape
+    return plane.view(rows // SLAB_ROWS, SLAB_ROWS, groups).transpose(1, 2).reshape(rows, groups)
+
+
+def _by_rows(plane: torch.Tensor) -> torch.Tensor:
+    rows, groups = plane.shape
+    return plane.view(rows // SLAB_ROWS, groups, SLAB_ROWS).transpose(1, 2).reshape(rows, groups)
+
+
+__all__ = ["PIECE", "codes_of", "fits", "fragments_of", "rearrange", "restore"]

@@ -1,0 +1,326 @@
+// out [rows, outputs] = (or +=) x [rows, columns] . matrix [outputs, columns]^T + bias, of four-bit codes in the order of
+// fragments.py, each decoded in the registers that tensor cores read it from. Up to ROWS rows of x a block, more by grid.y.
+//
+//   codes    [16 matrix rows][64 columns][lane]: 16 bytes, four words; lane 4g+t, word 2h+i
+//            matrix rows 2g, 2g+1; columns 32h + 8t + 4i + 0..3
+//   scales   [16 matrix rows][group][16]; zeros alike
+//
+// A warp has 2 x 16 matrix rows, WM warps a tile, and WK times as many share its columns: a unit of work is 128 * WK columns
+// of a tile. Units are on their way to shared memory STAGES - 1 ahead. Products of a group are summed as integers times x;
+// its scale is applied to the sums.
+//
+// Macros: ROWS 8..64, WM, WK, STAGES, BLOCKS (on a processor), GROUPS (in 128 columns: 1, 2, 4), SCALE_BYTES (4 float32,
+// 2 float16 or bfloat16 by SCALE_HALF), SCALE_HALF, ZEROS, HALF, GATE (an activation, or -1: none).
+
+#define WARPS (WM * WK)
+#define THREADS (WARPS * 32)
+#define PARTS (ROWS / 8)
+#define TILE (WM * 32)
+
+// Bytes of one stage.
+#define CODES_BYTES (WARPS * 2048)
+#define X_BYTES (WK * ROWS * 256)
+#define SCALES_PIECE (GROUPS * 16 * SCALE_BYTES)
+#define SCALES_BYTES (WARPS * 2 * SCALES_PIECE)
+#define ZEROS_PIECE (GROUPS * 16)
+#define ZEROS_BYTES (ZEROS * WARPS * 2 * ZEROS_PIECE)
+#define STAGE_BYTES (CODES_BYTES + X_BYTES + SCALES_BYTES + ZEROS_BYTES)
+#define SUMS_FLOATS (TILE * ROWS)
+
+struct Product {
+    const u16 *x;
+    const uint4 *codes;
+    const u8 *scales, *zeros;
+    int rows, x_stride, slabs, gate_slabs, blocks, blocks_of_group, groups;
+
+    // Sixteen matrix rows of a warp: of a gate and of what it gates, where gated.
+    __device__ int slab(int tile, int warp, int half) const {
+        int found = GATE >= 0 ? tile * WM + warp + half * gate_slabs : (tile * WM + warp) * 2 + half;
+        return found < slabs ? found : slabs - 1;
+    }
+};
+
+__device__ __forceinline__ void load_unit(const Product &p, u32 stage, int tile, int step, int first_row) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, across = warp % WM, along = warp / WM;
+    const int block = step * WK + along;
+    if (block < p.blocks) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const size_t slab = p.slab(tile, across, half);
+            const uint4 *source = p.codes + (slab * p.blocks + block) * 64 + lane;
+            const u32 target = stage + (warp * 2 + half) * 1024 + lane * 16;
+            copy16(target, source);
+            copy16(target + 512, source + 32);
+            const size_t group = slab * p.groups + block / p.blocks_of_group * GROUPS;
+            const u32 scales = stage + CODES_BYTES + X_BYTES + (warp * 2 + half) * SCALES_PIECE;
+            if (lane < SCALES_PIECE / 16) copy16(scales + lane * 16, p.scales + group * (16 * SCALE_BYTES) + lane * 16);
+#if ZEROS
+            const u32 zeros = stage + CODES_BYTES + X_BYTES + SCALES_BYTES + (warp * 2 + half) * ZEROS_PIECE;
+            const int other = 31 - lane;
+            if (other < GROUPS) copy16(zeros + other * 16, p.zeros + group * 16 + other * 16);
+#endif
+        }
+    }
+#pragma unroll
+    for (int index = threadIdx.x; index < WK * ROWS * 16; index += THREADS) {
+        const int piece = index & 15, row = (index >> 4) % ROWS, part = index / (16 * ROWS), at = step * WK + part;
+        const bool live = first_row + row < p.rows && at < p.blocks;
+        const u16 *source = p.x + (live ? (size_t)(first_row + row) * p.x_stride + at * 128 + piece * 8 : 0);
+        // Rows side by side are read at once: the odd ones lie half a line further on.
+        copy16(stage + CODES_BYTES + ((part * ROWS + row) * 16 + (piece ^ ((row & 1) << 2))) * 16, source, live);
+    }
+}
+
+__device__ __forceinline__ float scale_at(u32 place, int row) {
+#if SCALE_BYTES == 4
+    float found;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(place + row * 4));
+    return found;
+#else
+    u16 found;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(place + row * 2));
+#if SCALE_HALF
+    return float_of_half(found);
+#else
+    return __uint_as_float((u32)found << 16);
+#endif
+#endif
+}
+
+__device__ __forceinline__ u32 minus_zero(u32 place, int row) {
+#if ZEROS
+    u32 found;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(found) : "r"(place + row));
+    return MINUS_RAISED | found * 0x00010001u;
+#else
+    return MINUS_RAISED | 0x00080008u;
+#endif
+}
+
+__device__ __forceinline__ void multiply_unit(u32 stage, float (&sums)[2][PARTS][4]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, along = warp / WM, g = lane >> 2, t = lane & 3;
+    const u32 codes = stage + warp * 2048 + lane * 16;
+    const u32 x = stage + CODES_BYTES + (along * ROWS + g) * 256;
+    const u32 scales = stage + CODES_BYTES + X_BYTES + warp * 2 * SCALES_PIECE;
+    const u32 zeros = stage + CODES_BYTES + X_BYTES + SCALES_BYTES + warp * 2 * ZEROS_PIECE;
+    float part[2][PARTS][4];
+    uint4 words[2];
+    u32 minus[2][2];
+#pragma unroll
+    for (int piece = 0; piece < 4; piece++) {
+        const int group = piece * GROUPS / 4;
+        const bool begins = piece * GROUPS % 4 == 0, ends = (piece + 1) * GROUPS % 4 == 0;
+        if (begins) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                minus[half][0] = minus_zero(zeros + half * ZEROS_PIECE + group * 16, 2 * g);
+                minus[half][1] = minus_zero(zeros + half * ZEROS_PIECE + group * 16, 2 * g + 1);
+#pragma unroll
+                for (int n = 0; n < PARTS; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) part[half][n][i] = 0.f;
+            }
+        }
+        if (piece % 2 == 0) {
+            words[0] = shared16(codes + piece * 256);
+            words[1] = shared16(codes + 1024 + piece * 256);
+        }
+        uint4 right[PARTS];
+#pragma unroll
+        for (int n = 0; n < PARTS; n++) right[n] = shared16(x + n * 2048 + ((piece * 4 + t) ^ ((g & 1) << 2)) * 16);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 word = piece % 2 ? (i ? words[half].w : words[half].z) : (i ? words[half].y : words[half].x);
+                u32 left[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) left[j] = less(raised_codes(word >> (4 * j)), minus[half][j & 1]);
+#pragma unroll
+                for (int n = 0; n < PARTS; n++)
+                    mma(part[half][n], left, i ? right[n].z : right[n].x, i ? right[n].w : right[n].y);
+            }
+        }
+        if (ends) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 place = scales + half * SCALES_PIECE + group * (16 * SCALE_BYTES);
+                const float first = scale_at(place, 2 * g), second = scale_at(place, 2 * g + 1);
+#pragma unroll
+                for (int n = 0; n < PARTS; n++) {
+                    sums[half][n][0] += first * part[half][n][0];
+                    sums[half][n][1] += first * part[half][n][1];
+                    sums[half][n][2] += second * part[half][n][2];
+                    sums[half][n][3] += second * part[half][n][3];
+                }
+            }
+        }
+    }
+}
+
+// Two outputs that lie side by side, of one row.
+__device__ __forceinline__ void put(u16 *out, const u16 *bias, int output, float first, float second, bool add) {
+    if (bias) {
+        const u32 pair = *(const u32 *)(bias + output);
+        first += low_of(pair), second += high_of(pair);
+    }
+    if (add) {
+        const u32 pair = *(const u32 *)out;
+        first += low_of(pair), second += high_of(pair);
+    }
+    *(u32 *)out = pair_of(first, second);
+}
+
+__device__ __forceinline__ void put_gated(
+    u16 *out, const u16 *bias, int output, int outputs, float (&gates)[2], float (&ups)[2]
+) {
+    if (bias) {
+        const u32 gate = *(const u32 *)(bias + output), up = *(const u32 *)(bias + outputs + output);
+        gates[0] += low_of(gate), gates[1] += high_of(gate), ups[0] += low_of(up), ups[1] += high_of(up);
+    }
+    // Rounded where the separate product and gate would round.
+    *(u32 *)out = pair_of(
+        rounded(activated(rounded(gates[0]), GATE)) * rounded(ups[0]),
+        rounded(activated(rounded(gates[1]), GATE)) * rounded(ups[1])
+    );
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
+    const u16 *x, const uint4 *codes, const u8 *scales, const u8 *zeros, u16 *out, const u16 *bias, float *workspace,
+    int *counters, int rows, int outputs, int columns, int group, int x_stride, int out_stride, int units_of_block,
+    int add
+) {
+    extern __shared__ __align__(128) u8 memory[];
+    __shared__ int flag;
+    // `outputs` are those that are written; where gated the matrix has twice as many rows.
+    const int blocks = columns / 128, gate_slabs = GATE >= 0 ? outputs / 16 : 0;
+    const Product p{
+        x, codes, scales, zeros, rows, x_stride, outputs / 16 + gate_slabs, gate_slabs, blocks,
+        group > 128 ? group / 128 : 1, columns / group,
+    };
+    const int steps = (blocks + WK - 1) / WK, tiles = (p.slabs + 2 * WM - 1) / (2 * WM);
+    const Cut cut{steps, units_of_block};
+    const int total = tiles * steps, begin = blockIdx.x * units_of_block;
+    const int end = begin + units_of_block < total ? begin + units_of_block : total;
+    const int first_row = blockIdx.y * ROWS;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, across = warp % WM, along = warp / WM;
+    const int g = lane >> 2, t = lane & 3;
+    const u32 stages = shared_address(memory);
+    float4 *const exchange = (float4 *)(memory + STAGES * STAGE_BYTES);
+    float4 *const shares = (float4 *)workspace + (size_t)blockIdx.y * 2 * gridDim.x * (SUMS_FLOATS / 4);
+
+    int tile = begin / steps, step = begin % steps, ahead_tile = tile, ahead_step = step, ahead = begin;
+    float sums[2][PARTS][4] = {};
+#pragma unroll
+    for (int index = 0; index < STAGES - 1; index++) {
+        if (ahead < end) {
+            load_unit(p, stages + index * STAGE_BYTES, ahead_tile, ahead_step, first_row);
+            if (++ahead_step == steps) ahead_step = 0, ahead_tile++;
+            ahead++;
+        }
+        close_copies();
+    }
+    int stage = 0, ahead_stage = STAGES - 1, started = step;
+    for (int unit = begin; unit < end; unit++) {
+        await_copies<STAGES - 2>();
+        __syncthreads();
+        if (ahead < end) {
+            load_unit(p, stages + ahead_stage * STAGE_BYTES, ahead_tile, ahead_step, first_row);
+            if (++ahead_step == steps) ahead_step = 0, ahead_tile++;
+            ahead++;
+        }
+        close_copies();
+        if (step * WK + along < blocks) multiply_unit(stages + stage * STAGE_BYTES, sums);
+        if (++stage == STAGES) stage = 0;
+        if (++ahead_stage == STAGES) ahead_stage = 0;
+        if (++step < steps && unit + 1 < end) continue;
+
+        // The end of a tile, or of this block's share of one.
+        const int here = tile++;
+        const bool whole = started == 0 && step == steps;
+        step = started = 0;
+        if (WK > 1) {
+            if (along > 0) {
+                float4 *place = exchange + (along - 1) * (SUMS_FLOATS / 4) + across * 32 + lane;
+#pragma unroll
+                for (int index = 0; index < 2 * PARTS; index++) {
+                    float (&s)[4] = sums[index / PARTS][index % PARTS];
+                    place[index * WM * 32] = float4{s[0], s[1], s[2], s[3]};
+                }
+            }
+            __syncthreads();
+            if (along == 0) {
+#pragma unroll
+                for (int other = 0; other < WK - 1; other++) {
+                    const float4 *place = exchange + other * (SUMS_FLOATS / 4) + across * 32 + lane;
+#pragma unroll
+                    for (int index = 0; index < 2 * PARTS; index++) {
+                        float (&s)[4] = sums[index / PARTS][index % PARTS];
+                        const float4 more = place[index * WM * 32];
+                        s[0] += more.x, s[1] += more.y, s[2] += more.z, s[3] += more.w;
+                    }
+                }
+            }
+        }
+        bool writes = along == 0;
+        if (!whole) {
+            if (along == 0) {
+                float4 *place = shares + (size_t)cut.share(blockIdx.x, here) * (SUMS_FLOATS / 4) + across * 32 + lane;
+#pragma unroll
+                for (int index = 0; index < 2 * PARTS; index++) {
+                    float (&s)[4] = sums[index / PARTS][index % PARTS];
+                    place[index * WM * 32] = float4{s[0], s[1], s[2], s[3]};
+                }
+            }
+            const int from = cut.first_block(here), to = cut.last_block(here);
+            const bool last = last_to_arrive(counters + blockIdx.y * tiles + here, to - from + 1, &flag);
+            writes = writes && last;
+            if (writes) {
+                // In order, so that results do not depend on who is last.
+#pragma unroll
+                for (int index = 0; index < 2 * PARTS; index++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) sums[index / PARTS][index % PARTS][i] = 0.f;
+#pragma unroll 2
+                for (int block = from; block <= to; block++) {
+                    const float4 *place = shares + (size_t)cut.share(block, here) * (SUMS_FLOATS / 4) + across * 32 + lane;
+#pragma unroll
+                    for (int index = 0; index < 2 * PARTS; index++) {
+                        float (&s)[4] = sums[index / PARTS][index % PARTS];
+                        const float4 more = sums_at(place + index * WM * 32);
+                        s[0] += more.x, s[1] += more.y, s[2] += more.z, s[3] += more.w;
+                    }
+                }
+            }
+        }
+        if (writes) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int slab = GATE >= 0 ? here * WM + across : (here * WM + across) * 2 + half;
+                if (slab >= outputs / 16 || (GATE >= 0 && half)) continue;
+                const int output = slab * 16 + 2 * g;
+#pragma unroll
+                for (int n = 0; n < PARTS; n++) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int row = first_row + n * 8 + 2 * t + i;
+                        if (row >= rows) continue;
+                        u16 *place = out + (size_t)row * out_stride + output;
+                        if (GATE >= 0) {
+                            float gates[2] = {sums[0][n][i], sums[0][n][i + 2]};
+                            float ups[2] = {sums[1][n][i], sums[1][n][i + 2]};
+                            put_gated(place, bias, output, outputs, gates, ups);
+                        } else {
+                            put(place, bias, output, sums[half][n][i], sums[half][n][i + 2], add);
+                        }
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int index = 0; index < 2 * PARTS; index++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[index / PARTS][index % PARTS][i] = 0.f;
+    }
+    await_copies<0>();
+}
