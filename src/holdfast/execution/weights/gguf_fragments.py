@@ -1,17 +1,18 @@
 """GGUF's K-quants in the order in which tensor cores take them: the same bytes, each tile of 16 rows x 256 columns in
 one piece, and in it what a lane reads side by side.
 
-    lane 4·g + c of a warp has rows g and g + 8 of a tile, and of every 32 columns 4·c .. 4·c + 3 and those + 16
+    lane 4·g + t of a warp has rows 2·g and 2·g + 1 of a tile, and of every 32 columns 4·t .. 4·t + 3 and those + 16
 
-    codes   [tiles, blocks, 2048]  4 x [lane][piece 2i, 2i + 1][row g, g + 8] words of eight codes: the low halves of
-                                   their bytes are columns 0, 2, 1, 3 of the lane's first four, the high ones of the others
+    codes   [tiles, blocks, 2048]  4 x [lane][piece 2·i, 2·i + 1][row] words of eight codes: the low halves of bytes are
+                                   columns 0, 2, 1, 3 of the lane's first four, the high ones of the others
     high    [tiles, blocks, 512 a bit]  words of bits above the fourth: see `_woven_high`
-    scales  [tiles, blocks, 256]   eight bytes a lane. Q4_K, Q5_K: six bits each for groups 2c, 2c + 1 of both rows in the
-                                   first word, of minimums in the second, and in the last bytes of both a float16: the
-                                   row's scale or minimum. Q6_K: scales of groups 4c .. 4c + 3 of both rows
-    units   [tiles, blocks, 32]    Q6_K: float16 scales of rows g, g + 8
+    scales  [tiles, blocks, 256]   eight bytes a lane. Q4_K, Q5_K: six bits each for groups 2·t, 2·t + 1 of both rows in
+                                   the first word, of minimums in the second; the last bytes of both are a float16: for t
+                                   of 0 .. 3 scale and minimum of the first row, of the second. Q6_K: scales of groups
+                                   4·t .. 4·t + 3 of both rows
+    units   [tiles, blocks, 32]    Q6_K: float16 scales of the rows
 
-Made in place, a few tiles at a time. Pure torch, on any device; knows no kernels.
+Made in place, a few tiles at a time, and put back for a reader of rows. Pure torch, on any device; knows no kernels.
 """
 
 from __future__ import annotations
@@ -81,52 +82,97 @@ def _pieces(tiles: int, blocks: int) -> list[tuple[int, int]]:
     return [(first, min(first + at_once, tiles)) for first in range(0, tiles, at_once)]
 
 
+# Dimensions by letter, to read the orders below: T tile, r row of a lane, g, B block, i pair of pieces, p piece of a pair,
+# t, s step of 16 columns, q pair of columns, w which of a pair, b bit, y byte.
+_ROWS = "TgrB"
+
+
+def _turn(part: torch.Tensor, have: str, want: str) -> torch.Tensor:
+    return part.permute(*(have.index(letter) for letter in want))
+
+
 def _weave(layout: str, planes: Planes, tiles: int) -> Fragments:
-    # tile, half, g, block, pair of pieces, second, c, byte
-    quants = planes.quants.reshape(tiles, 2, 8, -1, 4, 2, 4, 4)[..., [0, 2, 1, 3]]
-    codes = quants.permute(0, 3, 4, 2, 6, 5, 1, 7).reshape(tiles, -1, 2048)
+    quants = planes.quants.reshape(tiles, 8, 2, -1, 4, 2, 4, 4)[..., [0, 2, 1, 3]]
+    codes = _turn(quants, "TgrBipty", "TBigtpry").reshape(tiles, -1, 2048)
     high = None if planes.high is None else _woven_high(planes.high, tiles)
-    if planes.minimums is None:
-        small = planes.small.reshape(tiles, 2, 8, -1, 4, 4).permute(0, 3, 2, 4, 1, 5).reshape(tiles, -1, 256)
-        halves = planes.scales.reshape(tiles, 2, 8, -1).permute(0, 3, 2, 1).contiguous()
-        return Fragments(layout, codes, high, small, halves.view(torch.uint8).view(tiles, -1, 32))
-    return Fragments(layout, codes, high, _woven_scales(layout, planes, tiles), None)
+    if planes.minimums is not None:
+        return Fragments(layout, codes, high, _woven_scales(layout, planes, tiles), None)
+    scales = _turn(planes.small.reshape(tiles, 8, 2, -1, 4, 4), "TgrBty", "TBgtry").reshape(tiles, -1, 256)
+    units = _turn(planes.scales.reshape(tiles, 8, 2, -1), _ROWS, "TBgr").contiguous()
+    return Fragments(layout, codes, high, scales, units.view(torch.uint8).view(tiles, -1, 32))
 
 
 def _woven_high(words: torch.Tensor, tiles: int) -> torch.Tensor:
     """Bits [rows, pieces, bits] of 32 elements a word, to words of a lane in which the bits of a register's two codes
     are 16 apart: of Q6_K a word a piece, of Q5_K one for two pieces."""
     count = words.shape[-1]
-    bits = spread(words.reshape(-1, 1).view(torch.uint8), 1, 1)
-    # tile, half, g, block, pair of pieces, second, bit, step, c, pair of columns, which
-    bits = bits.view(tiles, 2, 8, -1, 4, 2, count, 2, 4, 2, 2)
-    if count == 2:
-        # .. [pair of pieces / 2] lane [pair of pieces % 2, second] word
-        order = bits.unflatten(4, (2, 2)).permute(0, 3, 4, 2, 9, 5, 6, 11, 1, 8, 10, 7)
-    else:
-        order = bits.permute(0, 3, 2, 8, 4, 10, 5, 1, 7, 9, 6)
-    return _bytes_of_bits(order.reshape(-1, 8)).view(tiles, -1, 512 * count)
+    bits = spread(words.reshape(-1, 1).view(torch.uint8), 1, 1).view(tiles, 8, 2, -1, 4, 2, count, 2, 4, 2, 2)
+    order = _turn(_halved(bits, count), *_HIGH[count]).reshape(-1, 8)
+    return (order << torch.arange(8, dtype=torch.uint8, device=order.device)).sum(-1, dtype=torch.uint8).view(
+        tiles, -1, 512 * count
+    )
 
 
-def _bytes_of_bits(bits: torch.Tensor) -> torch.Tensor:
-    return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
+_HIGH = {1: ("TgrBipbstqw", "TBgtiwprsqb"), 2: ("TgrBhipbstqw", "TBhgtipwrsqb")}
+"""By the number of bits. h: half of the block."""
+
+
+def _halved(bits: torch.Tensor, count: int) -> torch.Tensor:
+    return bits if count == 1 else bits.unflatten(4, (2, 2))
 
 
 def _woven_scales(layout: str, planes: Planes, tiles: int) -> torch.Tensor:
     small = KINDS[layout].small
     assert small is not None
     assert planes.minimums is not None
-    units, minimums = small(planes.small.flatten(0, 1))
-    assert minimums is not None
+    numbers = small(planes.small.flatten(0, 1))
+    shifts = torch.arange(0, 24, 6, dtype=torch.int32, device=planes.small.device)
     words = []
-    for numbers in (units, minimums):
-        # tile, half, g, block, c, second
-        placed = numbers.view(tiles, 2, 8, -1, 4, 2).permute(0, 3, 2, 4, 1, 5).reshape(tiles, -1, 8, 4, 4).int()
-        shifts = torch.arange(0, 24, 6, dtype=torch.int32, device=placed.device)
-        words.append((placed << shifts).sum(-1, dtype=torch.int32))
-    # tile, half, g, block, scale or minimum
-    halves = torch.cat((planes.scales, planes.minimums), -1).view(tiles, 2, 8, -1, 2).permute(0, 3, 2, 1, 4)
-    split = halves.reshape(tiles, -1, 8, 4, 1).view(torch.uint8)
+    for part in numbers:
+        assert part is not None
+        placed = _turn(part.view(tiles, 8, 2, -1, 4, 2), "TgrBtp", "TBgtrp").reshape(tiles, -1, 8, 4, 4)
+        words.append((placed.int() << shifts).sum(-1, dtype=torch.int32))
     lanes = torch.stack(words, -1).view(torch.uint8).view(tiles, -1, 8, 4, 2, 4)
-    lanes[..., 3] = split
+    halves = torch.cat((planes.scales, planes.minimums), -1).view(tiles, 8, 2, -1, 2)
+    lanes[..., 3] = _turn(halves, "TgrBm", "TBgrm").reshape(tiles, -1, 8, 4, 1).view(torch.uint8)
     return lanes.view(tiles, -1, 256)
+
+
+def unwoven(fragments: Fragments) -> Planes:
+    """The reverse of `woven`, in memory of its own; of some tiles where `fragments` has some."""
+    codes, high, scales, units = fragments[1:]
+    tiles, rows = len(codes), len(codes) * TILE_ROWS
+    quants = _turn(codes.view(tiles, -1, 4, 8, 4, 2, 2, 4)[..., [0, 2, 1, 3]], "TBigtpry", "TgrBipty")
+    words = None if high is None else _rows_of_high(high)
+    flat = quants.reshape(rows, -1, 16)
+    if units is None:
+        return _with_scales(flat, words, scales)
+    small = _turn(scales.view(tiles, -1, 8, 4, 2, 4), "TBgtry", "TgrBty").reshape(rows, -1, 16)
+    halves = _turn(units.contiguous().view(torch.float16).view(tiles, -1, 8, 2), "TBgr", _ROWS)
+    return Planes(flat, words, halves.reshape(rows, -1, 1), None, small)
+
+
+def _rows_of_high(high: torch.Tensor) -> torch.Tensor:
+    tiles, blocks, size = high.shape
+    count = size // 512
+    bits = spread(high.reshape(-1, 1), 1, 1)
+    have, want = _HIGH[count]
+    shape = {"T": tiles, "B": blocks, "g": 8, "t": 4, "i": 4 if count == 1 else 2, "b": count}
+    order = _turn(bits.view(*(shape.get(letter, 2) for letter in want)), want, have).reshape(-1, 8)
+    packed = (order << torch.arange(8, dtype=torch.uint8, device=order.device)).sum(-1, dtype=torch.uint8)
+    return packed.view(torch.int32).view(tiles * TILE_ROWS, -1, count)
+
+
+def _with_scales(quants: torch.Tensor, words: torch.Tensor | None, scales: torch.Tensor) -> Planes:
+    tiles, rows = len(scales), len(quants)
+    lanes = scales.reshape(tiles, -1, 8, 4, 2, 4)
+    halves = lanes[..., 3].contiguous().view(torch.float16).view(tiles, -1, 8, 2, 2)
+    units, minimums = _turn(halves, "TBgrm", "TgrBm").reshape(rows, -1, 2).split(1, -1)
+    shifts = torch.arange(0, 24, 6, dtype=torch.int32, device=scales.device)
+    numbers = (lanes.contiguous().view(torch.int32) >> shifts) & 63
+    placed = _turn(numbers.view(tiles, -1, 8, 4, 2, 2, 2), "TBgtmrp", "TgrBmtp").reshape(rows, -1, 2, 8)
+    first, last = placed[..., :4], placed[..., 4:]
+    six = first | last >> 4 << 6
+    rest = last[..., 0, :] & 15 | (last[..., 1, :] & 15) << 4
+    small = torch.cat((six.flatten(-2), rest), -1).to(torch.uint8)
+    return Planes(quants, words, units.contiguous(), minimums.contiguous(), small)
