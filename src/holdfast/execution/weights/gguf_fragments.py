@@ -108,8 +108,10 @@ def _woven_high(words: torch.Tensor, tiles: int) -> torch.Tensor:
     count = words.shape[-1]
     bits = spread(words.reshape(-1, 1).view(torch.uint8), 1, 1).view(tiles, 8, 2, -1, 4, 2, count, 2, 4, 2, 2)
     order = _turn(_halved(bits, count), *_HIGH[count]).reshape(-1, 8)
-    return (order << torch.arange(8, dtype=torch.uint8, device=order.device)).sum(-1, dtype=torch.uint8).view(
-        tiles, -1, 512 * count
+    return (
+        (order << torch.arange(8, dtype=torch.uint8, device=order.device))
+        .sum(-1, dtype=torch.uint8)
+        .view(tiles, -1, 512 * count)
     )
 
 

@@ -19,7 +19,6 @@ from holdfast.execution.weights.gguf_fragments import TILE_COLUMNS, TILE_ROWS, F
 
 _FOLDER = Path(__file__).parent
 BITS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
-NO_GATE = -1
 EXPANDED_BLOCKS = 8
 """Of 256 columns, a warp each."""
 
@@ -36,6 +35,8 @@ class KquantCut:
     stages: int
     blocks: int
     """On a processor at once."""
+    one: bool = False
+    """A single row, which may be normed on the way."""
 
     @property
     def rows(self) -> int:
@@ -46,13 +47,17 @@ class KquantCut:
         """Matrix rows of a block."""
         return TILE_ROWS * self.warps * self.tiles
 
-    def shared_bytes(self, bits: int) -> int:
+    def shared_bytes(self, bits: int, columns: int) -> int:
         tile = 2048 + (bits - 4) * 512 + 256 + (128 if bits == 6 else 0)
-        sums = 16 * 64 if bits == 6 else 8 * 64 + 256
-        return self.stages * (self.rows * 544 + self.warps * self.tiles * tile) + self.parts * sums
+        codes = self.stages * self.warps * self.tiles * tile
+        if self.one:
+            return codes + columns // TILE_COLUMNS * (512 + (16 * 16 if bits == 6 else 8 * 16 + 32))
+        return codes + self.stages * self.rows * 544 + self.parts * (16 * 64 if bits == 6 else 8 * 64 + 256)
 
 
 def product_cut(bits: int, rows: int, *, gated: bool) -> KquantCut:
+    if rows == 1:
+        return KquantCut(1, 2, 4, 3, 3, True) if gated else KquantCut(1, 1, 8, 4 if bits == 4 else 3, 2, True)
     if rows <= 8:
         return KquantCut(1, 2, 4, 3, 3) if gated else KquantCut(1, 1, 8, 4 if bits == 4 else 3, 2)
     if rows <= 16:
@@ -64,17 +69,19 @@ def text(name: str) -> str:
     return "\n".join((_FOLDER / file).read_text() for file in ("common.cuh", f"{name}.cu"))
 
 
-def defines(bits: int, dtype: torch.dtype, cut: KquantCut, gate: int) -> Macros:
+def defines(bits: int, dtype: torch.dtype, cut: KquantCut, gated: bool) -> Macros:
     return (
         ("BITS", bits), ("HALF", int(dtype == torch.float16)), ("PARTS", cut.parts), ("M", cut.tiles),
-        ("WARPS", cut.warps), ("STAGES", cut.stages), ("BLOCKS", cut.blocks), ("GATE", gate),
+        ("WARPS", cut.warps), ("STAGES", cut.stages), ("BLOCKS", cut.blocks), ("GATED", int(gated)), ("ONE", int(cut.one)),
     )  # fmt: skip
 
 
 @cache
-def _product(bits: int, dtype: torch.dtype, cut: KquantCut, gate: int) -> Kernel:
-    module = Module(text("kquant_product"), dict(defines(bits, dtype, cut, gate)))
-    return module.kernel("kquant_product", threads=32 * cut.warps, shared_bytes=cut.shared_bytes(bits))
+def _product(bits: int, dtype: torch.dtype, cut: KquantCut, gated: bool, columns: int) -> Kernel:
+    """`columns`: of a single row, which takes shared memory by them; else 0. A module each: how much a kernel may take is
+    kept with its module."""
+    module = Module(text("kquant_product"), dict(defines(bits, dtype, cut, gated)))
+    return module.kernel("kquant_product", threads=32 * cut.warps, shared_bytes=cut.shared_bytes(bits, columns))
 
 
 @cache
@@ -88,7 +95,7 @@ def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def compile_products(wanted: Iterable[tuple[int, torch.dtype, KquantCut, int]]) -> None:
+def compile_products(wanted: Iterable[tuple[int, torch.dtype, KquantCut, bool]]) -> None:
     """Side by side: what is then loaded lies in the cache."""
     capability = torch.cuda.get_device_capability()
     source = text("kquant_product")
@@ -103,6 +110,7 @@ class KquantMatrix:
         self._fragments, self._bits = fragments, BITS[fragments.layout]
         self._outputs = len(fragments.codes) * TILE_ROWS
         self._blocks = fragments.codes.shape[1]
+        self._columns = self._blocks * TILE_COLUMNS
         self._planes = fragments[1:]
 
     def product(
@@ -113,15 +121,18 @@ class KquantMatrix:
         *,
         bias: torch.Tensor | None = None,
         accumulate: bool = False,
-        gate: int = NO_GATE,
+        activation: int | None = None,
+        norm: torch.Tensor | None = None,
+        epsilon: float = 0.0,
         cut: KquantCut | None = None,
     ) -> None:
-        """out [rows, outputs] = (or +=) x [rows, columns] · matrixᵀ + bias; with `gate` its activation of the first half
-        times the second. `cut` replaces the table's."""
+        """out [rows, outputs] = (or +=) x [rows, columns] · matrixᵀ + bias; with `activation` that of the first half
+        times the second. `norm`: of a single row. `cut` replaces the table's."""
         rows = len(x)
         if not rows:
             return
-        cut = cut or product_cut(self._bits, rows, gated=gate != NO_GATE)
+        gated = activation is not None
+        cut = cut or product_cut(self._bits, rows, gated=gated)
         groups, row_blocks = -(-self._outputs // cut.tile), -(-rows // cut.rows)
         shares = len(workspace.sums) // (2 * row_blocks * cut.tile * cut.rows)
         if not shares or row_blocks * groups > len(workspace.counters):
@@ -134,10 +145,10 @@ class KquantMatrix:
             raise EngineError("inputs of a product do not begin at whole lines", found=f"stride {x.stride(0)}")
         most = max(1, min(_processors(x.device.index or 0) * cut.blocks // row_blocks, shares))
         units = -(-groups * self._blocks // most)
-        _product(self._bits, x.dtype, cut, gate)(
-            (-(-groups * self._blocks // units), row_blocks, 1), x, *self._planes, out, bias, workspace.sums,
-            workspace.counters, rows, self._outputs // (1 if gate == NO_GATE else 2), self._blocks * TILE_COLUMNS,
-            x.stride(0), out.stride(0), units, int(accumulate),
+        _product(self._bits, x.dtype, cut, gated, self._columns if cut.one else 0)(
+            (-(-groups * self._blocks // units), row_blocks, 1), x, *self._planes, out, bias, norm, workspace.sums,
+            workspace.counters, rows, self._outputs // (2 if gated else 1), self._columns, x.stride(0), out.stride(0),
+            units, int(accumulate), activation or 0, float(epsilon),
         )  # fmt: skip
 
     def expand(self, first: int, last: int, out: torch.Tensor) -> None:

@@ -12,15 +12,17 @@
 // float32; nothing of the matrix is rounded. Minimums are whole numbers times those sums of inputs, by one more product
 // with both halves of them (16 bits).
 //
-// Macros: BITS 4, 5, 6 of Q4_K, Q5_K, Q6_K; PARTS, M, WARPS, STAGES, BLOCKS (on a processor), HALF, GATE (an activation, or
-// -1: none).
+// ONE: a single row of x lies whole in shared memory, normed on the way where there is a norm; all eight columns of a product
+// are that row, and warps need not wait for each other.
+//
+// Macros: BITS 4, 5, 6 of Q4_K, Q5_K, Q6_K; PARTS, M, WARPS, STAGES, BLOCKS (on a processor), HALF, GATED, ONE.
 
 #define THREADS (WARPS * 32)
 #define TILE (WARPS * M * 16)
 #define ROWS (PARTS * 8)
 
 // Of one row of x; four rows are then in different banks.
-#define X_LINE (512 + 32)
+#define X_LINE (ONE ? 0 : 512 + 32)
 #define X_BYTES (ROWS * X_LINE)
 #define HIGH_BYTES ((BITS - 4) * 512)
 #define HIGH_AT 2048
@@ -30,8 +32,9 @@
 #define STAGE_BYTES (X_BYTES + WARPS * M * TILE_BYTES)
 // Groups of a unit: sums of inputs that theirs begin with, as lanes t want them, then both halves of those for minimums.
 #define GROUPS (BITS == 6 ? 16 : 8)
-#define STARTS_BYTES (GROUPS * PARTS * 64)
-#define INPUT_SUMS_BYTES (BITS == 6 ? 0 : PARTS * 256)
+#define START_BYTES (ONE ? 16 : PARTS * 64)
+#define LOWER_AT (ONE ? 16 : 128)
+#define SUMS_BYTES (BITS == 6 ? 0 : ONE ? 32 : PARTS * 256)
 #define SUMS_FLOATS (TILE * ROWS)
 
 #if HALF
@@ -103,7 +106,7 @@ struct Matrix {
 
     // Of a gate and of what it gates, where gated.
     __device__ int tile(int group, int warp, int m) const {
-        int found = GATE >= 0 ? group * WARPS + warp + m * gate_tiles : (group * WARPS + warp) * M + m;
+        int found = GATED ? group * WARPS + warp + m * gate_tiles : (group * WARPS + warp) * M + m;
         return found < tiles ? found : tiles - 1;
     }
 };
@@ -126,42 +129,77 @@ __device__ __forceinline__ void load_unit(
     }
     // A warp copies whole rows of x.
 #pragma unroll
-    for (int row = warp; row < ROWS; row += WARPS) {
+    for (int row = warp; row < ROWS * !ONE; row += WARPS) {
         const bool live = row < rows;
         copy16(stage + row * X_LINE + lane * 16, x + (live ? (u64)row * x_stride : 0) + block * 256 + lane * 8, live);
     }
 }
 
-// Sums of the inputs of each group, for all warps.
-__device__ __forceinline__ void sum_inputs(u32 stage, u32 starts, u32 input_sums, const u32 (&taken_off)[4]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+// Sums of the inputs of a piece of 32 columns, for all warps.
+__device__ __forceinline__ void sum_inputs(u32 x, int piece, u32 starts, u32 input_sums, const u32 (&taken_off)[4]) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
-    for (int piece = warp; piece < 8; piece += WARPS) {
-#pragma unroll
-        for (int n = 0; n < PARTS; n++) {
-            const u32 place = stage + (n * 8 + g) * X_LINE + piece * 64 + t * 8;
-            float4 sums = mma_from(float4{0.f, 0.f, 0.f, 0.f}, taken_off, shared8(place));
-            if (BITS == 6) {
-                float4 after = mma_from(float4{0.f, 0.f, 0.f, 0.f}, taken_off, shared8(place + 32));
-                if (g == 0) {
-                    put_shared(starts + (2 * piece * PARTS + n) * 64 + t * 16, sums);
-                    put_shared(starts + ((2 * piece + 1) * PARTS + n) * 64 + t * 16, after);
-                }
-            } else {
-                sums = mma_from(sums, taken_off, shared8(place + 32));
-                if (g == 0) {
-                    put_shared(starts + (piece * PARTS + n) * 64 + t * 16, sums);
-                    const u32 to = input_sums + n * 256 + t * 32 + piece * 2;
-                    const float first = sums.x * SHRUNK, second = sums.y * SHRUNK;
-                    const u32 upper = pair_of(first, second);
-                    const u32 lower = pair_of(first - low_of(upper), second - high_of(upper));
-                    put_shared(to, (u16)upper), put_shared(to + 16, (u16)(upper >> 16));
-                    put_shared(to + 128, (u16)lower), put_shared(to + 144, (u16)(lower >> 16));
-                }
-            }
+    for (int n = 0; n < PARTS; n++) {
+        const u32 place = x + (n * 8 + g) * X_LINE + piece * 64 + t * 8;
+        const u32 to = starts + (BITS == 6 ? 2 * piece : piece) * START_BYTES + (ONE ? 0 : n * 64 + t * 16);
+        float4 sums = mma_from(float4{0.f, 0.f, 0.f, 0.f}, taken_off, shared8(place)), after = sums;
+        if (BITS == 6) after = mma_from(float4{0.f, 0.f, 0.f, 0.f}, taken_off, shared8(place + 32));
+        else sums = mma_from(sums, taken_off, shared8(place + 32));
+        if (ONE ? lane : g) continue;
+        put_shared(to, sums);
+        if (BITS == 6) put_shared(to + START_BYTES, after);
+        if (BITS < 6) {
+            // Both halves of each sum, the upper ones [row][piece] and then the lower ones.
+            const float first = sums.x * SHRUNK, second = sums.y * SHRUNK;
+            const u32 upper = pair_of(first, second), lower = pair_of(first - low_of(upper), second - high_of(upper));
+            const u32 halves = input_sums + (ONE ? 0 : n * 256 + t * 32) + piece * 2;
+            put_shared(halves, (u16)upper), put_shared(halves + LOWER_AT, (u16)lower);
+            if (!ONE) put_shared(halves + 16, (u16)(upper >> 16)), put_shared(halves + LOWER_AT + 16, (u16)(lower >> 16));
         }
     }
 }
+
+#if ONE
+// The row of x, times what its norm says, to shared memory: 256 columns of each of `count` units from `first` on.
+__device__ __forceinline__ void take_row(
+    u32 row, const u16 *x, const u16 *norm, float epsilon, int columns, int first, int count, int steps
+) {
+    __shared__ float parts[WARPS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    float scale = 1.f;
+    if (norm) {
+        float squares = 0.f;
+        for (int column = threadIdx.x * 8; column < columns; column += THREADS * 8) {
+            const uint4 found = *(const uint4 *)(x + column);
+            const u32 pairs[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) squares += low_of(pairs[i]) * low_of(pairs[i]) + high_of(pairs[i]) * high_of(pairs[i]);
+        }
+#pragma unroll
+        for (int apart = 16; apart; apart /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, apart);
+        if (lane == 0) parts[warp] = squares;
+        __syncthreads();
+        squares = 0.f;
+#pragma unroll
+        for (int other = 0; other < WARPS; other++) squares += parts[other];
+        scale = rsqrtf(squares / columns + epsilon);
+    }
+    for (int index = warp; index < count; index += WARPS) {
+        const int block = (first + index) % steps, column = block * 256 + lane * 8;
+        uint4 found = *(const uint4 *)(x + column);
+        if (norm) {
+            const uint4 weight = *(const uint4 *)(norm + column);
+            found.x = pair_of(low_of(found.x) * scale * low_of(weight.x), high_of(found.x) * scale * high_of(weight.x));
+            found.y = pair_of(low_of(found.y) * scale * low_of(weight.y), high_of(found.y) * scale * high_of(weight.y));
+            found.z = pair_of(low_of(found.z) * scale * low_of(weight.z), high_of(found.z) * scale * high_of(weight.z));
+            found.w = pair_of(low_of(found.w) * scale * low_of(weight.w), high_of(found.w) * scale * high_of(weight.w));
+        }
+        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
+            :: "r"(row + column * 2), "r"(found.x), "r"(found.y), "r"(found.z), "r"(found.w) : "memory");
+    }
+    __syncthreads();
+}
+#endif
 
 // (word & mask) | onto
 __device__ __forceinline__ u32 pick(u32 word, u32 mask, u32 onto) {
@@ -235,8 +273,8 @@ __device__ __forceinline__ Scales read_scales(u32 tile, u32 input_sums, float4 (
         left[1] = left[3] = less(pick(words.y >> 2, 0x003f0000u, pick(words.y >> 12, 63u, RAISED)), MINUS_RAISED);
 #pragma unroll
         for (int n = 0; n < PARTS; n++) {
-            const u32 place = input_sums + n * 256 + lane * 4;
-            const uint2 right = {shared4(place), shared4(place + 128)};
+            const u32 place = input_sums + n * 256 + (ONE ? lane & 3 : lane) * 4;
+            const uint2 right = {shared4(place), shared4(place + LOWER_AT)};
             add_scaled(sums[n], first, second, mma_from(float4{0.f, 0.f, 0.f, 0.f}, left, right));
         }
     }
@@ -281,13 +319,13 @@ template <int PAIR> __device__ __forceinline__ void multiply_pieces(
             if (BITS == 6) {
 #pragma unroll
                 for (int step = 0; step < 2; step++) {
-                    const float4 start = shared_floats(starts + ((4 * PAIR + 2 * second + step) * PARTS + n) * 64);
+                    const float4 start = shared_floats(starts + (4 * PAIR + 2 * second + step) * START_BYTES + n * 64);
 #pragma unroll
                     for (int m = 0; m < M; m++)
                         add_scaled(sums[m][n], scale[m][0][step], scale[m][1][step], mma_from(start, left[m][step], right[step]));
                 }
             } else {
-                const float4 start = shared_floats(starts + ((2 * PAIR + second) * PARTS + n) * 64);
+                const float4 start = shared_floats(starts + (2 * PAIR + second) * START_BYTES + n * 64);
 #pragma unroll
                 for (int m = 0; m < M; m++) {
                     const float4 part = mma_from(mma_from(start, left[m][0], right[0]), left[m][1], right[1]);
@@ -312,26 +350,28 @@ __device__ __forceinline__ void put(u16 *out, const u16 *bias, int output, float
 }
 
 // Rounded where the separate product and gate would round.
-__device__ __forceinline__ float gated(float gate, float up) {
-    return rounded(activated(rounded(gate), GATE)) * rounded(up);
+__device__ __forceinline__ float gated(float gate, float up, int activation) {
+    return rounded(activated(rounded(gate), activation)) * rounded(up);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) kquant_product(
     const u16 *x, const u8 *codes, const u8 *high, const u8 *scales, const u8 *units, u16 *out, const u16 *bias,
-    float *workspace, int *counters, int rows, int outputs, int columns, int x_stride, int out_stride, int units_of_block,
-    int add
+    const u16 *norm, float *workspace, int *counters, int rows, int outputs, int columns, int x_stride, int out_stride,
+    int units_of_block, int add, int activation, float epsilon
 ) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ int flag;
     // `outputs` are those that are written; where gated the matrix has twice as many rows.
-    const int gate_tiles = GATE >= 0 ? outputs / 16 : 0, steps = columns / 256;
+    const int gate_tiles = GATED ? outputs / 16 : 0, steps = columns / 256;
     const Matrix matrix{codes, high, scales, units, outputs / 16 + gate_tiles, gate_tiles, steps};
     const int groups = (matrix.tiles + WARPS * M - 1) / (WARPS * M);
     const Cut cut{steps, units_of_block};
     const int begin = blockIdx.x * units_of_block, end = min(begin + units_of_block, groups * steps);
     const int first_row = blockIdx.y * ROWS, rows_here = rows - first_row;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    const u32 stages = shared_address(memory), starts = stages + STAGES * STAGE_BYTES, input_sums = starts + STARTS_BYTES;
+    const u32 stages = shared_address(memory), starts = stages + STAGES * STAGE_BYTES;
+    const u32 input_sums = starts + (ONE ? steps : 1) * GROUPS * START_BYTES;
+    const u32 row = input_sums + (ONE ? steps : 1) * SUMS_BYTES;
     float4 *const shares = (float4 *)workspace + (u64)blockIdx.y * 2 * gridDim.x * (SUMS_FLOATS / 4) + threadIdx.x;
     x += (u64)first_row * x_stride;
     u32 taken_off[4];
@@ -351,21 +391,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) kquant_product(
 #pragma unroll 1
     for (int slot = 0; slot < STAGES - 1; slot++) load_ahead(slot);
     int slot = 0, started = step;
+#if ONE
+    const int wanted = min(steps, end - begin);
+    take_row(row, x, norm, epsilon, columns, step, wanted, steps);
+    for (int index = warp; index < wanted * 8; index += WARPS) {
+        const int block = (step + index / 8) % steps;
+        sum_inputs(row + block * 512, index % 8, starts + block * GROUPS * START_BYTES, input_sums + block * SUMS_BYTES, taken_off);
+    }
+    __syncthreads();
+#endif
 #pragma unroll 1
     for (int unit = begin; unit < end; unit++) {
         await_copies<STAGES - 2>();
-        __syncthreads();
         const u32 stage = stages + slot * STAGE_BYTES;
-        sum_inputs(stage, starts, input_sums, taken_off);
-        // Into the slot that all have read.
+        if (!ONE) {
+            __syncthreads();
+#pragma unroll
+            for (int piece = warp; piece < 8; piece += WARPS) sum_inputs(stage, piece, starts, input_sums, taken_off);
+        }
+        // Into the slot that was read last: by all, or of one row by this lane, which alone reads what it copied.
         load_ahead(slot ? slot - 1 : STAGES - 1);
         slot = slot == STAGES - 1 ? 0 : slot + 1;
-        __syncthreads();
+        if (!ONE) __syncthreads();
         const u32 mine = stage + X_BYTES + warp * M * TILE_BYTES;
-        const u32 inputs = stage + g * X_LINE + t * 8, beginnings = starts + t * 16;
+        const u32 inputs = ONE ? row + step * 512 + t * 8 : stage + g * X_LINE + t * 8;
+        const u32 beginnings = ONE ? starts + step * GROUPS * START_BYTES : starts + t * 16;
+        const u32 halves = input_sums + (ONE ? step : 0) * SUMS_BYTES;
         Scales found[M];
 #pragma unroll
-        for (int m = 0; m < M; m++) found[m] = read_scales(mine + m * TILE_BYTES, input_sums, sums[m]);
+        for (int m = 0; m < M; m++) found[m] = read_scales(mine + m * TILE_BYTES, halves, sums[m]);
         multiply_pieces<0>(sums, found, mine, inputs, beginnings);
         multiply_pieces<1>(sums, found, mine, inputs, beginnings);
         multiply_pieces<2>(sums, found, mine, inputs, beginnings);
@@ -408,24 +462,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) kquant_product(
         if (writes) {
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                const int tile = GATE >= 0 ? here * WARPS + warp : (here * WARPS + warp) * M + m;
-                if (tile >= outputs / 16 || (GATE >= 0 && m)) continue;
+                const int tile = GATED ? here * WARPS + warp : (here * WARPS + warp) * M + m;
+                if (tile >= outputs / 16 || (GATED && m)) continue;
                 const int output = tile * 16 + 2 * g;
 #pragma unroll
                 for (int n = 0; n < PARTS; n++) {
                     const int row = n * 8 + 2 * t;
                     u16 *place = out + (u64)(first_row + row) * out_stride + output;
                     float4 s = sums[m][n];
-                    if (GATE >= 0) {
+                    if (GATED) {
                         float4 up = sums[M - 1][n];
                         if (bias) {
                             const u32 gates = *(const u32 *)(bias + output), ups = *(const u32 *)(bias + outputs + output);
                             s.x += low_of(gates), s.y += low_of(gates), s.z += high_of(gates), s.w += high_of(gates);
                             up.x += low_of(ups), up.y += low_of(ups), up.z += high_of(ups), up.w += high_of(ups);
                         }
-                        s = float4{gated(s.x, up.x), gated(s.y, up.y), gated(s.z, up.z), gated(s.w, up.w)};
+                        s.x = gated(s.x, up.x, activation), s.y = gated(s.y, up.y, activation);
+                        s.z = gated(s.z, up.z, activation), s.w = gated(s.w, up.w, activation);
                     }
-                    const u16 *added = GATE >= 0 ? nullptr : bias;
+                    const u16 *added = GATED ? nullptr : bias;
                     if (row < rows_here) put(place, added, output, s.x, s.z, add);
                     if (row + 1 < rows_here) put(place + out_stride, added, output, s.y, s.w, add);
                 }
