@@ -26,6 +26,7 @@ from holdfast.footprint.cpu import sums_apart
 from holdfast.footprint.experts import mlp_width
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,7 @@ class GpuDecoder:
         self.attention = GpuAttention(spec, layout, limits, slots, device, spare)
         scratch = Scratch(weights.dtype, device, tokens)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
+        self._scratch = scratch
         self._final_norm = weights.final_norm
         self.classifier = weights.classifier
 
@@ -149,6 +151,10 @@ class GpuDecoder:
             self._add_attended(layer, attended, stream)
             self._feed(layer, stream)
         return stream
+
+    @property
+    def product_decisions(self) -> list[Decision]:
+        return self._scratch.quantized.decisions
 
     def frequencies(self) -> list[torch.Tensor]:
         """Radians that a position turns each pair of dimensions by, of every layer."""

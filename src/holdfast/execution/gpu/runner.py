@@ -188,7 +188,7 @@ class GpuRunner:
 
     @property
     def decisions(self) -> list[Decision]:
-        return [self.decoder.attention.decision]
+        return [self.decoder.attention.decision, *self.decoder.product_decisions]
 
     @property
     def kv(self) -> KVRange:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, EngineError
 from holdfast.execution.memory import exact_tensor
 from holdfast.execution.native import ScaledBlockMatrix
 from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
@@ -34,6 +34,8 @@ class ScaledMatrix:
                 found=str(columns),
             )
         self.layout, self.rows, self.columns = layout, rows, columns
+        self.in_fragments = False
+        """Rearranged for tensor cores (gpu/cuda/fragments.py): read by kernels of their own, and not here any more."""
         made = {
             plane.name: exact_tensor(plane.shape, getattr(torch, plane.dtype), device)
             for plane in layout.planes(rows, columns)
@@ -80,6 +82,8 @@ class ScaledMatrix:
         self._dequantize(_chosen(self.codes, rows), rows, out)
 
     def _dequantize(self, codes: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        if self.in_fragments:
+            raise EngineError("a matrix rearranged for tensor cores is expanded by the kernels that multiply with it")
         # The arithmetic is float32; a narrower target is rounded once, at the end.
         layout, at = self.layout, rows // self.layout.group_rows
         scales = self.scales.index_select(0, at)

@@ -8,7 +8,7 @@ for byte as large.
     nibble     4e + 2p + r: column 2p + e of these, row r
     scales     [slab][group][16]; zeros alike
 
-Columns of a word are neighbours, and so are those of two: what multiplies them is one load of 16 bytes. Knows no kernel.
+Columns of a word are neighbours, and so are those of two: their inputs are one load of 16 bytes. Knows no kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
-from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
+from holdfast.footprint.scaled_layouts import ScaledLayout
 
 SLAB_ROWS = 16
 BLOCK_COLUMNS = 128
@@ -27,7 +27,7 @@ REARRANGED_BYTES = 8 << 20
 """Of codes at a time; about four times as much is held beside the matrix meanwhile."""
 
 
-def fits(layout: ScaledLayout, rows: int, columns: int) -> str | None:
+def against_fragments(layout: ScaledLayout, rows: int, columns: int) -> str | None:
     """Why a matrix cannot lie in this order, None if it can."""
     group = layout.group or columns
     if layout.codes != "int4" or layout.group_rows != 1 or layout.scales == "uint8":
@@ -43,13 +43,10 @@ def rearrange(matrix: ScaledMatrix) -> None:
     """In place. The matrix's own methods do not read it any more."""
     for codes in _slices(matrix):
         codes.copy_(fragments_of(codes))
-    _slabs(matrix, _by_slabs)
-
-
-def restore(matrix: ScaledMatrix) -> None:
-    for codes in _slices(matrix):
-        codes.copy_(codes_of(codes))
-    _slabs(matrix, _by_rows)
+    for plane in (matrix.scales, matrix.zeros):
+        if plane is not None:
+            plane.copy_(slabs_of(plane))
+    matrix.in_fragments = True
 
 
 def fragments_of(codes: torch.Tensor) -> torch.Tensor:
@@ -75,20 +72,7 @@ def _slices(matrix: ScaledMatrix) -> list[torch.Tensor]:
     return [matrix.codes[first : first + rows] for first in range(0, matrix.rows, rows)]
 
 
-def _slabs(matrix: ScaledMatrix, order: object) -> None:
-    for plane in (matrix.scales, matrix.zeros):
-        if plane is not None:
-            plane.copy_(order(plane))  # type: ignore[operator]
-
-
-def _by_slabs(plane: torch.Tensor) -> torch.Tensor:
+def slabs_of(plane: torch.Tensor) -> torch.Tensor:
+    """Scales or zeros [rows, groups], the sixteen of a slab side by side."""
     rows, groups = plane.shape
     return plane.view(rows // SLAB_ROWS, SLAB_ROWS, groups).transpose(1, 2).reshape(rows, groups)
-
-
-def _by_rows(plane: torch.Tensor) -> torch.Tensor:
-    rows, groups = plane.shape
-    return plane.view(rows // SLAB_ROWS, groups, SLAB_ROWS).transpose(1, 2).reshape(rows, groups)
-
-
-__all__ = ["PIECE", "codes_of", "fits", "fragments_of", "rearrange", "restore"]

@@ -1,4 +1,4 @@
-"""Products with matrices of four-bit codes in the order of fragments.py, by the CUDA kernels beside this file; and their
+"""Products with matrices of four-bit codes in the order of fragments.py, by the CUDA kernels beside this file; their
 rows as numbers. Chooses how a product is cut by its shape. Safe in a CUDA graph once a kernel was compiled."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda.compiler import cubin
-from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS
+from holdfast.execution.gpu.cuda.compiler import available, cubin
+from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS, against_fragments
 from holdfast.execution.gpu.cuda.module import Kernel, Module
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
@@ -54,27 +54,27 @@ class ProductCut:
         return self.stages * stage + (self.along - 1) * self.tile * self.rows * 4
 
 
-def _layout_macros(layout: ScaledLayout, columns: int, dtype: torch.dtype) -> dict[str, int]:
+def layout_macros(layout: ScaledLayout, columns: int, dtype: torch.dtype) -> Macros:
     group = layout.group or columns
-    return {
-        "GROUPS": max(BLOCK_COLUMNS // group, 1),
-        "SCALE_BYTES": 4 if layout.scales == "float32" else 2,
-        "SCALE_HALF": int(layout.scales == "float16"),
-        "ZEROS": int(layout.zeros),
-        "HALF": int(dtype == torch.float16),
-    }
+    return (
+        ("GROUPS", max(BLOCK_COLUMNS // group, 1)),
+        ("SCALE_BYTES", 4 if layout.scales == "float32" else 2),
+        ("SCALE_HALF", int(layout.scales == "float16")),
+        ("ZEROS", int(layout.zeros)),
+        ("HALF", int(dtype == torch.float16)),
+    )
 
 
 @cache
 def _module(name: str, macros: Macros) -> Module:
-    return Module(_text(name), dict(macros))
+    return Module(text(name), dict(macros))
 
 
-def _text(name: str) -> str:
-    return "\n".join((_FOLDER / file).read_text() for file in ("common.cuh", f"{name}.cu"))
+def text(name: str) -> str:
+    return "\n".join((_FOLDER / file).readtext() for file in ("common.cuh", f"{name}.cu"))
 
 
-def _defines(cut: ProductCut, macros: Macros, gate: int) -> Macros:
+def defines(cut: ProductCut, macros: Macros, gate: int) -> Macros:
     about = ("ROWS", cut.rows), ("WM", cut.across), ("WK", cut.along), ("STAGES", cut.stages), ("BLOCKS", cut.blocks)
     return *macros, *about, ("GATE", gate)
 
@@ -83,7 +83,7 @@ def _defines(cut: ProductCut, macros: Macros, gate: int) -> Macros:
 def _product(cut: ProductCut, macros: Macros, gate: int) -> Kernel:
     known = dict(macros)
     shared = cut.shared_bytes(known["GROUPS"], known["SCALE_BYTES"], bool(known["ZEROS"]))
-    module = _module("int4_product", _defines(cut, macros, gate))
+    module = _module("int4_product", defines(cut, macros, gate))
     return module.kernel("int4_product", threads=cut.threads, shared_bytes=shared)
 
 
@@ -102,13 +102,24 @@ def product_cut(rows: int) -> ProductCut:
     return ProductCut(64, 8, 1, 4, 1)
 
 
+def against_int4(layout: ScaledLayout, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot multiply with a matrix of int4 codes; None: nothing is against it."""
+    if device.type != "cuda":
+        return "the kernels in CUDA need a GPU"
+    if dtype.itemsize != 2:
+        return f"the kernels in CUDA multiply numbers of 2 bytes; these have {dtype.itemsize}"
+    if not available():
+        return "the kernels in CUDA are compiled by libnvrtc, which torch's CUDA build brings; none was found"
+    return against_fragments(layout, rows, columns)
+
+
 class FragmentMatrix:
     """A matrix that was rearranged (fragments.py), and what multiplies with it."""
 
     def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype) -> None:
         self._matrix = matrix
         self._group = matrix.layout.group or matrix.columns
-        self._macros = tuple(sorted(_layout_macros(matrix.layout, matrix.columns, dtype).items()))
+        self._macros = layout_macros(matrix.layout, matrix.columns, dtype)
 
     def product(
         self,
@@ -121,8 +132,8 @@ class FragmentMatrix:
         gate: int = NO_GATE,
         cut: ProductCut | None = None,
     ) -> None:
-        """out [rows, outputs] = (or +=) x [rows, columns] · matrixᵀ + bias; with `gate` its activation of the first half
-        times the second. `cut` replaces the table's."""
+        """out [rows, outputs] = (or +=) x [rows, columns] · matrixᵀ + bias; with `gate` this activation of the first
+        half times the second. `cut` replaces the table's."""
         rows, matrix = len(x), self._matrix
         if not rows:
             return
@@ -179,4 +190,4 @@ def compile_products(wanted: Iterable[tuple[ProductCut, Macros, int]]) -> None:
     """Side by side: what is then loaded lies in the cache."""
     capability = torch.cuda.get_device_capability()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda item: cubin(_text("int4_product"), capability, dict(_defines(*item))), wanted))
+        list(pool.map(lambda item: cubin(text("int4_product"), capability, dict(defines(*item))), wanted))

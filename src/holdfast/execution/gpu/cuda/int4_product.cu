@@ -27,49 +27,60 @@
 #define STAGE_BYTES (CODES_BYTES + X_BYTES + SCALES_BYTES + ZEROS_BYTES)
 #define SUMS_FLOATS (TILE * ROWS)
 
-struct Product {
+// What this thread copies of units, one after the other.
+struct Loader {
+    const uint4 *codes, *codes_at[2];
+    const u8 *scales, *scales_at[2];
+    const u8 *zeros, *zeros_at[2];
     const u16 *x;
-    const uint4 *codes;
-    const u8 *scales, *zeros;
-    int rows, x_stride, slabs, gate_slabs, blocks, blocks_of_group, groups;
+    int x_stride, live_rows, slabs, gate_slabs, blocks, blocks_of_group, groups, steps, tile, step;
 
     // Sixteen matrix rows of a warp: of a gate and of what it gates, where gated.
-    __device__ int slab(int tile, int warp, int half) const {
-        int found = GATE >= 0 ? tile * WM + warp + half * gate_slabs : (tile * WM + warp) * 2 + half;
-        return found < slabs ? found : slabs - 1;
-    }
-};
-
-__device__ __forceinline__ void load_unit(const Product &p, u32 stage, int tile, int step, int first_row) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, across = warp % WM, along = warp / WM;
-    const int block = step * WK + along;
-    if (block < p.blocks) {
+    __device__ __forceinline__ void enter_tile() {
+        const int lane = threadIdx.x & 31, across = (threadIdx.x >> 5) % WM;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const size_t slab = p.slab(tile, across, half);
-            const uint4 *source = p.codes + (slab * p.blocks + block) * 64 + lane;
-            const u32 target = stage + (warp * 2 + half) * 1024 + lane * 16;
-            copy16(target, source);
-            copy16(target + 512, source + 32);
-            const size_t group = slab * p.groups + block / p.blocks_of_group * GROUPS;
-            const u32 scales = stage + CODES_BYTES + X_BYTES + (warp * 2 + half) * SCALES_PIECE;
-            if (lane < SCALES_PIECE / 16) copy16(scales + lane * 16, p.scales + group * (16 * SCALE_BYTES) + lane * 16);
-#if ZEROS
-            const u32 zeros = stage + CODES_BYTES + X_BYTES + SCALES_BYTES + (warp * 2 + half) * ZEROS_PIECE;
-            const int other = 31 - lane;
-            if (other < GROUPS) copy16(zeros + other * 16, p.zeros + group * 16 + other * 16);
-#endif
+            int slab = GATE >= 0 ? tile * WM + across + half * gate_slabs : (tile * WM + across) * 2 + half;
+            slab = slab < slabs ? slab : slabs - 1;
+            codes_at[half] = codes + (size_t)slab * blocks * 64 + lane;
+            scales_at[half] = scales + (size_t)slab * groups * (16 * SCALE_BYTES) + lane * 16;
+            zeros_at[half] = zeros + (size_t)slab * groups * 16 + (31 - lane) * 16;
         }
     }
+
+    __device__ __forceinline__ void load(u32 stage) {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block = step * WK + warp / WM;
+        if (WK == 1 || block < blocks) {
+            const int group = blocks_of_group == 1 ? block * GROUPS : block / blocks_of_group;
+            const u32 to_codes = stage + warp * 2048 + lane * 16;
+            const u32 to_scales = stage + CODES_BYTES + X_BYTES + warp * 2 * SCALES_PIECE + lane * 16;
+            const u32 to_zeros = stage + CODES_BYTES + X_BYTES + SCALES_BYTES + warp * 2 * ZEROS_PIECE + (31 - lane) * 16;
 #pragma unroll
-    for (int index = threadIdx.x; index < WK * ROWS * 16; index += THREADS) {
-        const int piece = index & 15, row = (index >> 4) % ROWS, part = index / (16 * ROWS), at = step * WK + part;
-        const bool live = first_row + row < p.rows && at < p.blocks;
-        const u16 *source = p.x + (live ? (size_t)(first_row + row) * p.x_stride + at * 128 + piece * 8 : 0);
-        // Rows side by side are read at once: the odd ones lie half a line further on.
-        copy16(stage + CODES_BYTES + ((part * ROWS + row) * 16 + (piece ^ ((row & 1) << 2))) * 16, source, live);
+            for (int half = 0; half < 2; half++) {
+                copy16(to_codes + half * 1024, codes_at[half] + block * 64);
+                copy16(to_codes + half * 1024 + 512, codes_at[half] + block * 64 + 32);
+                if (lane < SCALES_PIECE / 16)
+                    copy16(to_scales + half * SCALES_PIECE, scales_at[half] + group * (16 * SCALE_BYTES));
+                if (ZEROS && 31 - lane < GROUPS) copy16(to_zeros + half * ZEROS_PIECE, zeros_at[half] + group * 16);
+            }
+        }
+#pragma unroll
+        for (int round = 0; round < (WK * ROWS * 16 + THREADS - 1) / THREADS; round++) {
+            const int index = threadIdx.x + round * THREADS, piece = index & 15, row = (index >> 4) % ROWS;
+            const int part = index / (16 * ROWS), at = step * WK + part;
+            if (WK * ROWS * 16 % THREADS && part >= WK) break;
+            // Rows side by side are read at once: the odd ones lie half a line further on.
+            copy16(
+                stage + CODES_BYTES + ((part * ROWS + row) * 16 + (piece ^ ((row & 1) << 2))) * 16,
+                x + (size_t)(row * x_stride) + at * 128 + piece * 8, row < live_rows && at < blocks
+            );
+        }
+        if (++step == steps) {
+            step = 0, tile++;
+            enter_tile();
+        }
     }
-}
+};
 
 __device__ __forceinline__ float scale_at(u32 place, int row) {
 #if SCALE_BYTES == 4
@@ -193,12 +204,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
     extern __shared__ __align__(128) u8 memory[];
     __shared__ int flag;
     // `outputs` are those that are written; where gated the matrix has twice as many rows.
-    const int blocks = columns / 128, gate_slabs = GATE >= 0 ? outputs / 16 : 0;
-    const Product p{
-        x, codes, scales, zeros, rows, x_stride, outputs / 16 + gate_slabs, gate_slabs, blocks,
-        group > 128 ? group / 128 : 1, columns / group,
-    };
-    const int steps = (blocks + WK - 1) / WK, tiles = (p.slabs + 2 * WM - 1) / (2 * WM);
+    const int blocks = columns / 128, gate_slabs = GATE >= 0 ? outputs / 16 : 0, slabs = outputs / 16 + gate_slabs;
+    const int steps = (blocks + WK - 1) / WK, tiles = (slabs + 2 * WM - 1) / (2 * WM);
     const Cut cut{steps, units_of_block};
     const int total = tiles * steps, begin = blockIdx.x * units_of_block;
     const int end = begin + units_of_block < total ? begin + units_of_block : total;
@@ -209,26 +216,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
     float4 *const exchange = (float4 *)(memory + STAGES * STAGE_BYTES);
     float4 *const shares = (float4 *)workspace + (size_t)blockIdx.y * 2 * gridDim.x * (SUMS_FLOATS / 4);
 
-    int tile = begin / steps, step = begin % steps, ahead_tile = tile, ahead_step = step, ahead = begin;
+    Loader loader{
+        codes, {}, scales, {}, zeros, {}, x + (size_t)first_row * x_stride, x_stride, rows - first_row, slabs, gate_slabs,
+        blocks, group > 128 ? group / 128 : 1, columns / group, steps, begin / steps, begin % steps,
+    };
+    int tile = loader.tile, step = loader.step, ahead = begin;
     float sums[2][PARTS][4] = {};
-#pragma unroll
+    loader.enter_tile();
+#pragma unroll 1
     for (int index = 0; index < STAGES - 1; index++) {
-        if (ahead < end) {
-            load_unit(p, stages + index * STAGE_BYTES, ahead_tile, ahead_step, first_row);
-            if (++ahead_step == steps) ahead_step = 0, ahead_tile++;
-            ahead++;
-        }
+        if (ahead++ < end) loader.load(stages + index * STAGE_BYTES);
         close_copies();
     }
     int stage = 0, ahead_stage = STAGES - 1, started = step;
+#pragma unroll 1
     for (int unit = begin; unit < end; unit++) {
         await_copies<STAGES - 2>();
         __syncthreads();
-        if (ahead < end) {
-            load_unit(p, stages + ahead_stage * STAGE_BYTES, ahead_tile, ahead_step, first_row);
-            if (++ahead_step == steps) ahead_step = 0, ahead_tile++;
-            ahead++;
-        }
+        if (ahead++ < end) loader.load(stages + ahead_stage * STAGE_BYTES);
         close_copies();
         if (step * WK + along < blocks) multiply_unit(stages + stage * STAGE_BYTES, sums);
         if (++stage == STAGES) stage = 0;

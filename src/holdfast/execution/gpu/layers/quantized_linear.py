@@ -5,6 +5,9 @@
     to SKINNY_BLOCK_ROWS     the same without the gate, which is a kernel of its own
     more                     expanded to a tile of rows at a time, which the second level cache holds, and cuBLAS
 
+int4 codes are rearranged for tensor cores where the GPU and their shape allow it (`cuda.int4`): then one kernel has
+product and gate, or sum, to FRAGMENT_ROWS.
+
 Knows nothing of what a matrix is for.
 """
 
@@ -14,6 +17,8 @@ from collections.abc import Iterator
 
 import torch
 
+from holdfast.execution.gpu.cuda.fragments import rearrange
+from holdfast.execution.gpu.cuda.int4 import FragmentMatrix, against_int4
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -31,8 +36,11 @@ from holdfast.execution.triton_kernels.quantized.vector_products import (
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.gpu import EXPANDED_BYTES, SKINNY_BLOCK_ROWS, SPLIT_COUNTERS, SUMS_BYTES
+from holdfast.observability.decisions import Decision
 
 WHOLE_ROWS = 128
+FRAGMENT_ROWS = 256
+"""Up to so many, products with codes in the order of tensor cores are faster than expanding and cuBLAS (H200)."""
 
 
 class QuantizedWorkspace:
@@ -44,9 +52,10 @@ class QuantizedWorkspace:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device = dtype, device
         self._memory: torch.Tensor | None = None
         self._counters: torch.Tensor | None = None
+        self._in_fragments: list[str | None] = []
 
     def _bytes(self) -> torch.Tensor:
         if self._memory is None:
@@ -56,7 +65,7 @@ class QuantizedWorkspace:
     def expanded(self, columns: int) -> torch.Tensor:
         """Rows of a quantized matrix as numbers: a multiple of WHOLE_ROWS of them, so that what their product writes
         begins where cuBLAS's fast kernels can."""
-        words = self._bytes().view(self._dtype)
+        words = self._bytes().view(self.dtype)
         rows = len(words) // columns
         rows -= rows % WHOLE_ROWS if rows >= WHOLE_ROWS else 0
         return words[: rows * columns].view(rows, columns)
@@ -68,13 +77,33 @@ class QuantizedWorkspace:
 
     def ordered(self, rows: int, columns: int) -> torch.Tensor:
         """Inputs of few rows."""
-        return self._bytes()[SUMS_BYTES:].view(self._dtype)[: rows * columns].view(rows, columns)
+        return self._bytes()[SUMS_BYTES:].view(self.dtype)[: rows * columns].view(rows, columns)
+
+    def against_fragments(self, matrix: ScaledMatrix) -> str | None:
+        """Why a matrix of int4 codes is not rearranged for tensor cores, None if it is; for `decisions` too."""
+        against = against_int4(matrix.layout, matrix.rows, matrix.columns, self.dtype, self._device)
+        self._in_fragments.append(against)
+        return against
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """On matrices of int4 codes, where there are any."""
+        against = [reason for reason in self._in_fragments if reason is not None]
+        if not self._in_fragments:
+            return []
+        if not against:
+            reason = "codes are decoded in the registers that tensor cores read"
+            return [Decision("int4_products", "cuda", reason, "measured")]
+        some = f"{len(against)} of {len(self._in_fragments)} matrices" if len(against) < len(self._in_fragments) else ""
+        value = "cuda, triton" if some else "triton"
+        return [Decision("int4_products", value, f"{some}: {against[0]}" if some else against[0], "planner")]
 
 
 class _Blocks:
     """The kernels of GGUF's blocks."""
 
     order = None
+    most_rows, most_gated = SKINNY_BLOCK_ROWS, FEW_QUANTIZED_ROWS
 
     def __init__(self, matrix: QuantizedMatrix) -> None:
         self._planes = BlockPlanes(
@@ -103,6 +132,8 @@ class _Blocks:
 class _Codes:
     """The kernels of codes with scales."""
 
+    most_rows, most_gated = SKINNY_BLOCK_ROWS, FEW_QUANTIZED_ROWS
+
     def __init__(self, matrix: ScaledMatrix) -> None:
         self._matrix, self.order = matrix, matrix.order
         self.kind: tuple[object, ...] = (matrix.layout, matrix.rows, matrix.columns)
@@ -125,10 +156,39 @@ class _Codes:
         embed_scaled(tokens, slots, positions, self._matrix, out)
 
 
+class _Fragments:
+    """The kernels of int4 codes in the order that tensor cores read."""
+
+    vectors = None
+    most_rows = most_gated = FRAGMENT_ROWS
+
+    def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype) -> None:
+        if not matrix.in_fragments:  # An embedding may be the head too.
+            rearrange(matrix)
+        self._matrix, self.order = FragmentMatrix(matrix, dtype), matrix.order
+        self.kind: tuple[object, ...] = ("fragments", matrix.layout, matrix.rows, matrix.columns)
+
+    def multiply(
+        self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, add: bool
+    ) -> None:
+        self._matrix.product(x, out, workspace, bias=bias, accumulate=add)
+
+    def gate_up(
+        self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, kind: Activation
+    ) -> None:
+        self._matrix.product(x, out, workspace, bias=bias, gate=kernels.activation_code(kind))
+
+    def expand(self, first: int, last: int, out: torch.Tensor) -> None:
+        self._matrix.expand(first, last, out)
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        self._matrix.embed(tokens, slots, positions, out)
+
+
 class QuantizedGpuLinear:
     def __init__(self, linear: QuantizedLinear, workspace: QuantizedWorkspace) -> None:
         matrix = linear.matrix
-        self._form: _Blocks | _Codes = _Codes(matrix) if isinstance(matrix, ScaledMatrix) else _Blocks(matrix)
+        self._form = _form(matrix, workspace)
         self._rows, self.bias, self._workspace = matrix.rows, linear.bias, workspace
         self._tile, self._splits = workspace.expanded(matrix.columns), workspace.splits()
 
@@ -137,7 +197,7 @@ class QuantizedGpuLinear:
         return *self._form.kind, self.bias is None
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if len(x) <= SKINNY_BLOCK_ROWS:
+        if len(x) <= self._form.most_rows:
             self._multiply(x, out, add=False)
             return
         for first, last, tile in self._tiles():
@@ -155,7 +215,7 @@ class QuantizedGpuLinear:
         self.write(normed, out)
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if len(x) <= SKINNY_BLOCK_ROWS:
+        if len(x) <= self._form.most_rows:
             self._multiply(x, out, add=True)
             return
         for first, last, tile in self._tiles():
@@ -173,7 +233,7 @@ class QuantizedGpuLinear:
         gate_up: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        if len(x) > FEW_QUANTIZED_ROWS or (len(x) == 1 and self._form.vectors is not None):
+        if len(x) > self._form.most_gated or (len(x) == 1 and self._form.vectors is not None):
             self.write_normed(x, norm, epsilon, normed, gate_up)
             kernels.gate(gate_up, activation, out)
             return
@@ -202,3 +262,13 @@ class QuantizedGpuLinear:
             tile = self._tile[: last - first]
             self._form.expand(first, last, tile)
             yield first, last, tile
+
+
+def _form(matrix: QuantizedMatrix | ScaledMatrix, workspace: QuantizedWorkspace) -> _Blocks | _Codes | _Fragments:
+    if not isinstance(matrix, ScaledMatrix):
+        return _Blocks(matrix)
+    if matrix.layout.codes == "int4":
+        against = workspace.against_fragments(matrix)
+        if against is None:
+            return _Fragments(matrix, workspace.dtype)
+    return _Codes(matrix)
