@@ -7,8 +7,8 @@ one piece, and in it what a lane reads side by side.
                                    columns 0, 2, 1, 3 of the lane's first four, the high ones of the others
     high    [tiles, blocks, 512 a bit]  words of bits above the fourth: see `_woven_high`
     scales  [tiles, blocks, 256]   eight bytes a lane. Q4_K, Q5_K: six bits each for groups 2·t, 2·t + 1 of both rows in
-                                   the first word, of minimums in the second; the last bytes of both are a float16: for t
-                                   of 0 .. 3 scale and minimum of the first row, of the second. Q6_K: scales of groups
+                                   the first word, of minimums in the second; the last bytes of both are a float16: by
+                                   t scale and minimum of the first row, and of the second. Q6_K: scales of groups
                                    4·t .. 4·t + 3 of both rows
     units   [tiles, blocks, 32]    Q6_K: float16 scales of the rows
 
@@ -51,8 +51,11 @@ class Planes(NamedTuple):
     small: torch.Tensor
 
 
-def fits(layout: str, rows: int) -> bool:
-    return layout in FRAGMENT_LAYOUTS and rows % TILE_ROWS == 0
+def against_fragments_of(layout: str, rows: int) -> str | None:
+    """Why a matrix of this kind cannot lie so; None: it can."""
+    if layout not in FRAGMENT_LAYOUTS:
+        return f"tiles are of {', '.join(sorted(FRAGMENT_LAYOUTS))}, not of {layout}"
+    return f"tiles have {TILE_ROWS} rows, and {rows} do not divide by that" if rows % TILE_ROWS else None
 
 
 def woven(layout: str, planes: Planes) -> Fragments:
@@ -82,8 +85,8 @@ def _pieces(tiles: int, blocks: int) -> list[tuple[int, int]]:
     return [(first, min(first + at_once, tiles)) for first in range(0, tiles, at_once)]
 
 
-# Dimensions by letter, to read the orders below: T tile, r row of a lane, g, B block, i pair of pieces, p piece of a pair,
-# t, s step of 16 columns, q pair of columns, w which of a pair, b bit, y byte.
+# Dimensions by letter, to read the orders below: T tile, r row of a lane, g, B block, i pair of pieces, p piece of a
+# pair, t, s step of 16 columns, q pair of columns, w which of a pair, b bit, y byte, m scale or minimum.
 _ROWS = "TgrB"
 
 
@@ -138,6 +141,13 @@ def _woven_scales(layout: str, planes: Planes, tiles: int) -> torch.Tensor:
     halves = torch.cat((planes.scales, planes.minimums), -1).view(tiles, 8, 2, -1, 2)
     lanes[..., 3] = _turn(halves, "TgrBm", "TBgrm").reshape(tiles, -1, 8, 4, 1).view(torch.uint8)
     return lanes.view(tiles, -1, 256)
+
+
+def some_tiles(fragments: Fragments, tiles: torch.Tensor) -> Fragments:
+    codes, high, scales, units = (None if part is None else part.index_select(0, tiles) for part in fragments[1:])
+    assert codes is not None
+    assert scales is not None
+    return Fragments(fragments.layout, codes, high, scales, units)
 
 
 def unwoven(fragments: Fragments) -> Planes:

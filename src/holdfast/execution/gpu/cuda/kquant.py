@@ -1,4 +1,4 @@
-"""Products with GGUF's K-quants in the order of gguf_fragments.py, by the CUDA kernels beside this file; and their rows as
+"""Products with GGUF's K-quants in the order of gguf_fragments.py, by the CUDA kernels beside this file; their rows as
 numbers. Chooses how a product is cut by its shape. Safe in a CUDA graph once a kernel was compiled."""
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda.compiler import cubin
+from holdfast.execution.gpu.cuda.compiler import available, cubin
 from holdfast.execution.gpu.cuda.module import Kernel, Module
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
-from holdfast.execution.weights.gguf_fragments import TILE_COLUMNS, TILE_ROWS, Fragments
+from holdfast.execution.weights.gguf_fragments import TILE_COLUMNS, TILE_ROWS, Fragments, against_fragments_of
 
 _FOLDER = Path(__file__).parent
 BITS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
@@ -65,6 +65,17 @@ def product_cut(bits: int, rows: int, *, gated: bool) -> KquantCut:
     return KquantCut(4, 2, 8, 2, 2) if bits == 4 else KquantCut(4, 1, 8, 2, 2)
 
 
+def against_kquant(layout: str, rows: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot multiply with a matrix of GGUF's blocks; None: nothing is against it."""
+    if device.type != "cuda":
+        return "the kernels in CUDA need a GPU"
+    if dtype.itemsize != 2:
+        return f"the kernels in CUDA multiply numbers of 2 bytes; these have {dtype.itemsize}"
+    if not available():
+        return "the kernels in CUDA are compiled by libnvrtc, which torch's CUDA build brings; none was found"
+    return against_fragments_of(layout, rows)
+
+
 def text(name: str) -> str:
     return "\n".join((_FOLDER / file).read_text() for file in ("common.cuh", f"{name}.cu"))
 
@@ -72,14 +83,15 @@ def text(name: str) -> str:
 def defines(bits: int, dtype: torch.dtype, cut: KquantCut, gated: bool) -> Macros:
     return (
         ("BITS", bits), ("HALF", int(dtype == torch.float16)), ("PARTS", cut.parts), ("M", cut.tiles),
-        ("WARPS", cut.warps), ("STAGES", cut.stages), ("BLOCKS", cut.blocks), ("GATED", int(gated)), ("ONE", int(cut.one)),
+        ("WARPS", cut.warps), ("STAGES", cut.stages), ("BLOCKS", cut.blocks), ("GATED", int(gated)),
+        ("ONE", int(cut.one)),
     )  # fmt: skip
 
 
 @cache
 def _product(bits: int, dtype: torch.dtype, cut: KquantCut, gated: bool, columns: int) -> Kernel:
-    """`columns`: of a single row, which takes shared memory by them; else 0. A module each: how much a kernel may take is
-    kept with its module."""
+    """`columns`: of a single row, which takes shared memory by them; else 0. A module each, for what a kernel may take
+    is kept with its module."""
     module = Module(text("kquant_product"), dict(defines(bits, dtype, cut, gated)))
     return module.kernel("kquant_product", threads=32 * cut.warps, shared_bytes=cut.shared_bytes(bits, columns))
 
@@ -101,6 +113,14 @@ def compile_products(wanted: Iterable[tuple[int, torch.dtype, KquantCut, bool]])
     source = text("kquant_product")
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda item: cubin(source, capability, dict(defines(*item))), wanted))
+
+
+@cache
+def compile_table(bits: int, dtype: torch.dtype) -> None:
+    """All that the table has for matrices of this kind."""
+    compile_products(
+        (bits, dtype, product_cut(bits, rows, gated=gated), gated) for rows in (1, 8, 16, 32) for gated in (False, True)
+    )
 
 
 class KquantMatrix:
