@@ -52,7 +52,7 @@ def all_bytes(matrix: QuantizedMatrix) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_order_is_that_of_fragments(layout: str) -> None:
     """Registers of m16n8k16 as the PTX manual draws them, a0 to a3 of a lane: rows g, g+8, g, g+8 and columns 2t, 2t,
-    2t+8, 2t+8, two each. Rows g and g+8 are ours 2g and 2g+1, columns of a register four neighbours a lane. Elements are
+    2t+8, 2t+8, two each. Rows g and g+8 are ours 2g and 2g+1, columns of a register four neighbours. Elements are
     put together here one by one, from what a lane of the kernel reads."""
     rows, columns, bits = 32, 512, BITS[layout]
     matrix, exact = matrix_of(layout, rows, columns, seeded())
