@@ -1,5 +1,5 @@
-"""int4 codes in the order of tensor cores: the order itself against the definition of m16n8k16's fragments, the kernels in
-CUDA against float64 (on a GPU), and that they compile for every GPU that there is (where NVRTC is)."""
+"""int4 codes in the order of tensor cores: the order itself against the definition of m16n8k16's fragments, the kernels
+in CUDA against float64 (on a GPU), and that they compile for every GPU that there is (where NVRTC is)."""
 
 from __future__ import annotations
 
@@ -53,18 +53,19 @@ def drawn(layout: ScaledLayout, rows: int, columns: int, source: torch.Generator
 
 
 def test_order_is_that_of_fragments() -> None:
-    """Registers of m16n8k16 as the PTX manual draws them, a0 to a3 of a lane: rows g, g+8, g, g+8 and columns 2t, 2t, 2t+8,
-    2t+8, two each. Rows g and g+8 are ours 2g and 2g+1; columns of two products in a row are eight neighbours a lane."""
+    """Registers of m16n8k16 as the PTX manual draws them, a0 to a3 of a lane: rows g, g+8, g, g+8 and columns 2t, 2t,
+    2t+8, 2t+8, two each. Rows g and g+8 are ours 2g and 2g+1."""
     rows, columns, source = 48, 256, seeded()
     codes = torch.randint(0, 16, (rows, columns), generator=source, dtype=torch.uint8)
     matrix = ScaledMatrix(AWQ, rows, columns, torch.device("cpu"))
     matrix.fill_codes(0, codes)
     words = fragments_of(matrix.codes).reshape(-1).view(torch.int32).view(rows // 16, columns // 64, 32, 4)
-    for slab, chunk, lane, word, register, second in product(range(3), range(4), range(32), range(4), range(4), range(2)):
+    for slab, chunk, lane, word, register, second in product(
+        range(3), range(4), range(32), range(4), range(4), range(2)
+    ):
         g, t = lane // 4, lane % 4
         row = 16 * slab + 2 * g + register % 2
-        # Of 32 columns, products 2h and 2h+1 take four from each lane's eight: two in a0/a1, two in a2/a3.
-        column = 64 * chunk + 32 * (word // 2) + 8 * t + 4 * (word % 2) + 2 * (register // 2) + second
+        column = 64 * chunk + 16 * word + 2 * t + 8 * (register // 2) + second
         # A shift by 4 · register brings a register's pair to the low bits of both halves.
         found = int(words[slab, chunk, lane, word]) >> (4 * register + 16 * second) & 15
         assert found == codes[row, column]
@@ -104,15 +105,27 @@ def test_what_fits(layout: ScaledLayout, rows: int, columns: int, said: str | No
     assert found is None if said is None else said in str(found)
 
 
+@pytest.mark.parametrize("gpu", [int4.SMALL, int4.CutLimits(132, 227 << 10, True)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cuts_fit(name: str, gpu: int4.CutLimits) -> None:
+    macros = int4.layout_macros(LAYOUTS[name], 4096, torch.bfloat16)
+    for rows in (1, 8, 9, 16, 32, 33, 64, 256):
+        cut = int4.product_cut(rows, macros, gpu)
+        assert cut.rows >= min(rows, 64)
+        assert cut.blocks * cut.shared_bytes(macros) <= gpu.shared_bytes
+        assert cut.threads * cut.blocks <= 512
+
+
 @pytest.mark.skipif(not compiler.available(), reason="libnvrtc is not installed")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_compiles(capability: tuple[int, int]) -> None:
-    for rows, half in ((1, 0), (64, 1)):
-        cut = int4.product_cut(rows, int4.SMALL_SHARED_BYTES)
-        macros = int4.layout_macros(LAYOUTS["gptq 32"], 4096, torch.float16 if half else torch.bfloat16)
-        options = compiler._options(capability, dict(int4.defines(cut, macros, half - 1)))
-        assert compiler.compile_source(int4.text("int4_product"), options)
-    assert compiler.compile_source(int4.text("int4_rows"), compiler._options(capability, dict(macros)))
+    gpu = int4.SMALL._replace(hopper=capability == (9, 0))
+    for rows, dtype, gate in ((1, torch.bfloat16, -1), (64, torch.float16, 0)):
+        macros = int4.layout_macros(LAYOUTS["gptq 32"], 4096, dtype)
+        cut = int4.product_cut(rows, macros, gpu)
+        for name, known in (("int4_product", int4.defines(cut, macros, gate)), ("int4_rows", macros)):
+            options = compiler.options(capability, dict(known))
+            assert compiler.compile_source(int4.text(name), options).startswith(b"\x7fELF")
 
 
 @on_gpu
@@ -189,7 +202,10 @@ def test_products_are_captured() -> None:
     source, device = seeded(), torch.device("cuda")
     matrix, exact = drawn(AWQ, 512, 1024, source)
     fragments, shares = FragmentMatrix(on_device(matrix, device), torch.bfloat16), workspace(device)
-    x, out = torch.zeros(4, 1024, dtype=torch.bfloat16, device=device), torch.empty(4, 512, dtype=torch.bfloat16, device=device)
+    x, out = (
+        torch.zeros(4, 1024, dtype=torch.bfloat16, device=device),
+        torch.empty(4, 512, dtype=torch.bfloat16, device=device),
+    )
     fragments.product(x, out, shares)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

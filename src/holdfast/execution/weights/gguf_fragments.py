@@ -70,14 +70,20 @@ def woven(layout: str, planes: Planes) -> Fragments:
     else:
         scales, units = exact_tensor((tiles, blocks, 256), torch.uint8, codes.device), None
     result = Fragments(layout, codes, high, scales, units)
+    with torch.inference_mode():  # As what was loaded so must be changed.
+        _fill(result, planes)
+    return result
+
+
+def _fill(result: Fragments, planes: Planes) -> None:
+    tiles, blocks, _ = result.codes.shape
     for first, last in _pieces(tiles, blocks):
         rows_here = slice(first * TILE_ROWS, last * TILE_ROWS)
         part = Planes(*(None if plane is None else plane[rows_here] for plane in planes))  # type: ignore[arg-type]
-        made = _weave(layout, part, last - first)
+        made = _weave(result.layout, part, last - first)
         for target, source in zip(result[1:], made[1:], strict=True):
             if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
                 target[first:last] = source
-    return result
 
 
 def _pieces(tiles: int, blocks: int) -> list[tuple[int, int]]:

@@ -75,11 +75,44 @@ __device__ __forceinline__ u32 less(u32 pair, u32 minus) { return fma_pair(pair,
 // sums [16 x 8] += left [16 x 16] . right [16 x 8]. Of lane 4g+t: left rows g and g+8, right columns g, sums rows g (0, 1)
 // and g+8 (2, 3) and columns 2t, 2t+1.
 __device__ __forceinline__ void mma(float (&sums)[4], const u32 (&left)[4], u32 right0, u32 right1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
+
+#ifdef WGMMA
+// The same of four warps together, each with 16 rows of the left side and of the sums, and 8 * PARTS columns of the right,
+// which lie in shared memory in lines of 128 bytes. Until `await_products` neither left nor sums may be touched.
+// `fresh`: sums begin with these products.
+
+__device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// 8 lines of 128 bytes after each other, pieces of 16 bytes swizzled by the number of the line.
+__device__ __forceinline__ u64 lines_at(u32 place) {
+    return (u64)((place & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+#define SUM4(s) "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3])
+
+__device__ __forceinline__ void products(float (&sums)[4][4], const u32 (&left)[4], u64 right, int fresh) {
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." KIND "." KIND " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
+        " {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
+}
+
+__device__ __forceinline__ void products(float (&sums)[8][4], const u32 (&left)[4], u64 right, int fresh) {
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." KIND "." KIND " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3]), SUM4(sums[4]), SUM4(sums[5]), SUM4(sums[6]), SUM4(sums[7])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
+}
+#endif
 
 // ---- memory ----
 
@@ -98,6 +131,14 @@ template <int OPEN> __device__ __forceinline__ void await_copies() {
     asm volatile("cp.async.wait_group %0;" :: "n"(OPEN) : "memory");
 }
 
+// Four 8 x 8 matrices of numbers; lane 8i + r says where row r of matrix i lies. Of lane 4g+t: row g, columns 2t, 2t+1.
+__device__ __forceinline__ uint4 matrices_at(u32 place) {
+    uint4 found;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w) : "r"(place));
+    return found;
+}
+
 __device__ __forceinline__ uint4 shared16(u32 place) {
     uint4 found;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -111,6 +152,17 @@ __device__ __forceinline__ float4 sums_at(const float4 *place) {
     asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
         : "=f"(found.x), "=f"(found.y), "=f"(found.z), "=f"(found.w) : "l"(place) : "memory");
     return found;
+}
+
+// ---- the kernel before ----
+
+// A kernel that was launched early (module.py) may read what the one before it wrote, and write at all, only after this;
+// and one that is launched early after it may begin.
+__device__ __forceinline__ void await_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // ---- gates ----
@@ -139,15 +191,13 @@ struct Cut {
 // True in all threads of the block that is the last of `blocks` to arrive, with all shares to be read; the counter is zero
 // again. `flag` is shared.
 __device__ __forceinline__ bool last_to_arrive(int *counter, int blocks, int *flag) {
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        int last = atomicAdd(counter, 1) == blocks - 1;
-        if (last) *counter = 0;
-        *flag = last;
+        int before;
+        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+        if (before == blocks - 1) *counter = 0;
+        *flag = before == blocks - 1;
     }
     __syncthreads();
-    if (!*flag) return false;
-    __threadfence();
-    return true;
+    return *flag;
 }

@@ -58,19 +58,19 @@ def version() -> tuple[int, int]:
 
 def cubin(source: str, capability: tuple[int, int], defines: Mapping[str, int] | None = None) -> bytes:
     """Compiled for GPUs of this compute capability, or taken from the cache. `defines` are macros."""
-    options = _options(capability, defines or {})
-    about = "\n".join((source, *options, str(version())))
+    given = options(capability, defines or {})
+    about = "\n".join((source, *given, str(version())))
     kept = cache_folder() / "cuda" / f"{hashlib.sha256(about.encode()).hexdigest()}.cubin"
     try:
         return kept.read_bytes()
     except OSError:
         pass
-    made = compile_source(source, options)
+    made = compile_source(source, given)
     _keep(kept, made)
     return made
 
 
-def _options(capability: tuple[int, int], defines: Mapping[str, int]) -> list[str]:
+def options(capability: tuple[int, int], defines: Mapping[str, int]) -> list[str]:
     # sm_90a has what sm_90 has, and the instructions of Hopper alone.
     architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability == (9, 0) else ''}"
     macros = [f"--define-macro={name}={value}" for name, value in sorted(defines.items())]

@@ -4,11 +4,11 @@ for byte as large.
     slab       16 matrix rows: whole slabs follow each other, so that one is rearranged where it lies
     codes      [slab][64 columns][lane][word], 8 codes a word: what a lane of m16n8k16 holds of 16 rows and 16 columns
     lane       4g + t: rows 2g and 2g + 1
-    word       2h + i: columns 32h + 8t + 4i + (0, 1, 2, 3)
-    nibble     4e + 2p + r: column 2p + e of these, row r
+    word       w: columns 16w + 2t + (0, 1, 8, 9)
+    nibble     4e + 2p + r: column 16w + 8p + 2t + e, row 2g + r
     scales     [slab][group][16]; zeros alike
 
-Columns of a word are neighbours, and so are those of two: their inputs are one load of 16 bytes. Knows no kernel.
+A shift by 4, 8 or 12 bits brings the next register's pair to the low bits of both halves. Knows no kernel.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BLOCK_COLUMNS = 128
 """What a warp multiplies at a time."""
 MOST_COLUMNS = 1 << 17
 """Tiles of expanded rows are whole slabs."""
-REARRANGED_BYTES = 8 << 20
-"""Of codes at a time; about four times as much is held beside the matrix meanwhile."""
+REARRANGED_BYTES = 4 << 20
+"""Of codes at a time; about five times as much is held beside the matrix meanwhile."""
 
 
 def against_fragments(layout: ScaledLayout, rows: int, columns: int) -> str | None:
@@ -46,6 +46,8 @@ def rearrange(matrix: ScaledMatrix) -> None:
     for plane in (matrix.scales, matrix.zeros):
         if plane is not None:
             plane.copy_(slabs_of(plane))
+    if matrix.codes.is_cuda:
+        torch.cuda.synchronize(matrix.codes.device)  # Products ask for codes before the kernel before them ends.
     matrix.in_fragments = True
 
 
@@ -53,17 +55,16 @@ def fragments_of(codes: torch.Tensor) -> torch.Tensor:
     """uint8 [rows, columns / 32, 16] in the layout's order to the same shape in that of fragments."""
     rows, pieces, half = codes.shape
     nibbles = torch.stack((codes & 15, codes >> 4), 2)  # row, piece, high, 16: columns 16 · high + 0..15
-    #                       slab  g  r  chunk        h  t  i  p  e
-    nibbles = nibbles.view(-1, 8, 2, pieces // 2, 2, 4, 2, 2, 2)
-    ordered = nibbles.permute(0, 3, 1, 5, 4, 6, 8, 7, 2)  # slab, chunk, g, t, h, i, e, p, r
+    nibbles = nibbles.view(-1, 8, 2, pieces // 2, 4, 2, 4, 2)  # slab, g, r, chunk, w, p, t, e
+    ordered = nibbles.permute(0, 3, 1, 6, 4, 7, 5, 2)  # slab, chunk, g, t, w, e, p, r
     return (ordered[..., 0] | ordered[..., 1] << 4).reshape(rows, pieces, half)
 
 
 def codes_of(fragments: torch.Tensor) -> torch.Tensor:
     """The reverse."""
     rows, pieces, half = fragments.shape
-    ordered = torch.stack((fragments & 15, fragments >> 4), -1).view(-1, pieces // 2, 8, 4, 2, 2, 2, 2, 2)
-    nibbles = ordered.permute(0, 2, 8, 1, 4, 3, 5, 7, 6).reshape(rows, pieces, 2, half)
+    ordered = torch.stack((fragments & 15, fragments >> 4), -1).view(-1, pieces // 2, 8, 4, 4, 2, 2, 2)
+    nibbles = ordered.permute(0, 2, 7, 1, 4, 6, 3, 5).reshape(rows, pieces, 2, half)
     return nibbles[:, :, 0] | nibbles[:, :, 1] << 4
 
 

@@ -3,11 +3,12 @@ rows as numbers. Chooses how a product is cut by its shape. Safe in a CUDA graph
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from holdfast.execution.gpu.cuda.compiler import available, cubin
 from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS, against_fragments
 from holdfast.execution.gpu.cuda.module import Kernel, Module
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
+from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
@@ -24,7 +26,7 @@ ROWS = (8, 16, 32, 64)
 """Of x, that a block multiplies with: more are cut into blocks of 64."""
 EXPANDED_CHUNKS = 8 * 4
 """Pieces of 64 columns that a block expands."""
-NO_GATE = -1
+NO_GATE, SILU = -1, 0
 
 Macros = tuple[tuple[str, int], ...]
 
@@ -39,6 +41,8 @@ class ProductCut:
     stages: int
     blocks: int
     """On a processor at once."""
+    hopper: bool = False
+    """Multiplied by wgmma."""
 
     @property
     def threads(self) -> int:
@@ -48,10 +52,11 @@ class ProductCut:
     def tile(self) -> int:
         return 32 * self.across
 
-    def shared_bytes(self, groups: int, scale_bytes: int, zeros: bool) -> int:
-        warps = self.across * self.along
-        stage = warps * 2048 + self.along * self.rows * 256 + warps * 2 * groups * 16 * (scale_bytes + zeros)
-        return self.stages * stage + (self.along - 1) * self.tile * self.rows * 4
+    def shared_bytes(self, macros: Macros) -> int:
+        layout, warps = dict(macros), self.across * self.along
+        of_group = 16 * (layout["SCALE_BYTES"] + layout["ZEROS"])
+        stage = warps * 2048 + self.along * self.rows * 256 + warps * 2 * layout["GROUPS"] * of_group
+        return self.stages * (-(-stage // 1024) * 1024) + (self.along - 1) * self.tile * self.rows * 4
 
 
 def layout_macros(layout: ScaledLayout, columns: int, dtype: torch.dtype) -> Macros:
@@ -71,35 +76,52 @@ def _module(name: str, macros: Macros) -> Module:
 
 
 def text(name: str) -> str:
-    return "\n".join((_FOLDER / file).readtext() for file in ("common.cuh", f"{name}.cu"))
+    return "\n".join((_FOLDER / file).read_text() for file in ("common.cuh", f"{name}.cu"))
 
 
 def defines(cut: ProductCut, macros: Macros, gate: int) -> Macros:
     about = ("ROWS", cut.rows), ("WM", cut.across), ("WK", cut.along), ("STAGES", cut.stages), ("BLOCKS", cut.blocks)
-    return *macros, *about, ("GATE", gate)
+    return *macros, *about, ("GATE", gate), *([("WGMMA", 1)] if cut.hopper else [])
 
 
 @cache
 def _product(cut: ProductCut, macros: Macros, gate: int) -> Kernel:
-    known = dict(macros)
-    shared = cut.shared_bytes(known["GROUPS"], known["SCALE_BYTES"], bool(known["ZEROS"]))
     module = _module("int4_product", defines(cut, macros, gate))
-    return module.kernel("int4_product", threads=cut.threads, shared_bytes=shared)
+    return module.kernel("int4_product", threads=cut.threads, shared_bytes=cut.shared_bytes(macros), early=True)
+
+
+class CutLimits(NamedTuple):
+    """What cuts depend on."""
+
+    processors: int
+    shared_bytes: int
+    """That a block may have; all of a processor together have about as many."""
+    hopper: bool
+
+
+SMALL = CutLimits(processors=84, shared_bytes=99 << 10, hopper=False)
+"""For desktops."""
 
 
 @cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _gpu(device: int) -> CutLimits:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return CutLimits(processors, shared_memory_bytes(), torch.cuda.get_device_capability(device) == (9, 0))
 
 
-def product_cut(rows: int) -> ProductCut:
+def product_cut(rows: int, macros: Macros, gpu: CutLimits) -> ProductCut:
+    """By the padded number of rows. Fewer stages and blocks where the GPU has less shared memory than Hopper."""
     if rows <= 8:
-        return ProductCut(8, 4, 2, 4, 2)
-    if rows <= 16:
-        return ProductCut(16, 4, 2, 4, 2)
-    if rows <= 32:
-        return ProductCut(32, 4, 2, 4, 1)
-    return ProductCut(64, 8, 1, 4, 1)
+        cut = ProductCut(8, 2, 4, 4, 2)
+    elif rows <= 16:
+        cut = ProductCut(16, 4, 2, 4, 2)
+    elif rows <= 32:
+        cut = ProductCut(32, 4, 1, 4, 2, gpu.hopper)
+    else:
+        cut = ProductCut(64, 4, 1, 4, 2, gpu.hopper)
+    while cut.stages > 2 and cut.blocks * cut.shared_bytes(macros) > gpu.shared_bytes:
+        cut = replace(cut, blocks=1) if cut.blocks > 1 else replace(cut, stages=cut.stages - 1)
+    return cut
 
 
 def against_int4(layout: ScaledLayout, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -120,6 +142,8 @@ class FragmentMatrix:
         self._matrix = matrix
         self._group = matrix.layout.group or matrix.columns
         self._macros = layout_macros(matrix.layout, matrix.columns, dtype)
+        index = matrix.codes.device.index or 0
+        _compile_ahead(self._macros, _gpu(index), torch.cuda.get_device_capability(index))
 
     def product(
         self,
@@ -137,11 +161,12 @@ class FragmentMatrix:
         rows, matrix = len(x), self._matrix
         if not rows:
             return
-        cut = cut or product_cut(rows)
+        gpu = _gpu(x.device.index or 0)
+        cut = cut or product_cut(rows, self._macros, gpu)
         kernel = _product(cut, self._macros, gate)
         row_blocks = -(-rows // cut.rows)
         shares = len(workspace.sums) // (2 * row_blocks * cut.tile * cut.rows)
-        blocks, units = self._blocks(cut, min(_processors(x.device.index or 0) * cut.blocks // row_blocks, shares))
+        blocks, units = self._blocks(cut, min(gpu.processors * cut.blocks // row_blocks, shares))
         tiles = -(-matrix.rows // cut.tile)
         if not shares or row_blocks * tiles > len(workspace.counters):
             raise EngineError(
@@ -186,8 +211,10 @@ class FragmentMatrix:
             )  # fmt: skip
 
 
-def compile_products(wanted: Iterable[tuple[ProductCut, Macros, int]]) -> None:
-    """Side by side: what is then loaded lies in the cache."""
-    capability = torch.cuda.get_device_capability()
+@cache
+def _compile_ahead(macros: Macros, gpu: CutLimits, capability: tuple[int, int]) -> None:
+    """Side by side, all that products of a matrix may want: what is then loaded lies in the cache."""
+    cuts = [product_cut(rows, macros, gpu) for rows in ROWS]
+    wanted = [("int4_product", defines(cut, macros, gate)) for cut, gate in product(cuts, (NO_GATE, SILU))]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda item: cubin(text("int4_product"), capability, dict(defines(*item))), wanted))
+        list(pool.map(lambda one: cubin(text(one[0]), capability, dict(one[1])), [*wanted, ("int4_rows", macros)]))

@@ -1,15 +1,17 @@
 // out [rows, outputs] = (or +=) x [rows, columns] . matrix [outputs, columns]^T + bias, of four-bit codes in the order of
 // fragments.py, each decoded in the registers that tensor cores read it from. Up to ROWS rows of x a block, more by grid.y.
 //
-//   codes    [16 matrix rows][64 columns][lane]: 16 bytes, four words; lane 4g+t, word 2h+i
-//            matrix rows 2g, 2g+1; columns 32h + 8t + 4i + 0..3
+//   codes    [16 matrix rows][64 columns][lane]: 16 bytes, words w; lane 4g+t
+//            matrix rows 2g, 2g+1; columns 16w + 2t + 0, 1, 8, 9
 //   scales   [16 matrix rows][group][16]; zeros alike
 //
 // A warp has 2 x 16 matrix rows, WM warps a tile, and WK times as many share its columns: a unit of work is 128 * WK columns
 // of a tile. Units are on their way to shared memory STAGES - 1 ahead. Products of a group are summed as integers times x;
 // its scale is applied to the sums.
 //
-// Macros: ROWS 8..64, WM, WK, STAGES, BLOCKS (on a processor), GROUPS (in 128 columns: 1, 2, 4), SCALE_BYTES (4 float32,
+// x lies in lines of 64 columns, as wgmma reads it (Hopper, WGMMA) and ldmatrix can.
+//
+// Macros: ROWS 8..64, WGMMA (with 32 or 64 rows and WM a multiple of 4), WM, WK, STAGES, BLOCKS (on a processor), GROUPS (in 128 columns: 1, 2, 4), SCALE_BYTES (4 float32,
 // 2 float16 or bfloat16 by SCALE_HALF), SCALE_HALF, ZEROS, HALF, GATE (an activation, or -1: none).
 
 #define WARPS (WM * WK)
@@ -24,7 +26,7 @@
 #define SCALES_BYTES (WARPS * 2 * SCALES_PIECE)
 #define ZEROS_PIECE (GROUPS * 16)
 #define ZEROS_BYTES (ZEROS * WARPS * 2 * ZEROS_PIECE)
-#define STAGE_BYTES (CODES_BYTES + X_BYTES + SCALES_BYTES + ZEROS_BYTES)
+#define STAGE_BYTES ((CODES_BYTES + X_BYTES + SCALES_BYTES + ZEROS_BYTES + 1023) / 1024 * 1024)
 #define SUMS_FLOATS (TILE * ROWS)
 
 // What this thread copies of units, one after the other.
@@ -48,7 +50,7 @@ struct Loader {
         }
     }
 
-    __device__ __forceinline__ void load(u32 stage) {
+    __device__ __forceinline__ void load_codes(u32 stage) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block = step * WK + warp / WM;
         if (WK == 1 || block < blocks) {
             const int group = blocks_of_group == 1 ? block * GROUPS : block / blocks_of_group;
@@ -64,17 +66,23 @@ struct Loader {
                 if (ZEROS && 31 - lane < GROUPS) copy16(to_zeros + half * ZEROS_PIECE, zeros_at[half] + group * 16);
             }
         }
+    }
+
+    __device__ __forceinline__ void load_x(u32 stage, int step) {
 #pragma unroll
         for (int round = 0; round < (WK * ROWS * 16 + THREADS - 1) / THREADS; round++) {
             const int index = threadIdx.x + round * THREADS, piece = index & 15, row = (index >> 4) % ROWS;
             const int part = index / (16 * ROWS), at = step * WK + part;
             if (WK * ROWS * 16 % THREADS && part >= WK) break;
-            // Rows side by side are read at once: the odd ones lie half a line further on.
+            // Eight rows are read at once: each has its pieces in another order.
             copy16(
-                stage + CODES_BYTES + ((part * ROWS + row) * 16 + (piece ^ ((row & 1) << 2))) * 16,
+                stage + CODES_BYTES + ((part * 2 + piece / 8) * ROWS + row) * 128 + ((piece ^ row) & 7) * 16,
                 x + (size_t)(row * x_stride) + at * 128 + piece * 8, row < live_rows && at < blocks
             );
         }
+    }
+
+    __device__ __forceinline__ void advance() {
         if (++step == steps) {
             step = 0, tile++;
             enter_tile();
@@ -108,10 +116,15 @@ __device__ __forceinline__ u32 minus_zero(u32 place, int row) {
 #endif
 }
 
+__device__ __forceinline__ void decode(u32 (&left)[4], u32 word, const u32 (&minus)[2]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) left[i] = less(raised_codes(word >> (4 * i)), minus[i & 1]);
+}
+
 __device__ __forceinline__ void multiply_unit(u32 stage, float (&sums)[2][PARTS][4]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, along = warp / WM, g = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, along = warp / WM, g = lane >> 2;
     const u32 codes = stage + warp * 2048 + lane * 16;
-    const u32 x = stage + CODES_BYTES + (along * ROWS + g) * 256;
+    const u32 x = stage + CODES_BYTES + along * ROWS * 256;
     const u32 scales = stage + CODES_BYTES + X_BYTES + warp * 2 * SCALES_PIECE;
     const u32 zeros = stage + CODES_BYTES + X_BYTES + SCALES_BYTES + warp * 2 * ZEROS_PIECE;
     float part[2][PARTS][4];
@@ -126,32 +139,46 @@ __device__ __forceinline__ void multiply_unit(u32 stage, float (&sums)[2][PARTS]
             for (int half = 0; half < 2; half++) {
                 minus[half][0] = minus_zero(zeros + half * ZEROS_PIECE + group * 16, 2 * g);
                 minus[half][1] = minus_zero(zeros + half * ZEROS_PIECE + group * 16, 2 * g + 1);
-#pragma unroll
-                for (int n = 0; n < PARTS; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) part[half][n][i] = 0.f;
             }
         }
         if (piece % 2 == 0) {
             words[0] = shared16(codes + piece * 256);
             words[1] = shared16(codes + 1024 + piece * 256);
         }
-        uint4 right[PARTS];
+        u32 left[2][2][4];
 #pragma unroll
-        for (int n = 0; n < PARTS; n++) right[n] = shared16(x + n * 2048 + ((piece * 4 + t) ^ ((g & 1) << 2)) * 16);
+        for (int half = 0; half < 2; half++) {
+            decode(left[0][half], piece % 2 ? words[half].z : words[half].x, minus[half]);
+            decode(left[1][half], piece % 2 ? words[half].w : words[half].y, minus[half]);
+        }
+#ifdef WGMMA
+        open_products();
 #pragma unroll
         for (int i = 0; i < 2; i++) {
+            const u64 right = lines_at(x + piece / 2 * (ROWS * 128) + (piece % 2 * 2 + i) * 32);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const u32 word = piece % 2 ? (i ? words[half].w : words[half].z) : (i ? words[half].y : words[half].x);
-                u32 left[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++) left[j] = less(raised_codes(word >> (4 * j)), minus[half][j & 1]);
-#pragma unroll
-                for (int n = 0; n < PARTS; n++)
-                    mma(part[half][n], left, i ? right[n].z : right[n].x, i ? right[n].w : right[n].y);
-            }
+            for (int half = 0; half < 2; half++) products(part[half], left[i][half], right, begins && i == 0);
         }
+        close_products();
+        if (ends) await_products();
+#else
+        if (begins) {
+#pragma unroll
+            for (int index = 0; index < 2 * PARTS; index++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) part[index / PARTS][index % PARTS][i] = 0.f;
+        }
+#pragma unroll
+        for (int n = 0; n < PARTS; n++) {
+            const uint4 right = matrices_at(
+                x + (piece / 2 * ROWS + n * 8 + (lane & 7)) * 128 + ((piece % 2 * 4 + (lane >> 3)) ^ (lane & 7)) * 16
+            );
+#pragma unroll
+            for (int half = 0; half < 2; half++) mma(part[half][n], left[0][half], right.x, right.y);
+#pragma unroll
+            for (int half = 0; half < 2; half++) mma(part[half][n], left[1][half], right.z, right.w);
+        }
+#endif
         if (ends) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -201,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
     int *counters, int rows, int outputs, int columns, int group, int x_stride, int out_stride, int units_of_block,
     int add
 ) {
-    extern __shared__ __align__(128) u8 memory[];
+    extern __shared__ __align__(1024) u8 memory[];
     __shared__ int flag;
     // `outputs` are those that are written; where gated the matrix has twice as many rows.
     const int blocks = columns / 128, gate_slabs = GATE >= 0 ? outputs / 16 : 0, slabs = outputs / 16 + gate_slabs;
@@ -223,17 +250,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
     int tile = loader.tile, step = loader.step, ahead = begin;
     float sums[2][PARTS][4] = {};
     loader.enter_tile();
+    // Codes do not depend on the kernel before this one: they are on their way while it ends.
 #pragma unroll 1
     for (int index = 0; index < STAGES - 1; index++) {
-        if (ahead++ < end) loader.load(stages + index * STAGE_BYTES);
+        if (ahead++ < end) {
+            loader.load_codes(stages + index * STAGE_BYTES);
+            loader.advance();
+        }
+    }
+    await_kernel_before();
+#pragma unroll 1
+    for (int index = 0; index < STAGES - 1; index++) {
+        if (begin + index < end) loader.load_x(stages + index * STAGE_BYTES, (step + index) % steps);
         close_copies();
     }
     int stage = 0, ahead_stage = STAGES - 1, started = step;
 #pragma unroll 1
     for (int unit = begin; unit < end; unit++) {
         await_copies<STAGES - 2>();
+#ifdef WGMMA
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
         __syncthreads();
-        if (ahead++ < end) loader.load(stages + ahead_stage * STAGE_BYTES);
+        if (ahead++ < end) {
+            loader.load_codes(stages + ahead_stage * STAGE_BYTES);
+            loader.load_x(stages + ahead_stage * STAGE_BYTES, loader.step);
+            loader.advance();
+        }
         close_copies();
         if (step * WK + along < blocks) multiply_unit(stages + stage * STAGE_BYTES, sums);
         if (++stage == STAGES) stage = 0;

@@ -28,12 +28,8 @@ __device__ __forceinline__ u32 element_pair(u32 word, int row, int pair, u32 min
     return pair_of(low_of(exact) * scale, high_of(exact) * scale);
 }
 
-// Eight columns of row 2g + row, of both words of a half.
-__device__ __forceinline__ uint4 eight(u32 first, u32 second, int row, u32 minus, float scale) {
-    return uint4{
-        element_pair(first, row, 0, minus, scale), element_pair(first, row, 1, minus, scale),
-        element_pair(second, row, 0, minus, scale), element_pair(second, row, 1, minus, scale),
-    };
+__device__ __forceinline__ u32 word_of(uint4 words, int index) {
+    return index == 0 ? words.x : index == 1 ? words.y : index == 2 ? words.z : words.w;
 }
 
 __device__ __forceinline__ void put_eight(u16 *row, int column, uint4 values, const int *order) {
@@ -46,13 +42,15 @@ __device__ __forceinline__ void put_eight(u16 *row, int column, uint4 values, co
     for (int i = 0; i < 8; i++) row[order[column + i]] = (u16)(pairs[i / 2] >> (16 * (i & 1)));
 }
 
-// Slabs of 16 rows: grid.x, from `first_slab` on; CHUNKS pieces of 64 columns a warp.
+// Slabs of 16 rows: grid.x, from `first_slab` on; CHUNKS pieces of 64 columns a warp, each through shared memory, so that
+// whole lines are written.
 extern "C" __global__ void __launch_bounds__(256) int4_expand(
     const uint4 *codes, const u8 *scales, const u8 *zeros, const int *order, u16 *out, int first_slab, int columns,
     int group, int out_stride
 ) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, chunks = columns / 64;
-    const int from = (blockIdx.y * 8 + (threadIdx.x >> 5)) * CHUNKS;
+    __shared__ u32 lines[8][16 * 32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, chunks = columns / 64;
+    const int from = (blockIdx.y * 8 + warp) * CHUNKS;
     const size_t slab = first_slab + blockIdx.x;
     uint4 words[CHUNKS];
 #pragma unroll
@@ -63,16 +61,27 @@ extern "C" __global__ void __launch_bounds__(256) int4_expand(
         if (from + i >= chunks) break;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int column = (from + i) * 64 + half * 32 + t * 8;
-            const size_t place = (slab * (columns / group) + column / group) * 16 + 2 * g;
+            const size_t place = (slab * (columns / group) + ((from + i) * 64 + half * 32) / group) * 16 + 2 * g;
 #pragma unroll
             for (int row = 0; row < 2; row++) {
-                const u32 first = half ? words[i].z : words[i].x, second = half ? words[i].w : words[i].y;
                 const float scale = scale_of(scales, place + row);
-                const uint4 values = eight(first, second, row, minus_zero_of(zeros, place + row), scale);
-                put_eight(out + (size_t)(blockIdx.x * 16 + 2 * g + row) * out_stride, column, values, order);
+                const u32 minus = minus_zero_of(zeros, place + row);
+#pragma unroll
+                for (int piece = 0; piece < 4; piece++) {
+                    const u32 word = word_of(words[i], half * 2 + piece / 2);
+                    lines[warp][(2 * g + row) * 32 + ((half * 4 + piece) ^ g) * 4 + t] =
+                        element_pair(word, row, piece & 1, minus, scale);
+                }
             }
         }
+        __syncwarp();
+#pragma unroll
+        for (int round = 0; round < 4; round++) {
+            const int row = round * 4 + lane / 8, piece = lane & 7;
+            const uint4 values = *(const uint4 *)&lines[warp][row * 32 + (piece ^ (row >> 1)) * 4];
+            put_eight(out + (size_t)(blockIdx.x * 16 + row) * out_stride, (from + i) * 64 + piece * 8, values, order);
+        }
+        __syncwarp();
     }
 }
 
@@ -90,13 +99,15 @@ extern "C" __global__ void __launch_bounds__(256) int4_embed(
     const int g = known ? row % 16 / 2 : 0;
     const uint4 words = codes[(slab * (columns / 64) + chunk) * 32 + g * 4 + t];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int column = chunk * 64 + half * 32 + t * 8;
+    for (int piece = 0; piece < 8; piece++) {
+        const int column = chunk * 64 + piece * 8 + 2 * t;
         const size_t place = (slab * (columns / group) + column / group) * 16 + (known ? row % 16 : 0);
-        const u32 first = half ? words.z : words.x, second = half ? words.w : words.y;
-        const u32 minus = minus_zero_of(zeros, place);
-        const float scale = scale_of(scales, place);
-        const uint4 values = row & 1 ? eight(first, second, 1, minus, scale) : eight(first, second, 0, minus, scale);
-        put_eight(out + (size_t)blockIdx.x * out_stride, column, known ? values : uint4{0, 0, 0, 0}, order);
+        const u32 pair = element_pair(
+            word_of(words, piece / 2), row & 1, piece & 1, minus_zero_of(zeros, place), scale_of(scales, place)
+        );
+        u16 *target = out + (size_t)blockIdx.x * out_stride;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            target[order ? order[column + i] : column + i] = known ? (u16)(pair >> (16 * i)) : (u16)0;
     }
 }

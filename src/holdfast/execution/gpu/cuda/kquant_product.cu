@@ -111,9 +111,7 @@ struct Matrix {
     }
 };
 
-__device__ __forceinline__ void load_unit(
-    const Matrix &matrix, const u16 *x, int rows, int x_stride, u32 stage, int group, int block
-) {
+__device__ __forceinline__ void load_codes(const Matrix &matrix, u32 stage, int group, int block) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -127,7 +125,11 @@ __device__ __forceinline__ void load_unit(
         copy8(target + SCALES_AT + lane * 8, matrix.scales + at * 256 + lane * 8);
         if (BITS == 6) copy4(target + UNITS_AT + lane * 4, matrix.units + at * 32 + (lane >> 2) * 4);
     }
-    // A warp copies whole rows of x.
+}
+
+// A warp copies whole rows.
+__device__ __forceinline__ void load_inputs(const u16 *x, int rows, int x_stride, u32 stage, int block) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
     for (int row = warp; row < ROWS * !ONE; row += WARPS) {
         const bool live = row < rows;
@@ -380,16 +382,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) kquant_product(
 
     int group = begin / steps, step = begin % steps, ahead_group = group, ahead_step = step, ahead = begin;
     float4 sums[M][PARTS] = {};
-    auto load_ahead = [&](int slot) {
+    auto load_ahead = [&](int slot, bool inputs) {
         if (ahead < end) {
-            load_unit(matrix, x, rows_here, x_stride, stages + slot * STAGE_BYTES, ahead_group, ahead_step);
+            load_codes(matrix, stages + slot * STAGE_BYTES, ahead_group, ahead_step);
+            if (inputs) load_inputs(x, rows_here, x_stride, stages + slot * STAGE_BYTES, ahead_step);
             if (++ahead_step == steps) ahead_step = 0, ahead_group++;
             ahead++;
         }
-        close_copies();
     };
+    // The matrix is there before the kernel before has ended, inputs are not.
 #pragma unroll 1
-    for (int slot = 0; slot < STAGES - 1; slot++) load_ahead(slot);
+    for (int slot = 0; slot < STAGES - 1; slot++) load_ahead(slot, false);
+    await_kernel_before();
+#pragma unroll 1
+    for (int slot = 0; slot < STAGES - 1; slot++) {
+        if (begin + slot < end) load_inputs(x, rows_here, x_stride, stages + slot * STAGE_BYTES, (step + slot) % steps);
+        close_copies();
+    }
     int slot = 0, started = step;
 #if ONE
     const int wanted = min(steps, end - begin);
@@ -410,7 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) kquant_product(
             for (int piece = warp; piece < 8; piece += WARPS) sum_inputs(stage, piece, starts, input_sums, taken_off);
         }
         // Into the slot that was read last: by all, or of one row by this lane, which alone reads what it copied.
-        load_ahead(slot ? slot - 1 : STAGES - 1);
+        load_ahead(slot ? slot - 1 : STAGES - 1, true);
+        close_copies();
         slot = slot == STAGES - 1 ? 0 : slot + 1;
         if (!ONE) __syncthreads();
         const u32 mine = stage + X_BYTES + warp * M * TILE_BYTES;
@@ -445,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) kquant_product(
                 for (int m = 0; m < M; m++)
 #pragma unroll
                     for (int n = 0; n < PARTS; n++) sums[m][n] = float4{0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
+#pragma unroll (M * PARTS < 8 ? 8 / (M * PARTS) : 1)
                 for (int block = from; block <= to; block++) {
                     const float4 *part = shares + (u64)cut.share(block, here) * (SUMS_FLOATS / 4);
 #pragma unroll

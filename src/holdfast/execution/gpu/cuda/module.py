@@ -14,18 +14,43 @@ from holdfast.execution.gpu.cuda.compiler import cubin
 
 _MOST_DYNAMIC_SHARED_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
+_SERIALIZED_BY_THE_KERNEL = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+EARLY_CAPABILITY = (9, 0)
 _STATIC_SHARED_LIMIT = 48 * 1024
 """More than this must be asked for."""
 
 Argument = torch.Tensor | int | float | None
 
 
-class Kernel:
-    """`shared_bytes` of dynamic shared memory for every launch."""
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute"""
 
-    def __init__(self, function: ctypes.c_void_p, threads: int, shared_bytes: int) -> None:
+    _fields_ = (("id", ctypes.c_uint), ("padding", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+class Kernel:
+    """`shared_bytes` of dynamic shared memory for every launch. `early`: it may begin while the kernel before it on the
+    stream ends, and waits for that itself (`await_kernel_before`); Hopper and later."""
+
+    def __init__(self, function: ctypes.c_void_p, threads: int, shared_bytes: int, *, early: bool = False) -> None:
         self._function, self._threads, self._shared_bytes = function, threads, shared_bytes
-        self._launch = _driver().cuLaunchKernel
+        self._launch = _driver().cuLaunchKernelEx
+        self._attribute = _Attribute(_SERIALIZED_BY_THE_KERNEL, 0, (ctypes.c_uint * 16)(1))
+        self._attributes = int(early and torch.cuda.get_device_capability() >= EARLY_CAPABILITY)
         if shared_bytes > _STATIC_SHARED_LIMIT:
             _check(_driver().cuFuncSetAttribute(function, _MOST_DYNAMIC_SHARED_BYTES, shared_bytes), "shared memory")
 
@@ -34,11 +59,15 @@ class Kernel:
         kernel must take as many, in these types: nothing checks it."""
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = self._launch(
-            self._function, *grid, self._threads, 1, 1, self._shared_bytes, stream, pointers, None
-        )  # fmt: skip
-        _check(status, "a launch")
+        config = _Config(
+            (ctypes.c_uint * 3)(*grid),
+            (ctypes.c_uint * 3)(self._threads, 1, 1),
+            self._shared_bytes,
+            torch.cuda.current_stream().cuda_stream,
+            ctypes.pointer(self._attribute),
+            self._attributes,
+        )
+        _check(self._launch(ctypes.byref(config), self._function, pointers, None), "a launch")
 
 
 class Module:
@@ -50,11 +79,11 @@ class Module:
         self._module = ctypes.c_void_p()
         _check(_driver().cuModuleLoadData(ctypes.byref(self._module), data), "loading a module")
 
-    def kernel(self, name: str, *, threads: int, shared_bytes: int = 0) -> Kernel:
+    def kernel(self, name: str, *, threads: int, shared_bytes: int = 0, early: bool = False) -> Kernel:
         function = ctypes.c_void_p()
         status = _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
         _check(status, f"the kernel {name}")
-        return Kernel(function, threads, shared_bytes)
+        return Kernel(function, threads, shared_bytes, early=early)
 
 
 def _value(argument: Argument) -> ctypes._SimpleCData[int] | ctypes._SimpleCData[float] | ctypes.c_void_p:

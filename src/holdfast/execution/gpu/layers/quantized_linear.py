@@ -170,12 +170,13 @@ class _Fragments:
     """The kernels of int4 codes in the order that tensor cores read."""
 
     vectors = None
-    most_rows = most_gated = FRAGMENT_ROWS
 
     def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype) -> None:
         if not matrix.in_fragments:  # An embedding may be the head too.
             rearrange(matrix)
         self._matrix, self.order = FragmentMatrix(matrix, dtype), matrix.order
+        # Inputs in another order are put into the workspace, which holds fewer.
+        self.most_rows = self.most_gated = FRAGMENT_ROWS if matrix.order is None else SKINNY_BLOCK_ROWS
         self.kind: tuple[object, ...] = ("fragments", matrix.layout, matrix.rows, matrix.columns)
 
     def multiply(
@@ -199,7 +200,7 @@ class _Tiles:
     """The kernels of K-quants in the order that tensor cores read."""
 
     order = vectors = None
-    most_rows = most_gated = KQUANT_ROWS
+    most_rows, most_gated = KQUANT_ROWS, FEW_QUANTIZED_ROWS
 
     def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
         self._matrix = KquantMatrix(matrix.weave())
