@@ -122,9 +122,9 @@ def test_kernels_compile_for_every_gpu(capability: tuple[int, int]) -> None:
     bits = capability[0] % 3 + 4
     for gated, dtype in ((False, torch.bfloat16), (True, torch.float16)):
         cut = product_cut(bits, 1 if gated else 32, gated=gated)
-        options = compiler._options(capability, dict(kquant.defines(bits, dtype, cut, gated)))
+        options = compiler.options(capability, dict(kquant.defines(bits, dtype, cut, gated)))
         assert b"kquant_product" in compiler.compile_source(kquant.text("kquant_product"), options)
-    options = compiler._options(capability, {"BITS": bits, "HALF": 0})
+    options = compiler.options(capability, {"BITS": bits, "HALF": 0})
     assert b"kquant_embed" in compiler.compile_source(kquant.text("kquant_rows"), options)
 
 
