@@ -15,21 +15,24 @@ struct Tile {
 // Of row 2 * g + row of a tile what lane 4 * g + t has of a piece: columns 4t..4t+3 of both halves of 16.
 __device__ __forceinline__ void put_piece(const Tile &tile, int g, int t, int row, int piece, u16 *out) {
     const int lane = 4 * g + t, second = piece & 1, from = 4 * g + piece / 2;
-    const u32 word = ((const u32 *)tile.codes)[piece / 2 * 128 + lane * 4 + second * 2 + row];
+    const u32 word = __ldg((const u32 *)tile.codes + piece / 2 * 128 + lane * 4 + second * 2 + row);
     float scale[2], minimum = 0.f;
     u32 high = 0;
     if (BITS == 6) {
-        high = ((const u32 *)tile.high)[piece / 4 * 128 + lane * 4 + piece % 4] >> (8 * row);
-        const float unit = float_of_half(((const u16 *)tile.units)[2 * g + row]);
+        high = __ldg((const u32 *)tile.high + piece / 4 * 128 + lane * 4 + piece % 4) >> (8 * row);
+        const float unit = float_of_half(__ldg((const u16 *)tile.units + 2 * g + row));
         const signed char *small = (const signed char *)tile.scales + from * 8 + 4 * row + 2 * second;
-        scale[0] = unit * small[0], scale[1] = unit * small[1];
+        scale[0] = unit * __ldg(small), scale[1] = unit * __ldg(small + 1);
     } else {
-        if (BITS == 5) high = ((const u32 *)tile.high)[lane * 4 + piece / 2] >> (8 * second + 4 * row);
-        const u32 *words = (const u32 *)tile.scales, *mine = words + 2 * (4 * g + 2 * row);
+        if (BITS == 5) high = __ldg((const u32 *)tile.high + lane * 4 + piece / 2) >> (8 * second + 4 * row);
+        // The row's scale is in the last bytes of the first two words, its minimum in those of the others.
+        const uint2 *words = (const uint2 *)tile.scales;
+        const uint2 ours = __ldg(words + 4 * g + 2 * row), lows = __ldg(words + 4 * g + 2 * row + 1);
+        const uint2 small = __ldg(words + from);
         const int shift = 6 * (2 * row + second);
-        const float unit = float_of_half((u16)(mine[0] >> 24 | mine[1] >> 24 << 8));
-        scale[0] = scale[1] = unit * (float)(words[2 * from] >> shift & 63);
-        minimum = float_of_half((u16)(mine[2] >> 24 | mine[3] >> 24 << 8)) * (float)(words[2 * from + 1] >> shift & 63);
+        const float unit = float_of_half((u16)(ours.x >> 24 | ours.y >> 24 << 8));
+        scale[0] = scale[1] = unit * (float)(small.x >> shift & 63);
+        minimum = float_of_half((u16)(lows.x >> 24 | lows.y >> 24 << 8)) * (float)(small.y >> shift & 63);
     }
 #pragma unroll
     for (int step = 0; step < 2; step++) {
