@@ -8,8 +8,8 @@
               5, 6     the lower four so, each bit above in `high` int32 [.., 1 or 2]: element i is bit i of a word
               2, 3     quants int32 [.., 2 or 3]: each bit in a word
 
-The same bytes in all; only the order changes, so that each part is contiguous and all kinds are read alike. Knows no
-products.
+The same bytes in all; only the order changes, so that each part is contiguous and all kinds are read alike. On a GPU
+some are then put into the order of gguf_fragments.py. Knows no products.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from holdfast.errors import CheckpointError
 from holdfast.execution.memory import exact_tensor
 from holdfast.execution.weights.gguf_block_types import KINDS, BlockKind, fill_elements, group_scales, spread
+from holdfast.execution.weights.gguf_fragments import TILE_ROWS, Fragments, Planes, some_tiles, unwoven, woven
 
 BLOCK_ELEMENTS = 32
 """That quants are kept in, whatever the kind."""
@@ -38,6 +39,8 @@ class QuantizedMatrix:
                 f"a {layout} matrix has rows of {columns} elements", needed=f"a multiple of {kind.elements}"
             )
         self.layout, self.rows, self.columns = layout, rows, columns
+        self.fragments: Fragments | None = None
+        """All of it, once it was woven: the planes below are then no more."""
         blocks, pieces = columns // kind.elements, columns // BLOCK_ELEMENTS
         quant_type, width, high = _planes(kind)
         self.quants = exact_tensor((rows, pieces, width), quant_type, device)
@@ -49,8 +52,18 @@ class QuantizedMatrix:
 
     @property
     def nbytes(self) -> int:
-        parts = (self.quants, self.high, self.scales, self.minimums, self.small)
+        parts = self._parts() if self.fragments is None else self.fragments[1:]
         return sum(part.nbytes for part in parts if part is not None)
+
+    def weave(self) -> Fragments:
+        """Puts it into the order of `gguf_fragments`, which must fit; in the same memory but for some scales."""
+        if self.fragments is None:
+            assert self.small is not None
+            planes = Planes(self.quants, self.high, self.scales, self.minimums, self.small)
+            self.fragments = woven(self.layout, planes)
+            self.quants, self.scales = self.quants[:0], self.scales.new_empty(0)
+            self.high = self.minimums = self.small = None
+        return self.fragments
 
     def fill_rows(self, first: int, stored: torch.Tensor, order: torch.Tensor | None = None) -> None:
         """Stored bytes of whole rows go to rows first, first+1, ...; `order` picks the stored row for each."""
@@ -84,12 +97,20 @@ class QuantizedMatrix:
 
     def dequantize(self, first: int, last: int, out: torch.Tensor) -> None:
         """Rows first..last-1 into `out` [last-first, columns]."""
-        part = slice(first, last)
-        self._dequantize([None if plane is None else plane[part] for plane in self._parts()], out)
+        start, part = 0, self._parts()
+        if self.fragments is not None:
+            tiles = torch.arange(first // TILE_ROWS, -(-last // TILE_ROWS), device=self.fragments.codes.device)
+            start, part = first // TILE_ROWS * TILE_ROWS, unwoven(some_tiles(self.fragments, tiles))
+        rows = slice(first - start, last - start)
+        self._dequantize([None if plane is None else plane[rows] for plane in part], out)
 
     def dequantize_some(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """The rows of these indices into `out` [len(rows), columns]."""
-        self._dequantize([None if plane is None else plane.index_select(0, rows) for plane in self._parts()], out)
+        part = self._parts()
+        if self.fragments is not None:
+            part = unwoven(some_tiles(self.fragments, rows // TILE_ROWS))
+            rows = torch.arange(len(rows), device=rows.device) * TILE_ROWS + rows % TILE_ROWS
+        self._dequantize([None if plane is None else plane.index_select(0, rows) for plane in part], out)
 
     def _parts(self) -> tuple[torch.Tensor | None, ...]:
         return self.quants, self.high, self.scales, self.minimums, self.small

@@ -5,8 +5,9 @@
     to SKINNY_BLOCK_ROWS     the same without the gate, which is a kernel of its own
     more                     expanded to a tile of rows at a time, which the second level cache holds, and cuBLAS
 
-int4 codes are rearranged for tensor cores where the GPU and their shape allow it (`cuda.int4`): then one kernel has
-product and gate, or sum, to FRAGMENT_ROWS.
+int4 codes and K-quants are rearranged for tensor cores where the GPU and their shape allow it (`cuda.int4`,
+`cuda.kquant`): then one kernel has product and gate, or sum, to FRAGMENT_ROWS or KQUANT_ROWS; for one row of K-quants
+the norm too.
 
 Knows nothing of what a matrix is for.
 """
@@ -19,6 +20,7 @@ import torch
 
 from holdfast.execution.gpu.cuda.fragments import rearrange
 from holdfast.execution.gpu.cuda.int4 import FragmentMatrix, against_int4
+from holdfast.execution.gpu.cuda.kquant import BITS, KquantMatrix, against_kquant, compile_table
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -41,6 +43,8 @@ from holdfast.observability.decisions import Decision
 WHOLE_ROWS = 128
 FRAGMENT_ROWS = 256
 """Up to so many, products with codes in the order of tensor cores are faster than expanding and cuBLAS (H200)."""
+KQUANT_ROWS = 128
+"""The same of K-quants."""
 
 
 class QuantizedWorkspace:
@@ -55,7 +59,7 @@ class QuantizedWorkspace:
         self.dtype, self._device = dtype, device
         self._memory: torch.Tensor | None = None
         self._counters: torch.Tensor | None = None
-        self._in_fragments: list[str | None] = []
+        self._in_fragments: dict[str, list[str | None]] = {}
 
     def _bytes(self) -> torch.Tensor:
         if self._memory is None:
@@ -79,24 +83,30 @@ class QuantizedWorkspace:
         """Inputs of few rows."""
         return self._bytes()[SUMS_BYTES:].view(self.dtype)[: rows * columns].view(rows, columns)
 
-    def against_fragments(self, matrix: ScaledMatrix) -> str | None:
-        """Why a matrix of int4 codes is not rearranged for tensor cores, None if it is; for `decisions` too."""
-        against = against_int4(matrix.layout, matrix.rows, matrix.columns, self.dtype, self._device)
-        self._in_fragments.append(against)
+    def against_fragments(self, matrix: ScaledMatrix | QuantizedMatrix) -> str | None:
+        """Why a matrix of int4 codes, or of GGUF's blocks, is not rearranged for tensor cores, None if it is; for
+        `decisions` too."""
+        if isinstance(matrix, ScaledMatrix):
+            about = "int4_products"
+            against = against_int4(matrix.layout, matrix.rows, matrix.columns, self.dtype, self._device)
+        else:
+            about, against = "gguf_products", against_kquant(matrix.layout, matrix.rows, self.dtype, self._device)
+        self._in_fragments.setdefault(about, []).append(against)
         return against
 
     @property
     def decisions(self) -> list[Decision]:
-        """On matrices of int4 codes, where there are any."""
-        against = [reason for reason in self._in_fragments if reason is not None]
-        if not self._in_fragments:
-            return []
-        if not against:
-            reason = "codes are decoded in the registers that tensor cores read"
-            return [Decision("int4_products", "cuda", reason, "measured")]
-        some = f"{len(against)} of {len(self._in_fragments)} matrices" if len(against) < len(self._in_fragments) else ""
-        value = "cuda, triton" if some else "triton"
-        return [Decision("int4_products", value, f"{some}: {against[0]}" if some else against[0], "planner")]
+        """On matrices of int4 codes and of GGUF's blocks, where there are any."""
+        return [_decision(about, found) for about, found in self._in_fragments.items()]
+
+
+def _decision(about: str, found: list[str | None]) -> Decision:
+    against = [reason for reason in found if reason is not None]
+    if not against:
+        return Decision(about, "cuda", "codes are decoded in the registers that tensor cores read", "measured")
+    if len(against) == len(found):
+        return Decision(about, "triton", against[0], "planner")
+    return Decision(about, "cuda, triton", f"{len(against)} of {len(found)} matrices: {against[0]}", "planner")
 
 
 class _Blocks:
@@ -186,6 +196,42 @@ class _Fragments:
         self._matrix.embed(tokens, slots, positions, out)
 
 
+class _Tiles:
+    """The kernels of K-quants in the order that tensor cores read."""
+
+    order = vectors = None
+    most_rows, most_gated = KQUANT_ROWS, FEW_QUANTIZED_ROWS
+
+    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
+        self._matrix = KquantMatrix(matrix.weave())
+        self.kind: tuple[object, ...] = ("tiles", matrix.layout, matrix.rows, matrix.columns)
+        compile_table(BITS[matrix.layout], dtype)
+
+    def multiply(
+        self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, add: bool
+    ) -> None:
+        self._matrix.product(x, out, workspace, bias=bias, accumulate=add)
+
+    def multiply_normed(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, out: torch.Tensor, workspace: SplitSums,
+        bias: torch.Tensor | None, kind: Activation | None = None,
+    ) -> None:  # fmt: skip
+        """Of one row; with `kind` gated."""
+        activation = None if kind is None else kernels.activation_code(kind)
+        self._matrix.product(x, out, workspace, bias=bias, activation=activation, norm=norm, epsilon=epsilon)
+
+    def gate_up(
+        self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, kind: Activation
+    ) -> None:
+        self._matrix.product(x, out, workspace, bias=bias, activation=kernels.activation_code(kind))
+
+    def expand(self, first: int, last: int, out: torch.Tensor) -> None:
+        self._matrix.expand(first, last, out)
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        self._matrix.embed(tokens, slots, positions, out)
+
+
 class QuantizedGpuLinear:
     def __init__(self, linear: QuantizedLinear, workspace: QuantizedWorkspace) -> None:
         matrix = linear.matrix
@@ -212,6 +258,9 @@ class QuantizedGpuLinear:
         if len(x) == 1 and self._form.vectors is not None:
             vector_product(x, self._form.vectors, out, bias=self.bias, norm_weight=norm, epsilon=epsilon)
             return
+        if len(x) == 1 and isinstance(self._form, _Tiles):
+            self._form.multiply_normed(x, norm, epsilon, out, self._splits, self.bias)
+            return
         kernels.rms_norm(x, norm, epsilon, normed)
         self.write(normed, out)
 
@@ -237,6 +286,9 @@ class QuantizedGpuLinear:
         if len(x) > self._form.most_gated or (len(x) == 1 and self._form.vectors is not None):
             self.write_normed(x, norm, epsilon, normed, gate_up)
             kernels.gate(gate_up, activation, out)
+            return
+        if len(x) == 1 and isinstance(self._form, _Tiles):
+            self._form.multiply_normed(x, norm, epsilon, out, self._splits, self.bias, activation)
             return
         kernels.rms_norm(x, norm, epsilon, normed)
         self._form.gate_up(self._in_order(normed), out, self._splits, self.bias, activation)
@@ -265,9 +317,12 @@ class QuantizedGpuLinear:
             yield first, last, tile
 
 
-def _form(matrix: QuantizedMatrix | ScaledMatrix, workspace: QuantizedWorkspace) -> _Blocks | _Codes | _Fragments:
+def _form(
+    matrix: QuantizedMatrix | ScaledMatrix, workspace: QuantizedWorkspace
+) -> _Blocks | _Codes | _Fragments | _Tiles:
     if not isinstance(matrix, ScaledMatrix):
-        return _Blocks(matrix)
+        against = workspace.against_fragments(matrix)
+        return _Tiles(matrix, workspace.dtype) if against is None else _Blocks(matrix)
     if matrix.layout.codes == "int4":
         against = workspace.against_fragments(matrix)
         if against is None:

@@ -1,0 +1,193 @@
+"""Products with GGUF's K-quants in the order of gguf_fragments.py, by the CUDA kernels beside this file; their rows as
+numbers. Chooses how a product is cut by its shape. Safe in a CUDA graph once a kernel was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.gpu.cuda.compiler import available, cubin
+from holdfast.execution.gpu.cuda.module import Kernel, Module
+from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
+from holdfast.execution.weights.gguf_fragments import TILE_COLUMNS, TILE_ROWS, Fragments, against_fragments_of
+
+_FOLDER = Path(__file__).parent
+BITS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+EXPANDED_BLOCKS = 8
+"""Of 256 columns, a warp each."""
+
+Macros = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KquantCut:
+    parts: int
+    """Of eight rows of x, that a block multiplies with; more rows are cut among blocks."""
+    tiles: int
+    """Of 16 matrix rows, of a warp; two where gated."""
+    warps: int
+    stages: int
+    blocks: int
+    """On a processor at once."""
+    one: bool = False
+    """A single row, which may be normed on the way."""
+
+    @property
+    def rows(self) -> int:
+        return 8 * self.parts
+
+    @property
+    def tile(self) -> int:
+        """Matrix rows of a block."""
+        return TILE_ROWS * self.warps * self.tiles
+
+    def shared_bytes(self, bits: int, columns: int) -> int:
+        tile = 2048 + (bits - 4) * 512 + 256 + (128 if bits == 6 else 0)
+        codes = self.stages * self.warps * self.tiles * tile
+        if self.one:
+            return codes + columns // TILE_COLUMNS * (512 + (16 * 16 if bits == 6 else 8 * 16 + 32))
+        return codes + self.stages * self.rows * 544 + self.parts * (16 * 64 if bits == 6 else 8 * 64 + 256)
+
+
+def product_cut(bits: int, rows: int, *, gated: bool) -> KquantCut:
+    """The fastest of a dozen for the products of an 8B shape's layer on an H200. A gate takes two tiles of a warp."""
+    dense = bits > 4
+    if rows == 1:
+        return KquantCut(1, 2, 8, 3 if dense else 4, 1, True) if gated else KquantCut(1, 1, 8, 3, 2, True)
+    if rows <= 8:
+        return KquantCut(1, 2, 4, 3, 2 if dense else 3) if gated or not dense else KquantCut(1, 1, 8, 3, 2)
+    if rows <= 16:
+        return KquantCut(2, 2, 4, 3, 2) if gated or not dense else KquantCut(2, 1, 8, 3, 2)
+    return KquantCut(4, 2, 8, 2, 1 if dense else 2)
+
+
+def against_kquant(layout: str, rows: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot multiply with a matrix of GGUF's blocks; None: nothing is against it."""
+    if device.type != "cuda":
+        return "the kernels in CUDA need a GPU"
+    if dtype.itemsize != 2:
+        return f"the kernels in CUDA multiply numbers of 2 bytes; these have {dtype.itemsize}"
+    if not available():
+        return "the kernels in CUDA are compiled by libnvrtc, which torch's CUDA build brings; none was found"
+    return against_fragments_of(layout, rows)
+
+
+def text(name: str) -> str:
+    return "\n".join((_FOLDER / file).read_text() for file in ("common.cuh", f"{name}.cu"))
+
+
+def defines(bits: int, dtype: torch.dtype, cut: KquantCut, gated: bool) -> Macros:
+    return (
+        ("BITS", bits), ("HALF", int(dtype == torch.float16)), ("PARTS", cut.parts), ("M", cut.tiles),
+        ("WARPS", cut.warps), ("STAGES", cut.stages), ("BLOCKS", cut.blocks), ("GATED", int(gated)),
+        ("ONE", int(cut.one)),
+    )  # fmt: skip
+
+
+@cache
+def _product(bits: int, dtype: torch.dtype, cut: KquantCut, gated: bool, columns: int) -> Kernel:
+    """`columns`: of a single row, which takes shared memory by them; else 0. A module each, for what a kernel may take
+    is kept with its module."""
+    module = Module(text("kquant_product"), dict(defines(bits, dtype, cut, gated)))
+    return module.kernel(
+        "kquant_product", threads=32 * cut.warps, shared_bytes=cut.shared_bytes(bits, columns), early=True
+    )
+
+
+@cache
+def _rows(bits: int, dtype: torch.dtype, name: str) -> Kernel:
+    module = Module(text("kquant_rows"), {"BITS": bits, "HALF": int(dtype == torch.float16)})
+    return module.kernel(name, threads=32 * EXPANDED_BLOCKS)
+
+
+@cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def compile_products(wanted: Iterable[tuple[int, torch.dtype, KquantCut, bool]]) -> None:
+    """Side by side: what is then loaded lies in the cache."""
+    capability = torch.cuda.get_device_capability()
+    source = text("kquant_product")
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda item: cubin(source, capability, dict(defines(*item))), wanted))
+
+
+@cache
+def compile_table(bits: int, dtype: torch.dtype) -> None:
+    """All that the table has for matrices of this kind."""
+    compile_products(
+        (bits, dtype, product_cut(bits, rows, gated=gated), gated) for rows in (1, 8, 16, 32) for gated in (False, True)
+    )
+
+
+class KquantMatrix:
+    """A matrix that was put into this order, and what multiplies with it."""
+
+    def __init__(self, fragments: Fragments) -> None:
+        self._fragments, self._bits = fragments, BITS[fragments.layout]
+        self._outputs = len(fragments.codes) * TILE_ROWS
+        self._blocks = fragments.codes.shape[1]
+        self._columns = self._blocks * TILE_COLUMNS
+        self._planes = fragments[1:]
+
+    def product(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        workspace: SplitSums,
+        *,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+        activation: int | None = None,
+        norm: torch.Tensor | None = None,
+        epsilon: float = 0.0,
+        cut: KquantCut | None = None,
+    ) -> None:
+        """out [rows, outputs] = (or +=) x [rows, columns] · matrixᵀ + bias; with `activation` that of the first half
+        times the second. `norm`: of a single row. `cut` replaces the table's."""
+        rows = len(x)
+        if not rows:
+            return
+        gated = activation is not None
+        cut = cut or product_cut(self._bits, rows, gated=gated)
+        groups, row_blocks = -(-self._outputs // cut.tile), -(-rows // cut.rows)
+        shares = len(workspace.sums) // (2 * row_blocks * cut.tile * cut.rows)
+        if not shares or row_blocks * groups > len(workspace.counters):
+            raise EngineError(
+                "the workspace of a split product is too small",
+                needed=f"{2 * row_blocks * cut.tile * cut.rows} sums and {row_blocks * groups} counters",
+                found=f"{len(workspace.sums)} and {len(workspace.counters)}",
+            )
+        if x.stride(0) % 8 or x.data_ptr() % 16 or out.stride(0) % 2 or out.data_ptr() % 4:
+            raise EngineError("inputs of a product do not begin at whole lines", found=f"stride {x.stride(0)}")
+        most = max(1, min(_processors(x.device.index or 0) * cut.blocks // row_blocks, shares))
+        units = -(-groups * self._blocks // most)
+        _product(self._bits, x.dtype, cut, gated, self._columns if cut.one else 0)(
+            (-(-groups * self._blocks // units), row_blocks, 1), x, *self._planes, out, bias, norm, workspace.sums,
+            workspace.counters, rows, self._outputs // (2 if gated else 1), self._columns, x.stride(0), out.stride(0),
+            units, int(accumulate), activation or 0, float(epsilon),
+        )  # fmt: skip
+
+    def expand(self, first: int, last: int, out: torch.Tensor) -> None:
+        """Rows first..last-1 into out [last - first, columns]."""
+        if last > first:
+            tiles = (last - 1) // TILE_ROWS - first // TILE_ROWS + 1
+            _rows(self._bits, out.dtype, "kquant_expand")(
+                (tiles, -(-self._blocks // EXPANDED_BLOCKS), 1), *self._planes, out, first, last - first, self._blocks,
+                out.stride(0),
+            )  # fmt: skip
+
+    def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """`layer.embed` of a matrix in this order."""
+        if len(out):
+            _rows(self._bits, out.dtype, "kquant_embed")(
+                (len(out), -(-self._blocks // EXPANDED_BLOCKS), 1), tokens, slots, positions, *self._planes, out,
+                tokens.stride(0), self._outputs, self._blocks, out.stride(0),
+            )  # fmt: skip
