@@ -370,7 +370,9 @@ def main() -> None:
 
 def keep(path: Path, run: dict[str, Any]) -> None:
     """Added to the runs that the file has already, which stay as they were measured."""
-    document = json.loads(path.read_text()) if path.exists() else {"date": today(), "runs": []}
+    document: dict[str, Any] = {"date": today(), "runs": []}
+    if path.exists():
+        document = json.loads(path.read_text())
     document["runs"].append(run)
     path.write_text(json.dumps(document, indent=1) + "\n")
 
