@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(cases()), default=list(cases()), metavar="NAME")
     parser.add_argument("--beside", type=int, default=14, help="engines that run at the same time")
     parser.add_argument("--within", type=float, default=900.0, metavar="SECONDS", help="what takes longer is left out")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--out", type=Path, help="JSON file: this run is added to those in it")
     asked = parser.parse_args()
     until = time.monotonic() + asked.within
     with tempfile.TemporaryDirectory() as made:
@@ -361,12 +361,20 @@ def main() -> None:
         rows[name] = compare(name, theirs["answers"], ours["answers"], plain if case.encode else None)
         rows[name] |= {"ready_s": {"vllm": theirs["ready_s"], "holdfast": ours["ready_s"]}}
     versions = {engine: one["version"] for (engine, _), one in said.items() if "version" in one}
-    document = {"date": today(), "commit": commit(), "versions": versions, "formats": rows}
     print(table(rows), flush=True)
     if asked.out is not None:
         from benchmarks.gpu_peers import machine
 
-        asked.out.write_text(json.dumps(document | {"machine": machine()}, indent=1) + "\n")
+        keep(asked.out, {"commit": commit(), "machine": machine(), "versions": versions, "formats": rows})
+
+
+def keep(path: Path, run: dict[str, Any]) -> None:
+    """Added to the runs that the file has already, which stay as they were measured."""
+    document: dict[str, Any] = {"date": today(), "runs": []}
+    if path.exists():
+        document = json.loads(path.read_text())
+    document["runs"].append(run)
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

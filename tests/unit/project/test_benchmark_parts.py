@@ -155,3 +155,10 @@ def test_answers_of_two_engines_are_compared_until_they_part() -> None:
     assert not vllm_formats.compare("awq", [theirs], [{**ours, "prompt": [-1.0, -2.1]}], None)["within"]
     far = [{"7": -0.5}, {"8": -1.0, "5": -3.0}, {"9": -0.1}]
     assert not vllm_formats.compare("awq", [{**theirs, "likeliest": far}], [{**ours, "likeliest": far}], None)["within"]
+
+
+def test_a_run_is_added_to_those_measured_before(tmp_path: Path) -> None:
+    for number in range(2):
+        vllm_formats.keep(tmp_path / "runs.json", {"formats": {"awq": number}})
+    found = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert found == [{"formats": {"awq": 0}}, {"formats": {"awq": 1}}]
