@@ -29,7 +29,7 @@ def choose_prefill_kernel(spec: ModelSpec, layout: KVLayout, device: torch.devic
     """`dtype`: of queries."""
     against = _against_hopper(spec, layout, device, dtype)
     if against is None and layout.element_bytes == dtype.itemsize:
-        return Decision("prefill_attention", HOPPER, "1.3 to 1.6 times as fast as the Triton kernel", "measured")
+        return Decision("prefill_attention", HOPPER, "1.3 to 1.5 times as fast as the Triton kernel", "measured")
     if against is None:
         reason = "float8 pages are expanded for it, where a step has no more of them than a spare buffer holds"
         return Decision("prefill_attention", HOPPER, reason, "planner")

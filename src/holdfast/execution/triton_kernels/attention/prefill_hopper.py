@@ -1,4 +1,4 @@
-"""Prefill attention for Hopper: the same work as `prefill`, 1.3 to 1.6 times as fast (H200, bfloat16).
+"""Prefill attention for Hopper: the same work as `prefill`, 1.3 to 1.5 times as fast (H200, bfloat16).
 
 Written in Gluon, Triton's lower level, because it says who does what. A program is a set of warps for each of:
 
