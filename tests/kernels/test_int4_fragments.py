@@ -80,7 +80,8 @@ def test_codes_come_back() -> None:
 
 
 def test_a_matrix_is_rearranged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix, _ = drawn(AWQ, 96, 256, seeded())
+    with torch.inference_mode():  # As weights are loaded.
+        matrix, _ = drawn(AWQ, 96, 256, seeded())
     wanted, before = fragments_of(matrix.codes), matrix.nbytes
     monkeypatch.setattr("holdfast.execution.gpu.cuda.fragments.REARRANGED_BYTES", 32 * 128)
     rearrange(matrix)
@@ -109,8 +110,8 @@ def test_what_fits(layout: ScaledLayout, rows: int, columns: int, said: str | No
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_cuts_fit(name: str, gpu: int4.CutLimits) -> None:
     macros = int4.layout_macros(LAYOUTS[name], 4096, torch.bfloat16)
-    for rows in (1, 8, 9, 16, 32, 33, 64, 256):
-        cut = int4.product_cut(rows, macros, gpu)
+    for rows, elements in product((1, 8, 9, 16, 32, 33, 64, 256), (1 << 24, 1 << 26, 1 << 27)):
+        cut = int4.product_cut(rows, elements, macros, gpu)
         assert cut.rows >= min(rows, 64)
         assert cut.blocks * cut.shared_bytes(macros) <= gpu.shared_bytes
         assert cut.threads * cut.blocks <= 512
@@ -122,7 +123,7 @@ def test_compiles(capability: tuple[int, int]) -> None:
     gpu = int4.SMALL._replace(hopper=capability == (9, 0))
     for rows, dtype, gate in ((1, torch.bfloat16, -1), (64, torch.float16, 0)):
         macros = int4.layout_macros(LAYOUTS["gptq 32"], 4096, dtype)
-        cut = int4.product_cut(rows, macros, gpu)
+        cut = int4.product_cut(rows, 1 << 24, macros, gpu)
         for name, known in (("int4_product", int4.defines(cut, macros, gate)), ("int4_rows", macros)):
             options = compiler.options(capability, dict(known))
             assert compiler.compile_source(int4.text(name), options).startswith(b"\x7fELF")

@@ -39,8 +39,9 @@ def against_fragments(layout: ScaledLayout, rows: int, columns: int) -> str | No
     return None
 
 
+@torch.inference_mode()
 def rearrange(matrix: ScaledMatrix) -> None:
-    """In place. The matrix's own methods do not read it any more."""
+    """In place, weights that were loaded in inference mode too. The matrix's own methods do not read it any more."""
     for codes in _slices(matrix):
         codes.copy_(fragments_of(codes))
     for plane in (matrix.scales, matrix.zeros):

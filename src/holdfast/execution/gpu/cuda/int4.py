@@ -26,6 +26,8 @@ ROWS = (8, 16, 32, 64)
 """Of x, that a block multiplies with: more are cut into blocks of 64."""
 EXPANDED_CHUNKS = 8 * 4
 """Pieces of 64 columns that a block expands."""
+SMALL_ELEMENTS, LARGE_ELEMENTS = 1 << 25, 1 << 26
+"""Of matrices that are cut otherwise."""
 NO_GATE, SILU = -1, 0
 
 Macros = tuple[tuple[str, int], ...]
@@ -109,18 +111,24 @@ def _gpu(device: int) -> CutLimits:
     return CutLimits(processors, shared_memory_bytes(), torch.cuda.get_device_capability(device) == (9, 0))
 
 
-def product_cut(rows: int, macros: Macros, gpu: CutLimits) -> ProductCut:
-    """By the padded number of rows. Fewer stages and blocks where the GPU has less shared memory than Hopper."""
+def product_cut(rows: int, elements: int, macros: Macros, gpu: CutLimits) -> ProductCut:
+    """By the number of rows and of the matrix's elements: of some twenty for each product of an 8B shape's layer the
+    fastest on an H200. Fewer stages and blocks where a GPU has less shared memory."""
+    large = elements > LARGE_ELEMENTS
     if rows <= 8:
-        cut = ProductCut(8, 2, 4, 4, 2)
+        cut = ProductCut(8, 4, 1, 4, 4) if large else ProductCut(8, 2, 4, 4, 2)
     elif rows <= 16:
-        cut = ProductCut(16, 4, 2, 4, 2)
+        cut = ProductCut(16, 4, 2, 4, 2) if large else ProductCut(16, 2, 4, 3, 2)
     elif rows <= 32:
-        cut = ProductCut(32, 4, 1, 4, 2, gpu.hopper)
+        cut = ProductCut(32, 8, 1, 4, 1, gpu.hopper) if large else ProductCut(32, 4, 2, 4, 1, gpu.hopper)
+    elif rows <= 64 and elements <= SMALL_ELEMENTS:
+        cut = ProductCut(64, 4, 2, 3, 1, gpu.hopper)
     else:
-        cut = ProductCut(64, 4, 1, 4, 2, gpu.hopper)
+        cut = ProductCut(64, 8, 1, 4, 1, gpu.hopper)
     while cut.stages > 2 and cut.blocks * cut.shared_bytes(macros) > gpu.shared_bytes:
-        cut = replace(cut, blocks=1) if cut.blocks > 1 else replace(cut, stages=cut.stages - 1)
+        cut = replace(cut, blocks=cut.blocks // 2) if cut.blocks > 1 else replace(cut, stages=cut.stages - 1)
+    if cut.shared_bytes(macros) > gpu.shared_bytes:
+        cut = replace(cut, across=4, along=1)
     return cut
 
 
@@ -143,7 +151,9 @@ class FragmentMatrix:
         self._group = matrix.layout.group or matrix.columns
         self._macros = layout_macros(matrix.layout, matrix.columns, dtype)
         index = matrix.codes.device.index or 0
-        _compile_ahead(self._macros, _gpu(index), torch.cuda.get_device_capability(index))
+        elements, capability = matrix.rows * matrix.columns, torch.cuda.get_device_capability(index)
+        cuts = tuple(product_cut(rows, elements, self._macros, _gpu(index)) for rows in (*ROWS, 2 * ROWS[-1]))
+        _compile_ahead(cuts, self._macros, capability)
 
     def product(
         self,
@@ -162,7 +172,7 @@ class FragmentMatrix:
         if not rows:
             return
         gpu = _gpu(x.device.index or 0)
-        cut = cut or product_cut(rows, self._macros, gpu)
+        cut = cut or product_cut(rows, matrix.rows * matrix.columns, self._macros, gpu)
         kernel = _product(cut, self._macros, gate)
         row_blocks = -(-rows // cut.rows)
         shares = len(workspace.sums) // (2 * row_blocks * cut.tile * cut.rows)
@@ -212,9 +222,8 @@ class FragmentMatrix:
 
 
 @cache
-def _compile_ahead(macros: Macros, gpu: CutLimits, capability: tuple[int, int]) -> None:
+def _compile_ahead(cuts: tuple[ProductCut, ...], macros: Macros, capability: tuple[int, int]) -> None:
     """Side by side, all that products of a matrix may want: what is then loaded lies in the cache."""
-    cuts = [product_cut(rows, macros, gpu) for rows in ROWS]
-    wanted = [("int4_product", defines(cut, macros, gate)) for cut, gate in product(cuts, (NO_GATE, SILU))]
+    wanted = [("int4_product", defines(cut, macros, gate)) for cut, gate in product(set(cuts), (NO_GATE, SILU))]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: cubin(text(one[0]), capability, dict(one[1])), [*wanted, ("int4_rows", macros)]))
