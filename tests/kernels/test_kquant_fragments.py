@@ -121,7 +121,7 @@ def test_what_cannot_lie_so_is_named() -> None:
 def test_kernels_compile_for_every_gpu(capability: tuple[int, int]) -> None:
     bits = capability[0] % 3 + 4
     for gated, dtype in ((False, torch.bfloat16), (True, torch.float16)):
-        cut = product_cut(bits, 1 if gated else 32, gated=gated)
+        cut = product_cut(bits, 1 if gated else 32, 4096, gated=gated, normed=gated)
         options = compiler.options(capability, dict(kquant.defines(bits, dtype, cut, gated)))
         assert b"kquant_product" in compiler.compile_source(kquant.text("kquant_product"), options)
     options = compiler.options(capability, {"BITS": bits, "HALF": 0})

@@ -21,6 +21,8 @@ _FOLDER = Path(__file__).parent
 BITS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 EXPANDED_BLOCKS = 8
 """Of 256 columns, a warp each."""
+MANY_OUTPUTS = 16384
+"""Enough that blocks of few stages, two on a processor, are all busy with 32 rows."""
 
 Macros = tuple[tuple[str, int], ...]
 
@@ -55,16 +57,19 @@ class KquantCut:
         return codes + self.stages * self.rows * 544 + self.parts * (16 * 64 if bits == 6 else 8 * 64 + 256)
 
 
-def product_cut(bits: int, rows: int, *, gated: bool) -> KquantCut:
-    """The fastest of a dozen for the products of an 8B shape's layer on an H200. A gate takes two tiles of a warp."""
+def product_cut(bits: int, rows: int, outputs: int, *, gated: bool = False, normed: bool = False) -> KquantCut:
+    """The fastest of some for the products of an 8B shape's layer on an H200. A gate takes two tiles of a warp;
+    `normed`: a single row."""
     dense = bits > 4
-    if rows == 1:
+    if normed:
         return KquantCut(1, 2, 8, 3 if dense else 4, 1, True) if gated else KquantCut(1, 1, 8, 3, 2, True)
     if rows <= 8:
-        return KquantCut(1, 2, 4, 3, 2 if dense else 3) if gated or not dense else KquantCut(1, 1, 8, 3, 2)
+        return KquantCut(1, 2, 4, 3, 2 if dense else 3)
     if rows <= 16:
-        return KquantCut(2, 2, 4, 3, 2) if gated or not dense else KquantCut(2, 1, 8, 3, 2)
-    return KquantCut(4, 2, 8, 2, 1 if dense else 2)
+        return KquantCut(2, 2, 4, 2, 2) if dense else KquantCut(2, 2, 8, 2, 2)
+    if dense:
+        return KquantCut(4, 2, 8, 2, 1)
+    return KquantCut(4, 2, 8, 2, 2) if rows > 32 or outputs >= MANY_OUTPUTS else KquantCut(4, 2, 8, 3, 1)
 
 
 def against_kquant(layout: str, rows: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -122,9 +127,10 @@ def compile_products(wanted: Iterable[tuple[int, torch.dtype, KquantCut, bool]])
 @cache
 def compile_table(bits: int, dtype: torch.dtype) -> None:
     """All that the table has for matrices of this kind."""
-    compile_products(
-        (bits, dtype, product_cut(bits, rows, gated=gated), gated) for rows in (1, 8, 16, 32) for gated in (False, True)
-    )
+    cuts = {product_cut(bits, rows, outputs) for rows in (8, 16, 32) for outputs in (1, MANY_OUTPUTS)}
+    plain = [(cut, False) for cut in cuts | {product_cut(bits, 1, 1, normed=True)}]
+    gated = [(product_cut(bits, rows, 1, gated=True, normed=rows == 1), True) for rows in (1, 8)]
+    compile_products((bits, dtype, cut, gate) for cut, gate in plain + gated)
 
 
 class KquantMatrix:
@@ -156,7 +162,7 @@ class KquantMatrix:
         if not rows:
             return
         gated = activation is not None
-        cut = cut or product_cut(self._bits, rows, gated=gated)
+        cut = cut or product_cut(self._bits, rows, self._outputs, gated=gated, normed=norm is not None)
         groups, row_blocks = -(-self._outputs // cut.tile), -(-rows // cut.rows)
         shares = len(workspace.sums) // (2 * row_blocks * cut.tile * cut.rows)
         if not shares or row_blocks * groups > len(workspace.counters):
