@@ -72,6 +72,9 @@ def woven(layout: str, planes: Planes) -> Fragments:
     result = Fragments(layout, codes, high, scales, units)
     with torch.inference_mode():  # As what was loaded so must be changed.
         _fill(result, planes)
+    if codes.device.type == "cuda":
+        # A product may read codes before the kernel before it has ended.
+        torch.cuda.synchronize(codes.device)
     return result
 
 

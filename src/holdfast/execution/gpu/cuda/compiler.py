@@ -15,11 +15,15 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from holdfast.checkpoints.sources.cache import cache_folder
 from holdfast.errors import EngineError
 
-_MAJORS = (13, 12)
-"""Of CUDA, as torch is built for them."""
+_ELF = b"\x7fELF"
+"""What every cubin begins with."""
+_made: dict[str, bytes] = {}
+"""By hash, of this process: where the cache folder cannot be written nothing is compiled twice."""
 
 
 class CompileError(EngineError):
@@ -28,8 +32,12 @@ class CompileError(EngineError):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """Beside torch's other libraries, else on the loader's path."""
-    for name in (f"libnvrtc.so.{major}" for major in _MAJORS):
+    """That of the CUDA release that torch is built for, whose cubins the driver takes: beside torch's other libraries,
+    else on the loader's path. None without CUDA."""
+    if torch.version.cuda is None and torch.version.hip is not None:
+        return None
+    majors = (13, 12) if torch.version.cuda is None else (int(torch.version.cuda.split(".")[0]),)
+    for name in (f"libnvrtc.so.{major}" for major in majors):
         for path in (found for folder in sys.path for found in Path(folder or ".").glob(f"nvidia/*/lib/{name}")):
             # Opened by its name alone later on, where the loader does not look into torch's folders.
             for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
@@ -56,18 +64,42 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-def cubin(source: str, capability: tuple[int, int], defines: Mapping[str, int] | None = None) -> bytes:
-    """Compiled for GPUs of this compute capability, or taken from the cache. `defines` are macros."""
+def supports(capability: tuple[int, int]) -> bool:
+    """Whether this NVRTC knows GPUs of this compute capability."""
+    library = _library()
+    if library is None:
+        return False
+    count = ctypes.c_int()
+    _check(library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+    known = (ctypes.c_int * count.value)()
+    _check(library.nvrtcGetSupportedArchs(known))
+    return capability[0] * 10 + capability[1] in known
+
+
+def cubin(
+    source: str, capability: tuple[int, int], defines: Mapping[str, int] | None = None, *, fresh: bool = False
+) -> bytes:
+    """Compiled for GPUs of this compute capability, or taken from the cache. `defines` are macros. `fresh`: what the
+    cache has is not to be taken, for the driver refused it."""
     given = options(capability, defines or {})
     about = "\n".join((source, *given, str(version())))
-    kept = cache_folder() / "cuda" / f"{hashlib.sha256(about.encode()).hexdigest()}.cubin"
+    name = hashlib.sha256(about.encode()).hexdigest()
+    kept = cache_folder() / "cuda" / f"{name}.cubin"
+    if not fresh:
+        found = _made.get(name) or _kept(kept)
+        if found is not None:
+            return found
+    _made[name] = compile_source(source, given)
+    _keep(kept, _made[name])
+    return _made[name]
+
+
+def _kept(path: Path) -> bytes | None:
     try:
-        return kept.read_bytes()
+        found = path.read_bytes()
     except OSError:
-        pass
-    made = compile_source(source, given)
-    _keep(kept, made)
-    return made
+        return None
+    return found if found.startswith(_ELF) else None
 
 
 def options(capability: tuple[int, int], defines: Mapping[str, int]) -> list[str]:
@@ -114,8 +146,12 @@ def _keep(path: Path, data: bytes) -> None:
     """Whole or not at all; without a cache the next start compiles again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            file = Path(folder) / path.name
+            with file.open("wb") as target:
+                target.write(data)
+                target.flush()
+                os.fsync(target.fileno())
+            os.replace(file, path)
     except OSError:
         return

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda.compiler import available, cubin
+from holdfast.execution.gpu.cuda.compiler import available, cubin, supports
 from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS, against_fragments
 from holdfast.execution.gpu.cuda.module import Kernel, Module
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.gpu import SPLIT_COUNTERS
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
 _FOLDER = Path(__file__).parent
@@ -29,6 +30,10 @@ EXPANDED_CHUNKS = 8 * 4
 SMALL_ELEMENTS, LARGE_ELEMENTS = 1 << 25, 1 << 26
 """Of matrices that are cut otherwise."""
 NO_GATE, SILU = -1, 0
+FRAGMENT_ROWS = 256
+"""Of x, that products are for: with more, expanding and cuBLAS are about as fast (H200)."""
+STATIC_SHARED_BYTES = 1024
+"""At most, beside what a launch asks for, with what that is aligned to."""
 
 Macros = tuple[tuple[str, int], ...]
 
@@ -92,6 +97,11 @@ def _product(cut: ProductCut, macros: Macros, gate: int) -> Kernel:
     return module.kernel("int4_product", threads=cut.threads, shared_bytes=cut.shared_bytes(macros), early=True)
 
 
+@cache
+def _rows(name: str, macros: Macros) -> Kernel:
+    return _module("int4_rows", macros).kernel(name, threads=256)
+
+
 class CutLimits(NamedTuple):
     """What cuts depend on."""
 
@@ -101,14 +111,16 @@ class CutLimits(NamedTuple):
     hopper: bool
 
 
-SMALL = CutLimits(processors=84, shared_bytes=99 << 10, hopper=False)
+SMALL = CutLimits(processors=84, shared_bytes=98 << 10, hopper=False)
 """For desktops."""
 
 
 @cache
 def _gpu(device: int) -> CutLimits:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return CutLimits(processors, shared_memory_bytes(), torch.cuda.get_device_capability(device) == (9, 0))
+    return CutLimits(
+        processors, shared_memory_bytes() - STATIC_SHARED_BYTES, torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 def product_cut(rows: int, elements: int, macros: Macros, gpu: CutLimits) -> ProductCut:
@@ -140,7 +152,17 @@ def against_int4(layout: ScaledLayout, rows: int, columns: int, dtype: torch.dty
         return f"the kernels in CUDA multiply numbers of 2 bytes; these have {dtype.itemsize}"
     if not available():
         return "the kernels in CUDA are compiled by libnvrtc, which torch's CUDA build brings; none was found"
-    return against_fragments(layout, rows, columns)
+    if not supports(torch.cuda.get_device_capability(device)):
+        return "torch's libnvrtc does not know this GPU"
+    against = against_fragments(layout, rows, columns)
+    return against or against_cuts(rows, columns, layout_macros(layout, columns, dtype), _gpu(device.index or 0))
+
+
+def against_cuts(outputs: int, columns: int, macros: Macros, gpu: CutLimits) -> str | None:
+    """Why products of this shape cannot be cut for this GPU."""
+    cuts = [(rows, product_cut(rows, outputs * columns, macros, gpu)) for rows in (*ROWS, FRAGMENT_ROWS)]
+    counters = max(-(-rows // cut.rows) * -(-outputs // cut.tile) for rows, cut in cuts)
+    return f"{outputs} outputs take {counters} counters, of {SPLIT_COUNTERS}" if counters > SPLIT_COUNTERS else None
 
 
 class FragmentMatrix:
@@ -184,7 +206,7 @@ class FragmentMatrix:
                 needed=f"{2 * row_blocks * cut.tile * cut.rows} sums and {row_blocks * tiles} counters",
                 found=f"{len(workspace.sums)} and {len(workspace.counters)}",
             )
-        if x.stride(0) % 8 or out.stride(0) % 2 or x.data_ptr() % 16:
+        if x.stride(0) % 8 or x.data_ptr() % 16 or out.stride(0) % 2 or out.data_ptr() % 4:
             raise EngineError("inputs of a product do not begin at whole lines", found=f"stride {x.stride(0)}")
         kernel(
             (blocks, row_blocks, 1), x, matrix.codes, matrix.scales, matrix.zeros, out, bias, workspace.sums,
@@ -203,8 +225,7 @@ class FragmentMatrix:
         """Rows first..last-1, whole slabs, into out [last - first, columns]; columns in the order of the inputs."""
         matrix = self._matrix
         if last > first:
-            kernel = _module("int4_rows", self._macros).kernel("int4_expand", threads=256)
-            kernel(
+            _rows("int4_expand", self._macros)(
                 ((last - first) // SLAB_ROWS, -(-matrix.columns // 64 // EXPANDED_CHUNKS), 1), matrix.codes,
                 matrix.scales, matrix.zeros, matrix.order, out, first // SLAB_ROWS, matrix.columns, self._group,
                 out.stride(0),
@@ -213,8 +234,7 @@ class FragmentMatrix:
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         matrix = self._matrix
         if len(out):
-            kernel = _module("int4_rows", self._macros).kernel("int4_embed", threads=256)
-            kernel(
+            _rows("int4_embed", self._macros)(
                 (len(out), -(-matrix.columns // 16 // 256), 1), tokens, slots, positions, matrix.codes, matrix.scales,
                 matrix.zeros, matrix.order, out, tokens.stride(0), matrix.rows, matrix.columns, self._group,
                 out.stride(0),

@@ -12,15 +12,21 @@ from pathlib import Path
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda.compiler import available, cubin
+from holdfast.execution.gpu.cuda.compiler import available, cubin, supports
 from holdfast.execution.gpu.cuda.module import Kernel, Module
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
+from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.execution.weights.gguf_fragments import TILE_COLUMNS, TILE_ROWS, Fragments, against_fragments_of
+from holdfast.footprint.gpu import SPLIT_COUNTERS
 
 _FOLDER = Path(__file__).parent
 BITS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 EXPANDED_BLOCKS = 8
 """Of 256 columns, a warp each."""
+KQUANT_ROWS = 128
+"""Of x, that products are for: with more, expanding and cuBLAS are about as fast (H200)."""
+STATIC_SHARED_BYTES = 1024
+"""At most, beside what a launch asks for."""
 MANY_OUTPUTS = 16384
 """Enough that blocks of few stages, two on a processor, are all busy with 32 rows."""
 
@@ -72,6 +78,17 @@ def product_cut(bits: int, rows: int, outputs: int, *, gated: bool = False, norm
     return KquantCut(4, 2, 8, 2, 2) if rows > 32 or outputs >= MANY_OUTPUTS else KquantCut(4, 2, 8, 3, 1)
 
 
+def against_cuts(bits: int, outputs: int, shared_bytes: int) -> str | None:
+    """Why products with so many outputs cannot be cut for a GPU whose blocks have so much shared memory. Those of a
+    single row are not asked for (`takes_norm`)."""
+    cuts = [(rows, product_cut(bits, rows, outputs)) for rows in (8, 16, 32, KQUANT_ROWS)]
+    most = max(cut.shared_bytes(bits, 0) for _, cut in cuts) + STATIC_SHARED_BYTES
+    if most > shared_bytes:
+        return f"the kernels in CUDA take {most} bytes of shared memory; this GPU has {shared_bytes}"
+    counters = max(-(-rows // cut.rows) * -(-outputs // cut.tile) for rows, cut in cuts)
+    return f"{outputs} outputs take {counters} counters, of {SPLIT_COUNTERS}" if counters > SPLIT_COUNTERS else None
+
+
 def against_kquant(layout: str, rows: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why these kernels cannot multiply with a matrix of GGUF's blocks; None: nothing is against it."""
     if device.type != "cuda":
@@ -80,7 +97,9 @@ def against_kquant(layout: str, rows: int, dtype: torch.dtype, device: torch.dev
         return f"the kernels in CUDA multiply numbers of 2 bytes; these have {dtype.itemsize}"
     if not available():
         return "the kernels in CUDA are compiled by libnvrtc, which torch's CUDA build brings; none was found"
-    return against_fragments_of(layout, rows)
+    if not supports(torch.cuda.get_device_capability(device)):
+        return "torch's libnvrtc does not know this GPU"
+    return against_fragments_of(layout, rows) or against_cuts(BITS[layout], rows, shared_memory_bytes())
 
 
 def text(name: str) -> str:
@@ -143,6 +162,17 @@ class KquantMatrix:
         self._columns = self._blocks * TILE_COLUMNS
         self._planes = fragments[1:]
 
+    def takes_norm(self, x: torch.Tensor, norm: torch.Tensor, *, gated: bool) -> bool:
+        """Whether the norm of a single row rides along: weights of its type, and room for the whole row."""
+        cut = product_cut(self._bits, 1, self._outputs, gated=gated, normed=True)
+        room = shared_memory_bytes() - STATIC_SHARED_BYTES
+        return len(x) == 1 and norm.dtype == x.dtype and cut.shared_bytes(self._bits, self._columns) <= room
+
+    @property
+    def takes_gate(self) -> bool:
+        """Whether gates and ups are both whole tiles."""
+        return self._outputs % (2 * TILE_ROWS) == 0
+
     def product(
         self,
         x: torch.Tensor,
@@ -162,6 +192,9 @@ class KquantMatrix:
         if not rows:
             return
         gated = activation is not None
+        odd = [part.dtype for part in (out, bias, norm) if part is not None and part.dtype != x.dtype]
+        if odd or (gated and not self.takes_gate):
+            raise EngineError("this product is not one of the CUDA kernels", found=f"{odd}, {self._outputs} outputs")
         cut = cut or product_cut(self._bits, rows, self._outputs, gated=gated, normed=norm is not None)
         groups, row_blocks = -(-self._outputs // cut.tile), -(-rows // cut.rows)
         shares = len(workspace.sums) // (2 * row_blocks * cut.tile * cut.rows)

@@ -20,6 +20,11 @@ EARLY_CAPABILITY = (9, 0)
 _STATIC_SHARED_LIMIT = 48 * 1024
 """More than this must be asked for."""
 
+
+class DriverError(EngineError, RuntimeError):
+    """As torch's own errors of the GPU are: who handles a shortage of memory, or a capture that failed, sees it."""
+
+
 Argument = torch.Tensor | int | float | None
 
 
@@ -75,9 +80,12 @@ class Module:
 
     def __init__(self, source: str, defines: Mapping[str, int] | None = None) -> None:
         torch.zeros(1, device="cuda")  # makes the context that modules are loaded to
-        data = cubin(source, torch.cuda.get_device_capability(), defines)
-        self._module = ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), data), "loading a module")
+        self._module, capability = ctypes.c_void_p(), torch.cuda.get_device_capability()
+        load = _driver().cuModuleLoadData
+        if load(ctypes.byref(self._module), cubin(source, capability, defines)):
+            # What lay in the cache may be damaged.
+            again = load(ctypes.byref(self._module), cubin(source, capability, defines, fresh=True))
+            _check(again, "loading compiled kernels")
 
     def kernel(self, name: str, *, threads: int, shared_bytes: int = 0, early: bool = False) -> Kernel:
         function = ctypes.c_void_p()
@@ -103,4 +111,5 @@ def _check(status: int, what: str) -> None:
     if status:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(status, ctypes.byref(text))
-        raise EngineError(f"{what} failed in the CUDA driver", found=(text.value or b"").decode() or f"status {status}")
+        found = (text.value or b"").decode() or f"status {status}"
+        raise DriverError(f"{what} failed in the CUDA driver: {found}")

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import torch
 
 from holdfast.execution.gpu.cuda.fragments import rearrange
-from holdfast.execution.gpu.cuda.int4 import FragmentMatrix, against_int4
-from holdfast.execution.gpu.cuda.kquant import BITS, KquantMatrix, against_kquant, compile_table
+from holdfast.execution.gpu.cuda.int4 import FRAGMENT_ROWS, FragmentMatrix, against_int4
+from holdfast.execution.gpu.cuda.kquant import BITS, KQUANT_ROWS, KquantMatrix, against_kquant, compile_table
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -41,10 +41,6 @@ from holdfast.footprint.gpu import EXPANDED_BYTES, SKINNY_BLOCK_ROWS, SPLIT_COUN
 from holdfast.observability.decisions import Decision
 
 WHOLE_ROWS = 128
-FRAGMENT_ROWS = 256
-"""Up to so many, products with codes in the order of tensor cores are faster than expanding and cuBLAS (H200)."""
-KQUANT_ROWS = 128
-"""The same of K-quants."""
 
 
 class QuantizedWorkspace:
@@ -200,10 +196,11 @@ class _Tiles:
     """The kernels of K-quants in the order that tensor cores read."""
 
     order = vectors = None
-    most_rows, most_gated = KQUANT_ROWS, FEW_QUANTIZED_ROWS
+    most_rows = KQUANT_ROWS
 
     def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
         self._matrix = KquantMatrix(matrix.weave())
+        self.most_gated = FEW_QUANTIZED_ROWS if self._matrix.takes_gate else 0
         self.kind: tuple[object, ...] = ("tiles", matrix.layout, matrix.rows, matrix.columns)
         compile_table(BITS[matrix.layout], dtype)
 
@@ -211,6 +208,9 @@ class _Tiles:
         self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, add: bool
     ) -> None:
         self._matrix.product(x, out, workspace, bias=bias, accumulate=add)
+
+    def takes_norm(self, x: torch.Tensor, norm: torch.Tensor, *, gated: bool = False) -> bool:
+        return self._matrix.takes_norm(x, norm, gated=gated)
 
     def multiply_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, out: torch.Tensor, workspace: SplitSums,
@@ -258,7 +258,7 @@ class QuantizedGpuLinear:
         if len(x) == 1 and self._form.vectors is not None:
             vector_product(x, self._form.vectors, out, bias=self.bias, norm_weight=norm, epsilon=epsilon)
             return
-        if len(x) == 1 and isinstance(self._form, _Tiles):
+        if isinstance(self._form, _Tiles) and self._form.takes_norm(x, norm):
             self._form.multiply_normed(x, norm, epsilon, out, self._splits, self.bias)
             return
         kernels.rms_norm(x, norm, epsilon, normed)
@@ -287,7 +287,7 @@ class QuantizedGpuLinear:
             self.write_normed(x, norm, epsilon, normed, gate_up)
             kernels.gate(gate_up, activation, out)
             return
-        if len(x) == 1 and isinstance(self._form, _Tiles):
+        if isinstance(self._form, _Tiles) and self._form.takes_norm(x, norm, gated=True):
             self._form.multiply_normed(x, norm, epsilon, out, self._splits, self.bias, activation)
             return
         kernels.rms_norm(x, norm, epsilon, normed)

@@ -1,0 +1,120 @@
+"""Cubins in the cache folder, and what the CUDA kernels are not for: no GPU is needed, NVRTC is replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_blocks import drawn
+
+pytest.importorskip("triton")
+
+from holdfast.execution.gpu.cuda import compiler, int4, kquant, module
+from holdfast.execution.gpu.cuda.kquant import BITS, KquantMatrix, against_cuts, product_cut
+from holdfast.execution.gpu.memory.oom import is_shortage
+from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+from holdfast.footprint.scaled_layouts import ScaledLayout
+
+CPU = torch.device("cpu")
+DESKTOP, A100, HOPPER = 99 << 10, 163 << 10, 227 << 10
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sources that were compiled."""
+    found: list[str] = []
+
+    def compile_source(source: str, options: list[str]) -> bytes:
+        found.append(source)
+        return b"\x7fELF" + source.encode()
+
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "compile_source", compile_source)
+    monkeypatch.setattr(compiler, "_made", {})
+    return found
+
+
+def test_compiled_once_for_all_processes(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compiler.cubin("a", (9, 0))
+    monkeypatch.setattr(compiler, "_made", {})
+    assert compiler.cubin("a", (9, 0)) == first
+    assert compiled == ["a"]
+    compiler.cubin("a", (8, 0))
+    compiler.cubin("a", (9, 0), {"ROWS": 8})
+    assert compiled == ["a"] * 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"half a file"])
+def test_damaged_cubin_is_compiled_again(
+    damage: bytes, compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = compiler.cubin("a", (9, 0))
+    (kept,) = (tmp_path / "cuda").iterdir()
+    kept.write_bytes(damage)
+    monkeypatch.setattr(compiler, "_made", {})
+    assert compiler.cubin("a", (9, 0)) == wanted
+    assert kept.read_bytes() == wanted
+
+
+def test_what_the_driver_refused_is_compiled_again(compiled: list[str]) -> None:
+    compiler.cubin("a", (9, 0))
+    compiler.cubin("a", (9, 0), fresh=True)
+    assert compiled == ["a", "a"]
+
+
+def test_without_a_cache_folder_a_process_compiles_once(
+    compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "file"))
+    compiler.cubin("a", (9, 0))
+    compiler.cubin("a", (9, 0))
+    assert compiled == ["a"]
+
+
+def test_shortage_in_the_driver_is_a_shortage() -> None:
+    assert isinstance(module.DriverError("a launch failed in the CUDA driver: out of memory"), RuntimeError)
+    assert is_shortage(module.DriverError("a launch failed in the CUDA driver: out of memory"))
+
+
+@pytest.mark.parametrize("bits", sorted(BITS.values()))
+def test_kquant_cuts_fit_where_they_are_taken(bits: int) -> None:
+    assert against_cuts(bits, 28672, HOPPER) is None
+    assert "shared memory" in str(against_cuts(bits, 28672, DESKTOP))
+    for limit in (A100, HOPPER):
+        if against_cuts(bits, 4096, limit) is None:
+            for rows in (1, 8, 9, 16, 17, 32, 33, 128):
+                assert product_cut(bits, rows, 4096).shared_bytes(bits, 0) + 1024 <= limit
+
+
+def test_too_many_outputs_are_not_taken() -> None:
+    assert against_cuts(4, 262_144, HOPPER) is None
+    assert "counters" in str(against_cuts(4, 262_208, HOPPER))
+    layout = ScaledLayout(codes="int4", scales="float16", group=128, zeros=True)
+    gpu = int4.CutLimits(132, HOPPER - 1024, True)
+    macros = int4.layout_macros(layout, 4096, torch.bfloat16)
+    assert int4.against_cuts(128_256, 4096, macros, gpu) is None
+    assert "counters" in str(int4.against_cuts(524_288, 4096, macros, gpu))
+
+
+def woven(rows: int) -> KquantMatrix:
+    stored, _ = drawn("Q4_K", rows, 256, 0, scale=0.05)
+    matrix = QuantizedMatrix("Q4_K", rows, 256, CPU)
+    matrix.fill_rows(0, torch.from_numpy(stored))
+    return KquantMatrix(matrix.weave())
+
+
+def test_gates_are_taken_in_whole_tiles() -> None:
+    assert woven(64).takes_gate
+    assert not woven(48).takes_gate
+
+
+def test_norms_ride_along_in_the_type_of_inputs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, x = woven(64), torch.zeros(1, 256, dtype=torch.bfloat16)
+    norm = torch.ones(256, dtype=torch.bfloat16)
+    assert matrix.takes_norm(x, norm, gated=True)
+    assert not matrix.takes_norm(x, norm.float(), gated=True)
+    assert not matrix.takes_norm(x.expand(2, -1), norm, gated=True)
+    monkeypatch.setattr(kquant, "shared_memory_bytes", lambda: DESKTOP)
+    assert not matrix.takes_norm(x, norm, gated=True)
