@@ -92,6 +92,7 @@ async def test_a_stopped_engine_is_noticed_and_replaced_and_no_answer_changes(se
         await begun.acquire()
     victim = psutil.Process(server.engine_pid)
     victim.suspend()
+    assert server.open_requests() > 0
     health = await until_health(client, "hung")
     assert victim.status() == psutil.STATUS_STOPPED  # It is said before it is acted upon.
     assert health.status_code == 503
@@ -119,6 +120,7 @@ async def test_one_that_goes_on_in_time_is_left_alone(server, client, told_undis
     await begun.acquire()
     pid = server.engine_pid
     with server.engine_held():
+        assert server.open_requests() > 0
         await until_health(client, "hung")
     assert await disturbed == told_undisturbed
     await until_health(client, "ready")

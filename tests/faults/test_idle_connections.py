@@ -24,8 +24,9 @@ FILES = 256
 CONNECTIONS = FILES - OTHER_FILES - RESERVE
 """That a process has, which may have so many files open."""
 IDLERS = 3 * (CONNECTIONS + RESERVE)
-ANSWERED_S = 1.0
-"""Stated in docs/api.md: a probe is answered within a second."""
+ANSWERED_S = 10.0
+"""docs/api.md says within a second, on a machine that is not busy otherwise; other tests run beside this one. It is
+here to find a server that is blocked, whose idle connections keep their places for longer, and not to measure."""
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,19 @@ def no_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@contextlib.contextmanager
+def files_of(server, most: int) -> Iterator[None]:
+    """The server may have no more files open than this while it lasts."""
+    limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        # Gone, it has no limits, and why it ended is told by what failed before.
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
+
+
 async def complete(client: httpx.AsyncClient, tokens: int) -> httpx.Response:
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     return await client.post("/v1/completions", json=body)
@@ -43,22 +56,23 @@ async def complete(client: httpx.AsyncClient, tokens: int) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def server(module_server, tiny_arguments):
-    """Of those tests here that leave it well."""
-    return module_server(*tiny_arguments).wait_ready()
+    """Of those tests here that leave it well. It ends in order after all that has happened to it."""
+    started = module_server(*tiny_arguments).wait_ready()
+    yield started
+    assert started.stop() == 0
 
 
 async def test_pages_answer_without_files(server) -> None:
     """Over connections that are open already; new ones wait until there are files again."""
+    before = len(server.log)
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
         assert (await client.get("/health")).status_code == 200
-        limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
-        for path in ("/health", "/metrics", "/memory", "/v1/models", "/load", "/version"):
-            # 503: what a process holds is read from a file.
-            assert (await client.get(path)).status_code in ((200, 503) if path == "/memory" else (200,)), path
-        assert (await complete(client, 5)).json()["usage"]["completion_tokens"] == 5
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
-    assert "Traceback" not in server.log
+        with files_of(server, 3):
+            for path in ("/health", "/metrics", "/memory", "/v1/models", "/load", "/version"):
+                # 503: what a process holds is read from a file.
+                assert (await client.get(path)).status_code in ((200, 503) if path == "/memory" else (200,)), path
+            assert (await complete(client, 5)).json()["usage"]["completion_tokens"] == 5
+    assert "Traceback" not in server.log[before:]
 
 
 @pytest.mark.parametrize(
@@ -79,27 +93,22 @@ async def test_a_restart_without_files_is_tried_until_there_are_some(server, tri
         async with asyncio.timeout(PATIENCE_S):
             while server.open_requests() == 0:
                 await asyncio.sleep(0.02)
-        limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
-        engine.kill()
-        async with asyncio.timeout(PATIENCE_S):
-            while server.log[before:].count("could not be started, will retry") < tries:
-                await asyncio.sleep(0.02)
-        assert server.process.poll() is None
-        assert not running.done()
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
+        with files_of(server, 3):
+            engine.kill()
+            async with asyncio.timeout(PATIENCE_S):
+                while server.log[before:].count("could not be started, will retry") < tries:
+                    await asyncio.sleep(0.02)
+            assert server.process.poll() is None
+            assert not running.done()
         answer = await running
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"] == undisturbed.json()["choices"]
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/metrics")).status_code == 200
-    assert "Too many open files" in server.log
-    assert "HF411" in server.log
-    assert "Traceback" not in server.log
-
-
-def test_it_ends_in_order_after_all_that(server) -> None:
-    assert server.stop() == 0
+    said = server.log[before:]
+    assert "Too many open files" in said
+    assert "HF411" in said
+    assert "Traceback" not in said
 
 
 async def test_no_socket_is_said(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 How close can that be? An input that lies between two codes goes to one side or the other by the last bit of a sum, and
 after one that went the other way everything behind it is another number to round: noise of 1e-6 in the inputs moves
 what these models say, on a CPU alone, by half of what not rounding at all does, and 1e-3 by 1.2 times that. So 1.5
-times is allowed; scales that are 5% off move it by 1.8 times and more, a lost column by 3.4. Products are held to their
-arithmetic in test_rounded_kernels.py and test_rounded_linear.py, where all have the same inputs.
+times is allowed on a GPU; scales that are 5% off move it by 1.8 times and more, a lost column by 3.4. That a GPU rounds
+at all is not seen so, but in test_rounded_kernels.py and test_rounded_linear.py, where products have the same inputs
+and are held to their arithmetic. In the interpreter, whose sums are nearly the CPU's, this runner is 3e-7 off: it is
+allowed less than not rounding takes, and must choose the same tokens.
 """
 
 from __future__ import annotations
@@ -99,4 +101,7 @@ def test_a_rounded_model_says_what_it_says_on_a_cpu(
     unrounded = run(tiny.core(CPU, gpu=False), prompts, params)
     allowed = distance(unrounded, expected)
     assert 0.0 < allowed < 0.2  # Of logits that differ by 1 from token to token.
-    assert distance(found, expected) <= 1.5 * allowed
+    most = 1.5 if device.type == "cuda" else 0.75
+    assert distance(found, expected) <= most * allowed
+    if device.type == "cpu":
+        assert [tokens_of(answer) for answer in found] == [tokens_of(answer) for answer in expected]
