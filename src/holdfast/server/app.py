@@ -47,7 +47,7 @@ from holdfast.server.http.errors import (
     is_anthropic,
     json_response,
 )
-from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, RootPath, Tally
+from holdfast.server.http.middleware import INVOCATIONS, METRICS_NEED_KEY, AccessMiddleware, RootPath, Tally
 from holdfast.server.http.request_metrics import Counting
 from holdfast.server.openai_responses.endpoints import response_routes
 from holdfast.server.openai_responses.store import ResponseStore
@@ -110,7 +110,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         *LlamaCpp(engine, settings, workers, pool).routes,
     ]
     routes += aliases(routes)
-    routes.append(Route("/invocations", Invocations(routes, engine, settings), methods=["POST"]))
+    routes.append(Route(INVOCATIONS, Invocations(routes, engine, settings), methods=["POST"]))
 
     if settings.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", tokenizing.info, methods=["GET"]))

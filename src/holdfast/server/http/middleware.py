@@ -53,19 +53,37 @@ where an answer would tell of other users' requests, or would change the server.
 METRICS = frozenset({"/metrics", "/metrics/"})
 """Without a key only where that was asked for: they tell how much is asked of which model and adapter."""
 
+ALIASES = {
+    "/chat/completions": "/v1/chat/completions",
+    "/completions": "/v1/completions",
+    "/embeddings": "/v1/embeddings",
+    "/responses": "/v1/responses",
+    "/score": "/v1/score",
+    "/rerank": "/v1/rerank",
+    "/v2/rerank": "/v1/rerank",
+    "/v1/classify": "/classify",
+    "/models": "/v1/models",
+}
+"""All in OpenAI's shapes: in llama.cpp /completions and /embeddings without /v1 have shapes of their own, but who
+leaves /v1 out of an address has an OpenAI client. Its own completion is /completion."""
+
+INVOCATIONS = "/invocations"
+"""SageMaker's path for every kind of request."""
+
 NEEDS_ENGINE = (
-    "/v1/", "/tokenize", "/detokenize", "/chat/completions", "/completion", "/embeddings", "/models", "/props",
-    "/apply-template", "/pooling", "/score", "/rerank", "/v2/rerank", "/classify", "/tokenizer_info",
+    "/v1/", "/tokenize", "/detokenize", "/completion", "/props", "/apply-template", "/pooling", "/classify",
+    "/tokenizer_info", INVOCATIONS, *ALIASES,
 )  # fmt: skip
 """Beginnings of paths that are of no use before the engine is there, or when it is gone."""
 
-COMPUTING = frozenset(
+_COMPUTING = frozenset(
     {
-        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/chat/completions", "/completions", "/embeddings",
-        "/completion", "/v1/messages", "/v1/responses", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank",
-        "/v2/rerank", "/classify", "/v1/classify",
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/completion", "/v1/messages", "/v1/responses",
+        "/pooling", "/v1/score", "/v1/rerank", "/classify", INVOCATIONS,
     }
 )  # fmt: skip
+COMPUTING = _COMPUTING | {alias for alias, path in ALIASES.items() if path in _COMPUTING}
+"""Paths that a sleeping engine cannot answer."""
 
 FITTING_KEY = "holdfast.key"
 """In the scope of a request: the key that let it in."""
