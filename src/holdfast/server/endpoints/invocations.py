@@ -12,8 +12,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
+from holdfast.server.http.middleware import CLIENT_GONE
 from holdfast.server.http.request_body import read_body
 from holdfast.server.request.parse import decode_object
+from holdfast.server.response.streams import ClientGone
 from holdfast.server.settings import ServerSettings, body_limit
 
 CLASSIFIED = "/classify"
@@ -38,7 +40,11 @@ class Invocations:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit_bytes = body_limit(self._settings, self._engine.info.max_model_len)
-        body = await read_body(scope, receive, limit_bytes, self._settings.body_timeout_s)
+        try:
+            body = await read_body(scope, receive, limit_bytes, self._settings.body_timeout_s)
+        except ClientGone:
+            scope["holdfast.record"].status = CLIENT_GONE
+            return
         endpoint = self._endpoints[self._path(body)]
         came = False
 
