@@ -78,9 +78,27 @@ def test_errors_have_vllms_types_and_words(http):
     error = unknown.json()["error"]
     assert (unknown.status_code, error["type"], error["param"]) == (400, "BadRequestError", "prompt")
     assert "out of vocabulary" in error["message"]
-    for path in ("/none", "/v1/files", "/v1/models/none"):
-        answer = http.get(path)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "NotFoundError")
+    absent = {"model": "none", "input": "a", "prompt": "a", "messages": HELLO}
+    for path in (CHAT, "/completions", "/embeddings", "/tokenize", "/invocations"):
+        answer = http.post(path, json=absent)
+        assert (path, answer.status_code, answer.json()["error"]["type"]) == (path, 404, "NotFoundError")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v1/responses", b"{", 400), ("POST", "/responses", b"{", 400),
+        ("POST", "/v1/responses", b'{"input": "a", "model": "none"}', 404),
+        ("GET", "/v1/responses/resp_none", b"", 404),
+        ("POST", "/v1/responses", b'{"input": "a", "previous_response_id": "resp_none"}', 400),
+        ("POST", "/completion", b"{", 400), ("GET", CHAT, b"", 405), ("POST", CHAT, b"form", 415),
+        ("GET", "/none", b"", 404), ("GET", "/v1/files", b"", 404), ("GET", "/v1/models/none", b"", 404),
+    ],
+)  # fmt: skip
+def test_other_errors_have_openais_type(http, method, path, body, status):
+    kind = "text/plain" if status == 415 else "application/json"
+    answer = http.request(method, path, content=body, headers={"Content-Type": kind})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error"), answer.text
 
 
 def test_the_requests_own_name_becomes_the_answers(http):

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.records import RequestTiming
-from holdfast.server.http.middleware import ALIASES
+from holdfast.server.http.paths import ALIASES
 from holdfast.server.response.llama_cpp import timings
 
 HELLO = [{"role": "user", "content": "hi"}]

@@ -13,7 +13,8 @@ from starlette.routing import Route
 from holdfast.engine.interface import Engine
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.errors import json_response
-from holdfast.server.http.middleware import ALIASES, Record
+from holdfast.server.http.middleware import Record
+from holdfast.server.http.paths import ALIASES
 from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
 from holdfast.server.request.workers.template_workers import TemplateWorkers

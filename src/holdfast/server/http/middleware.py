@@ -33,6 +33,7 @@ from holdfast.server.http.errors import (
     failure_response,
     is_anthropic,
 )
+from holdfast.server.http.paths import COMPUTING, NEEDS_ENGINE
 from holdfast.server.http.request_body import INTAKE, Intake
 from holdfast.server.schema.ignored import HEADER, IGNORED, IgnoredFieldLog, IgnoredFields
 from holdfast.server.settings import AccessLog, ServerSettings
@@ -52,38 +53,6 @@ OPEN = frozenset({"/health", "/ping", "/version"})
 where an answer would tell of other users' requests, or would change the server."""
 METRICS = frozenset({"/metrics", "/metrics/"})
 """Without a key only where that was asked for: they tell how much is asked of which model and adapter."""
-
-ALIASES = {
-    "/chat/completions": "/v1/chat/completions",
-    "/completions": "/v1/completions",
-    "/embeddings": "/v1/embeddings",
-    "/responses": "/v1/responses",
-    "/score": "/v1/score",
-    "/rerank": "/v1/rerank",
-    "/v2/rerank": "/v1/rerank",
-    "/v1/classify": "/classify",
-    "/models": "/v1/models",
-}
-"""All in OpenAI's shapes: in llama.cpp /completions and /embeddings without /v1 have shapes of their own, but who
-leaves /v1 out of an address has an OpenAI client. Its own completion is /completion."""
-
-INVOCATIONS = "/invocations"
-"""SageMaker's path for every kind of request."""
-
-NEEDS_ENGINE = (
-    "/v1/", "/tokenize", "/detokenize", "/completion", "/props", "/apply-template", "/pooling", "/classify",
-    "/tokenizer_info", INVOCATIONS, *ALIASES,
-)  # fmt: skip
-"""Beginnings of paths that are of no use before the engine is there, or when it is gone."""
-
-_COMPUTING = frozenset(
-    {
-        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/completion", "/v1/messages", "/v1/responses",
-        "/pooling", "/v1/score", "/v1/rerank", "/classify", INVOCATIONS,
-    }
-)  # fmt: skip
-COMPUTING = _COMPUTING | {alias for alias, path in ALIASES.items() if path in _COMPUTING}
-"""Paths that a sleeping engine cannot answer."""
 
 FITTING_KEY = "holdfast.key"
 """In the scope of a request: the key that let it in."""
@@ -303,7 +272,7 @@ def _check_media(headers: dict[bytes, bytes]) -> None:
     raise HttpFailure(
         WRONG_MEDIA,
         f"the Content-Type of the body must be application/json, {found} (curl: -H 'Content-Type: application/json')",
-        kind="BadRequestError",
+        kind="invalid_request_error",
         code="unsupported_media_type",
     )
 
@@ -322,7 +291,7 @@ def _head_too_large(size_bytes: int) -> HttpFailure:
     return HttpFailure(
         HEAD_TOO_LARGE,
         f"the request line and headers have {size_bytes} bytes; the limit is {MAX_HEAD_BYTES}",
-        kind="BadRequestError",
+        kind="invalid_request_error",
         code="headers_too_large",
     )
 
