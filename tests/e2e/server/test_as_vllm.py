@@ -54,6 +54,9 @@ def test_the_newer_limit_wins_and_defaults_of_clients_are_taken(http):
         (CHAT, {"messages": HELLO}),
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/embeddings", {"input": "abc"}),
+        ("/v1/embeddings", {"messages": HELLO, "encoding_format": "float"}),
+        ("/v1/embeddings", {"messages": HELLO, "dimensions": 2}),
+        ("/v1/embeddings", {"messages": HELLO, "embed_dtype": "float32"}),
         ("/v1/rerank", {"query": "a", "documents": ["b", "a"]}),
         ("/v1/score", {"queries": "a", "documents": "b"}),
     ],
@@ -62,6 +65,7 @@ def test_sagemakers_path_leads_by_the_fields_of_a_body(http, path, body):
     plain, invoked = (ask(http, place, **body, model="fake") for place in (path, "/invocations"))
     for answer in (plain, invoked):
         answer.pop("id", None), answer.pop("created", None)
+        answer.get("usage", {}).pop("prompt_tokens_details", None)  # The second may find the prompt cached.
     assert invoked == plain
 
 
@@ -71,6 +75,16 @@ def test_sagemakers_path_streams_and_refuses(http):
     assert refused.status_code == 400
     assert "messages (/v1/chat/completions)" in refused.json()["error"]["holdfast"]["needed"]
     assert http.post("/invocations", content=b"{").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("named", "asked", "status"), [("none", "fake", 404), ("fake", "none", 200), ("", "fake", 200)]
+)
+def test_sagemakers_header_names_the_adapter(http, named, asked, status):
+    header = {"X-Amzn-SageMaker-Adapter-Identifier": named}
+    answer = http.post("/invocations", json={"prompt": "é", "model": asked}, headers=header)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["choices"][0]["text"] == "é" if status == 200 else "'none'" in answer.text
 
 
 def test_errors_have_vllms_types_and_words(http):

@@ -1,12 +1,14 @@
 """POST /invocations: SageMaker's one path for every kind of request. Leads to the endpoint that the body's fields tell.
 
-Knows nothing of what is asked there: the body goes on as it came.
+Knows nothing of what is asked there: the body goes on as it came, but for the adapter that a header names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import msgspec
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -20,6 +22,9 @@ from holdfast.server.settings import ServerSettings, body_limit
 
 CLASSIFIED = "/classify"
 BY_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("messages", "encoding_format"), "/v1/embeddings"),
+    (("messages", "dimensions"), "/v1/embeddings"),
+    (("messages", "embed_dtype"), "/v1/embeddings"),
     (("messages",), "/v1/chat/completions"),
     (("prompt",), "/v1/completions"),
     (("query", "documents"), "/v1/rerank"),
@@ -30,6 +35,9 @@ BY_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("input",), "/v1/embeddings"),
 )
 """The first whose fields are all there decides."""
+
+ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
+"""The header by which SageMaker names an adapter: it knows nothing of bodies."""
 
 
 class Invocations:
@@ -45,7 +53,11 @@ class Invocations:
         except ClientGone:
             scope["holdfast.record"].status = CLIENT_GONE
             return
-        endpoint = self._endpoints[self._path(body)]
+        given = decode_object(body)
+        endpoint = self._endpoints[self._path(given)]
+        adapter = dict(scope["headers"]).get(ADAPTER, b"").decode("latin-1")
+        if adapter:
+            body = msgspec.json.encode(given | {"model": adapter})
         came = False
 
         async def again() -> Message:
@@ -57,9 +69,9 @@ class Invocations:
 
         await endpoint(scope, again, send)
 
-    def _path(self, body: bytes) -> str:
-        given = {name for name, value in decode_object(body).items() if value is not None}
-        path = next((path for fields, path in BY_FIELDS if given.issuperset(fields)), None)
+    def _path(self, given: dict[str, Any]) -> str:
+        named = {name for name, value in given.items() if value is not None}
+        path = next((path for fields, path in BY_FIELDS if named.issuperset(fields)), None)
         if path is None:
             raise RequestError(
                 "the body has the fields of no endpoint",
