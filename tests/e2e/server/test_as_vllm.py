@@ -212,10 +212,13 @@ def test_members_of_events(http):
     assert set(opening) == chunk | {"prompt_token_ids", "prompt_text"}
     assert set(opening["choices"][0]) == {"index", "delta", "logprobs", "finish_reason"}
     member = {"index", "delta", "logprobs", "finish_reason", "token_ids"}
-    assert all(set(event) == chunk and member <= set(event["choices"][0]) for event in others)
+    assert all(member <= set(event["choices"][0]) for event in others)
+    assert all(set(event) == chunk for event in others[:-1])
+    assert set(others[-1]) == chunk | {"system_fingerprint"}
     assert set(others[-1]["choices"][0]) == member | {"stop_reason"}
     for event in events(http, "/v1/completions", prompt="abc", echo=True):
-        assert set(event) == chunk
+        ended = event["choices"][0]["finish_reason"] is not None
+        assert set(event) == (chunk | {"system_fingerprint"} if ended else chunk)
         assert set(event["choices"][0]) == {
             "index",
             "text",
@@ -225,6 +228,13 @@ def test_members_of_events(http):
             "prompt_token_ids",
             "token_ids",
         }
+
+
+def test_the_chunk_of_the_usage_bears_the_fingerprint(http):
+    for path, body in ((CHAT, {}), ("/v1/completions", {"prompt": "a"})):
+        *others, last = events(http, path, **body, stream_options={"include_usage": True})
+        assert (last["system_fingerprint"], last["choices"]) == (f"holdfast-{__version__}", [])
+        assert not any("system_fingerprint" in event for event in others)
 
 
 def test_an_answer_bears_the_models_first_name(http):
