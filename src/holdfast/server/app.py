@@ -48,6 +48,7 @@ from holdfast.server.http.errors import (
     json_response,
 )
 from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, RootPath, Tally
+from holdfast.server.http.paths import INVOCATIONS
 from holdfast.server.http.request_metrics import Counting
 from holdfast.server.openai_responses.endpoints import response_routes
 from holdfast.server.openai_responses.store import ResponseStore
@@ -110,7 +111,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         *LlamaCpp(engine, settings, workers, pool).routes,
     ]
     routes += aliases(routes)
-    routes.append(Route("/invocations", Invocations(routes, engine, settings), methods=["POST"]))
+    routes.append(Route(INVOCATIONS, Invocations(routes, engine, settings), methods=["POST"]))
 
     if settings.enable_tokenizer_info_endpoint:
         routes.append(Route("/tokenizer_info", tokenizing.info, methods=["GET"]))
@@ -216,7 +217,7 @@ def _as_failure(error: Exception) -> Exception:
         NOT_ALLOWED: ("method not allowed for this path; /docs has the methods of all", "not_allowed"),
     }
     message, code = known.get(error.status_code, (str(error.detail), "invalid_request"))
-    return HttpFailure(error.status_code, message, kind="BadRequestError", code=code)
+    return HttpFailure(error.status_code, message, kind="invalid_request_error", code=code)
 
 
 def _pooling(vectors: PromptVectors) -> list[Route]:
@@ -287,7 +288,7 @@ class _Plain:
             raise HttpFailure(
                 NOT_FOUND,
                 f"the model {name[:200]!r} does not exist",
-                kind="BadRequestError",
+                kind="invalid_request_error",
                 code="model_not_found",
             )
         return json_response(model_info(card) if is_anthropic(request.scope) else card)

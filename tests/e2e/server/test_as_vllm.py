@@ -54,6 +54,9 @@ def test_the_newer_limit_wins_and_defaults_of_clients_are_taken(http):
         (CHAT, {"messages": HELLO}),
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/embeddings", {"input": "abc"}),
+        ("/v1/embeddings", {"messages": HELLO, "encoding_format": "float"}),
+        ("/v1/embeddings", {"messages": HELLO, "dimensions": 2}),
+        ("/v1/embeddings", {"messages": HELLO, "embed_dtype": "float32"}),
         ("/v1/rerank", {"query": "a", "documents": ["b", "a"]}),
         ("/v1/score", {"queries": "a", "documents": "b"}),
     ],
@@ -62,6 +65,7 @@ def test_sagemakers_path_leads_by_the_fields_of_a_body(http, path, body):
     plain, invoked = (ask(http, place, **body, model="fake") for place in (path, "/invocations"))
     for answer in (plain, invoked):
         answer.pop("id", None), answer.pop("created", None)
+        answer.get("usage", {}).pop("prompt_tokens_details", None)  # The second may find the prompt cached.
     assert invoked == plain
 
 
@@ -73,14 +77,42 @@ def test_sagemakers_path_streams_and_refuses(http):
     assert http.post("/invocations", content=b"{").status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("named", "asked", "status"), [("none", "fake", 404), ("fake", "none", 200), ("", "fake", 200)]
+)
+def test_sagemakers_header_names_the_adapter(http, named, asked, status):
+    header = {"X-Amzn-SageMaker-Adapter-Identifier": named}
+    answer = http.post("/invocations", json={"prompt": "é", "model": asked}, headers=header)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["choices"][0]["text"] == "é" if status == 200 else "'none'" in answer.text
+
+
 def test_errors_have_vllms_types_and_words(http):
     unknown = http.post("/v1/completions", json={"prompt": [999_999_999]})
     error = unknown.json()["error"]
     assert (unknown.status_code, error["type"], error["param"]) == (400, "BadRequestError", "prompt")
     assert "out of vocabulary" in error["message"]
-    for path in ("/none", "/v1/files", "/v1/models/none"):
-        answer = http.get(path)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "NotFoundError")
+    absent = {"model": "none", "input": "a", "prompt": "a", "messages": HELLO}
+    for path in (CHAT, "/completions", "/embeddings", "/tokenize", "/invocations"):
+        answer = http.post(path, json=absent)
+        assert (path, answer.status_code, answer.json()["error"]["type"]) == (path, 404, "NotFoundError")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v1/responses", b"{", 400), ("POST", "/responses", b"{", 400),
+        ("POST", "/v1/responses", b'{"input": "a", "model": "none"}', 404),
+        ("GET", "/v1/responses/resp_none", b"", 404),
+        ("POST", "/v1/responses", b'{"input": "a", "previous_response_id": "resp_none"}', 400),
+        ("POST", "/completion", b"{", 400), ("GET", CHAT, b"", 405), ("POST", CHAT, b"form", 415),
+        ("GET", "/none", b"", 404), ("GET", "/v1/files", b"", 404), ("GET", "/v1/models/none", b"", 404),
+    ],
+)  # fmt: skip
+def test_other_errors_have_openais_type(http, method, path, body, status):
+    kind = "text/plain" if status == 415 else "application/json"
+    answer = http.request(method, path, content=body, headers={"Content-Type": kind})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error"), answer.text
 
 
 def test_the_requests_own_name_becomes_the_answers(http):
@@ -180,10 +212,13 @@ def test_members_of_events(http):
     assert set(opening) == chunk | {"prompt_token_ids", "prompt_text"}
     assert set(opening["choices"][0]) == {"index", "delta", "logprobs", "finish_reason"}
     member = {"index", "delta", "logprobs", "finish_reason", "token_ids"}
-    assert all(set(event) == chunk and member <= set(event["choices"][0]) for event in others)
+    assert all(member <= set(event["choices"][0]) for event in others)
+    assert all(set(event) == chunk for event in others[:-1])
+    assert set(others[-1]) == chunk | {"system_fingerprint"}
     assert set(others[-1]["choices"][0]) == member | {"stop_reason"}
     for event in events(http, "/v1/completions", prompt="abc", echo=True):
-        assert set(event) == chunk
+        ended = event["choices"][0]["finish_reason"] is not None
+        assert set(event) == (chunk | {"system_fingerprint"} if ended else chunk)
         assert set(event["choices"][0]) == {
             "index",
             "text",
@@ -193,6 +228,13 @@ def test_members_of_events(http):
             "prompt_token_ids",
             "token_ids",
         }
+
+
+def test_the_chunk_of_the_usage_bears_the_fingerprint(http):
+    for path, body in ((CHAT, {}), ("/v1/completions", {"prompt": "a"})):
+        *others, last = events(http, path, **body, stream_options={"include_usage": True})
+        assert (last["system_fingerprint"], last["choices"]) == (f"holdfast-{__version__}", [])
+        assert not any("system_fingerprint" in event for event in others)
 
 
 def test_an_answer_bears_the_models_first_name(http):

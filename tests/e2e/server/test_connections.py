@@ -151,6 +151,15 @@ def test_a_client_that_pipelined_and_left_is_noticed(server):
     assert (line["path"], line["status"]) == ("/v1/completions", 499)
 
 
+@pytest.mark.parametrize("path", ["/invocations", "/tokenize"])
+def test_who_leaves_in_the_middle_of_a_body_is_no_fault_of_the_server(server, caplog, path):
+    with connect(server) as client:
+        client.sendall(post(path, "Content-Length: 100") + b'{"prompt":')
+    line = server.wait_for_lines(1)[0]
+    assert (line["path"], line["status"], line["error_code"]) == (path, 499, None)
+    assert "internal server error" not in caplog.text
+
+
 def test_few_requests_may_wait_behind_another(server):
     with connect(server) as client:
         client.sendall(SMUGGLED * 3)

@@ -72,6 +72,8 @@ def test_binary_numbers_are_rounded_and_bounded():
     assert struct.unpack("<4e", binary(vector, "float16", "little"))[:2] == (65504.0, -65504.0)
     # Half of the last place: to the even one, down and up.
     assert struct.unpack(">4H", binary(vector, "bfloat16", "big"))[2:] == (0x3F80, 0x3F82)
+    # What is no number stays none, of either sign.
+    assert binary(struct.pack("<2I", 0xFFFFFFFF, 0x7F800001), "bfloat16", "big") == struct.pack(">2H", 0xFFFF, 0x7FC0)
 
 
 def test_fewer_dimensions_are_the_first_at_length_one(http):

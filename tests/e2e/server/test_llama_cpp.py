@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.records import RequestTiming
+from holdfast.server.http.paths import ALIASES
 from holdfast.server.response.llama_cpp import timings
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -99,17 +100,29 @@ def test_an_openai_client_without_v1(server):
         assert client.responses.create(model="fake", input="hi").object == "response"
 
 
+POSTED = (*(path for path in ALIASES if path != "/models"), "/completion", "/apply-template", "/invocations")
+
+
 def test_keys_and_states_are_looked_at_without_v1_too(launch):
-    server = launch(api_key="k")
+    server = launch(api_key="k", enable_sleep_mode=True)
     with server.client() as http:
-        for path in ("/chat/completions", "/completions", "/embeddings", "/completion", "/apply-template"):
-            assert http.post(path, json={}).status_code == 401
+        key = {"Authorization": "Bearer k"}
+        assert {http.post(path, json={}).status_code for path in POSTED} == {401}
         for path in ("/models", "/props"):
             assert http.get(path).status_code == 401
-        key = {"Authorization": "Bearer k"}
+        assert http.post("/sleep", headers=key).status_code == 200
+        for path in (path for path in POSTED if path != "/apply-template"):
+            refused = http.post(path, json={}, headers=key)
+            assert (path, refused.status_code, refused.json()["error"].get("code")) == (path, 503, "sleeping")
         server.call(server.engine.die)
-        for path in ("/chat/completions", "/completion", "/apply-template"):
-            assert http.post(path, json={}, headers=key).status_code == 503
+        assert {http.post(path, json={}, headers=key).status_code for path in POSTED} == {503}
+
+
+def test_paths_without_v1_wait_for_the_model(launch):
+    with launch(FakeEngine(start_delay_s=3600), wait=False).client() as http:
+        for path in POSTED:
+            refused = http.post(path, json={"input": "a"})
+            assert (path, refused.status_code, refused.headers.get("retry-after")) == (path, 503, "2")
 
 
 def test_any_model_name_where_none_was_chosen(launch):

@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.server.app import create_app
-from holdfast.server.endpoints.llama_cpp import ALIASES
 from holdfast.server.endpoints.unsupported import LORA, PATHS
+from holdfast.server.http.paths import ALIASES
 from holdfast.server.schema import fields
 from holdfast.server.schema.auxiliary import DetokenizeBody
 from holdfast.server.schema.pooling import EmbeddingBody

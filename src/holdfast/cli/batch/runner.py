@@ -74,7 +74,8 @@ class _Refused(Exception):
         super().__init__(problem)
         self.status = status
         self.malformed = code == _MALFORMED
-        error = {"message": problem, "type": "BadRequestError", "param": None, "code": code}
+        kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "invalid_request_error"
+        error = {"message": problem, "type": kind, "param": None, "code": code}
         self.body = msgspec.json.encode({"error": error})
 
 

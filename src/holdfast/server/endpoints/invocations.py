@@ -1,23 +1,30 @@
 """POST /invocations: SageMaker's one path for every kind of request. Leads to the endpoint that the body's fields tell.
 
-Knows nothing of what is asked there: the body goes on as it came.
+Knows nothing of what is asked there: the body goes on as it came, but for the adapter that a header names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import msgspec
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
+from holdfast.server.http.middleware import CLIENT_GONE
 from holdfast.server.http.request_body import read_body
 from holdfast.server.request.parse import decode_object
+from holdfast.server.response.streams import ClientGone
 from holdfast.server.settings import ServerSettings, body_limit
 
 CLASSIFIED = "/classify"
 BY_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("messages", "encoding_format"), "/v1/embeddings"),
+    (("messages", "dimensions"), "/v1/embeddings"),
+    (("messages", "embed_dtype"), "/v1/embeddings"),
     (("messages",), "/v1/chat/completions"),
     (("prompt",), "/v1/completions"),
     (("query", "documents"), "/v1/rerank"),
@@ -29,6 +36,9 @@ BY_FIELDS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """The first whose fields are all there decides."""
 
+ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
+"""The header by which SageMaker names an adapter: it knows nothing of bodies."""
+
 
 class Invocations:
     def __init__(self, routes: Iterable[Route], engine: Engine, settings: ServerSettings) -> None:
@@ -38,8 +48,16 @@ class Invocations:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit_bytes = body_limit(self._settings, self._engine.info.max_model_len)
-        body = await read_body(scope, receive, limit_bytes, self._settings.body_timeout_s)
-        endpoint = self._endpoints[self._path(body)]
+        try:
+            body = await read_body(scope, receive, limit_bytes, self._settings.body_timeout_s)
+        except ClientGone:
+            scope["holdfast.record"].status = CLIENT_GONE
+            return
+        given = decode_object(body)
+        endpoint = self._endpoints[self._path(given)]
+        adapter = dict(scope["headers"]).get(ADAPTER, b"").decode("latin-1")
+        if adapter:
+            body = msgspec.json.encode(given | {"model": adapter})
         came = False
 
         async def again() -> Message:
@@ -51,9 +69,9 @@ class Invocations:
 
         await endpoint(scope, again, send)
 
-    def _path(self, body: bytes) -> str:
-        given = {name for name, value in decode_object(body).items() if value is not None}
-        path = next((path for fields, path in BY_FIELDS if given.issuperset(fields)), None)
+    def _path(self, given: dict[str, Any]) -> str:
+        named = {name for name, value in given.items() if value is not None}
+        path = next((path for fields, path in BY_FIELDS if named.issuperset(fields)), None)
         if path is None:
             raise RequestError(
                 "the body has the fields of no endpoint",

@@ -14,6 +14,7 @@ from holdfast.engine.interface import Engine
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.errors import json_response
 from holdfast.server.http.middleware import Record
+from holdfast.server.http.paths import ALIASES
 from holdfast.server.request.chat import chat_prompt
 from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
 from holdfast.server.request.workers.template_workers import TemplateWorkers
@@ -22,20 +23,6 @@ from holdfast.server.response.json_handler import Exchange
 from holdfast.server.schema.fields import check_fields, convert
 from holdfast.server.schema.requests import ChatBody
 from holdfast.server.settings import ServerSettings
-
-ALIASES = {
-    "/chat/completions": "/v1/chat/completions",
-    "/completions": "/v1/completions",
-    "/embeddings": "/v1/embeddings",
-    "/responses": "/v1/responses",
-    "/score": "/v1/score",
-    "/rerank": "/v1/rerank",
-    "/v2/rerank": "/v1/rerank",
-    "/v1/classify": "/classify",
-    "/models": "/v1/models",
-}
-"""All in OpenAI's shapes: in llama.cpp /completions and /embeddings without /v1 have shapes of their own, but who
-leaves /v1 out of an address has an OpenAI client. Its own completion is /completion."""
 
 
 def aliases(routes: Iterable[Route]) -> list[Route]:

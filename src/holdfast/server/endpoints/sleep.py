@@ -57,7 +57,7 @@ class Sleeping:
             raise HttpFailure(
                 FORBIDDEN,
                 "this server was not started with --enable-sleep-mode",
-                kind="BadRequestError",
+                kind="invalid_request_error",
                 code="not_enabled",
             )
         for name in request.query_params:

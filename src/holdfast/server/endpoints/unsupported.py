@@ -58,7 +58,7 @@ def absent_routes(*, lora: bool) -> list[Route]:
 def _refusal(path: str, reason: str, fix: str):  # type: ignore[no-untyped-def]  # An endpoint is whatever Route takes.
     async def refuse(request: Request) -> Response:
         body = describe(UnsupportedOptionError(f"{path} is not supported here: {reason}", fix=fix))[1]
-        body |= {"type": "NotFoundError", "code": "not_found"}
+        body["code"] = "not_found"
         request.scope["holdfast.record"].fail(body)
         return error_response(request.scope, NOT_FOUND, body)
 

@@ -26,6 +26,7 @@ from holdfast.errors import (
     UnsupportedOptionError,
 )
 from holdfast.server.http.error_text import format_message
+from holdfast.server.http.paths import VLLM_WORDED
 from holdfast.units import shorten
 
 log = logging.getLogger("holdfast.server")
@@ -39,6 +40,10 @@ MAX_SAID_CHARS = 2000
 # Absolute ones, of Unix and of Windows; not the paths of this API.
 _API = r"(?:v1|health|metrics|memory|sleep|wake_up|tokenize|detokenize)\b"
 _PATH = re.compile(rf"(?<![\w./-])(?:/(?!{_API})[\w.+@-]+(?:/[\w.+@ -]*[\w.+@-])*/?|[A-Za-z]:\\[^\s'\"]+)")
+
+INVALID_REQUEST = "invalid_request_error"
+_VLLM_TYPES = {BAD_REQUEST: "BadRequestError", NOT_FOUND: "NotFoundError"}
+"""What vLLM says in place of it, by status, on the paths in `VLLM_WORDED`."""
 
 # The most particular class first: the first that fits decides. Types of what a client can mend are vLLM's words, codes
 # are OpenAI's: scripts look for either.
@@ -79,8 +84,9 @@ class HttpFailure(Exception):
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and OpenAI's error object."""
     if isinstance(error, HttpFailure):
-        absent = error.status == NOT_FOUND and error.kind == "BadRequestError"
-        openai_type = "NotFoundError" if absent else error.kind
+        openai_type = error.kind
+        if openai_type == INVALID_REQUEST:
+            openai_type = _VLLM_TYPES.get(error.status, openai_type)
         return error.status, _body(error.message, openai_type, error.param, error.code)
     if isinstance(error, HoldfastError):
         for kind, status, openai_type, code in _SHAPES:
@@ -162,6 +168,8 @@ def error_response(scope: Scope, status: int, body: dict[str, Any], headers: dic
     """OpenAI's error object in the shape of the API that was asked."""
     if is_anthropic(scope):
         return json_response(anthropic_error(body, scope["holdfast.record"].request_id), status, headers)
+    if scope["path"] not in VLLM_WORDED and body["type"] in _VLLM_TYPES.values():
+        body = body | {"type": INVALID_REQUEST}
     return json_response({"error": body}, status, headers)
 
 

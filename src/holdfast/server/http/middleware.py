@@ -33,6 +33,7 @@ from holdfast.server.http.errors import (
     failure_response,
     is_anthropic,
 )
+from holdfast.server.http.paths import COMPUTING, NEEDS_ENGINE
 from holdfast.server.http.request_body import INTAKE, Intake
 from holdfast.server.schema.ignored import HEADER, IGNORED, IgnoredFieldLog, IgnoredFields
 from holdfast.server.settings import AccessLog, ServerSettings
@@ -52,20 +53,6 @@ OPEN = frozenset({"/health", "/ping", "/version"})
 where an answer would tell of other users' requests, or would change the server."""
 METRICS = frozenset({"/metrics", "/metrics/"})
 """Without a key only where that was asked for: they tell how much is asked of which model and adapter."""
-
-NEEDS_ENGINE = (
-    "/v1/", "/tokenize", "/detokenize", "/chat/completions", "/completion", "/embeddings", "/models", "/props",
-    "/apply-template", "/pooling", "/score", "/rerank", "/v2/rerank", "/classify", "/tokenizer_info",
-)  # fmt: skip
-"""Beginnings of paths that are of no use before the engine is there, or when it is gone."""
-
-COMPUTING = frozenset(
-    {
-        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/chat/completions", "/completions", "/embeddings",
-        "/completion", "/v1/messages", "/v1/responses", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank",
-        "/v2/rerank", "/classify", "/v1/classify",
-    }
-)  # fmt: skip
 
 FITTING_KEY = "holdfast.key"
 """In the scope of a request: the key that let it in."""
@@ -285,7 +272,7 @@ def _check_media(headers: dict[bytes, bytes]) -> None:
     raise HttpFailure(
         WRONG_MEDIA,
         f"the Content-Type of the body must be application/json, {found} (curl: -H 'Content-Type: application/json')",
-        kind="BadRequestError",
+        kind="invalid_request_error",
         code="unsupported_media_type",
     )
 
@@ -304,7 +291,7 @@ def _head_too_large(size_bytes: int) -> HttpFailure:
     return HttpFailure(
         HEAD_TOO_LARGE,
         f"the request line and headers have {size_bytes} bytes; the limit is {MAX_HEAD_BYTES}",
-        kind="BadRequestError",
+        kind="invalid_request_error",
         code="headers_too_large",
     )
 

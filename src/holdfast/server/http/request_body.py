@@ -115,7 +115,7 @@ async def _read(receive: Receive, part: BodyPart, limit_bytes: int, timeout_s: f
             raise HttpFailure(
                 TIMED_OUT,
                 f"the request body was too slow: nothing for {timeout_s:g} s, or less than {LEAST_BYTES_PER_S} bytes/s",
-                kind="BadRequestError",
+                kind="invalid_request_error",
                 code="request_timeout",
             ) from None
         if message["type"] == "http.disconnect":
@@ -134,6 +134,6 @@ def _too_large(limit_bytes: int) -> HttpFailure:
     return HttpFailure(
         TOO_LARGE,
         f"the request body is larger than the limit of {limit_bytes} bytes (--max-body-size)",
-        kind="BadRequestError",
+        kind="invalid_request_error",
         code="request_too_large",
     )

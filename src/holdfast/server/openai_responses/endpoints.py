@@ -196,7 +196,7 @@ class StoredResponses:
             raise HttpFailure(
                 NOT_FOUND,
                 f"the response {name[:100]!r} is not stored: it never was, was deleted, or gave way to others",
-                kind="BadRequestError",
+                kind="invalid_request_error",
                 code="not_found",
                 param="response_id",
             )

@@ -149,7 +149,7 @@ def _previous(previous: str | None, store: ResponseStore, owner: str) -> StoredR
         raise HttpFailure(
             BAD_REQUEST,
             f"the previous response {previous[:100]!r} is not stored; send the whole conversation as input",
-            kind="BadRequestError",
+            kind="invalid_request_error",
             code="previous_response_not_found",
             param="previous_response_id",
         )

@@ -38,6 +38,7 @@ _CHOICES = b',"choices":['
 _NO_IDS = b'"token_ids":null,'
 _NO_PROMPT_IDS = b'"prompt_token_ids":null,' + _NO_IDS
 SYSTEM_FINGERPRINT = f"holdfast-{__version__}"
+_FINGERPRINT = f',"system_fingerprint":"{SYSTEM_FINGERPRINT}"'.encode()
 # And what vLLM's answers have and these never do: clients in typed languages expect the members all the same.
 _SERVICE = (
     f',"service_tier":null,"system_fingerprint":"{SYSTEM_FINGERPRINT}","kv_transfer_params":null'
@@ -114,17 +115,21 @@ class _Stream:
         self._ask = ask
         self._head = b"data: " + _head(ask, kind)
 
-    def close(self, usage: Usage | None) -> bytes:
+    def close(self, usage: Usage | None, *, ended: bool = False) -> bytes:
+        """`ended`: an answer ends with it. As in vLLM it bears the fingerprint, unless a chunk of the usage follows."""
+        end = _FINGERPRINT + b"}\n\n" if ended and not self._ask.include_usage else b"}\n\n"
         if usage is not None:
-            return b'],"usage":' + encode(usage) + b"}\n\n"
+            return b'],"usage":' + encode(usage) + end
         # With include_usage OpenAI's chunks carry an explicit null.
-        return b'],"usage":null}\n\n' if self._ask.include_usage else b"]}\n\n"
+        return (b'],"usage":null' if self._ask.include_usage else b"]") + end
 
     def beginning(self, usage: Usage) -> bytes:
         return b""
 
     def ending(self, usage: Usage) -> bytes:
-        return self._head + self.close(usage) + DONE if self._ask.include_usage else DONE
+        if not self._ask.include_usage:
+            return DONE
+        return self._head + b'],"usage":%b%b}\n\n' % (encode(usage), _FINGERPRINT) + DONE
 
     def failure(self, error: dict[str, Any]) -> bytes:
         """With the [DONE] that readers wait for."""
@@ -157,7 +162,8 @@ class ChatShape(_Stream):
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
         logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
         choice = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,' % (answer.index, encode(delta.text), logprobs)
-        return self._head + choice + self._ids(delta.token_ids) + _ending(delta) + self.close(usage)
+        ended = delta.finish_reason is not None
+        return self._head + choice + self._ids(delta.token_ids) + _ending(delta) + self.close(usage, ended=ended)
 
     def _ids(self, token_ids: list[int]) -> bytes:
         """As a member of a choice: null unless they are asked for."""
@@ -219,7 +225,7 @@ class ReadChatShape(ChatShape):
             last = ended and place >= len(shown)
             ending = _ended(answer)[1:] + b"}" if last else b'"finish_reason":null}'
             pieces += [self._head, b'{"index":%d,"delta":%b,"logprobs":%b,' % (answer.index, written, logprobs)]
-            pieces += [self._ids(token_ids), ending, self.close(usage)]
+            pieces += [self._ids(token_ids), ending, self.close(usage, ended=last)]
             logprobs, token_ids = b"null", []
         answer.unshown_ids = []
         return b"".join(pieces)
@@ -291,8 +297,9 @@ class CompletionShape(_Stream):
             answer.shown_chars += columns.chars
         ids = self._new_ids(answer, delta.token_ids)
         choice = b'{"index":%d,%b"text":%b,"logprobs":%b,' % (answer.index, ids, encode(delta.text), logprobs)
-        ending = _ending(delta) if delta.finish_reason is not None else b'"finish_reason":null,"stop_reason":null}'
-        return self._head + choice + ending + self.close(usage)
+        ended = delta.finish_reason is not None
+        ending = _ending(delta) if ended else b'"finish_reason":null,"stop_reason":null}'
+        return self._head + choice + ending + self.close(usage, ended=ended)
 
     def keep(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
         if delta.logprobs is not None:

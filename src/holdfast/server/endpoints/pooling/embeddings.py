@@ -124,9 +124,17 @@ def binary(vector: bytes, dtype: str, endianness: str) -> bytes:
         values = (min(max(value, -LARGEST_FLOAT16), LARGEST_FLOAT16) for value in numbers(vector))
         return struct.pack(f"{mark}{count}e", *values)
     words = struct.unpack(f"<{count}I", vector)
-    if dtype == "bfloat16":  # The upper half, rounded to the nearest, to even where two are as near.
-        return struct.pack(f"{mark}{count}H", *((word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words))
+    if dtype == "bfloat16":
+        return struct.pack(f"{mark}{count}H", *map(_bfloat16, words))
     return struct.pack(f"{mark}{count}I", *words)
+
+
+def _bfloat16(word: int) -> int:
+    """The upper half, rounded to the nearest, to even where two are as near. What is no number stays none: rounding
+    would carry it into the sign."""
+    if word & 0x7FFFFFFF > 0x7F800000:
+        return word >> 16 | 0x40
+    return (word + 0x7FFF + (word >> 16 & 1)) >> 16
 
 
 def _pieces(
