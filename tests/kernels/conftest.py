@@ -96,13 +96,3 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         splits = decode.decode_splits
         monkeypatch.setattr(linear, "SKINNY_ROWS", 0)
         monkeypatch.setattr(decode, "decode_splits", lambda *sizes, codes: min(4, splits(*sizes, codes=codes)))
-
-
-@pytest.fixture
-def few_programs_of_a_row(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """The interpreter takes as long for a program whatever the size of its tile."""
-    from holdfast.execution.triton_kernels.rounded import row_products
-    from holdfast.execution.triton_kernels.rounded.tiles import RowTile
-
-    if device.type == "cpu":
-        monkeypatch.setattr(row_products, "row_tile", lambda inputs, gated: RowTile(64, 2, 1))

@@ -85,7 +85,7 @@ def distance(some: list[list[EngineOutput]], others: list[list[EngineOutput]]) -
     return math.sqrt(sum(squares) / len(squares))
 
 
-@pytest.mark.usefixtures("few_programs", "few_programs_of_a_row")
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(
     "name", ["fp8", *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS if name != "fp8")]
 )

@@ -83,7 +83,6 @@ def poisoned(rows: int, columns: int) -> torch.Tensor:
     return torch.full((rows, columns), float("nan"), dtype=TYPE, device=DEVICE)
 
 
-@pytest.mark.usefixtures("few_programs_of_a_row")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_form_of_a_product(name: str) -> None:
     torch.manual_seed(len(name))
@@ -111,7 +110,6 @@ def test_every_form_of_a_product(name: str) -> None:
         near(out, activate(gate, "silu") * up, ROUNDED_AGAIN)
 
 
-@pytest.mark.usefixtures("few_programs_of_a_row")
 @pytest.mark.parametrize("name", ["fp8", "fp8 blocks", "int8"])
 def test_an_mlp_rounds_what_it_gated(name: str) -> None:
     torch.manual_seed(3)

@@ -50,7 +50,6 @@ from holdfast.execution.triton_kernels.quantized.vector_products import (
 )
 from holdfast.execution.triton_kernels.rounded.products import rounded_product, scale_sums
 from holdfast.execution.triton_kernels.rounded.rounding import round_rows
-from holdfast.execution.triton_kernels.rounded.row_products import row_product
 from holdfast.execution.triton_kernels.sampling import adjust
 from holdfast.execution.triton_kernels.sampling import launch as sampling
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix
@@ -230,9 +229,6 @@ def rounded_products(rows: int, kind: torch.dtype, dtype: torch.dtype) -> None:
         round_rows(wide, codes, x_scales, activation="silu", grouped=group > 0)
         matrix = empty(outputs, inputs, dtype=kind)
         rounded_product(codes, x_scales, matrix, scales, out, parts, empty(99), grouped=group > 0, accumulate=True)
-        if rows == 1 and kind == E4M3:
-            row_product(x, matrix, scales, out, norm=norm, grouped=group > 0)
-            row_product(x, matrix, scales, out[:, : outputs // 2], norm=norm, grouped=group > 0, activation="silu")
     scale_sums(out, empty(rows, 1, dtype=FP32), empty(outputs, 1, dtype=FP32), out)
 
 

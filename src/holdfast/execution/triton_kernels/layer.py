@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, as_codes, encode
-from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 
 ROTATED_HEADS = 8
 """Heads a program of `rotate_and_store` takes."""
@@ -173,12 +172,10 @@ def _rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
-    CENTERED: tl.constexpr, EARLY: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):  # fmt: skip
     """REST: what of a head is beyond the turned part, 0 where all of it is turned. NORM: queries and keys are normed
     first, every head by itself."""
-    let_others_start(EARLY)
-    wait_for_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     inside = head < HEADS + 2 * KV_HEADS
@@ -268,7 +265,7 @@ def rotate_and_store(
     _, places, _, tokens, kv_heads, dim = pages.shape
     total = qkv.shape[1] // dim
     half = angles.shape[-1] // 2
-    rest, early = dim - 2 * half, starts_early()
+    rest = dim - 2 * half
     _rotate_and_store[(len(qkv), triton.cdiv(total, ROTATED_HEADS))](
         qkv, angles, positions, slots, pages, tables, qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm, qkv.stride(0), tables.stride(0), place, epsilon,
@@ -276,7 +273,7 @@ def rotate_and_store(
         HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, TOKENS=tokens, PLACES=places,
         BLOCK_HEADS=ROTATED_HEADS, BLOCK_HALF=triton.next_power_of_2(max(1, half)), REST=rest,
         BLOCK_REST=triton.next_power_of_2(max(1, rest)), NORM=query_norm is not None, FORMAT=kept,
-        CENTERED=center is not None, EARLY=early, num_warps=WARPS, launch_pdl=early,
+        CENTERED=center is not None, num_warps=WARPS,
     )  # fmt: skip
 
 

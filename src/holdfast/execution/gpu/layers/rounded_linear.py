@@ -1,6 +1,5 @@
 """Products on a GPU whose inputs are rounded to one byte like their matrix: FP8, and INT8 (W8A8).
 
-    one row     of FP8, one kernel for all of it: norm, rounding, product, scales, and the gate of an MLP
     few rows    a kernel that rounds, with the norm or the gate before it, and one that multiplies, scales and adds
     more        the same with torch's product, and scales or sums onto a stream in a kernel of their own
 
@@ -17,14 +16,7 @@ from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.triton_kernels.rounded.products import rounded_product, scale_sums
 from holdfast.execution.triton_kernels.rounded.rounding import round_rows
-from holdfast.execution.triton_kernels.rounded.row_products import row_product
-from holdfast.execution.triton_kernels.rounded.tiles import (
-    FAST_ROWS,
-    MOST_ROW_INPUTS,
-    SCALED_OUTPUTS,
-    SCALED_ROWS,
-    SKINNY_ROWS,
-)
+from holdfast.execution.triton_kernels.rounded.tiles import SCALED_OUTPUTS, SCALED_ROWS, SKINNY_ROWS
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.rounded import GROUP, MOST_PARTS, PART_BYTES, rounding_of
@@ -100,37 +92,22 @@ class RoundedGpuLinear:
         self._turned, self._scales_turned = matrix.codes.t(), matrix.scales.t()
         self._grouped = matrix.layout.group == GROUP
         self._library = _library_multiplies(matrix)
-        whole_words = matrix.columns % 4 == 0 and matrix.columns <= MOST_ROW_INPUTS
-        self._rows_alone = 1 if matrix.layout.codes == "fp8" and whole_words else 0
         workspace.make_room(matrix.columns)
 
     @property
     def kind(self) -> tuple[object, ...]:
         return self._matrix.layout, self._codes.shape, self.bias is None
 
-    def in_one_kernel(self, rows: int) -> bool:
-        """Whether so many rows are rounded and multiplied by the same one, with a norm or a gate."""
-        return rows <= self._rows_alone
-
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if self.in_one_kernel(len(x)):
-            self._multiply_row(x, out)
-        else:
-            self._multiply(*self._rounded(x), out, accumulate=False)
+        self._multiply(*self._rounded(x), out, accumulate=False)
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if self.in_one_kernel(len(x)):
-            self._multiply_row(x, out, accumulate=True)
-        else:
-            self._multiply(*self._rounded(x), out, accumulate=True)
+        self._multiply(*self._rounded(x), out, accumulate=True)
 
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
     ) -> None:
-        if self.in_one_kernel(len(x)):
-            self._multiply_row(x, out, norm=norm, epsilon=epsilon)
-        else:
-            self._multiply(*self._rounded(x, norm=norm, epsilon=epsilon), out, accumulate=False)
+        self._multiply(*self._rounded(x, norm=norm, epsilon=epsilon), out, accumulate=False)
 
     def gated(
         self,
@@ -142,9 +119,6 @@ class RoundedGpuLinear:
         gate_up: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        if self.in_one_kernel(len(x)):
-            self._multiply_row(x, out, norm=norm, epsilon=epsilon, activation=activation)
-            return
         self.write_normed(x, norm, epsilon, normed, gate_up)
         kernels.gate(gate_up, activation, out)
 
@@ -170,22 +144,6 @@ class RoundedGpuLinear:
         )  # fmt: skip
         return codes, scales
 
-    def _multiply_row(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        norm: torch.Tensor | None = None,
-        epsilon: float = 0.0,
-        accumulate: bool = False,
-        activation: Activation | None = None,
-    ) -> None:
-        if len(x):
-            row_product(
-                x, self._codes, self._scales, out, norm=norm, epsilon=epsilon, static=self._static,
-                grouped=self._grouped, bias=self.bias, accumulate=accumulate, activation=activation,
-            )  # fmt: skip
-
     def _multiply(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         rows, room = len(codes), self._workspace
         if self._library and rows > SKINNY_ROWS and not (self._grouped and rows % 4) and out.dtype != torch.float32:
@@ -200,10 +158,7 @@ class RoundedGpuLinear:
         self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, accumulate: bool
     ) -> None:
         """cuBLAS's product cannot add to what is there. With scales of rows it was slower for few rows and outputs: 128
-        rows of 4096 x 14336 took an H200 44 us, and 24 without them, the kernel that scales included.
-
-        Its fast sums stay in the tensor core, with 14 bits, for all inputs: taken where arithmetic is what takes time.
-        """
+        rows of 4096 x 14336 took an H200 44 us, and 24 without them, the kernel that scales included."""
         rows = len(codes)
         target = self._workspace.sums(rows, self._matrix.rows) if accumulate else out
         few = rows < SCALED_ROWS and self._matrix.rows < SCALED_OUTPUTS
@@ -215,7 +170,7 @@ class RoundedGpuLinear:
             self._workspace.one if apart else self._scales_turned,
             bias=None if apart else self.bias,
             out_dtype=out.dtype,
-            use_fast_accum=not self._grouped and rows > FAST_ROWS,
+            use_fast_accum=not self._grouped,
             out=target,
         )
         if apart:

@@ -7,8 +7,8 @@ wasted on padding. Where its tiles are too few to keep memory busy, the inputs a
 in a workspace, and the program that comes last adds them up in order, so that the result does not depend on who that
 was. Safe in a CUDA graph.
 
-Hopper's tensor cores add products of float8 with about 14 bits; the sum is taken over into float32 every 32 inputs of
-few rows, whose arithmetic waits for memory anyway, and every 128 of more. int8 is summed exactly in int32.
+Hopper's tensor cores add products of float8 with about 14 bits; every 128 inputs the sum is taken over into float32.
+int8 is summed exactly in int32.
 """
 
 from __future__ import annotations
@@ -23,14 +23,7 @@ from holdfast.execution.triton_kernels.rounded.early import (
     starts_early,
     wait_for_others,
 )
-from holdfast.execution.triton_kernels.rounded.tiles import (
-    PREFETCH_BYTES,
-    SKINNY_ROWS,
-    SKINNY_TOGETHER,
-    STEP,
-    RoundedTile,
-    rounded_tile,
-)
+from holdfast.execution.triton_kernels.rounded.tiles import PREFETCH_BYTES, SKINNY_ROWS, RoundedTile, rounded_tile
 
 ACROSS = 8
 """Neighbouring tiles of outputs that are done for all rows before the next."""
@@ -64,7 +57,7 @@ def _multiply_rounded(
     codes_stride, scales_stride, out_stride,
     INPUTS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACROSS: tl.constexpr,
-    TOGETHER: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of ACROSS neighbouring outputs are done for all rows before the next: those rows stay in cache."""
     row_tiles = tl.cdiv(rows, ROWS)
@@ -102,9 +95,9 @@ def _multiply_rounded(
             sums = tl.dot(weight, value, sums, out_dtype=kind)
         elif GROUPED:
             scale = tl.load(block + step) * tl.load(input_scale + step * x_scale_group, mask=row < rows, other=0.0)
-            sums += tl.dot(weight, value, max_num_imprecise_acc=TOGETHER) * scale[None, :]
+            sums += tl.dot(weight, value) * scale[None, :]
         else:
-            sums = tl.dot(weight, value, sums, max_num_imprecise_acc=TOGETHER)
+            sums = tl.dot(weight, value, sums, max_num_imprecise_acc=128 if COLUMNS >= 128 else 0)
     let_others_start(EARLY)
 
     if PARTS == 1:
@@ -162,7 +155,6 @@ def rounded_product(
         x_scales.stride(1), codes.stride(0), scales.stride(0), out.stride(0), INPUTS=inputs, GROUPED=grouped,
         BIAS=bias is not None, ADD=accumulate, PARTS=tile.parts, OUTPUTS=tile.outputs, ROWS=tile.rows,
         COLUMNS=tile.columns, ACROSS=ACROSS,
-        TOGETHER=SKINNY_TOGETHER if rows <= SKINNY_ROWS else STEP,
         PREFETCH=prefetch, EARLY=early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip
 

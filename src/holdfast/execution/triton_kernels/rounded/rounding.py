@@ -75,18 +75,6 @@ def on_grid(x, FP8: tl.constexpr):
 
 
 @triton.jit
-def codes_of(wide, scale, FP8: tl.constexpr, KIND: tl.constexpr):
-    """wide / scale as codes of KIND."""
-    found = _quotient(wide, scale)
-    # A GPU's own conversion to float8 clamps and rounds so in half an instruction; Triton's interpreter cuts off.
-    if INTERPRETED or not FP8:
-        found = on_grid(found, FP8)
-    if not FP8:
-        found = tl.where(found == found, found, 0.0)
-    return found.to(KIND)
-
-
-@triton.jit
 def normed(x, weight, factor):
     """x over its root mean square, times the norm's weight, rounded as `layer.rms_norm` does: in x's type."""
     return ((x.to(tl.float32) * factor).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
@@ -121,8 +109,13 @@ def _round_rows(
         scale = tl.load(static) + (largest - largest)
     else:
         scale = dynamic_scale(largest, FP8)
-    found = codes_of(wide, scale[:, None], FP8, codes.dtype.element_ty)
-    tl.store(codes + row * codes_stride + column, found, mask=inside)
+    found = _quotient(wide, scale[:, None])
+    # A GPU's own conversion to float8 clamps and rounds so in half an instruction; Triton's interpreter cuts off.
+    if INTERPRETED or not FP8:
+        found = on_grid(found, FP8)
+    if not FP8:
+        found = tl.where(found == found, found, 0.0)
+    tl.store(codes + row * codes_stride + column, found.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + row * scale_row + group * scale_group, scale, mask=group * WIDTH < COLUMNS)
 
 
