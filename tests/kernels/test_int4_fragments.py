@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda import compiler, int4
+from holdfast.execution.gpu.cuda import compiler, int4, module
 from holdfast.execution.gpu.cuda.fragments import against_fragments, codes_of, fragments_of, rearrange, slabs_of
 from holdfast.execution.gpu.cuda.int4 import FragmentMatrix, ProductCut
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
@@ -126,7 +126,7 @@ def test_compiles(capability: tuple[int, int]) -> None:
         cut = int4.product_cut(rows, 1 << 24, macros, gpu)
         for name, known in (("int4_product", int4.defines(cut, macros, gate)), ("int4_rows", macros)):
             options = compiler.options(capability, dict(known))
-            assert compiler.compile_source(int4.text(name), options).startswith(b"\x7fELF")
+            assert compiler.compile_source(module.text(name), options).startswith(b"\x7fELF")
 
 
 @on_gpu

@@ -13,7 +13,7 @@ from quantized_blocks import drawn
 pytest.importorskip("triton")
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda import compiler, kquant
+from holdfast.execution.gpu.cuda import compiler, kquant, module
 from holdfast.execution.gpu.cuda.kquant import BITS, KquantCut, KquantMatrix, product_cut
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
@@ -123,9 +123,9 @@ def test_kernels_compile_for_every_gpu(capability: tuple[int, int]) -> None:
     for gated, dtype in ((False, torch.bfloat16), (True, torch.float16)):
         cut = product_cut(bits, 1 if gated else 32, 4096, gated=gated, normed=gated)
         options = compiler.options(capability, dict(kquant.defines(bits, dtype, cut, gated)))
-        assert b"kquant_product" in compiler.compile_source(kquant.text("kquant_product"), options)
+        assert b"kquant_product" in compiler.compile_source(module.text("kquant_product"), options)
     options = compiler.options(capability, {"BITS": bits, "HALF": 0})
-    assert b"kquant_embed" in compiler.compile_source(kquant.text("kquant_rows"), options)
+    assert b"kquant_embed" in compiler.compile_source(module.text("kquant_rows"), options)
 
 
 # ---- on a GPU ----

@@ -7,22 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda.compiler import available, cubin, supports
+from holdfast.execution.gpu.cuda.compiler import cubin
 from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS, against_fragments
-from holdfast.execution.gpu.cuda.module import Kernel, Module
+from holdfast.execution.gpu.cuda.module import STATIC_SHARED_BYTES, Kernel, Module, against_gpu, text
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.gpu import SPLIT_COUNTERS
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
-_FOLDER = Path(__file__).parent
 ROWS = (8, 16, 32, 64)
 """Of x, that a block multiplies with: more are cut into blocks of 64."""
 EXPANDED_CHUNKS = 8 * 4
@@ -32,8 +30,6 @@ SMALL_ELEMENTS, LARGE_ELEMENTS = 1 << 25, 1 << 26
 NO_GATE, SILU = -1, 0
 FRAGMENT_ROWS = 256
 """Of x, that products are for: with more, expanding and cuBLAS are about as fast (H200)."""
-STATIC_SHARED_BYTES = 1024
-"""At most, beside what a launch asks for, with what that is aligned to."""
 
 Macros = tuple[tuple[str, int], ...]
 
@@ -80,10 +76,6 @@ def layout_macros(layout: ScaledLayout, columns: int, dtype: torch.dtype) -> Mac
 @cache
 def _module(name: str, macros: Macros) -> Module:
     return Module(text(name), dict(macros))
-
-
-def text(name: str) -> str:
-    return "\n".join((_FOLDER / file).read_text() for file in ("common.cuh", f"{name}.cu"))
 
 
 def defines(cut: ProductCut, macros: Macros, gate: int) -> Macros:
@@ -146,16 +138,11 @@ def product_cut(rows: int, elements: int, macros: Macros, gpu: CutLimits) -> Pro
 
 def against_int4(layout: ScaledLayout, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why these kernels cannot multiply with a matrix of int4 codes; None: nothing is against it."""
-    if device.type != "cuda":
-        return "the kernels in CUDA need a GPU"
-    if dtype.itemsize != 2:
-        return f"the kernels in CUDA multiply numbers of 2 bytes; these have {dtype.itemsize}"
-    if not available():
-        return "the kernels in CUDA are compiled by libnvrtc, which torch's CUDA build brings; none was found"
-    if not supports(torch.cuda.get_device_capability(device)):
-        return "torch's libnvrtc does not know this GPU"
-    against = against_fragments(layout, rows, columns)
-    return against or against_cuts(rows, columns, layout_macros(layout, columns, dtype), _gpu(device.index or 0))
+    if against := against_gpu(dtype, device):
+        return against
+    return against_fragments(layout, rows, columns) or against_cuts(
+        rows, columns, layout_macros(layout, columns, dtype), _gpu(device.index or 0)
+    )
 
 
 def against_cuts(outputs: int, columns: int, macros: Macros, gpu: CutLimits) -> str | None:

@@ -7,26 +7,22 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda.compiler import available, cubin, supports
-from holdfast.execution.gpu.cuda.module import Kernel, Module
+from holdfast.execution.gpu.cuda.compiler import cubin
+from holdfast.execution.gpu.cuda.module import STATIC_SHARED_BYTES, Kernel, Module, against_gpu, text
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.execution.weights.gguf_fragments import TILE_COLUMNS, TILE_ROWS, Fragments, against_fragments_of
 from holdfast.footprint.gpu import SPLIT_COUNTERS
 
-_FOLDER = Path(__file__).parent
 BITS = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 EXPANDED_BLOCKS = 8
 """Of 256 columns, a warp each."""
 KQUANT_ROWS = 128
 """Of x, that products are for: with more, expanding and cuBLAS are about as fast (H200)."""
-STATIC_SHARED_BYTES = 1024
-"""At most, beside what a launch asks for."""
 MANY_OUTPUTS = 16384
 """Enough that blocks of few stages, two on a processor, are all busy with 32 rows."""
 
@@ -91,19 +87,9 @@ def against_cuts(bits: int, outputs: int, shared_bytes: int) -> str | None:
 
 def against_kquant(layout: str, rows: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why these kernels cannot multiply with a matrix of GGUF's blocks; None: nothing is against it."""
-    if device.type != "cuda":
-        return "the kernels in CUDA need a GPU"
-    if dtype.itemsize != 2:
-        return f"the kernels in CUDA multiply numbers of 2 bytes; these have {dtype.itemsize}"
-    if not available():
-        return "the kernels in CUDA are compiled by libnvrtc, which torch's CUDA build brings; none was found"
-    if not supports(torch.cuda.get_device_capability(device)):
-        return "torch's libnvrtc does not know this GPU"
+    if against := against_gpu(dtype, device):
+        return against
     return against_fragments_of(layout, rows) or against_cuts(BITS[layout], rows, shared_memory_bytes())
-
-
-def text(name: str) -> str:
-    return "\n".join((_FOLDER / file).read_text() for file in ("common.cuh", f"{name}.cu"))
 
 
 def defines(bits: int, dtype: torch.dtype, cut: KquantCut, gated: bool) -> Macros:

@@ -6,12 +6,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda.compiler import cubin
+from holdfast.execution.gpu.cuda.compiler import available, cubin, supports
 
+_FOLDER = Path(__file__).parent
+STATIC_SHARED_BYTES = 1024
+"""At most, of a kernel beside what its launch asks for, with what that is aligned to."""
 _MOST_DYNAMIC_SHARED_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
 _SERIALIZED_BY_THE_KERNEL = 6
@@ -45,6 +49,24 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     )
+
+
+def text(name: str) -> str:
+    """The source of this name beside this file, with what all of them share before it."""
+    return "\n".join((_FOLDER / file).read_text() for file in ("common.cuh", f"{name}.cu"))
+
+
+def against_gpu(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no kernel in CUDA can run there with inputs of this type; None: nothing is against it."""
+    if device.type != "cuda":
+        return "the kernels in CUDA need a GPU"
+    if dtype.itemsize != 2:
+        return f"the kernels in CUDA multiply numbers of 2 bytes; these have {dtype.itemsize}"
+    if not available():
+        return "the kernels in CUDA are compiled by libnvrtc, which torch's CUDA build brings; none was found"
+    if not supports(torch.cuda.get_device_capability(device)):
+        return "torch's libnvrtc does not know this GPU"
+    return None
 
 
 class Kernel:
