@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, as_codes, encode
+from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 
 ROTATED_HEADS = 8
 """Heads a program of `rotate_and_store` takes."""
@@ -32,12 +33,15 @@ def norm_warps(columns: int) -> int:
 
 @triton.jit
 def _rms_norm(
-    stream, weight, out, stream_stride, out_stride, epsilon, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    stream, weight, out, stream_stride, out_stride, epsilon, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
+    let_others_start(EARLY)
     scaled_by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_others(EARLY)
     x = tl.load(stream + row * stream_stride + column, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + epsilon)
@@ -50,11 +54,11 @@ def rms_norm(stream: torch.Tensor, weight: torch.Tensor, epsilon: float, out: to
 
     Multiplied in the weight's type, as the plain form is: one of float32 has it rounded once, at the end.
     """
-    rows, columns = stream.shape
+    (rows, columns), early = stream.shape, starts_early()
     if rows:
         _rms_norm[(rows,)](
             stream, weight, out, stream.stride(0), out.stride(0), epsilon, COLUMNS=columns,
-            BLOCK=triton.next_power_of_2(columns), num_warps=norm_warps(columns),
+            BLOCK=triton.next_power_of_2(columns), EARLY=early, num_warps=norm_warps(columns), launch_pdl=early,
         )  # fmt: skip
 
 
@@ -172,10 +176,12 @@ def _rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
-    CENTERED: tl.constexpr,
+    CENTERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """REST: what of a head is beyond the turned part, 0 where all of it is turned. NORM: queries and keys are normed
     first, every head by itself."""
+    let_others_start(EARLY)
+    wait_for_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     inside = head < HEADS + 2 * KV_HEADS
@@ -265,7 +271,7 @@ def rotate_and_store(
     _, places, _, tokens, kv_heads, dim = pages.shape
     total = qkv.shape[1] // dim
     half = angles.shape[-1] // 2
-    rest = dim - 2 * half
+    rest, early = dim - 2 * half, starts_early()
     _rotate_and_store[(len(qkv), triton.cdiv(total, ROTATED_HEADS))](
         qkv, angles, positions, slots, pages, tables, qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm, qkv.stride(0), tables.stride(0), place, epsilon,
@@ -273,7 +279,7 @@ def rotate_and_store(
         HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, TOKENS=tokens, PLACES=places,
         BLOCK_HEADS=ROTATED_HEADS, BLOCK_HALF=triton.next_power_of_2(max(1, half)), REST=rest,
         BLOCK_REST=triton.next_power_of_2(max(1, rest)), NORM=query_norm is not None, FORMAT=kept,
-        CENTERED=center is not None, num_warps=WARPS,
+        CENTERED=center is not None, EARLY=early, num_warps=WARPS, launch_pdl=early,
     )  # fmt: skip
 
 

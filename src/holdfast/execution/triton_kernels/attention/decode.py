@@ -25,6 +25,7 @@ from holdfast.execution.triton_kernels.attention.launch import (
     shares,
     softmax_step,
 )
+from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 from holdfast.execution.triton_kernels.tiles import (
     Tile,
     decode_share_tokens,
@@ -40,8 +41,11 @@ def _attend(
     query_token_stride, query_head_stride, out_token_stride, out_head_stride,
     KV_HEADS: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = KV_HEADS * DIM
+    let_others_start(EARLY)
+    wait_for_others(EARLY)
     # Heads first: programs that run together read neighbouring memory.
     kv_head, row, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths + row)
@@ -97,8 +101,10 @@ def _attend(
 def _join(
     lengths, out, workspace, window, splits, least, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_others_start(EARLY)
+    wait_for_others(EARLY)
     head, row = tl.program_id(0), tl.program_id(1)
     _, _, _, used = shares(tl.load(lengths + row), window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
     if used <= 1:
@@ -143,7 +149,7 @@ def decode_attention(
     """
     rows, heads, width = query.shape
     _, places, _, block_tokens, kv_heads, _ = pages.shape
-    ratio, padded = heads // kv_heads, padded_width(width)
+    ratio, padded, early = heads // kv_heads, padded_width(width), starts_early()
     kept = format_of(pages.dtype)
     codes = kept != PLAIN.value
     tile = tile or decode_tile(ratio, width, query.element_size(), codes=codes)
@@ -154,7 +160,7 @@ def decode_attention(
     sizes = {
         "KV_HEADS": kv_heads, "RATIO": ratio, "ROWS": tile.rows, "DIM": width, "DIM_PADDED": padded,
         "BLOCK_TOKENS": block_tokens, "KEYS": tile.keys, "WINDOWED": window > 0, "CAPPED": softcap > 0,
-        "num_warps": tile.warps, "num_stages": tile.stages,
+        "EARLY": early, "num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": early,
     }  # fmt: skip
     if not codes:
         _attend[(kv_heads, rows, splits)](
@@ -170,5 +176,5 @@ def decode_attention(
         _join[(heads, rows)](
             lengths, out, workspace, window, splits, least, out.stride(0), out.stride(1),
             HEADS=heads, DIM=width, DIM_PADDED=padded, BLOCK_TOKENS=block_tokens, KEYS=tile.keys,
-            SPLITS_PADDED=triton.next_power_of_2(splits), WINDOWED=window > 0,
+            SPLITS_PADDED=triton.next_power_of_2(splits), WINDOWED=window > 0, EARLY=early, launch_pdl=early,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from holdfast.execution.triton_kernels.attention.launch import (
     shares,
     weigh,
 )
+from holdfast.execution.triton_kernels.rounded.early import let_others_start, wait_for_others
 
 
 @triton.jit(do_not_specialize=["place", "places", "window", "least", "table_stride"])
@@ -28,9 +29,11 @@ def attend_codes(
     table_stride, query_token_stride, query_head_stride, out_token_stride, out_head_stride,
     KV_HEADS: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
+    FORMAT: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`pages`: words. `value_scale`: what codes of values are multiplied with."""
+    let_others_start(EARLY)
+    wait_for_others(EARLY)
     WORDS: tl.constexpr = DIM // 2
     WIDTH: tl.constexpr = KV_HEADS * WORDS
     kv_head, row, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
