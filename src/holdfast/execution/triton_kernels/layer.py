@@ -181,16 +181,18 @@ def _rotate_and_store(
     """REST: what of a head is beyond the turned part, 0 where all of it is turned. NORM: queries and keys are normed
     first, every head by itself."""
     let_others_start(EARLY)
-    wait_for_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     inside = head < HEADS + 2 * KV_HEADS
     is_value = head >= HEADS + KV_HEADS
     position, slot = tl.load(positions + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
     used = (slot >= 0) & (position >= 0)
+    page = tl.load(tables + slot * table_stride + position // TOKENS, mask=used, other=-1).to(tl.int64)
 
     index = tl.arange(0, BLOCK_HALF)[None, :]
     real = index < HALF
+    # No kernel of a layer writes what was read so far.
+    wait_for_others(EARLY)
     source = qkv + token * qkv_stride + head * DIM
     first = tl.load(source + index, mask=inside & real, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + index, mask=inside & real, other=0.0).to(tl.float32)
@@ -221,7 +223,6 @@ def _rotate_and_store(
     if NORM and REST:
         tl.store(source + beyond, rest.to(kind), mask=changed & real_rest)
 
-    page = tl.load(tables + slot * table_stride + position // TOKENS, mask=used, other=-1).to(tl.int64)
     row = ((page * PLACES + place) * 2 + tl.where(is_value, 1, 0)) * TOKENS + position % TOKENS
     kv_head = head - HEADS - tl.where(is_value, KV_HEADS, 0)
     target = pages + (row * KV_HEADS + kv_head) * DIM

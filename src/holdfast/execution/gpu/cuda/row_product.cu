@@ -292,6 +292,7 @@ __device__ __forceinline__ float take_row(
     for (int piece = 0; piece < PIECES; piece++) {
         const int column = (threadIdx.x + piece * THREADS) * 8;
         uint4 found = {0, 0, 0, 0};
+        weights[piece] = found;
         if (COLUMNS % (8 * THREADS) == 0 || column < COLUMNS) {
             found = written16(x + column);
             if (NORM) weights[piece] = weights16(norm + column);

@@ -60,8 +60,7 @@ def row_cut(matrix: ScaledMatrix, gate: int, processors: int | None = None) -> R
     those hold."""
     units, fp8 = matrix.columns // UNIT_COLUMNS, matrix.layout.codes == "fp8"
     warps = min(WARPS, 1 << (units.bit_length() - 1))
-    groups = 1 if fp8 else max(1, UNIT_COLUMNS // (matrix.layout.group or matrix.columns))
-    depth = 4 if fp8 or groups > 1 else 6
+    depth = 5 if fp8 and not matrix.layout.group else 4
     slabs = matrix.rows // SLAB_ROWS
     together = 2 if gate != NO_GATE and not fp8 else 1
     steps = -(-slabs // together)

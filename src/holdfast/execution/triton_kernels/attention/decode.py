@@ -6,7 +6,8 @@ grid depends on the padded number of rows alone; shares are worked out on the de
     first seen ─► its page ─ share 0 ─┬─ share 1 ─┬─ ... ─┬─ the last: what is left ─► length
                              each: whole tiles of keys, at least `least` of them; programs beyond the last exit at once
 
-A row of a single share is written by its program, and joining passes it by. Writes no pages.
+A row of a single share is written by its program, and joining passes it by. Writes no pages. Kernels are launched early:
+slots, lengths and tables, which no kernel of a step writes, are read while the one before still runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from holdfast.execution.triton_kernels.attention.decode_codes import attend_code
 from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, converts_in_hardware, format_of
 from holdfast.execution.triton_kernels.attention.launch import (
     UNSEEN,
+    fetch_keys,
     key_offsets,
     page_of,
     score_factors,
@@ -45,16 +47,24 @@ def _attend(
 ):  # fmt: skip
     WIDTH: tl.constexpr = KV_HEADS * DIM
     let_others_start(EARLY)
-    wait_for_others(EARLY)
     # Heads first: programs that run together read neighbouring memory.
     kv_head, row, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths + row)
     first, begin, share, used = shares(length, window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
     if split >= used:
+        wait_for_others(EARLY)
         return
     begin += split * share
     end = tl.minimum(begin + share, length)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+    page_stride = places * (2 * BLOCK_TOKENS * WIDTH)
+    head_offset = place * (2 * BLOCK_TOKENS * WIDTH) + kv_head * DIM
+    tokens = begin + tl.arange(0, KEYS)
+    page = page_of(table, tokens, end, BLOCK_TOKENS)
+    # What kernels before this one wrote is read from here on: queries, and the last key and value.
+    near = pages + key_offsets(page, tokens, page_stride, head_offset, BLOCK_TOKENS, WIDTH)
+    fetch_keys(near, BLOCK_TOKENS * WIDTH, DIM, EARLY)
+    wait_for_others(EARLY)
 
     member, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
     real = (member < RATIO)[:, None] & (dims < DIM)[None, :]
@@ -62,13 +72,9 @@ def _attend(
     query_at = (row.to(tl.int64) * query_token_stride + head * query_head_stride)[:, None] + dims[None, :]
     queries = tl.load(query + query_at, mask=real, other=0.0)
 
-    page_stride = places * (2 * BLOCK_TOKENS * WIDTH)
-    head_offset = place * (2 * BLOCK_TOKENS * WIDTH) + kv_head * DIM
     best = tl.full((ROWS,), UNSEEN, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     gathered = tl.zeros((ROWS, DIM_PADDED), tl.float32)
-    tokens = begin + tl.arange(0, KEYS)
-    page = page_of(table, tokens, end, BLOCK_TOKENS)
     for _ in range(begin, end, KEYS):
         places_at = pages + key_offsets(page, tokens, page_stride, head_offset, BLOCK_TOKENS, WIDTH)[:, None]
         places_at += dims[None, :]
@@ -104,9 +110,9 @@ def _join(
     SPLITS_PADDED: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_others_start(EARLY)
-    wait_for_others(EARLY)
     head, row = tl.program_id(0), tl.program_id(1)
     _, _, _, used = shares(tl.load(lengths + row), window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
+    wait_for_others(EARLY)
     if used <= 1:
         return
     split, dims = tl.arange(0, SPLITS_PADDED), tl.arange(0, DIM_PADDED)

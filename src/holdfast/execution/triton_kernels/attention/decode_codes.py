@@ -14,6 +14,7 @@ import triton.language as tl
 from holdfast.execution.triton_kernels.attention.kv_codes import decode_pairs
 from holdfast.execution.triton_kernels.attention.launch import (
     UNSEEN,
+    fetch_keys,
     key_offsets,
     page_of,
     queries_multiplied,
@@ -33,17 +34,25 @@ def attend_codes(
 ):  # fmt: skip
     """`pages`: words. `value_scale`: what codes of values are multiplied with."""
     let_others_start(EARLY)
-    wait_for_others(EARLY)
     WORDS: tl.constexpr = DIM // 2
     WIDTH: tl.constexpr = KV_HEADS * WORDS
     kv_head, row, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths + row)
     first, begin, share, used = shares(length, window, splits, least, BLOCK_TOKENS, KEYS, WINDOWED)
     if split >= used:
+        wait_for_others(EARLY)
         return
     begin += split * share
     end = tl.minimum(begin + share, length)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+    page_stride = places * (2 * BLOCK_TOKENS * WIDTH)
+    head_offset = place * (2 * BLOCK_TOKENS * WIDTH) + kv_head * WORDS
+    tokens = begin + tl.arange(0, KEYS)
+    page = page_of(table, tokens, end, BLOCK_TOKENS)
+    # What kernels before this one wrote is read from here on: queries, and the last key and value.
+    near = pages + key_offsets(page, tokens, page_stride, head_offset, BLOCK_TOKENS, WIDTH)
+    fetch_keys(near, BLOCK_TOKENS * WIDTH, WORDS, EARLY)
+    wait_for_others(EARLY)
 
     member, words = tl.arange(0, ROWS), tl.arange(0, DIM_PADDED // 2)
     real = (member < RATIO)[:, None] & (words < WORDS)[None, :]
@@ -53,14 +62,10 @@ def attend_codes(
     odd_queries = queries_multiplied(tl.load(query_at + 1, mask=real, other=0.0), FORMAT)
     kind = even_queries.dtype
 
-    page_stride = places * (2 * BLOCK_TOKENS * WIDTH)
-    head_offset = place * (2 * BLOCK_TOKENS * WIDTH) + kv_head * WORDS
     best = tl.full((ROWS,), UNSEEN, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     even = tl.zeros((ROWS, DIM_PADDED // 2), tl.float32)
     odd = tl.zeros((ROWS, DIM_PADDED // 2), tl.float32)
-    tokens = begin + tl.arange(0, KEYS)
-    page = page_of(table, tokens, end, BLOCK_TOKENS)
     for _ in range(begin, end, KEYS):
         places_at = pages + key_offsets(page, tokens, page_stride, head_offset, BLOCK_TOKENS, WIDTH)[:, None]
         places_at += words[None, :]
