@@ -2,7 +2,9 @@
 //
 //   FP8      codes are float8_e4m3fn, row by row as checkpoints have them; x is rounded like them (rounding.py says how) and
 //            both are multiplied as float16, which holds either exactly
-//   else     four-bit codes in the order of fragments.py; x as it is
+//   else     four-bit codes in the order of fragments.py; x as it is. Codes become numbers by their place in one alone: as
+//            the lowest bits of a float16 they are its subnormal numbers, of which tensor cores lose nothing, in bfloat16 they
+//            lie in RAISED. What that adds, and zero points, are taken off by the sums of x over groups
 //
 // A slab is 16 matrix rows, a unit 128 columns of it. A block takes every gridDim.x-th slab; its warps share the columns, each
 // the same ones of every slab, so that none waits for another before the end. DEPTH units of a warp are on their way to its
@@ -12,7 +14,8 @@
 //
 // Macros: FP8, COLUMNS, WARPS (at most COLUMNS / 128), BLOCKS (on a processor), DEPTH, NORM, GATE (an activation, or -1: none),
 // HALF. FP8: BLOCKED (scales for 128 x 128, and of x for 128), FIXED (x has the scale that `fixed` says). Else GROUPS (in 128
-// columns: 1, 2, 4), SCALE_BYTES (4 float32, 2 float16 or bfloat16 by SCALE_HALF), SCALE_HALF, ZEROS.
+// columns: 1, 2, 4), UNITS_OF_GROUP (1 unless larger), SCALE_BYTES (4 float32, 2 float16 or bfloat16 by SCALE_HALF), SCALE_HALF,
+// ZEROS.
 
 #define THREADS (WARPS * 32)
 #define UNITS (COLUMNS / 128)
@@ -22,7 +25,7 @@
 #define STEP_OUTPUTS (GATED && FP8 ? 8 : 16)
 #define PIECES ((COLUMNS / 8 + THREADS - 1) / THREADS)
 #define X_BYTES (COLUMNS * 2)
-#define SCALES_BYTES (FP8 && BLOCKED ? UNITS * 4 : 0)
+#define SCALES_BYTES (FP8 && !BLOCKED ? 0 : UNITS * GROUPS * 4)
 
 #if FP8
 #define GROUPS 1
@@ -138,7 +141,7 @@ __device__ __forceinline__ void multiply_word(float (&sums)[4], u32 upper, u32 l
     multiply(sums, left, right0, right1);
 }
 
-__device__ __forceinline__ void multiply_unit(const Unit &unit, u32 x, float x_scale, float (&sums)[4]) {
+__device__ __forceinline__ void multiply_unit(const Unit &unit, u32 x, const float *x_scales, float (&sums)[4]) {
     float part[4] = {0.f, 0.f, 0.f, 0.f};
     float (&to)[4] = BLOCKED ? part : sums;
 #pragma unroll
@@ -151,7 +154,7 @@ __device__ __forceinline__ void multiply_unit(const Unit &unit, u32 x, float x_s
         multiply_word(to, upper.z, lower.z, second.x, second.y);
         multiply_word(to, upper.w, lower.w, second.z, second.w);
     }
-    if (BLOCKED) sums[0] += part[0] * (unit.scales[0] * x_scale), sums[2] += part[2] * (unit.scales[1] * x_scale);
+    if (BLOCKED) sums[0] += part[0] * (unit.scales[0] * *x_scales), sums[2] += part[2] * (unit.scales[1] * *x_scales);
 }
 
 #else
@@ -167,22 +170,23 @@ struct Loader {
     const u8 *scales_at, *zeros_at;
     const uint4 *codes;
     const u8 *scales, *zeros;
-    int gate_slabs, groups, units_of_group, slab, first, last, unit;
+    int gate_slabs, slab, first, last, unit;
     bool gated;
 
     __device__ __forceinline__ void enter() {
         const int lane = threadIdx.x & 31, here = slab + (gated ? gate_slabs : 0);
         unit = first;
         at = codes + ((size_t)here * UNITS + first) * 64 + lane;
-        scales_at = scales + ((size_t)here * groups * 16 + (lane >> 2) * 2) * SCALE_BYTES;
-        zeros_at = zeros + (size_t)here * groups * 16 + (lane >> 2) * 2;
+        const size_t group = (size_t)here * (UNITS * GROUPS / UNITS_OF_GROUP);
+        scales_at = scales + (group * 16 + (lane >> 2) * 2) * SCALE_BYTES;
+        zeros_at = zeros + group * 16 + (lane >> 2) * 2;
     }
 
     __device__ __forceinline__ void load(Unit &to) {
         to.codes[0] = weights16(at);
         to.codes[1] = weights16(at + 32);
         at += 64;
-        const int group = units_of_group == 1 ? unit * GROUPS : unit / units_of_group;
+        const int group = unit * GROUPS / UNITS_OF_GROUP;
 #pragma unroll
         for (int index = 0; index < GROUPS; index++) {
             const u8 *place = scales_at + (group + index) * (16 * SCALE_BYTES);
@@ -208,30 +212,44 @@ __device__ __forceinline__ float scale_of(const u32 (&words)[SCALE_BYTES / 2], i
 #endif
 }
 
-__device__ __forceinline__ void multiply_unit(const Unit &unit, u32 x, float, float (&sums)[4]) {
+#if HALF
+#define ADDED 0
+#define FIRST_TIMES 16777216.f
+#define SECOND_TIMES 1048576.f
+#else
+#define ADDED 128
+#define FIRST_TIMES 1.f
+#define SECOND_TIMES 1.f
+#endif
+
+// Codes of registers 0 to 3, those of the second row 16 times as large in float16: a shift is saved.
+__device__ __forceinline__ void decode(u32 (&left)[4], u32 word) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        left[i] = HALF ? (i < 2 ? word : word >> 8) & (i % 2 ? 0x00F000F0u : 0x000F000Fu) : raised_codes(word >> (4 * i));
+}
+
+__device__ __forceinline__ float zero_of(u32 zeros, int row) {
+    return ZEROS ? (float)((zeros >> (8 * row) & 0xFF) + ADDED) : 8.f + ADDED;
+}
+
+__device__ __forceinline__ void multiply_unit(const Unit &unit, u32 x, const float *x_sums, float (&sums)[4]) {
     float part[4];
-    u32 minus[2];
 #pragma unroll
     for (int piece = 0; piece < 4; piece++) {
         const int group = piece * GROUPS / 4;
-        if (piece * GROUPS % 4 == 0) {
-            part[0] = part[1] = part[2] = part[3] = 0.f;
-            minus[0] = MINUS_RAISED | (ZEROS ? (unit.zeros[group] & 0xFF) * 0x00010001u : 0x00080008u);
-            minus[1] = MINUS_RAISED | (ZEROS ? (unit.zeros[group] >> 8) * 0x00010001u : 0x00080008u);
-        }
+        if (piece * GROUPS % 4 == 0) part[0] = part[1] = part[2] = part[3] = 0.f;
         const uint4 &words = unit.codes[piece / 2];
         const uint4 right = shared16(x + piece / 2 * 128 + (threadIdx.x & 3) * 32 + piece % 2 * 16);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const u32 word = piece % 2 ? (half ? words.w : words.z) : (half ? words.y : words.x);
-            u32 left[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) left[i] = less(raised_codes(word >> (4 * i)), minus[i & 1]);
-            multiply(part, left, half ? right.z : right.x, half ? right.w : right.y);
-        }
+        u32 left[4];
+        decode(left, piece % 2 ? words.z : words.x);
+        multiply(part, left, right.x, right.y);
+        decode(left, piece % 2 ? words.w : words.y);
+        multiply(part, left, right.z, right.w);
         if ((piece + 1) * GROUPS % 4 == 0) {
-            sums[0] += scale_of(unit.scales[group], 0) * part[0];
-            sums[2] += scale_of(unit.scales[group], 1) * part[2];
+            const float x_sum = x_sums[group];
+            sums[0] += scale_of(unit.scales[group], 0) * (part[0] * FIRST_TIMES - zero_of(unit.zeros[group], 0) * x_sum);
+            sums[2] += scale_of(unit.scales[group], 1) * (part[2] * SECOND_TIMES - zero_of(unit.zeros[group], 1) * x_sum);
         }
     }
 }
@@ -281,9 +299,9 @@ __device__ __forceinline__ u32 rounded_pair(u32 pair, float scale, float inverse
 }
 #endif
 
-// x as it is multiplied, to shared memory. Returns its scale, where it has one for all columns.
+// x as it is multiplied, to shared memory, and what groups of its columns have. Returns its scale, where it has one for all.
 __device__ __forceinline__ float take_row(
-    u32 row, float *scales, const u16 *x, const u16 *norm, float epsilon, const float *fixed
+    u32 row, float *of_groups, const u16 *x, const u16 *norm, float epsilon, const float *fixed
 ) {
     __shared__ float parts[2][WARPS];
     u32 pairs[PIECES][4];
@@ -345,13 +363,19 @@ __device__ __forceinline__ float take_row(
 #pragma unroll
         for (int i = 0; i < 4; i++) pairs[piece][i] = rounded_pair(pairs[piece][i], scale, inverse);
         put16(row + column * 2, pairs[piece]);
-        if (BLOCKED && threadIdx.x % 16 == 0) scales[column / 128] = scale;
+        if (BLOCKED && threadIdx.x % 16 == 0) of_groups[column / 128] = scale;
     }
 #else
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
         const int column = (threadIdx.x + piece * THREADS) * 8;
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum += low_of(pairs[piece][i]) + high_of(pairs[piece][i]);
+#pragma unroll
+        for (int apart = 8 / GROUPS; apart; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
         if (COLUMNS % (8 * THREADS) && column >= COLUMNS) break;
+        if (threadIdx.x % (16 / GROUPS) == 0) of_groups[column * GROUPS / 128] = sum;
         // As lanes t read it: of each 64 columns, 16w + 2t + (0, 1, 8, 9) of all w in a row.
         const u32 place = row + column / 64 * 128 + column / 16 % 4 * 8 + column / 8 % 2 * 4;
 #pragma unroll
@@ -373,11 +397,11 @@ __device__ __forceinline__ u16 bits_of(float value) { return (u16)pair_of(value,
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_product(
     const u16 *x, const void *codes, const void *scales, const u8 *zeros, u16 *out, const u16 *bias, const u16 *norm,
-    const float *fixed, int outputs, int group, float epsilon, int add
+    const float *fixed, int outputs, float epsilon, int add
 ) {
-    // x | scales of x | sums [slab][warp][16]
+    // x | its scales, or its sums, of groups | sums [slab][warp][16]
     extern __shared__ __align__(16) u8 memory[];
-    float *const x_scales = (float *)(memory + X_BYTES), *const kept = (float *)(memory + X_BYTES + SCALES_BYTES);
+    float *const of_groups = (float *)(memory + X_BYTES), *const kept = (float *)(memory + X_BYTES + SCALES_BYTES);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int steps = (outputs / STEP_OUTPUTS - blockIdx.x + gridDim.x - 1) / gridDim.x;
     const int first = UNITS * warp / WARPS, last = UNITS * (warp + 1) / WARPS;
@@ -387,8 +411,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_product(
     Loader loader{{}, {}, (const u8 *)codes, (const float *)scales, outputs, (int)blockIdx.x, first, last};
 #else
     Loader loader{
-        nullptr, nullptr, nullptr, (const uint4 *)codes, (const u8 *)scales, zeros, outputs / 16, COLUMNS / group,
-        group > 128 ? group / 128 : 1, (int)blockIdx.x, first, last,
+        nullptr, nullptr, nullptr, (const uint4 *)codes, (const u8 *)scales, zeros, outputs / 16, (int)blockIdx.x,
+        first, last,
     };
 #endif
     loader.enter();
@@ -420,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_product(
     await_kernel();
     if (add && threadIdx.x < count) own.before = written(out + output_of(threadIdx.x));
     const u32 row = shared_address(memory);
-    const float x_scale = take_row(row, x_scales, x, norm, epsilon, fixed);
+    const float x_scale = take_row(row, of_groups, x, norm, epsilon, fixed);
 
     float sums[4] = {0.f, 0.f, 0.f, 0.f};
     int unit = first, slab = 0;
@@ -429,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) row_product(
 #pragma unroll
         for (int index = 0; index < DEPTH; index++) {
             if (begin + index >= total) break;
-            multiply_unit(ring[index], row + unit * 256, BLOCKED ? x_scales[unit] : 1.f, sums);
+            multiply_unit(ring[index], row + unit * 256, of_groups + unit * GROUPS, sums);
             if (begin + index + DEPTH < total) loader.load(ring[index]);
             if (++unit == last) {
                 if ((lane & 3) == 0) {

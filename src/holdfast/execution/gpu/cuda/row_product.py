@@ -60,14 +60,14 @@ def row_cut(matrix: ScaledMatrix, gate: int, processors: int | None = None) -> R
     those hold."""
     units, fp8 = matrix.columns // UNIT_COLUMNS, matrix.layout.codes == "fp8"
     warps = min(WARPS, 1 << (units.bit_length() - 1))
-    depth = 5 if fp8 and not matrix.layout.group else 4
+    depth = 5 if fp8 and not matrix.layout.group else 3 if matrix.layout.group == UNIT_COLUMNS // 4 else 4
     slabs = matrix.rows // SLAB_ROWS
     together = 2 if gate != NO_GATE and not fp8 else 1
     steps = -(-slabs // together)
     grid = min(steps, (processors or _processors(matrix.codes.device.index or 0)) * (WARPS // warps))
     kept = -(-steps // grid) * together * warps * SLAB_ROWS * 4
-    scales = units * 4 if fp8 and matrix.layout.group else 0
-    return RowCut(warps, depth, grid, matrix.columns * 2 + scales + kept)
+    of_groups = 0 if fp8 and not matrix.layout.group else units * max(1, UNIT_COLUMNS // _group(matrix)) * 4
+    return RowCut(warps, depth, grid, matrix.columns * 2 + of_groups + kept)
 
 
 def row_macros(matrix: ScaledMatrix, dtype: torch.dtype, cut: RowCut, gate: int, *, normed: bool) -> Macros:
@@ -75,13 +75,21 @@ def row_macros(matrix: ScaledMatrix, dtype: torch.dtype, cut: RowCut, gate: int,
     about = (
         (("FP8", 1), ("BLOCKED", int(layout.group > 0)), ("FIXED", int(layout.static_inputs)))
         if layout.codes == "fp8"
-        else (("FP8", 0), *layout_macros(layout, matrix.columns, dtype))
+        else (
+            ("FP8", 0),
+            ("UNITS_OF_GROUP", max(1, _group(matrix) // UNIT_COLUMNS)),
+            *layout_macros(layout, matrix.columns, dtype),
+        )
     )
     half = () if layout.codes != "fp8" else (("HALF", int(dtype == torch.float16)),)
     return (
         *about, *half, ("COLUMNS", matrix.columns), ("WARPS", cut.warps), ("BLOCKS", WARPS // cut.warps),
         ("DEPTH", cut.depth), ("NORM", int(normed)), ("GATE", gate),
     )  # fmt: skip
+
+
+def _group(matrix: ScaledMatrix) -> int:
+    return matrix.layout.group or matrix.columns
 
 
 @cache
@@ -104,7 +112,6 @@ class RowMatrix:
 
     def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype) -> None:
         self._matrix, self._dtype = matrix, dtype
-        self._group = matrix.layout.group or matrix.columns
         _compile_ahead(self._all_macros(), torch.cuda.get_device_capability(matrix.codes.device))
 
     def takes(self, x: torch.Tensor, *, norm: torch.Tensor | None = None, gated: bool = False) -> bool:
@@ -135,7 +142,7 @@ class RowMatrix:
         macros = row_macros(matrix, x.dtype, cut, gate, normed=norm is not None)
         _kernel(macros, 32 * cut.warps, cut.shared_bytes)(
             (cut.grid, 1, 1), x, matrix.codes, matrix.scales, matrix.zeros, out, bias, norm, matrix.inputs,
-            matrix.rows // (1 if gate == NO_GATE else 2), self._group, float(epsilon), int(accumulate),
+            matrix.rows // (1 if gate == NO_GATE else 2), float(epsilon), int(accumulate),
         )  # fmt: skip
 
     def _all_macros(self) -> tuple[Macros, ...]:
