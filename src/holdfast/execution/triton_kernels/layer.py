@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.attention.kv_codes import as_codes
-from holdfast.execution.triton_kernels.attention.own_token import as_kept
-from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
+from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, as_codes, encode
+from holdfast.execution.triton_kernels.rounded.early import few_start_early, let_others_start, wait_for_others
 
 ROTATED_HEADS = 8
 """Heads a program of `rotate_and_store` takes."""
@@ -55,7 +54,8 @@ def rms_norm(stream: torch.Tensor, weight: torch.Tensor, epsilon: float, out: to
 
     Multiplied in the weight's type, as the plain form is: one of float32 has it rounded once, at the end.
     """
-    (rows, columns), early = stream.shape, starts_early()
+    rows, columns = stream.shape
+    early = few_start_early(rows)
     if rows:
         _rms_norm[(rows,)](
             stream, weight, out, stream.stride(0), out.stride(0), epsilon, COLUMNS=columns,
@@ -155,6 +155,22 @@ def _normed_part(part, scale, query_norm, key_norm, index, real, is_key, is_valu
 
 
 @triton.jit
+def _cached(
+    part, factor, center, centered, KIND: tl.constexpr, pages, FORMAT: tl.constexpr, CENTERED: tl.constexpr
+):  # fmt: skip
+    """As pages keep it. Rounded to the product's type first: pages of the same type then hold what the buffer holds."""
+    rounded = part.to(KIND)
+    if FORMAT == PLAIN:
+        kept = rounded.to(pages.dtype.element_ty)
+    else:
+        scaled = rounded.to(tl.float32) * factor
+        if CENTERED:
+            scaled -= tl.load(center, mask=centered, other=0.0)
+        kept = encode(scaled, FORMAT)
+    return kept
+
+
+@triton.jit
 def _rotate_and_store(
     qkv, angles, positions, slots, pages, tables, query_norm, key_norm, qkv_stride, table_stride, place, epsilon,
     by_key_scale, by_value_scale, center,
@@ -215,14 +231,14 @@ def _rotate_and_store(
     factor = tl.where(is_value, by_value_scale, by_key_scale)
     taken_off = center + kv_head * DIM
     is_centered = kept & (head < HEADS + KV_HEADS)
-    kept_first = as_kept(first, factor, taken_off + index, is_centered & real, kind, pages, FORMAT, CENTERED)
+    kept_first = _cached(first, factor, taken_off + index, is_centered & real, kind, pages, FORMAT, CENTERED)
     tl.store(target + index, kept_first, mask=kept & real)
     taken_second = taken_off + HALF + index
-    kept_second = as_kept(second, factor, taken_second, is_centered & real, kind, pages, FORMAT, CENTERED)
+    kept_second = _cached(second, factor, taken_second, is_centered & real, kind, pages, FORMAT, CENTERED)
     tl.store(target + HALF + index, kept_second, mask=kept & real)
     if REST:
         taken_rest = taken_off + beyond
-        kept_rest = as_kept(rest, factor, taken_rest, is_centered & real_rest, kind, pages, FORMAT, CENTERED)
+        kept_rest = _cached(rest, factor, taken_rest, is_centered & real_rest, kind, pages, FORMAT, CENTERED)
         tl.store(target + beyond, kept_rest, mask=kept & real_rest)
 
 
@@ -257,7 +273,8 @@ def rotate_and_store(
     _, places, _, tokens, kv_heads, dim = pages.shape
     total = qkv.shape[1] // dim
     half = angles.shape[-1] // 2
-    rest, early = dim - 2 * half, starts_early()
+    rest = dim - 2 * half
+    early = kept == PLAIN.value and few_start_early(len(qkv))  # As attention over those pages.
     _rotate_and_store[(len(qkv), triton.cdiv(total, ROTATED_HEADS))](
         qkv, angles, positions, slots, pages, tables, qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm, qkv.stride(0), tables.stride(0), place, epsilon,

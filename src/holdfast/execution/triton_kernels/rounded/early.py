@@ -15,11 +15,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEAST_CAPABILITY = 9
+FEW_ROWS = 16
+"""Norms, rotary and attention of more take longer than a launch."""
 
 
 def starts_early() -> bool:
     """Whether the current device has such launches."""
     return torch.cuda.is_available() and _of_device(torch.cuda.current_device())
+
+
+def few_start_early(rows: int) -> bool:
+    """Whether small kernels of a step with so many rows are launched so there."""
+    return rows <= FEW_ROWS and starts_early()
 
 
 @cache
