@@ -79,7 +79,9 @@ def write_fp8(config: dict[str, Any], folder: Path) -> None:
             first = last
         return tensors
 
-    left = ["lm_head", *(["mlp.gate"] if "num_experts" in config else [])]
+    # By whole names: vLLM takes a router for a quantized matrix otherwise, and sends all tokens to the same experts.
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(layers)] if "num_experts" in config else []
+    left = ["lm_head", *routers]
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": left}
     _write_layers(config | {"quantization_config": quantization}, folder, rounded, torch.bfloat16)
 
