@@ -11,9 +11,11 @@ import numpy
 import pytest
 import torch
 
+from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.triton_kernels import tiles
 from holdfast.execution.triton_kernels.attention.decode import decode_attention
 from holdfast.execution.triton_kernels.attention.expand_pages import expand_pages
+from holdfast.execution.triton_kernels.attention.own_token import OwnTokens
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
 from holdfast.footprint import gpu
 
@@ -264,6 +266,62 @@ def test_any_number_of_splits_gives_the_same(device: torch.device, splits: int) 
     case = Case(device, SINGLE, 4, 2, 64)
     case.decode(splits=splits)
     case.check()
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "width", "turned", "norm", "window"),
+    [
+        (None, torch.float32, 64, 64, False, 0),
+        (None, torch.float32, 80, 32, True, 20),
+        (None, torch.float32, 64, 0, False, 0),
+        (torch.float8_e4m3fn, torch.float16, 64, 64, False, 0),
+        (torch.float8_e5m2, torch.float16, 64, 32, True, 20),
+    ],
+    ids=str,
+)
+def test_own_tokens_are_turned_and_kept_on_the_way(
+    device: torch.device,
+    stored: torch.dtype | None,
+    dtype: torch.dtype,
+    width: int,
+    turned: int,
+    norm: bool,
+    window: int,
+) -> None:
+    """As `rotate_and_store` does before."""
+    lengths = [1, 16, 17, 50, 33, 0]
+    rows = [(max(length, 1) - 1, 1) for length in lengths]
+    case = Case(device, rows, heads=4, kv_heads=2, width=width, dtype=dtype, window=window, stored=stored)
+    fused = case._random(len(rows), 8).to(device).view(len(rows), -1)
+    angles = torch.randn(len(rows), turned, generator=case.generator).to(device)
+    norms = [torch.rand(width, generator=case.generator).to(dtype).to(device) if norm else None for _ in range(2)]
+    center = None if stored is None else torch.randn(2 * width, generator=case.generator).to(device)
+    own = OwnTokens(angles, norms[0], norms[1], 1e-5, center)
+    counts = case.ints(lengths)
+    found = []
+    for apart in (False, True):
+        pages, qkv = case.pages.clone(), fused.clone()
+        for row, (last, _) in enumerate(rows):
+            page = int(case.tables[case.slots[row], last // 16])
+            pages[page, case.place, :, last % 16] = torch.nan  # What is not written is seen.
+        if apart:
+            kernels.rotate_and_store(
+                qkv, angles, counts - 1, case.slots, pages, case.tables, place=case.place, query_norm=norms[0],
+                key_norm=norms[1], epsilon=1e-5, key_scale=case.scales[0], value_scale=case.scales[1], center=center,
+            )  # fmt: skip
+        out = torch.full((len(rows), 4, width), torch.nan, dtype=dtype, device=device)
+        decode_attention(
+            qkv.view(len(rows), 8, width)[:, :4], pages, case.tables, case.slots, counts, place=case.place,
+            scale=case.scale, window=window, softcap=0.0, out=out, key_scale=case.scales[0], value_scale=case.scales[1],
+            workspace=torch.full((1 << 20,), torch.nan, device=device), own=None if apart else own, tile=SMALL,
+            splits=3,
+        )  # fmt: skip
+        found.append((out[:-1].double(), pages[:, case.place].float().nan_to_num()))
+    (out, pages), (wanted, wanted_pages) = found
+    # A number just between two may be kept as either where products and sums are joined otherwise.
+    close = 4 * TOLERANCE[dtype] if stored is None else 0.01
+    assert (out - wanted).norm() <= close * wanted.norm()
+    assert (pages - wanted_pages).norm() <= (1e-6 if stored is None else 0.01) * wanted_pages.norm()
 
 
 def test_padded_rows_are_left_alone(device: torch.device) -> None:

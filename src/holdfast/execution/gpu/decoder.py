@@ -21,6 +21,7 @@ from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.triton_kernels import layer as kernels
+from holdfast.execution.triton_kernels.attention.own_token import OwnTokens
 from holdfast.execution.weights.load import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import sums_apart
 from holdfast.footprint.experts import mlp_width
@@ -130,29 +131,52 @@ class GpuDecoder:
         if self._embedding_scale != 1.0:
             stream[:count].mul_(self._embedding_scale)
         heads_apart = self.spec.decoder.query_key_norm == "head"
+        turns = self.attention.turns(rows.decode, rows.prefill)
         for index, layer in enumerate(self._layers[:layers]):
             qkv, attended = self._project(layer, stream)
-            (group, place), (key_scale, value_scale) = self._places[index], self.kv_scales.of(index)
-            kernels.rotate_and_store(
-                qkv[:count],
+            (group, place), scales = self._places[index], self.kv_scales.of(index)
+            own = OwnTokens(
                 self._angles[self._rotary_of[index]][:count],
-                rows.positions,
-                rows.slots,
-                pages,
-                self._slots.tables[group],
-                place=place,
-                query_norm=layer.weights.query_norm if heads_apart else None,
-                key_norm=layer.weights.key_norm if heads_apart else None,
-                epsilon=self.spec.norm_eps,
-                key_scale=key_scale,
-                value_scale=value_scale,
-                center=self.kv_scales.center(index),
+                layer.weights.query_norm if heads_apart else None,
+                layer.weights.key_norm if heads_apart else None,
+                self.spec.norm_eps,
+                self.kv_scales.center(index),
             )
-            scales = key_scale, value_scale
-            self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count], scales)
+            if not turns:
+                self._rotate_and_store(own, qkv[:count], rows, pages, group, place, scales)
+            left = own if turns else None
+            self.attention.run(
+                qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count], scales, left
+            )
             self._add_attended(layer, attended, stream)
             self._feed(layer, stream)
         return stream
+
+    def _rotate_and_store(
+        self,
+        own: OwnTokens,
+        qkv: torch.Tensor,
+        rows: DeviceRows,
+        pages: torch.Tensor,
+        group: int,
+        place: int,
+        scales: tuple[float, float],
+    ) -> None:
+        kernels.rotate_and_store(
+            qkv,
+            own.angles,
+            rows.positions,
+            rows.slots,
+            pages,
+            self._slots.tables[group],
+            place=place,
+            query_norm=own.query_norm,
+            key_norm=own.key_norm,
+            epsilon=own.epsilon,
+            key_scale=scales[0],
+            value_scale=scales[1],
+            center=own.center,
+        )
 
     @property
     def product_decisions(self) -> list[Decision]:

@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, as_codes, encode
+from holdfast.execution.triton_kernels.attention.kv_codes import as_codes
+from holdfast.execution.triton_kernels.attention.own_token import as_kept
+from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 
 ROTATED_HEADS = 8
 """Heads a program of `rotate_and_store` takes."""
@@ -32,12 +34,15 @@ def norm_warps(columns: int) -> int:
 
 @triton.jit
 def _rms_norm(
-    stream, weight, out, stream_stride, out_stride, epsilon, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    stream, weight, out, stream_stride, out_stride, epsilon, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
+    let_others_start(EARLY)
     scaled_by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_others(EARLY)
     x = tl.load(stream + row * stream_stride + column, mask=inside, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + epsilon)
@@ -50,11 +55,11 @@ def rms_norm(stream: torch.Tensor, weight: torch.Tensor, epsilon: float, out: to
 
     Multiplied in the weight's type, as the plain form is: one of float32 has it rounded once, at the end.
     """
-    rows, columns = stream.shape
+    (rows, columns), early = stream.shape, starts_early()
     if rows:
         _rms_norm[(rows,)](
             stream, weight, out, stream.stride(0), out.stride(0), epsilon, COLUMNS=columns,
-            BLOCK=triton.next_power_of_2(columns), num_warps=norm_warps(columns),
+            BLOCK=triton.next_power_of_2(columns), EARLY=early, num_warps=norm_warps(columns), launch_pdl=early,
         )  # fmt: skip
 
 
@@ -150,41 +155,29 @@ def _normed_part(part, scale, query_norm, key_norm, index, real, is_key, is_valu
 
 
 @triton.jit
-def _cached(
-    part, factor, center, centered, KIND: tl.constexpr, pages, FORMAT: tl.constexpr, CENTERED: tl.constexpr
-):  # fmt: skip
-    """As pages keep it. Rounded to the product's type first: pages of the same type then hold what the buffer holds."""
-    rounded = part.to(KIND)
-    if FORMAT == PLAIN:
-        kept = rounded.to(pages.dtype.element_ty)
-    else:
-        scaled = rounded.to(tl.float32) * factor
-        if CENTERED:
-            scaled -= tl.load(center, mask=centered, other=0.0)
-        kept = encode(scaled, FORMAT)
-    return kept
-
-
-@triton.jit
 def _rotate_and_store(
     qkv, angles, positions, slots, pages, tables, query_norm, key_norm, qkv_stride, table_stride, place, epsilon,
     by_key_scale, by_value_scale, center,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
     BLOCK_REST: tl.constexpr, NORM: tl.constexpr, FORMAT: tl.constexpr,
-    CENTERED: tl.constexpr,
+    CENTERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """REST: what of a head is beyond the turned part, 0 where all of it is turned. NORM: queries and keys are normed
     first, every head by itself."""
+    let_others_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     inside = head < HEADS + 2 * KV_HEADS
     is_value = head >= HEADS + KV_HEADS
     position, slot = tl.load(positions + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
     used = (slot >= 0) & (position >= 0)
+    page = tl.load(tables + slot * table_stride + position // TOKENS, mask=used, other=-1).to(tl.int64)
 
     index = tl.arange(0, BLOCK_HALF)[None, :]
     real = index < HALF
+    # No kernel of a layer writes what was read so far.
+    wait_for_others(EARLY)
     source = qkv + token * qkv_stride + head * DIM
     first = tl.load(source + index, mask=inside & real, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + index, mask=inside & real, other=0.0).to(tl.float32)
@@ -215,7 +208,6 @@ def _rotate_and_store(
     if NORM and REST:
         tl.store(source + beyond, rest.to(kind), mask=changed & real_rest)
 
-    page = tl.load(tables + slot * table_stride + position // TOKENS, mask=used, other=-1).to(tl.int64)
     row = ((page * PLACES + place) * 2 + tl.where(is_value, 1, 0)) * TOKENS + position % TOKENS
     kv_head = head - HEADS - tl.where(is_value, KV_HEADS, 0)
     target = pages + (row * KV_HEADS + kv_head) * DIM
@@ -223,14 +215,14 @@ def _rotate_and_store(
     factor = tl.where(is_value, by_value_scale, by_key_scale)
     taken_off = center + kv_head * DIM
     is_centered = kept & (head < HEADS + KV_HEADS)
-    kept_first = _cached(first, factor, taken_off + index, is_centered & real, kind, pages, FORMAT, CENTERED)
+    kept_first = as_kept(first, factor, taken_off + index, is_centered & real, kind, pages, FORMAT, CENTERED)
     tl.store(target + index, kept_first, mask=kept & real)
     taken_second = taken_off + HALF + index
-    kept_second = _cached(second, factor, taken_second, is_centered & real, kind, pages, FORMAT, CENTERED)
+    kept_second = as_kept(second, factor, taken_second, is_centered & real, kind, pages, FORMAT, CENTERED)
     tl.store(target + HALF + index, kept_second, mask=kept & real)
     if REST:
         taken_rest = taken_off + beyond
-        kept_rest = _cached(rest, factor, taken_rest, is_centered & real_rest, kind, pages, FORMAT, CENTERED)
+        kept_rest = as_kept(rest, factor, taken_rest, is_centered & real_rest, kind, pages, FORMAT, CENTERED)
         tl.store(target + beyond, kept_rest, mask=kept & real_rest)
 
 
@@ -265,7 +257,7 @@ def rotate_and_store(
     _, places, _, tokens, kv_heads, dim = pages.shape
     total = qkv.shape[1] // dim
     half = angles.shape[-1] // 2
-    rest = dim - 2 * half
+    rest, early = dim - 2 * half, starts_early()
     _rotate_and_store[(len(qkv), triton.cdiv(total, ROTATED_HEADS))](
         qkv, angles, positions, slots, pages, tables, qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm, qkv.stride(0), tables.stride(0), place, epsilon,
@@ -273,7 +265,7 @@ def rotate_and_store(
         HEADS=total - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, TOKENS=tokens, PLACES=places,
         BLOCK_HEADS=ROTATED_HEADS, BLOCK_HALF=triton.next_power_of_2(max(1, half)), REST=rest,
         BLOCK_REST=triton.next_power_of_2(max(1, rest)), NORM=query_norm is not None, FORMAT=kept,
-        CENTERED=center is not None, num_warps=WARPS,
+        CENTERED=center is not None, EARLY=early, num_warps=WARPS, launch_pdl=early,
     )  # fmt: skip
 
 

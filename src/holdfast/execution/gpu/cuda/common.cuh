@@ -156,13 +156,23 @@ __device__ __forceinline__ float4 sums_at(const float4 *place) {
 
 // ---- the kernel before ----
 
-// A kernel that was launched early (module.py) may read what the one before it wrote, and write at all, only after this;
-// and one that is launched early after it may begin.
-__device__ __forceinline__ void await_kernel_before() {
+// A kernel that was launched early (module.py) may read what the one before it wrote, and write at all, only after
+// `await_kernel`; one that is launched early after this one may begin after `let_kernel_after`, of all blocks.
+__device__ __forceinline__ void await_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_kernel_after() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+__device__ __forceinline__ void await_kernel_before() {
+    await_kernel();
+    let_kernel_after();
 }
 
 // ---- gates ----

@@ -16,8 +16,9 @@ from holdfast.execution.gpu.layers.prefill_kernel import HOPPER, choose_prefill_
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.triton_kernels.attention.decode import decode_attention
 from holdfast.execution.triton_kernels.attention.expand_pages import expand_pages
+from holdfast.execution.triton_kernels.attention.own_token import OwnTokens
 from holdfast.execution.triton_kernels.attention.prefill import prefill_attention
-from holdfast.footprint.gpu import decode_workspace_bytes
+from holdfast.footprint.gpu import PROCESSORS, decode_workspace_bytes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 
@@ -79,6 +80,13 @@ class GpuAttention:
         """Pages of one layer, for a kernel that knows no codes."""
         self._described: tuple[torch.Tensor, Any] | None = None
 
+    def turns(self, decode: DecodeRows | None, prefill: PrefillRows | None) -> bool:
+        """Whether tokens of this step are turned, and their keys and values kept, on the way. Not of many rows: their
+        programs have the GPU to themselves, and the more registers one takes the fewer there are at a time."""
+        if decode is None or prefill is not None:
+            return False
+        return len(decode.slots) * self._shape[1] < PROCESSORS
+
     def run(
         self,
         qkv: torch.Tensor,
@@ -89,8 +97,10 @@ class GpuAttention:
         prefill: PrefillRows | None,
         out: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
+        own: OwnTokens | None = None,
     ) -> None:
-        """`scales`: keys and values are so many times what float8 pages hold."""
+        """`scales`: keys and values are so many times what float8 pages hold. `own`: of rows of one token alone, what
+        is still to be done to them (see `decode_attention`)."""
         heads, _, width = self._shape
         key_scale, value_scale = scales
         query = qkv[:, : heads * width].view(-1, heads, width)
@@ -112,6 +122,7 @@ class GpuAttention:
                 workspace=self._workspace,
                 key_scale=key_scale,
                 value_scale=value_scale,
+                own=own,
             )
         if prefill is not None:
             self._prefill(query, pages, table, place, window, prefill, attended, scales)

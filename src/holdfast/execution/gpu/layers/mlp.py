@@ -65,7 +65,8 @@ class GatedGpuMlp:
 
     def add_normed(self, stream: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor) -> None:
         gate_up, inner = self._buffers.gate_up[: len(stream)], self._buffers.inner[: len(stream)]
-        if isinstance(self._down, RoundedGpuLinear):
+        gates_row = isinstance(self._gate_up, RoundedGpuLinear) and self._gate_up.gates_row(stream, norm)
+        if isinstance(self._down, RoundedGpuLinear) and not gates_row:
             # It rounds its inputs anyway: gated in the same kernel, they are not written and read once more.
             self._gate_up.write_normed(stream, norm, epsilon, normed, gate_up)
             self._down.add_gated(gate_up, self._activation, stream)

@@ -6,8 +6,7 @@
     more                     expanded to a tile of rows at a time, which the second level cache holds, and cuBLAS
 
 int4 codes and K-quants are rearranged for tensor cores where the GPU and their shape allow it (`cuda.int4`,
-`cuda.kquant`): then one kernel has product and gate, or sum, to FRAGMENT_ROWS or KQUANT_ROWS; for one row of K-quants
-the norm too.
+`cuda.kquant`): then one kernel has product and gate, or sum, to FRAGMENT_ROWS or KQUANT_ROWS; for one row the norm too.
 
 Knows nothing of what a matrix is for.
 """
@@ -18,9 +17,11 @@ from collections.abc import Iterator
 
 import torch
 
+from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.fragments import rearrange
-from holdfast.execution.gpu.cuda.int4 import FRAGMENT_ROWS, FragmentMatrix, against_int4
+from holdfast.execution.gpu.cuda.int4 import FRAGMENT_ROWS, NO_GATE, FragmentMatrix, against_int4
 from holdfast.execution.gpu.cuda.kquant import BITS, KQUANT_ROWS, KquantMatrix, against_kquant, compile_table
+from holdfast.execution.gpu.cuda.row_product import RowMatrix, against_row
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -171,6 +172,7 @@ class _Fragments:
         if not matrix.in_fragments:  # An embedding may be the head too.
             rearrange(matrix)
         self._matrix, self.order = FragmentMatrix(matrix, dtype), matrix.order
+        self._row = RowMatrix(matrix, dtype) if against_row(matrix, dtype) is None else None
         # Inputs in another order are put into the workspace, which holds fewer.
         self.most_rows = self.most_gated = FRAGMENT_ROWS if matrix.order is None else SKINNY_BLOCK_ROWS
         self.kind: tuple[object, ...] = ("fragments", matrix.layout, matrix.rows, matrix.columns)
@@ -178,12 +180,32 @@ class _Fragments:
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, add: bool
     ) -> None:
-        self._matrix.product(x, out, workspace, bias=bias, accumulate=add)
+        if self._row is not None and self._row.takes(x):
+            self._row.product(x, out, bias=bias, accumulate=add)
+        else:
+            self._matrix.product(x, out, workspace, bias=bias, accumulate=add)
+
+    def takes_norm(self, x: torch.Tensor, norm: torch.Tensor, *, gated: bool = False) -> bool:
+        return self.order is None and self._row is not None and self._row.takes(x, norm=norm, gated=gated)
+
+    def multiply_normed(
+        self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, out: torch.Tensor, workspace: SplitSums,
+        bias: torch.Tensor | None, kind: Activation | None = None,
+    ) -> None:  # fmt: skip
+        """Of one row that `takes_norm` takes; with `kind` gated."""
+        if self._row is None:
+            raise EngineError("this matrix has no products of a normed row")
+        gate = NO_GATE if kind is None else kernels.activation_code(kind)
+        self._row.product(x, out, bias=bias, gate=gate, norm=norm, epsilon=epsilon)
 
     def gate_up(
         self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, kind: Activation
     ) -> None:
-        self._matrix.product(x, out, workspace, bias=bias, gate=kernels.activation_code(kind))
+        gate = kernels.activation_code(kind)
+        if self._row is not None and self._row.takes(x, gated=True):
+            self._row.product(x, out, bias=bias, gate=gate)
+        else:
+            self._matrix.product(x, out, workspace, bias=bias, gate=gate)
 
     def expand(self, first: int, last: int, out: torch.Tensor) -> None:
         self._matrix.expand(first, last, out)
@@ -258,7 +280,7 @@ class QuantizedGpuLinear:
         if len(x) == 1 and self._form.vectors is not None:
             vector_product(x, self._form.vectors, out, bias=self.bias, norm_weight=norm, epsilon=epsilon)
             return
-        if isinstance(self._form, _Tiles) and self._form.takes_norm(x, norm):
+        if isinstance(self._form, _Tiles | _Fragments) and self._form.takes_norm(x, norm):
             self._form.multiply_normed(x, norm, epsilon, out, self._splits, self.bias)
             return
         kernels.rms_norm(x, norm, epsilon, normed)
@@ -287,7 +309,7 @@ class QuantizedGpuLinear:
             self.write_normed(x, norm, epsilon, normed, gate_up)
             kernels.gate(gate_up, activation, out)
             return
-        if isinstance(self._form, _Tiles) and self._form.takes_norm(x, norm, gated=True):
+        if isinstance(self._form, _Tiles | _Fragments) and self._form.takes_norm(x, norm, gated=True):
             self._form.multiply_normed(x, norm, epsilon, out, self._splits, self.bias, activation)
             return
         kernels.rms_norm(x, norm, epsilon, normed)

@@ -1,5 +1,6 @@
 """Products on a GPU whose inputs are rounded to one byte like their matrix: FP8, and INT8 (W8A8).
 
+    one row     of FP8: one kernel, that norms and rounds, multiplies, and gates or adds (`cuda.row_product`)
     few rows    a kernel that rounds, with the norm or the gate before it, and one that multiplies, scales and adds
     more        the same with torch's product, and scales or sums onto a stream in a kernel of their own
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.cuda.row_product import RowMatrix, against_row
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -43,7 +45,7 @@ class RoundedWorkspace:
     widest product needs, of those that were made; products are made before the first step."""
 
     def __init__(self, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._tokens, self._dtype, self._device = tokens, dtype, device
+        self._tokens, self.dtype, self._device = tokens, dtype, device
         self._codes = torch.empty(0, dtype=torch.uint8, device=device)
         self._scales = torch.empty(0, dtype=torch.float32, device=device)
         self._sums = torch.empty(0, dtype=dtype, device=device)
@@ -92,6 +94,7 @@ class RoundedGpuLinear:
         self._turned, self._scales_turned = matrix.codes.t(), matrix.scales.t()
         self._grouped = matrix.layout.group == GROUP
         self._library = _library_multiplies(matrix)
+        self._row = RowMatrix(matrix, workspace.dtype) if against_row(matrix, workspace.dtype) is None else None
         workspace.make_room(matrix.columns)
 
     @property
@@ -99,15 +102,28 @@ class RoundedGpuLinear:
         return self._matrix.layout, self._codes.shape, self.bias is None
 
     def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self._row is not None and self._row.takes(x):
+            self._row.product(x, out, bias=self.bias)
+            return
         self._multiply(*self._rounded(x), out, accumulate=False)
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self._row is not None and self._row.takes(x):
+            self._row.product(x, out, bias=self.bias, accumulate=True)
+            return
         self._multiply(*self._rounded(x), out, accumulate=True)
 
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
     ) -> None:
+        if self._row is not None and self._row.takes(x, norm=norm):
+            self._row.product(x, out, bias=self.bias, norm=norm, epsilon=epsilon)
+            return
         self._multiply(*self._rounded(x, norm=norm, epsilon=epsilon), out, accumulate=False)
+
+    def gates_row(self, x: torch.Tensor, norm: torch.Tensor) -> bool:
+        """Whether `gated` is one kernel."""
+        return self._row is not None and self._row.takes(x, norm=norm, gated=True)
 
     def gated(
         self,
@@ -119,6 +135,10 @@ class RoundedGpuLinear:
         gate_up: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        if self._row is not None and self._row.takes(x, norm=norm, gated=True):
+            code = kernels.activation_code(activation)
+            self._row.product(x, out, bias=self.bias, gate=code, norm=norm, epsilon=epsilon)
+            return
         self.write_normed(x, norm, epsilon, normed, gate_up)
         kernels.gate(gate_up, activation, out)
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from holdfast.execution.triton_kernels.attention.kv_codes import PLAIN, decode
+from holdfast.execution.triton_kernels.rounded.early import fetch_to_cache
 
 UNSEEN = tl.constexpr(-1.0e30)
 """The score of a key that a query does not see. Finite: a tile of nothing else must not make NaN; what it adds is
@@ -36,6 +37,15 @@ def page_of(table, tokens, limit, BLOCK_TOKENS: tl.constexpr):
 def key_offsets(page, tokens, page_stride, head_offset, BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr):
     """Elements before each token's key; its value lies BLOCK_TOKENS · WIDTH further. Pools pass 2^31 elements."""
     return page.to(tl.int64) * page_stride + (head_offset + tokens % BLOCK_TOKENS * WIDTH)
+
+
+@triton.jit
+def fetch_keys(keys, to_values, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    """The keys at these pointers, WIDTH elements each, and their values on their way to the second level cache."""
+    BYTES: tl.constexpr = WIDTH * (keys.dtype.element_ty.primitive_bitwidth // 8)
+    if BYTES % 16 == 0:
+        fetch_to_cache(keys, BYTES, EARLY)
+        fetch_to_cache(keys + to_values, BYTES, EARLY)
 
 
 @triton.jit
