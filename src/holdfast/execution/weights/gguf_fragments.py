@@ -12,8 +12,8 @@ one piece, and in it what a lane reads side by side.
                                    4·t .. 4·t + 3 of both rows
     units   [tiles, blocks, 32]    Q6_K: float16 scales of the rows
 
-Made in place, a few tiles at a time, and put back for a reader of rows: planes of scales that become one lie in one piece
-of memory from the beginning (`SmallPlanes`). Pure torch, on any device; knows no kernels.
+Made in place, a few tiles at a time, and put back for a reader of rows: planes of scales that become one lie in one
+piece of memory from the beginning (`SmallPlanes`). Pure torch, on any device; knows no kernels.
 """
 
 from __future__ import annotations

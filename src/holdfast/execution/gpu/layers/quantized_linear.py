@@ -228,7 +228,7 @@ class _Tiles:
         self._matrix = KquantMatrix(matrix.weave())
         self.most_gated = FEW_QUANTIZED_ROWS if self._matrix.takes_gate else 0
         self.kind: tuple[object, ...] = ("tiles", matrix.layout, matrix.rows, matrix.columns)
-        compile_table(BITS[matrix.layout], dtype)
+        compile_table(BITS[matrix.layout], dtype, matrix.columns)
 
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, add: bool
