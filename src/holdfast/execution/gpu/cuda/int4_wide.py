@@ -1,15 +1,14 @@
-"""Products of many rows with matrices of four-bit codes on Hopper, by int4_wide.cu: how one is cut into tiles, and tiles
-among blocks. Safe in a CUDA graph once a kernel was compiled."""
+"""Products of many rows with matrices of four-bit codes on Hopper, by int4_wide.cu: how one is cut into tiles, and how
+those are given to blocks. Safe in a CUDA graph once a kernel was compiled."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 
-from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS
 from holdfast.execution.gpu.cuda.module import Kernel, Module, TensorMap, text
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
@@ -21,6 +20,13 @@ LEAST_UNITS = 4
 """Of 128 columns, that a block takes of a split tile: fewer cost more in sums than they save."""
 MOSTLY_FULL = 0.9
 """Of the processors, from which tiles are not split."""
+SMALL_ELEMENTS = 1 << 25
+"""Of matrices whose tiles have half as many outputs, because there are few."""
+WIDE_ROWS = 2048
+"""Of x, that products are for: with more, expanding and cuBLAS are faster (H200)."""
+MOST_SHARED_BYTES = 226 << 10
+"""Of a block, on Hopper."""
+NO_GATE, SILU = -1, 0
 
 Macros = tuple[tuple[str, int], ...]
 
@@ -55,6 +61,24 @@ class WideCut:
     def defines(self, macros: Macros, gate: int) -> Macros:
         about = ("ROWS", self.rows), ("WARPGROUPS", self.warpgroups), ("SLABS", self.slabs), ("STAGES", self.stages)
         return *macros, *about, ("BLOCKS", self.blocks), ("GATE", gate), ("WGMMA", 1)
+
+
+def wide_cut(rows: int, elements: int, macros: Macros, *, gated: bool) -> WideCut:
+    height = 64 if rows <= 64 else 96 if rows <= 96 else 128
+    small = elements <= SMALL_ELEMENTS and not gated and rows <= 512
+    cut = WideCut(height, 2, 1 if small else 2, 8)
+    while cut.shared_bytes(macros) > MOST_SHARED_BYTES:
+        cut = replace(cut, stages=cut.stages - 1)
+    return cut
+
+
+def wide_cuts(elements: int, macros: Macros) -> tuple[tuple[WideCut, int], ...]:
+    """With which gates, of all rows."""
+    return tuple(
+        (wide_cut(rows, elements, macros, gated=gate != NO_GATE), gate)
+        for rows in (64, 96, 128, WIDE_ROWS)
+        for gate in (NO_GATE, SILU)
+    )
 
 
 def _lines(nbytes: int) -> int:
@@ -93,8 +117,6 @@ class WideMatrix:
         bias: torch.Tensor | None, accumulate: bool, gate: int,
     ) -> None:  # fmt: skip
         rows, matrix = len(x), self._matrix
-        if x.stride(0) % 8 or x.data_ptr() % 16 or out.stride(0) % 2 or out.data_ptr() % 4:
-            raise EngineError("inputs of a product do not begin at whole lines", found=f"stride {x.stride(0)}")
         tiles = -(-matrix.rows // cut.tile) * -(-rows // cut.rows)
         given = shares(
             tiles, matrix.columns // BLOCK_COLUMNS, processors * cut.blocks,

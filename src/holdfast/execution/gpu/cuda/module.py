@@ -36,7 +36,7 @@ class DriverError(EngineError, RuntimeError):
 
 class TensorMap:
     """CUtensorMap of a matrix in GPU memory: what Hopper copies a box [box rows, box columns] of at a time, with zeros
-    where the matrix has no rows. `swizzled`: in lines of 128 bytes, as wgmma reads them. Must not outlive the memory."""
+    where the matrix has no rows. `swizzled`: in lines of 128 bytes, as wgmma reads them. Not to outlive it."""
 
     def __init__(
         self, place: int, element_bytes: int, shape: tuple[int, int], stride: int, box: tuple[int, int], *,

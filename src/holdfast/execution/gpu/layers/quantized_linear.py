@@ -6,7 +6,7 @@
     more                     expanded to a tile of rows at a time, which the second level cache holds, and cuBLAS
 
 int4 codes and K-quants are rearranged for tensor cores where the GPU and their shape allow it (`cuda.int4`,
-`cuda.kquant`): then one kernel has product and gate, or sum, to FRAGMENT_ROWS or KQUANT_ROWS; for one row of K-quants
+`cuda.kquant`): then one kernel has product and gate, or sum, to its `most_rows`; for one row of K-quants
 the norm too.
 
 Knows nothing of what a matrix is for.
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 
 from holdfast.execution.gpu.cuda.fragments import rearrange
-from holdfast.execution.gpu.cuda.int4 import FRAGMENT_ROWS, FragmentMatrix, against_int4
+from holdfast.execution.gpu.cuda.int4 import FragmentMatrix, against_int4
 from holdfast.execution.gpu.cuda.kquant import BITS, KQUANT_ROWS, KquantMatrix, against_kquant, compile_table
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
@@ -172,7 +172,7 @@ class _Fragments:
             rearrange(matrix)
         self._matrix, self.order = FragmentMatrix(matrix, dtype), matrix.order
         # Inputs in another order are put into the workspace, which holds fewer.
-        self.most_rows = self.most_gated = FRAGMENT_ROWS if matrix.order is None else SKINNY_BLOCK_ROWS
+        self.most_rows = self.most_gated = self._matrix.most_rows if matrix.order is None else SKINNY_BLOCK_ROWS
         self.kind: tuple[object, ...] = ("fragments", matrix.layout, matrix.rows, matrix.columns)
 
     def multiply(
