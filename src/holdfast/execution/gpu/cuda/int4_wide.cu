@@ -18,9 +18,10 @@
 
 #define CONSUMERS (WARPGROUPS * 128)
 #define THREADS (CONSUMERS + 128)
-// Of a thread that copies and of one that multiplies, of those that a processor has.
+// Of a thread that copies and of one that multiplies: of what a block begins with.
+#define REGISTERS (65536 / BLOCKS / THREADS / 8 * 8)
 #define FEW_REGISTERS 40
-#define MANY_REGISTERS ((65536 / BLOCKS - 128 * FEW_REGISTERS) / CONSUMERS / 8 * 8)
+#define MANY_REGISTERS ((REGISTERS * THREADS - FEW_REGISTERS * 128) / CONSUMERS / 8 * 8)
 #define PARTS (ROWS / 8)
 #define PIECES (WARPGROUPS * SLABS * 4)
 #define HALF_PIECES (PIECES / 2)
