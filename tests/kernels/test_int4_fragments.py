@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from int4_matrices import AWQ, LAYOUTS, NAN, UNIT, drawn, on_device, seeded, workspace
+from int4_matrices import AWQ, LAYOUTS, NAN, UNIT, assert_close, drawn, on_device, seeded, workspace
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda import compiler, int4, module
@@ -112,17 +112,18 @@ def test_products(name: str, rows: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, columns, generator=source).to(dtype)
     bias = torch.randn(outputs, generator=source).to(dtype).to(device)
     taken = x if matrix.order is None else x[:, matrix.order.long()]
-    if torch.cuda.get_device_capability() == (9, 0) and rows > int4.NARROW_ROWS:
-        exact = exact.to(dtype).float()  # As int4_wide's elements are.
+    wide = torch.cuda.get_device_capability() == (9, 0) and rows > int4.NARROW_ROWS
+    if wide:
+        exact = exact.to(dtype).float()
     wanted = x.to(device).double() @ exact.to(device).double().T
     terms = x.to(device).double().abs() @ exact.to(device).double().abs().T
     shares = workspace(device)
     out = torch.full((rows, outputs + 2), NAN, dtype=dtype, device=device)[:, :outputs]
     fragments.product(taken.to(device), out, shares)
-    assert_close(out, wanted, terms)
+    assert_close(out, wanted, terms, rounded=wide)
     before = out.double()
     fragments.product(taken.to(device), out, shares, bias=bias, accumulate=True)
-    assert_close(out, before + wanted + bias.double(), terms)
+    assert_close(out, before + wanted + bias.double(), terms, rounded=wide)
     gated = torch.full((rows, outputs // 2), NAN, dtype=dtype, device=device)
     fragments.product(taken.to(device), gated, shares, bias=bias, gate=0)
     both = (wanted + bias.double()).view(rows, 2, -1)
@@ -188,10 +189,3 @@ def test_products_are_captured() -> None:
     graph.replay()
     exact = exact.to(device).double()
     assert_close(out, x.double() @ exact.T, x.double().abs() @ exact.abs().T)
-
-
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, terms: torch.Tensor) -> None:
-    """The result is rounded once; sums are float32 of integers times x, and scales are exact."""
-    tolerance = 1.1 * UNIT[found.dtype] * wanted.abs() + 2.0**-17 * terms
-    worst = ((found.double() - wanted).abs() / tolerance).max().item()
-    assert worst <= 1, f"{worst:.2f} of what is allowed"

@@ -56,3 +56,13 @@ def on_device(matrix: ScaledMatrix, device: torch.device) -> ScaledMatrix:
 
 def workspace(device: torch.device) -> SplitSums:
     return SplitSums(torch.full((1 << 22,), NAN, device=device), torch.zeros(4096, dtype=torch.int32, device=device))
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, terms: torch.Tensor, *, rounded: bool = False) -> None:
+    """The result is rounded once; sums are float32 of integers times x, and scales are exact. `rounded`: of elements in
+    the dtype of x. Of those in bfloat16 one in some 500 is rounded the other way, where its scale has more bits; scales
+    in bfloat16 would err four times as much as is allowed."""
+    loss = 2.0**-17 if not rounded else 2.0**-16 if found.dtype == torch.float16 else 2.0**-14
+    tolerance = 1.1 * UNIT[found.dtype] * wanted.abs() + loss * terms
+    worst = ((found.double() - wanted).abs() / tolerance).max().item()
+    assert worst <= 1, f"{worst:.2f} of what is allowed"
