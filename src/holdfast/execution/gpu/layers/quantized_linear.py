@@ -7,7 +7,7 @@
     from GATED_ROWS on       the same with the gate in the product, where the GPU has that (`gated_hopper`)
 
 int4 codes and K-quants are rearranged for tensor cores where the GPU and their shape allow it (`cuda.int4`,
-`cuda.kquant`): then one kernel has product and gate, or sum, to FRAGMENT_ROWS or KQUANT_ROWS; for one row the norm too.
+`cuda.kquant`): then one kernel has product and gate, or sum, to its `most_rows`; for one row the norm too.
 
 Knows nothing of what a matrix is for.
 """
@@ -20,7 +20,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.fragments import rearrange
-from holdfast.execution.gpu.cuda.int4 import FRAGMENT_ROWS, NO_GATE, FragmentMatrix, against_int4
+from holdfast.execution.gpu.cuda.int4 import NO_GATE, FragmentMatrix, against_int4
 from holdfast.execution.gpu.cuda.kquant import BITS, KQUANT_ROWS, KquantMatrix, against_kquant, compile_table
 from holdfast.execution.gpu.cuda.row_product import RowMatrix, against_row
 from holdfast.execution.gpu.layers.prefill_kernel import GATED_ROWS, HOPPER, choose_gated_product
@@ -200,7 +200,7 @@ class _Fragments:
         self._matrix, self.order = FragmentMatrix(matrix, dtype), matrix.order
         self._row = RowMatrix(matrix, dtype) if against_row(matrix, dtype) is None else None
         # Inputs in another order are put into the workspace, which holds fewer.
-        self.most_rows = self.most_gated = FRAGMENT_ROWS if matrix.order is None else SKINNY_BLOCK_ROWS
+        self.most_rows = self.most_gated = self._matrix.most_rows if matrix.order is None else SKINNY_BLOCK_ROWS
         self.kind: tuple[object, ...] = ("fragments", matrix.layout, matrix.rows, matrix.columns)
 
     def multiply(
