@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_worker.py ENGINE MODEL[+VARIANT] [ROW,ROW.../ROW...] [GO]
 
-A variant is how the weights are stored: `awq` and `q4_k` are files of random weights, written once into the folder that
-HOLDFAST_BENCHMARK_FILES names; `awq-dummy` is dummies in the layout of such a file; `fp8` quantizes dummies while
-loading, with KV in FP8 too. Otherwise dummy weights. Prompts of token ids, no tokenizer, ends ignored, no prefix cache.
-Each line of JSON holds the figures so far. Needs nothing but the engine it is asked for, so that it runs where only
-that one is installed.
+A variant is how the weights are stored: `awq`, `q4_k` and `fp8-file` are files of random weights, written once into the
+folder that HOLDFAST_BENCHMARK_FILES names; `awq-dummy` is dummies in the layout of such a file; `fp8` quantizes dummies
+while loading, with KV in FP8 too, as with `fp8-file`. Otherwise dummy weights. Prompts of token ids, no tokenizer, ends
+ignored, no prefix cache. Each line of JSON holds the figures so far. Needs nothing but the engine it is asked for, so
+that it runs where only that one is installed.
 
 GO is for engines that start at the same time and are measured alone: when it is ready the worker makes GO.ready, and
 before the rows after the Nth slash it waits for a file GO.N, which it takes away when they are done. Settings of such
@@ -66,9 +66,10 @@ def stored(model: str, variant: str, folder: Path) -> str:
         if not path.exists():
             random_checkpoints.write_q4_k(SHAPES[model], path)
         return str(path)
-    path = kept / f"{model}-awq"
+    write = random_checkpoints.write_awq if variant == "awq" else random_checkpoints.write_fp8
+    path = kept / f"{model}-{variant}"
     if not (path / "config.json").exists():
-        random_checkpoints.write_awq(SHAPES[model], path)
+        write(SHAPES[model], path)
     return str(path)
 
 
@@ -77,7 +78,7 @@ def start(engine: str, asked: str, folder: str, context: int = 0) -> tuple[Any, 
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     model, _, variant = asked.partition("+")
     path, more = folder, dict[str, Any]()
-    if variant in ("awq", "q4_k"):
+    if variant in ("awq", "q4_k", "fp8-file"):
         path = stored(model, variant, Path(folder))
     else:
         from benchmarks import random_checkpoints
@@ -86,7 +87,9 @@ def start(engine: str, asked: str, folder: str, context: int = 0) -> tuple[Any, 
         (Path(folder) / "config.json").write_text(json.dumps(config))
         more["load_format"] = "dummy"
     if variant == "fp8":
-        more |= {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+        more["quantization"] = "fp8"
+    if variant.startswith("fp8"):
+        more["kv_cache_dtype"] = "fp8"
     more |= {"gpu_memory_utilization": 0.9} | json.loads(os.environ.get("HOLDFAST_BENCHMARK_SETTINGS", "{}"))
     module = importlib.import_module(engine)
     begin = time.perf_counter()

@@ -1,6 +1,7 @@
 """Checkpoints of random quantized weights in real shapes, the same file for every engine.
 
     write_awq(config, folder)      AWQ (gemm layout, 4 bits, groups of 128), one safetensors file a layer
+    write_fp8(config, folder)      FP8, a scale for each matrix, inputs rounded as they come; alike
     write_q4_k(config, path)       GGUF: Q4_K, the head in Q6_K; no vocabulary: run with token ids
 
 Numbers are scaled so that logits have spread. Needs torch, or numpy and gguf.
@@ -9,9 +10,13 @@ Numbers are scaled so that logits have spread. Needs torch, or numpy and gguf.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 GROUP = 128
 WRITERS = 12
@@ -26,21 +31,12 @@ def write_awq(config: dict[str, Any], folder: Path) -> None:
     """As AutoAWQ lays it out: each matrix apart, also of each expert; the router, embeddings and norms in float16."""
     import torch
 
-    device = _device()
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def plain(*shape: int) -> Any:
-        wide = torch.randn(shape, generator=generator, device=device, dtype=torch.float16)
-        return (wide * SPREAD).cpu()
-
-    def ones(width: int) -> Any:
-        return torch.ones(width, dtype=torch.float16)
-
-    modules, layers = _modules(config), config["num_hidden_layers"]
+    device, modules, layers = _device(), _modules(config), config["num_hidden_layers"]
     # One run of random words for all layers, each of which begins at another: making and copying them takes longest.
     length = sum((rows // 8) * (columns + columns // GROUP) for rows, columns in modules.values())
     made = torch.randint(
-        -(2**31), 2**31, (length + layers * BETWEEN,), generator=generator, device=device, dtype=torch.int32
+        -(2**31), 2**31, (length + layers * BETWEEN,), generator=torch.Generator(device=device).manual_seed(0),
+        device=device, dtype=torch.int32,
     ).cpu()  # fmt: skip
     # Codes and zero points are uniform over 0 to 15: their difference has a deviation of 6.5.
     scales = {
@@ -59,7 +55,52 @@ def write_awq(config: dict[str, Any], folder: Path) -> None:
             tensors[f"{stem}.scales"] = scales[rows, columns]
         return tensors
 
-    hidden, places = config["hidden_size"], dict[str, str]()
+    _write_layers(awq_config(config), folder, packed, torch.float16)
+
+
+def write_fp8(config: dict[str, Any], folder: Path) -> None:
+    """As `quant_method: fp8` lays it out: each matrix apart, also of each expert; the rest in bfloat16."""
+    import torch
+
+    device, modules, layers = _device(), _modules(config), config["num_hidden_layers"]
+    length = sum(rows * columns for rows, columns in modules.values())
+    made = torch.empty(length + layers * BETWEEN, dtype=torch.float8_e4m3fn, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    for part in made.split(1 << 28):
+        part.copy_(torch.randn(part.shape, generator=generator, device=device, dtype=torch.bfloat16).mul_(64))
+    run, scale = made.cpu(), torch.tensor(SPREAD / 64)
+
+    def rounded(layer: int) -> dict[str, Any]:
+        tensors, first = dict[str, Any](), layer * BETWEEN
+        for module, (rows, columns) in modules.items():
+            stem, last = f"model.layers.{layer}.{module}", first + rows * columns
+            tensors[f"{stem}.weight"] = run[first:last].view(rows, columns)
+            tensors[f"{stem}.weight_scale"] = scale
+            first = last
+        return tensors
+
+    # By whole names: vLLM takes a router for a quantized matrix otherwise, and sends all tokens to the same experts.
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(layers)] if "num_experts" in config else []
+    left = ["lm_head", *routers]
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": left}
+    _write_layers(config | {"quantization_config": quantization}, folder, rounded, torch.bfloat16)
+
+
+def _write_layers(
+    config: dict[str, Any], folder: Path, quantized: Callable[[int], dict[str, Any]], dtype: torch.dtype
+) -> None:
+    """A file a layer: its quantized matrices, and what is not quantized, in `dtype`."""
+    import torch
+
+    device, hidden, places = _device(), config["hidden_size"], dict[str, str]()
+    generator = torch.Generator(device=device).manual_seed(1)
+
+    def plain(*shape: int) -> Any:
+        return (torch.randn(shape, generator=generator, device=device, dtype=dtype) * SPREAD).cpu()
+
+    def ones(width: int) -> Any:
+        return torch.ones(width, dtype=dtype)
+
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(WRITERS) as writers:
         written = list[Future[None]]()
@@ -68,8 +109,8 @@ def write_awq(config: dict[str, Any], folder: Path) -> None:
             written.append(writers.submit(_write_safetensors, folder / name, tensors))
             places.update(dict.fromkeys(tensors, name))
 
-        for layer in range(layers):
-            stem, tensors = f"model.layers.{layer}.", packed(layer)
+        for layer in range(config["num_hidden_layers"]):
+            stem, tensors = f"model.layers.{layer}.", quantized(layer)
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 tensors[f"{stem}{norm}.weight"] = ones(hidden)
             if config["model_type"].startswith("qwen3"):
@@ -85,7 +126,7 @@ def write_awq(config: dict[str, Any], folder: Path) -> None:
         for one in written:
             one.result()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    (folder / "config.json").write_text(json.dumps(awq_config(config)))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def awq_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -98,10 +139,13 @@ def awq_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
-    """Int32 and float16. Straight from each tensor's memory: the library's own writer copies everything first."""
+    """Straight from each tensor's memory: the library's own writer copies everything first."""
+    import torch
+
+    kinds = {torch.int32: "I32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
     header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, tensor in tensors.items():
-        kind = "I32" if tensor.element_size() == 4 else "F16"
+        kind = kinds.get(tensor.dtype, "F8_E4M3")
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
     text = json.dumps(header).encode()
@@ -109,7 +153,7 @@ def _write_safetensors(path: Path, tensors: dict[str, Any]) -> None:
     with path.open("wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            left = memoryview(tensor.numpy()).cast("B")
+            left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
             while left:
                 left = left[file.write(left) :]
 

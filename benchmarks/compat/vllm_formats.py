@@ -49,9 +49,10 @@ KV_SCALES = {"k_scale": 0.02, "v_scale": 0.015}
 LARGEST_OF_MEAN = 10.0
 WITH_EXPERTS = 2.0
 """Times the tolerance: unquantized models with experts differ by so much more, for tokens go to other experts."""
-PLAIN, ROUNDED, KV = {"float16": 0.008, "bfloat16": 0.04}, 0.1, 0.15
+PLAIN, INT8_INPUTS, FP8_INPUTS, FP8_KV = {"float16": 0.008, "bfloat16": 0.04}, 0.12, 0.22, 0.26
 """Tolerances of the mean, in nats: weights alone are quantized, with activations of that type; inputs are rounded to 8
-bits, where another order of addition rounds some of them the other way; the KV cache is rounded too."""
+bits; keys and values too. About 1.25 times what two exact readers are apart that round some inputs the other way
+(rounding_noise.py: 0.092, 0.180 and 0.207 with bfloat16; 0.027 where no input is rounded)."""
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -84,7 +85,8 @@ def half(encode: tuple[str, dict[str, Any]], config: dict[str, Any], **more: Any
 
 
 def eight(encode: tuple[str, dict[str, Any]], config: dict[str, Any], **more: Any) -> Case:
-    return Case(encode, config, tolerance=more.pop("tolerance", ROUNDED), **more)
+    tolerance = INT8_INPUTS if encode[0] == "int8" else FP8_INPUTS
+    return Case(encode, config, tolerance=more.pop("tolerance", tolerance), **more)
 
 
 @cache
@@ -137,7 +139,7 @@ def cases() -> dict[str, Case]:
         "fp8-blocks": eight(inverse, {**fp8, "weight_block_size": [128, 128]}),
         "nf4": Case(("nf4", {}), {**nf4, "bnb_4bit_use_double_quant": True}),
         "nf4-single": Case(("nf4", {"nested": False}), {**nf4, "bnb_4bit_use_double_quant": False}),
-        "kv-fp8": eight(row8, with_kv, tolerance=KV, settings={"kv_cache_dtype": "fp8"}, scales=True),
+        "kv-fp8": eight(row8, with_kv, tolerance=FP8_KV, settings={"kv_cache_dtype": "fp8"}, scales=True),
         "experts-awq": half(("awq", {"group": 128}), {**awq, "modules_to_not_convert": ["mlp.gate"]}, experts=True),
         "experts-gptq-4": half(("gptq", {"group": 128}), gptq(), experts=True),
         "experts-w4a16": Case(packed, compressed(INT4), experts=True),

@@ -80,22 +80,28 @@ def test_shortage_in_the_driver_is_a_shortage() -> None:
 
 @pytest.mark.parametrize("bits", sorted(BITS.values()))
 def test_kquant_cuts_fit_where_they_are_taken(bits: int) -> None:
-    assert against_cuts(bits, 28672, HOPPER) is None
-    assert "shared memory" in str(against_cuts(bits, 28672, DESKTOP))
-    for limit in (A100, HOPPER):
-        if against_cuts(bits, 4096, limit) is None:
+    for limit in (DESKTOP, A100, HOPPER):
+        for outputs in (4096, 28672, 151_936):
+            assert against_cuts(bits, outputs, limit) is None
             for rows in (1, 8, 9, 16, 17, 32, 33, 128):
-                assert product_cut(bits, rows, 4096).shared_bytes(bits, 0) + 1024 <= limit
+                cut = product_cut(bits, rows, outputs, limit)
+                assert cut.blocks * cut.shared_bytes(bits, 0) + 1024 <= limit
+        for columns in (4096, 8192):
+            for gated in (False, True):
+                one = product_cut(bits, 1, 4096, limit, columns=columns, gated=gated, normed=True)
+                assert one.shared_bytes(bits, columns) + 1024 <= limit, "a row's norm rides along on every GPU"
+    assert "shared memory" in str(against_cuts(bits, 28672, 48 << 10))
 
 
 def test_too_many_outputs_are_not_taken() -> None:
-    assert against_cuts(4, 262_144, HOPPER) is None
-    assert "counters" in str(against_cuts(4, 262_208, HOPPER))
+    assert against_cuts(4, 524_288, HOPPER) is None
+    assert "counters" in str(against_cuts(4, 524_352, HOPPER))
+    assert against_cuts(4, 262_144, DESKTOP) is None
     layout = ScaledLayout(codes="int4", scales="float16", group=128, zeros=True)
     gpu = int4.CutLimits(132, HOPPER - 1024, True)
     macros = int4.layout_macros(layout, 4096, torch.bfloat16)
     assert int4.against_cuts(128_256, 4096, macros, gpu) is None
-    assert "counters" in str(int4.against_cuts(524_288, 4096, macros, gpu))
+    assert "counters" in str(int4.against_cuts(1_048_576, 4096, macros, gpu))
 
 
 def woven(rows: int) -> KquantMatrix:
@@ -117,4 +123,6 @@ def test_norms_ride_along_in_the_type_of_inputs_alone(monkeypatch: pytest.Monkey
     assert not matrix.takes_norm(x, norm.float(), gated=True)
     assert not matrix.takes_norm(x.expand(2, -1), norm, gated=True)
     monkeypatch.setattr(kquant, "shared_memory_bytes", lambda: DESKTOP)
+    assert matrix.takes_norm(x, norm, gated=True)
+    monkeypatch.setattr(kquant, "shared_memory_bytes", lambda: 32 << 10)
     assert not matrix.takes_norm(x, norm, gated=True)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_gpu import FAMILIES, Tiny, prompt, run, tokens_of
 
+from holdfast.execution.gpu.layers.linear import DenseGpuLinear
 from holdfast.records import SamplingParams
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.usefixtures("few_programs")
-def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, device: torch.device) -> None:
-    """Chunks, mixed steps and single tokens."""
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, mixed steps and single tokens. Which kernel gates is said of those that ask a product to."""
+    gated, asked_to_gate = DenseGpuLinear.gated, list[DenseGpuLinear]()
+
+    def noted(self: DenseGpuLinear, *args: Any) -> None:
+        asked_to_gate.append(self)
+        gated(self, *args)
+
+    monkeypatch.setattr(DenseGpuLinear, "gated", noted)
     tiny = Tiny(tmp_path, **FAMILIES[name])
     lengths = (5, 40, 1, 9, 22) if device.type == "cuda" else (18, 6)
     prompts = [prompt(number, length) for number, length in enumerate(lengths)]
@@ -22,9 +33,12 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, devi
     params = [
         SamplingParams(temperature=0.0, max_tokens=count + number, ignore_eos=True) for number in range(len(lengths))
     ]
-    found = run(tiny.core(device, gpu=True), prompts, params)
+    core = tiny.core(device, gpu=True)
+    found = run(core, prompts, params)
     for asked, outputs in zip(prompts, found, strict=True):
         tiny.assert_greedy(asked, tokens_of(outputs))
+    said = [decision for decision in core.runner.decisions if decision.field == "gated_product"]
+    assert bool(said) == bool(asked_to_gate)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

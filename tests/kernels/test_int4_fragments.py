@@ -3,7 +3,6 @@ in CUDA against float64 (on a GPU), and that they compile for every GPU that the
 
 from __future__ import annotations
 
-import os
 from itertools import product
 
 import pytest
@@ -11,45 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from int4_matrices import AWQ, LAYOUTS, NAN, UNIT, assert_close, drawn, on_device, seeded, workspace
+
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda import compiler, int4, module
 from holdfast.execution.gpu.cuda.fragments import against_fragments, codes_of, fragments_of, rearrange, slabs_of
 from holdfast.execution.gpu.cuda.int4 import FragmentMatrix, ProductCut
-from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
-NAN = float("nan")
-AWQ = ScaledLayout(codes="int4", scales="float16", group=128, zeros=True)
-LAYOUTS = {
-    "awq": AWQ,
-    "gptq 32": ScaledLayout(codes="int4", scales="float16", group=32, zeros=True, ordered=True),
-    "compressed 64": ScaledLayout(codes="int4", scales="bfloat16", group=64),
-    "wide groups": ScaledLayout(codes="int4", scales="float32", group=256, zeros=True),
-    "whole rows": ScaledLayout(codes="int4"),
-}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels in CUDA need a GPU")
-UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-def seeded() -> torch.Generator:
-    seed = int(os.environ.get("KERNEL_SEED", int.from_bytes(os.urandom(4), "little")))
-    print(f"KERNEL_SEED={seed}")
-    return torch.Generator().manual_seed(seed)
-
-
-def drawn(layout: ScaledLayout, rows: int, columns: int, source: torch.Generator) -> tuple[ScaledMatrix, torch.Tensor]:
-    """A matrix, and its elements in float32."""
-    matrix = ScaledMatrix(layout, rows, columns, torch.device("cpu"))
-    matrix.fill_codes(0, torch.randint(0, 16, (rows, columns), generator=source, dtype=torch.uint8))
-    matrix.scales.copy_((torch.rand(matrix.scales.shape, generator=source) + 0.1) / 64)
-    if matrix.zeros is not None:
-        matrix.zeros.copy_(torch.randint(0, 17, matrix.zeros.shape, generator=source, dtype=torch.uint8))
-    if matrix.order is not None:
-        matrix.order.copy_(torch.randperm(columns, generator=source))
-    exact = torch.empty(rows, columns)
-    matrix.dequantize(0, rows, exact)
-    return matrix, exact
 
 
 def test_order_is_that_of_fragments() -> None:
@@ -142,15 +112,18 @@ def test_products(name: str, rows: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, columns, generator=source).to(dtype)
     bias = torch.randn(outputs, generator=source).to(dtype).to(device)
     taken = x if matrix.order is None else x[:, matrix.order.long()]
+    wide = torch.cuda.get_device_capability() == (9, 0) and rows > int4.NARROW_ROWS
+    if wide:
+        exact = exact.to(dtype).float()
     wanted = x.to(device).double() @ exact.to(device).double().T
     terms = x.to(device).double().abs() @ exact.to(device).double().abs().T
     shares = workspace(device)
     out = torch.full((rows, outputs + 2), NAN, dtype=dtype, device=device)[:, :outputs]
     fragments.product(taken.to(device), out, shares)
-    assert_close(out, wanted, terms)
+    assert_close(out, wanted, terms, rounded=wide)
     before = out.double()
     fragments.product(taken.to(device), out, shares, bias=bias, accumulate=True)
-    assert_close(out, before + wanted + bias.double(), terms)
+    assert_close(out, before + wanted + bias.double(), terms, rounded=wide)
     gated = torch.full((rows, outputs // 2), NAN, dtype=dtype, device=device)
     fragments.product(taken.to(device), gated, shares, bias=bias, gate=0)
     both = (wanted + bias.double()).view(rows, 2, -1)
@@ -216,24 +189,3 @@ def test_products_are_captured() -> None:
     graph.replay()
     exact = exact.to(device).double()
     assert_close(out, x.double() @ exact.T, x.double().abs() @ exact.abs().T)
-
-
-def on_device(matrix: ScaledMatrix, device: torch.device) -> ScaledMatrix:
-    """Rearranged there."""
-    moved = ScaledMatrix(matrix.layout, matrix.rows, matrix.columns, device)
-    for name in ("codes", "scales", "zeros", "order"):
-        if (plane := getattr(matrix, name)) is not None:
-            getattr(moved, name).copy_(plane)
-    rearrange(moved)
-    return moved
-
-
-def workspace(device: torch.device) -> SplitSums:
-    return SplitSums(torch.full((1 << 22,), NAN, device=device), torch.zeros(4096, dtype=torch.int32, device=device))
-
-
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, terms: torch.Tensor) -> None:
-    """The result is rounded once; sums are float32 of integers times x, and scales are exact."""
-    tolerance = 1.1 * UNIT[found.dtype] * wanted.abs() + 2.0**-17 * terms
-    worst = ((found.double() - wanted).abs() / tolerance).max().item()
-    assert worst <= 1, f"{worst:.2f} of what is allowed"

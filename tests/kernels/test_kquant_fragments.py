@@ -44,6 +44,13 @@ def matrix_of(
     return matrix, torch.from_numpy(exact).float()
 
 
+def memory_of(matrix: QuantizedMatrix) -> set[tuple[int, int]]:
+    """Where it lies, and how long that is."""
+    parts = matrix.fragments[1:] if matrix.fragments is not None else matrix._parts()
+    pieces = [part.untyped_storage() for part in parts if part is not None]
+    return {(piece.data_ptr(), piece.nbytes()) for piece in pieces}
+
+
 def all_bytes(matrix: QuantizedMatrix) -> torch.Tensor:
     parts = matrix.fragments[1:] if matrix.fragments is not None else matrix._parts()
     return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts if part is not None])
@@ -95,9 +102,10 @@ def test_rows_are_read_as_before(layout: str, monkeypatch: pytest.MonkeyPatch) -
     """Also where a matrix is woven in pieces, and rows begin within a tile."""
     monkeypatch.setattr("holdfast.execution.weights.gguf_fragments.PIECE_ELEMENTS", 2 * 16 * 512)
     matrix, exact = matrix_of(layout, 80, 512, seeded())
-    before = all_bytes(matrix).clone()
+    before, held = all_bytes(matrix).clone(), memory_of(matrix)
     matrix.weave()
     assert not torch.equal(all_bytes(matrix), before)
+    assert memory_of(matrix) == held, "no other memory than before"
     out = torch.full((50, 512), NAN)
     matrix.dequantize(13, 63, out)
     assert torch.equal(out, exact[13:63])
@@ -117,11 +125,15 @@ def test_what_cannot_lie_so_is_named() -> None:
 
 
 @pytest.mark.skipif(not compiler.available(), reason="no libnvrtc of a CUDA build of torch here")
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_kernels_compile_for_every_gpu(capability: tuple[int, int]) -> None:
-    bits = capability[0] % 3 + 4
+@pytest.mark.parametrize(
+    ("capability", "shared_kib"),
+    [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227), ((10, 0), 227), ((12, 0), 99)],
+)
+def test_kernels_compile_for_every_gpu(capability: tuple[int, int], shared_kib: int) -> None:
+    bits = sum(capability) % 3 + 4
     for gated, dtype in ((False, torch.bfloat16), (True, torch.float16)):
-        cut = product_cut(bits, 1 if gated else 32, 4096, gated=gated, normed=gated)
+        rows, limit = (1 if gated else 32), shared_kib << 10
+        cut = product_cut(bits, rows, 4096, limit, columns=4096 * gated, gated=gated, normed=gated)
         options = compiler.options(capability, dict(kquant.defines(bits, dtype, cut, gated)))
         assert b"kquant_product" in compiler.compile_source(module.text("kquant_product"), options)
     options = compiler.options(capability, {"BITS": bits, "HALF": 0})
@@ -233,6 +245,19 @@ def test_rows_as_numbers_are_exact(layout: str, dtype: torch.dtype) -> None:
     device.embed(tokens, slots, positions, rows)
     none = torch.zeros(768)
     assert torch.equal(rows.cpu(), torch.stack([exact[3], exact[303], exact[200], none, none, exact[77]]).to(dtype))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weaving_many_matrices_takes_no_more_memory_than_one(layout: str) -> None:
+    """What torch keeps of freed memory counts too: a GPU is full of weights by then."""
+    matrices = [QuantizedMatrix(layout, 4096, 14336, torch.device("cuda")) for _ in range(16)]
+    matrices[0].weave()
+    held = torch.cuda.memory_reserved()
+    for matrix in matrices[1:]:
+        matrix.weave()
+    assert torch.cuda.memory_reserved() == held
 
 
 @pytest.mark.gpu

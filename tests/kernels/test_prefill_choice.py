@@ -85,8 +85,7 @@ def test_other_gpus_and_other_releases_of_triton(monkeypatch: pytest.MonkeyPatch
 
 
 def gated(rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16, *, bias: bool = False) -> tuple[object, str]:
-    weight: Any = SimpleNamespace(shape=(rows, inputs), dtype=dtype, device=CUDA)
-    decision = choose_gated_product(weight, torch.empty(rows) if bias else None)
+    decision = choose_gated_product((rows, inputs), dtype, CUDA, torch.empty(rows) if bias else None)
     assert decision.field == "gated_product"
     return decision.value, decision.reason
 

@@ -34,7 +34,7 @@ EXPANDED_BYTES = 32 * MIB
 cache. Products with fewer rows use the same memory."""
 SUMS_BYTES = 16 * MIB
 """Of that, sums of products whose columns are split among programs."""
-SPLIT_COUNTERS = 4096
+SPLIT_COUNTERS = 8192
 """Tiles of outputs that such a product may have."""
 CUBLAS_BYTES = 64 * MIB
 """torch gives cuBLAS 32 MiB on Hopper for each stream that multiplies: the engine's, and that of captures."""

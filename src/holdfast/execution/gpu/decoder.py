@@ -96,9 +96,7 @@ class GpuDecoder:
         # Nobody needs these while attention runs.
         spare = max(inner.gate_up, self._normed, key=torch.Tensor.numel)
         self.attention = GpuAttention(spec, layout, limits, slots, device, spare)
-        self.decisions = [self.attention.decision, *gating_decisions(weights)]
-        """Which kernels prompts have."""
-        scratch = Scratch(weights.dtype, device, tokens)
+        scratch = Scratch(weights.dtype, device, tokens, inner.gate_up)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._scratch = scratch
         self._final_norm = weights.final_norm
@@ -118,6 +116,9 @@ class GpuDecoder:
                 zip(weights.layers, make_mlps(spec, weights, inner, scratch, beside), strict=True)
             )
         ]
+        normed = [layer.mlp for layer in self._layers if self._norms_in_mlp(layer.weights.mlp_norm)]
+        self.decisions = [self.attention.decision, *gating_decisions(normed)]
+        """Which kernels prompts have."""
 
     def forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:
         """The residual stream after all layers, [tokens, hidden] and rows of no meaning; writes KV pages."""
@@ -202,10 +203,14 @@ class GpuDecoder:
         layer.o.write(attended, branch)
         self._add_branch(layer.weights.post_attn_norm, branch, stream)
 
+    def _norms_in_mlp(self, norm: Norm | None) -> bool:
+        """Whether a layer's MLP takes the stream before this norm, and may gate in its first product."""
+        return self._branch is None and norm is not None and self.spec.decoder.norm == "rms"
+
     def _feed(self, layer: _Layer, stream: torch.Tensor) -> None:
         """The second half of a layer."""
         norm, normed = layer.weights.mlp_norm, self._normed[: len(stream)]
-        if self._branch is None and norm is not None and self.spec.decoder.norm == "rms":
+        if norm is not None and self._norms_in_mlp(norm):
             layer.mlp.add_normed(stream, norm.weight, self.spec.norm_eps, normed)
             return
         x = self._norm(norm, stream, normed)

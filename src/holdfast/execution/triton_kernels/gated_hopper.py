@@ -169,7 +169,7 @@ def gated_product_hopper(
     activation: Literal["silu", "gelu", "gelu_tanh"],
     out: torch.Tensor,
 ) -> None:
-    """out [rows, inner] = activation(x·gateᵀ) · (x·upᵀ), of gate above up [2·inner, inputs]. Numbers of two bytes, all
+    """out [rows, inner] = activation(x·gateᵀ) · (x·upᵀ), of gate above up [2·inner, inputs]. Numbers of two bytes, x
     contiguous; `inner` in whole tiles of GATED_COLUMNS and inputs of GATED_INPUTS."""
     rows, inputs = x.shape
     columns = out.shape[1]

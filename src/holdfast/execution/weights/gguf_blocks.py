@@ -19,7 +19,16 @@ import torch
 from holdfast.errors import CheckpointError
 from holdfast.execution.memory import exact_tensor
 from holdfast.execution.weights.gguf_block_types import KINDS, BlockKind, fill_elements, group_scales, spread
-from holdfast.execution.weights.gguf_fragments import TILE_ROWS, Fragments, Planes, some_tiles, unwoven, woven
+from holdfast.execution.weights.gguf_fragments import (
+    TILE_ROWS,
+    Fragments,
+    Planes,
+    SmallPlanes,
+    against_fragments_of,
+    some_tiles,
+    unwoven,
+    woven,
+)
 
 BLOCK_ELEMENTS = 32
 """That quants are kept in, whatever the kind."""
@@ -45,9 +54,17 @@ class QuantizedMatrix:
         quant_type, width, high = _planes(kind)
         self.quants = exact_tensor((rows, pieces, width), quant_type, device)
         self.high = exact_tensor((rows, pieces, high), torch.int32, device) if high else None
+        self._together: torch.Tensor | None = None
+        """What has the scales, minimums and small ones, where they may become one plane."""
+        small = kind.small_at
+        self.small: torch.Tensor | None
+        self.minimums: torch.Tensor | None
+        if kind.minimum_at is not None and against_fragments_of(layout, rows) is None:
+            self._together = exact_tensor((rows * blocks * 16,), torch.uint8, device)
+            self.small, self.scales, self.minimums = SmallPlanes.within(self._together, rows)
+            return
         self.scales = exact_tensor((rows, blocks, 1), torch.float16, device)
         self.minimums = None if kind.minimum_at is None else exact_tensor((rows, blocks, 1), torch.float16, device)
-        small = kind.small_at
         self.small = None if small is None else exact_tensor((rows, blocks, small[1] - small[0]), torch.uint8, device)
 
     @property
@@ -56,11 +73,11 @@ class QuantizedMatrix:
         return sum(part.nbytes for part in parts if part is not None)
 
     def weave(self) -> Fragments:
-        """Puts it into the order of `gguf_fragments`, which must fit; in the same memory but for some scales."""
+        """Puts it into the order of `gguf_fragments`, which must fit; in the same memory."""
         if self.fragments is None:
             assert self.small is not None
             planes = Planes(self.quants, self.high, self.scales, self.minimums, self.small)
-            self.fragments = woven(self.layout, planes)
+            self.fragments = woven(self.layout, planes, self._together)
             self.quants, self.scales = self.quants[:0], self.scales.new_empty(0)
             self.high = self.minimums = self.small = None
         return self.fragments

@@ -12,7 +12,8 @@ one piece, and in it what a lane reads side by side.
                                    4·t .. 4·t + 3 of both rows
     units   [tiles, blocks, 32]    Q6_K: float16 scales of the rows
 
-Made in place, a few tiles at a time, and put back for a reader of rows. Pure torch, on any device; knows no kernels.
+Made in place, a few tiles at a time, and put back for a reader of rows: planes of scales that become one lie in one
+piece of memory from the beginning (`SmallPlanes`). Pure torch, on any device; knows no kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.execution.memory import exact_tensor
 from holdfast.execution.weights.gguf_block_types import KINDS, spread
 
 TILE_ROWS = 16
@@ -41,6 +41,24 @@ class Fragments(NamedTuple):
     units: torch.Tensor | None
 
 
+class SmallPlanes(NamedTuple):
+    """What Q4_K and Q5_K have beside codes, 16 bytes a block, plane after plane in one piece of memory:
+
+    | small | scales | minimums |
+    """
+
+    small: torch.Tensor
+    scales: torch.Tensor
+    minimums: torch.Tensor
+
+    @classmethod
+    def within(cls, memory: torch.Tensor, rows: int) -> SmallPlanes:
+        """Views of `memory`, uint8 [16 bytes of all blocks]."""
+        small, scales, minimums = memory.split([memory.nbytes // 16 * size for size in (12, 2, 2)])
+        halves = (plane.view(torch.float16).view(rows, -1, 1) for plane in (scales, minimums))
+        return cls(small.view(rows, -1, 12), *halves)
+
+
 class Planes(NamedTuple):
     """Rows of a matrix as `gguf_blocks` keeps them."""
 
@@ -58,17 +76,18 @@ def against_fragments_of(layout: str, rows: int) -> str | None:
     return f"tiles have {TILE_ROWS} rows, and {rows} do not divide by that" if rows % TILE_ROWS else None
 
 
-def woven(layout: str, planes: Planes) -> Fragments:
-    """In the memory of `planes`, which is theirs no longer; scales of Q4_K and Q5_K, in three planes there, in memory
-    of their own."""
+def woven(layout: str, planes: Planes, together: torch.Tensor | None) -> Fragments:
+    """In the memory of `planes`, which is theirs no longer. `together`: where those of Q4_K and Q5_K lie that are
+    `SmallPlanes`; held twice meanwhile."""
     rows, pieces, _ = planes.quants.shape
     tiles, blocks = rows // TILE_ROWS, pieces * 32 // TILE_COLUMNS
     codes = planes.quants.view(tiles, blocks, -1)
     high = None if planes.high is None else planes.high.view(torch.uint8).view(tiles, blocks, -1)
-    if planes.minimums is None:
+    if together is None:
         scales, units = planes.small.view(tiles, blocks, -1), planes.scales.view(torch.uint8).view(tiles, blocks, -1)
     else:
-        scales, units = exact_tensor((tiles, blocks, 256), torch.uint8, codes.device), None
+        scales, units = together.view(tiles, blocks, -1), None
+        planes = planes._replace(**SmallPlanes.within(together.clone(), rows)._asdict())
     result = Fragments(layout, codes, high, scales, units)
     with torch.inference_mode():  # As what was loaded so must be changed.
         _fill(result, planes)

@@ -60,6 +60,12 @@ __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
     return found;
 }
 
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+    u32 found;
+    asm("fma.rn." KIND "x2 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(0x80008000u));
+    return found;
+}
+
 // Two four-bit codes, those in the lowest bits of both halves of a word, as RAISED + code.
 __device__ __forceinline__ u32 raised_codes(u32 word) {
     u32 pair;
@@ -88,7 +94,11 @@ __device__ __forceinline__ void mma(float (&sums)[4], const u32 (&left)[4], u32 
 
 __device__ __forceinline__ void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Until at most OPEN groups of this warpgroup's products are not done.
+template <int OPEN = 0> __device__ __forceinline__ void await_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
+}
 
 // 8 lines of 128 bytes after each other, pieces of 16 bytes swizzled by the number of the line.
 __device__ __forceinline__ u64 lines_at(u32 place) {
@@ -96,6 +106,24 @@ __device__ __forceinline__ u64 lines_at(u32 place) {
 }
 
 #define SUM4(s) "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3])
+
+__device__ __forceinline__ void products(float (&sums)[1][4], const u32 (&left)[4], u64 right, int fresh) {
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." KIND "." KIND " {"
+        "%0,%1,%2,%3},"
+        " {%4,%5,%6,%7}, %8, p, 1, 1, 0;}"
+        : SUM4(sums[0])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
+}
+
+__device__ __forceinline__ void products(float (&sums)[2][4], const u32 (&left)[4], u64 right, int fresh) {
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32." KIND "." KIND " {"
+        "%0,%1,%2,%3,%4,%5,%6,%7},"
+        " {%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
+        : SUM4(sums[0]), SUM4(sums[1])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
+}
 
 __device__ __forceinline__ void products(float (&sums)[4][4], const u32 (&left)[4], u64 right, int fresh) {
     asm volatile("{.reg .pred p; setp.eq.s32 p, %21, 0;\n"
@@ -110,6 +138,50 @@ __device__ __forceinline__ void products(float (&sums)[8][4], const u32 (&left)[
         "wgmma.mma_async.sync.aligned.m64n64k16.f32." KIND "." KIND " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
         : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3]), SUM4(sums[4]), SUM4(sums[5]), SUM4(sums[6]), SUM4(sums[7])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
+}
+
+__device__ __forceinline__ void products(float (&sums)[12][4], const u32 (&left)[4], u64 right, int fresh) {
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %53, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n96k16.f32." KIND "." KIND " {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47},"
+        " {%48,%49,%50,%51}, %52, p, 1, 1, 0;}"
+        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3]), SUM4(sums[4]), SUM4(sums[5]), SUM4(sums[6]), SUM4(sums[7]),
+          SUM4(sums[8]), SUM4(sums[9]), SUM4(sums[10]), SUM4(sums[11])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
+}
+
+__device__ __forceinline__ void products(float (&sums)[16][4], const u32 (&left)[4], u64 right, int fresh) {
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." KIND "." KIND " {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
+        " {%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
+        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3]), SUM4(sums[4]), SUM4(sums[5]), SUM4(sums[6]), SUM4(sums[7]),
+          SUM4(sums[8]), SUM4(sums[9]), SUM4(sums[10]), SUM4(sums[11]), SUM4(sums[12]), SUM4(sums[13]), SUM4(sums[14]), SUM4(sums[15])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
+}
+
+__device__ __forceinline__ void products(float (&sums)[32][4], const u32 (&left)[4], u64 right, int fresh) {
+    asm volatile("{.reg .pred p; setp.eq.s32 p, %133, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." KIND "." KIND " {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+        "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
+        "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127},"
+        " {%128,%129,%130,%131}, %132, p, 1, 1, 0;}"
+        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3]), SUM4(sums[4]), SUM4(sums[5]), SUM4(sums[6]), SUM4(sums[7]),
+          SUM4(sums[8]), SUM4(sums[9]), SUM4(sums[10]), SUM4(sums[11]), SUM4(sums[12]), SUM4(sums[13]), SUM4(sums[14]), SUM4(sums[15]),
+          SUM4(sums[16]), SUM4(sums[17]), SUM4(sums[18]), SUM4(sums[19]), SUM4(sums[20]), SUM4(sums[21]), SUM4(sums[22]), SUM4(sums[23]),
+          SUM4(sums[24]), SUM4(sums[25]), SUM4(sums[26]), SUM4(sums[27]), SUM4(sums[28]), SUM4(sums[29]), SUM4(sums[30]), SUM4(sums[31])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
 }
 #endif
@@ -154,6 +226,56 @@ __device__ __forceinline__ float4 sums_at(const float4 *place) {
     return found;
 }
 
+// ---- copies that a barrier in shared memory counts (Hopper) ----
+
+// CUtensorMap, as the driver encodes it.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+#ifdef WGMMA
+__device__ __forceinline__ void set_barrier(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// To copies too.
+__device__ __forceinline__ void show_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// Arrives; the phase ends once so many bytes were copied as well.
+__device__ __forceinline__ void await_bytes(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Until the phase of this parity has ended.
+__device__ __forceinline__ void await_phase(u32 barrier, int parity) {
+    asm volatile("{.reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// Of each thread of a warpgroup, all of which call it: of what the others leave.
+template <int COUNT> __device__ __forceinline__ void keep_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+template <int COUNT> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT));
+}
+
+// The box of `map` that begins at (column, row); zeros where there is nothing.
+__device__ __forceinline__ void copy_box(u32 target, const TensorMap &map, int column, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        :: "r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+#endif
+
 // ---- the kernel before ----
 
 // A kernel that was launched early (module.py) may read what the one before it wrote, and write at all, only after
@@ -184,6 +306,36 @@ __device__ __forceinline__ float activated(float x, int kind) {
     return 0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
+// ---- outputs ----
+
+// Two outputs that lie side by side, of one row.
+__device__ __forceinline__ void put(u16 *out, const u16 *bias, int output, float first, float second, bool add) {
+    if (bias) {
+        const u32 pair = *(const u32 *)(bias + output);
+        first += low_of(pair), second += high_of(pair);
+    }
+    if (add) {
+        const u32 pair = *(const u32 *)out;
+        first += low_of(pair), second += high_of(pair);
+    }
+    *(u32 *)out = pair_of(first, second);
+}
+
+// The same of a gate and of what it gates, whose biases lie `outputs` apart.
+__device__ __forceinline__ void put_gated(
+    u16 *out, const u16 *bias, int output, int outputs, float (&gates)[2], float (&ups)[2], int kind
+) {
+    if (bias) {
+        const u32 gate = *(const u32 *)(bias + output), up = *(const u32 *)(bias + outputs + output);
+        gates[0] += low_of(gate), gates[1] += high_of(gate), ups[0] += low_of(up), ups[1] += high_of(up);
+    }
+    // Rounded where the separate product and gate would round.
+    *(u32 *)out = pair_of(
+        rounded(activated(rounded(gates[0]), kind)) * rounded(ups[0]),
+        rounded(activated(rounded(gates[1]), kind)) * rounded(ups[1])
+    );
+}
+
 // ---- sums of blocks that share a tile ----
 //
 // Work is cut into units, `units_in_tile` to a tile of outputs, and each block takes `units_of_block` in a row: of the
@@ -198,16 +350,22 @@ struct Cut {
     }
 };
 
+// All threads of a block, or the first THREADS of them.
+template <int THREADS> __device__ __forceinline__ void meet() {
+    if (THREADS) asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory");
+    else __syncthreads();
+}
+
 // True in all threads of the block that is the last of `blocks` to arrive, with all shares to be read; the counter is zero
-// again. `flag` is shared.
-__device__ __forceinline__ bool last_to_arrive(int *counter, int blocks, int *flag) {
-    __syncthreads();
+// again. `flag` is shared. THREADS: those that call it, if not all.
+template <int THREADS = 0> __device__ __forceinline__ bool last_to_arrive(int *counter, int blocks, int *flag) {
+    meet<THREADS>();
     if (threadIdx.x == 0) {
         int before;
         asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
         if (before == blocks - 1) *counter = 0;
         *flag = before == blocks - 1;
     }
-    __syncthreads();
+    meet<THREADS>();
     return *flag;
 }

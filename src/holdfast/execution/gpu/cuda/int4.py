@@ -14,6 +14,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.compiler import cubin
 from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS, against_fragments
+from holdfast.execution.gpu.cuda.int4_wide import WIDE_ROWS, WideCut, WideMatrix, wide_cut, wide_cuts
 from holdfast.execution.gpu.cuda.module import STATIC_SHARED_BYTES, Kernel, Module, against_gpu, text
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
@@ -29,7 +30,9 @@ SMALL_ELEMENTS, LARGE_ELEMENTS = 1 << 25, 1 << 26
 """Of matrices that are cut otherwise."""
 NO_GATE, SILU = -1, 0
 FRAGMENT_ROWS = 256
-"""Of x, that products are for: with more, expanding and cuBLAS are about as fast (H200)."""
+"""Of x, that products are for on other GPUs than Hopper: with more, expanding and cuBLAS are about as fast (H200)."""
+NARROW_ROWS = 32
+"""With more, products on Hopper are those of int4_wide."""
 
 Macros = tuple[tuple[str, int], ...]
 
@@ -153,16 +156,21 @@ def against_cuts(outputs: int, columns: int, macros: Macros, gpu: CutLimits) -> 
 
 
 class FragmentMatrix:
-    """A matrix that was rearranged (fragments.py), and what multiplies with it."""
+    """A matrix that was rearranged (fragments.py), and what multiplies with it: to `most_rows` of x."""
 
     def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype) -> None:
         self._matrix = matrix
         self._group = matrix.layout.group or matrix.columns
         self._macros = layout_macros(matrix.layout, matrix.columns, dtype)
         index = matrix.codes.device.index or 0
+        self._gpu = _gpu(index)
+        self._wide = WideMatrix(matrix, self._macros) if self._gpu.hopper else None
+        self.most_rows = FRAGMENT_ROWS if self._wide is None else WIDE_ROWS
         elements, capability = matrix.rows * matrix.columns, torch.cuda.get_device_capability(index)
-        cuts = tuple(product_cut(rows, elements, self._macros, _gpu(index)) for rows in (*ROWS, 2 * ROWS[-1]))
-        _compile_ahead(cuts, self._macros, capability)
+        heights = [rows for rows in (*ROWS, 2 * ROWS[-1]) if self._wide is None or rows <= NARROW_ROWS]
+        cuts = tuple(product_cut(rows, elements, self._macros, self._gpu) for rows in heights)
+        wide = () if self._wide is None else wide_cuts(elements, self._macros)
+        _compile_ahead(cuts, wide, self._macros, capability)
 
     def product(
         self,
@@ -180,8 +188,14 @@ class FragmentMatrix:
         rows, matrix = len(x), self._matrix
         if not rows:
             return
-        gpu = _gpu(x.device.index or 0)
-        cut = cut or product_cut(rows, matrix.rows * matrix.columns, self._macros, gpu)
+        if x.stride(0) % 8 or x.data_ptr() % 16 or out.stride(0) % 2 or out.data_ptr() % 4:
+            raise EngineError("inputs of a product do not begin at whole lines", found=f"stride {x.stride(0)}")
+        elements, gpu = matrix.rows * matrix.columns, self._gpu
+        if self._wide is not None and rows > NARROW_ROWS and cut is None:
+            wide = wide_cut(rows, elements, self._macros, gated=gate != NO_GATE)
+            self._wide.product(x, out, workspace, wide, gpu.processors, bias=bias, accumulate=accumulate, gate=gate)
+            return
+        cut = cut or product_cut(rows, elements, self._macros, gpu)
         kernel = _product(cut, self._macros, gate)
         row_blocks = -(-rows // cut.rows)
         shares = len(workspace.sums) // (2 * row_blocks * cut.tile * cut.rows)
@@ -193,8 +207,6 @@ class FragmentMatrix:
                 needed=f"{2 * row_blocks * cut.tile * cut.rows} sums and {row_blocks * tiles} counters",
                 found=f"{len(workspace.sums)} and {len(workspace.counters)}",
             )
-        if x.stride(0) % 8 or x.data_ptr() % 16 or out.stride(0) % 2 or out.data_ptr() % 4:
-            raise EngineError("inputs of a product do not begin at whole lines", found=f"stride {x.stride(0)}")
         kernel(
             (blocks, row_blocks, 1), x, matrix.codes, matrix.scales, matrix.zeros, out, bias, workspace.sums,
             workspace.counters, rows, matrix.rows // (1 if gate == NO_GATE else 2), matrix.columns, self._group,
@@ -229,8 +241,11 @@ class FragmentMatrix:
 
 
 @cache
-def _compile_ahead(cuts: tuple[ProductCut, ...], macros: Macros, capability: tuple[int, int]) -> None:
+def _compile_ahead(
+    cuts: tuple[ProductCut, ...], wide: tuple[tuple[WideCut, int], ...], macros: Macros, capability: tuple[int, int]
+) -> None:
     """Side by side, all that products of a matrix may want: what is then loaded lies in the cache."""
     wanted = [("int4_product", defines(cut, macros, gate)) for cut, gate in product(set(cuts), (NO_GATE, SILU))]
+    wanted += [("int4_wide", cut.defines(macros, gate)) for cut, gate in wide]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: cubin(text(one[0]), capability, dict(one[1])), [*wanted, ("int4_rows", macros)]))

@@ -196,33 +196,6 @@ __device__ __forceinline__ void multiply_unit(u32 stage, float (&sums)[2][PARTS]
     }
 }
 
-// Two outputs that lie side by side, of one row.
-__device__ __forceinline__ void put(u16 *out, const u16 *bias, int output, float first, float second, bool add) {
-    if (bias) {
-        const u32 pair = *(const u32 *)(bias + output);
-        first += low_of(pair), second += high_of(pair);
-    }
-    if (add) {
-        const u32 pair = *(const u32 *)out;
-        first += low_of(pair), second += high_of(pair);
-    }
-    *(u32 *)out = pair_of(first, second);
-}
-
-__device__ __forceinline__ void put_gated(
-    u16 *out, const u16 *bias, int output, int outputs, float (&gates)[2], float (&ups)[2]
-) {
-    if (bias) {
-        const u32 gate = *(const u32 *)(bias + output), up = *(const u32 *)(bias + outputs + output);
-        gates[0] += low_of(gate), gates[1] += high_of(gate), ups[0] += low_of(up), ups[1] += high_of(up);
-    }
-    // Rounded where the separate product and gate would round.
-    *(u32 *)out = pair_of(
-        rounded(activated(rounded(gates[0]), GATE)) * rounded(ups[0]),
-        rounded(activated(rounded(gates[1]), GATE)) * rounded(ups[1])
-    );
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
     const u16 *x, const uint4 *codes, const u8 *scales, const u8 *zeros, u16 *out, const u16 *bias, float *workspace,
     int *counters, int rows, int outputs, int columns, int group, int x_stride, int out_stride, int units_of_block,
@@ -357,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
                         if (GATE >= 0) {
                             float gates[2] = {sums[0][n][i], sums[0][n][i + 2]};
                             float ups[2] = {sums[1][n][i], sums[1][n][i + 2]};
-                            put_gated(place, bias, output, outputs, gates, ups);
+                            put_gated(place, bias, output, outputs, gates, ups, GATE);
                         } else {
                             put(place, bias, output, sums[half][n][i], sums[half][n][i + 2], add);
                         }

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 
@@ -25,6 +25,8 @@ KQUANT_ROWS = 128
 """Of x, that products are for: with more, expanding and cuBLAS are about as fast (H200)."""
 MANY_OUTPUTS = 16384
 """Enough that blocks of few stages, two on a processor, are all busy with 32 rows."""
+
+LEAST_WARPS = 4
 
 Macros = tuple[tuple[str, int], ...]
 
@@ -59,9 +61,30 @@ class KquantCut:
         return codes + self.stages * self.rows * 544 + self.parts * (16 * 64 if bits == 6 else 8 * 64 + 256)
 
 
-def product_cut(bits: int, rows: int, outputs: int, *, gated: bool = False, normed: bool = False) -> KquantCut:
-    """The fastest of some for the products of an 8B shape's layer on an H200. A gate takes two tiles of a warp;
-    `normed`: a single row."""
+def product_cut(
+    bits: int,
+    rows: int,
+    outputs: int,
+    shared_bytes: int,
+    *,
+    columns: int = 0,
+    gated: bool = False,
+    normed: bool = False,
+) -> KquantCut:
+    """The fastest of some for the products of an 8B shape's layer on an H200; of fewer stages, warps and blocks where
+    blocks of a GPU have less shared memory than that. A gate takes two tiles of a warp; `normed`: a single row, of so
+    many columns."""
+    cut, room = _fastest(bits, rows, outputs, gated=gated, normed=normed), shared_bytes - STATIC_SHARED_BYTES
+    smaller = [
+        replace(cut, warps=warps, stages=stages)
+        for warps in (cut.warps, LEAST_WARPS)
+        for stages in range(cut.stages, 1, -1)
+    ]
+    cut = next((one for one in smaller if one.shared_bytes(bits, columns) <= room), smaller[-1])
+    return replace(cut, blocks=max(1, min(cut.blocks, room // cut.shared_bytes(bits, columns))))
+
+
+def _fastest(bits: int, rows: int, outputs: int, *, gated: bool, normed: bool) -> KquantCut:
     dense = bits > 4
     if normed:
         return KquantCut(1, 2, 8, 3 if dense else 4, 1, True) if gated else KquantCut(1, 1, 8, 3, 2, True)
@@ -77,7 +100,7 @@ def product_cut(bits: int, rows: int, outputs: int, *, gated: bool = False, norm
 def against_cuts(bits: int, outputs: int, shared_bytes: int) -> str | None:
     """Why products with so many outputs cannot be cut for a GPU whose blocks have so much shared memory. Those of a
     single row are not asked for (`takes_norm`)."""
-    cuts = [(rows, product_cut(bits, rows, outputs)) for rows in (8, 16, 32, KQUANT_ROWS)]
+    cuts = [(rows, product_cut(bits, rows, outputs, shared_bytes)) for rows in (8, 16, 32, KQUANT_ROWS)]
     most = max(cut.shared_bytes(bits, 0) for _, cut in cuts) + STATIC_SHARED_BYTES
     if most > shared_bytes:
         return f"the kernels in CUDA take {most} bytes of shared memory; this GPU has {shared_bytes}"
@@ -130,12 +153,13 @@ def compile_products(wanted: Iterable[tuple[int, torch.dtype, KquantCut, bool]])
 
 
 @cache
-def compile_table(bits: int, dtype: torch.dtype) -> None:
-    """All that the table has for matrices of this kind."""
-    cuts = {product_cut(bits, rows, outputs) for rows in (8, 16, 32) for outputs in (1, MANY_OUTPUTS)}
-    plain = [(cut, False) for cut in cuts | {product_cut(bits, 1, 1, normed=True)}]
-    gated = [(product_cut(bits, rows, 1, gated=True, normed=rows == 1), True) for rows in (1, 8)]
-    compile_products((bits, dtype, cut, gate) for cut, gate in plain + gated)
+def compile_table(bits: int, dtype: torch.dtype, columns: int) -> None:
+    """All that products want with matrices of this kind and so many columns."""
+    cut = partial(product_cut, bits, shared_bytes=shared_memory_bytes())
+    cuts = {cut(rows, outputs) for rows in (8, 16, 32, KQUANT_ROWS) for outputs in (1, MANY_OUTPUTS)}
+    cuts.add(cut(1, 1, columns=columns, normed=True))
+    gated = (cut(1, 1, columns=columns, gated=True, normed=True), cut(8, 1, gated=True))
+    compile_products([(bits, dtype, one, False) for one in cuts] + [(bits, dtype, one, True) for one in gated])
 
 
 class KquantMatrix:
@@ -150,9 +174,14 @@ class KquantMatrix:
 
     def takes_norm(self, x: torch.Tensor, norm: torch.Tensor, *, gated: bool) -> bool:
         """Whether the norm of a single row rides along: weights of its type, and room for the whole row."""
-        cut = product_cut(self._bits, 1, self._outputs, gated=gated, normed=True)
-        room = shared_memory_bytes() - STATIC_SHARED_BYTES
+        cut, room = self._cut(1, gated=gated, normed=True), shared_memory_bytes() - STATIC_SHARED_BYTES
         return len(x) == 1 and norm.dtype == x.dtype and cut.shared_bytes(self._bits, self._columns) <= room
+
+    def _cut(self, rows: int, *, gated: bool, normed: bool) -> KquantCut:
+        columns = self._columns if normed else 0
+        return product_cut(
+            self._bits, rows, self._outputs, shared_memory_bytes(), columns=columns, gated=gated, normed=normed
+        )
 
     @property
     def takes_gate(self) -> bool:
@@ -181,7 +210,7 @@ class KquantMatrix:
         odd = [part.dtype for part in (out, bias, norm) if part is not None and part.dtype != x.dtype]
         if odd or (gated and not self.takes_gate):
             raise EngineError("this product is not one of the CUDA kernels", found=f"{odd}, {self._outputs} outputs")
-        cut = cut or product_cut(self._bits, rows, self._outputs, gated=gated, normed=norm is not None)
+        cut = cut or self._cut(rows, gated=gated, normed=norm is not None)
         groups, row_blocks = -(-self._outputs // cut.tile), -(-rows // cut.rows)
         shares = len(workspace.sums) // (2 * row_blocks * cut.tile * cut.rows)
         if not shares or row_blocks * groups > len(workspace.counters):

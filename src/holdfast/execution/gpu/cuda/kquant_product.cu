@@ -338,19 +338,6 @@ template <int PAIR> __device__ __forceinline__ void multiply_pieces(
     }
 }
 
-// Two outputs that lie side by side, of one row.
-__device__ __forceinline__ void put(u16 *out, const u16 *bias, int output, float first, float second, bool add) {
-    if (bias) {
-        const u32 pair = *(const u32 *)(bias + output);
-        first += low_of(pair), second += high_of(pair);
-    }
-    if (add) {
-        const u32 pair = *(const u32 *)out;
-        first += low_of(pair), second += high_of(pair);
-    }
-    *(u32 *)out = pair_of(first, second);
-}
-
 // Rounded where the separate product and gate would round.
 __device__ __forceinline__ float gated(float gate, float up, int activation) {
     return rounded(activated(rounded(gate), activation)) * rounded(up);

@@ -23,13 +23,47 @@ _SERIALIZED_BY_THE_KERNEL = 6
 EARLY_CAPABILITY = (9, 0)
 _STATIC_SHARED_LIMIT = 48 * 1024
 """More than this must be asked for."""
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_UNSIGNED = {1: 0, 2: 1, 4: 2}
+"""CU_TENSOR_MAP_DATA_TYPE_UINT8 and so on, by bytes"""
+_SWIZZLE_128, _PROMOTE_256 = 3, 3
+"""CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B"""
 
 
 class DriverError(EngineError, RuntimeError):
     """As torch's own errors of the GPU are: who handles a shortage of memory, or a capture that failed, sees it."""
 
 
-Argument = torch.Tensor | int | float | None
+class TensorMap:
+    """CUtensorMap of a matrix in GPU memory: what Hopper copies a box [box rows, box columns] of at a time, with zeros
+    where the matrix has no rows. `swizzled`: in lines of 128 bytes, as wgmma reads them. Not to outlive it."""
+
+    def __init__(
+        self, place: int, element_bytes: int, shape: tuple[int, int], stride: int, box: tuple[int, int], *,
+        swizzled: bool = False,
+    ) -> None:  # fmt: skip
+        self._memory = (ctypes.c_uint8 * (_MAP_BYTES + _MAP_ALIGNMENT))()
+        start = ctypes.addressof(self._memory)
+        offset = -start % _MAP_ALIGNMENT
+        self.value = (ctypes.c_uint8 * _MAP_BYTES).from_buffer(self._memory, offset)
+        status = _driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(start + offset),
+            _UNSIGNED[element_bytes],
+            2,
+            ctypes.c_void_p(place),
+            (ctypes.c_uint64 * 2)(shape[1], shape[0]),
+            (ctypes.c_uint64 * 1)(stride * element_bytes),
+            (ctypes.c_uint32 * 2)(box[1], box[0]),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,
+            _SWIZZLE_128 if swizzled else 0,
+            _PROMOTE_256,
+            0,
+        )
+        _check(status, "describing a matrix")
+
+
+Argument = torch.Tensor | TensorMap | int | float | None
 
 
 class _Attribute(ctypes.Structure):
@@ -82,8 +116,8 @@ class Kernel:
             _check(_driver().cuFuncSetAttribute(function, _MOST_DYNAMIC_SHARED_BYTES, shared_bytes), "shared memory")
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Argument) -> None:
-        """Tensors are pointers to their first element, None a null pointer, int is an `int`, float a `float`. The
-        kernel must take as many, in these types: nothing checks it."""
+        """Tensors are pointers to their first element, None a null pointer, int is an `int`, float a `float`, a map
+        itself. The kernel must take as many, in these types: nothing checks it."""
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         config = _Config(
@@ -116,9 +150,13 @@ class Module:
         return Kernel(function, threads, shared_bytes, early=early)
 
 
-def _value(argument: Argument) -> ctypes._SimpleCData[int] | ctypes._SimpleCData[float] | ctypes.c_void_p:
+def _value(
+    argument: Argument,
+) -> ctypes._SimpleCData[int] | ctypes._SimpleCData[float] | ctypes.c_void_p | ctypes.Array[ctypes.c_uint8]:
     if argument is None:
         return ctypes.c_void_p(0)
+    if isinstance(argument, TensorMap):
+        return argument.value
     if isinstance(argument, torch.Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)

@@ -21,10 +21,13 @@ from holdfast.footprint.gpu import LARGE_BYTES, SKINNY_ROWS
 
 
 class Scratch:
-    """What all products share, one after the other on one stream. `tokens`: the most of a step."""
+    """What all products share, one after the other on one stream. `tokens`: the most of a step. `spare`: a buffer that
+    only products write to and whose content none needs that does not get it."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, tokens: int = 0) -> None:
-        self.quantized = QuantizedWorkspace(dtype, device)
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, tokens: int = 0, spare: torch.Tensor | None = None
+    ) -> None:
+        self.quantized = QuantizedWorkspace(dtype, device, spare)
         self.rounded = RoundedWorkspace(tokens, dtype, device)
 
 
@@ -106,7 +109,8 @@ class DenseGpuLinear(_Plain):
         self.weight, self.bias = linear.weight, linear.bias
         self._turned = linear.weight.t()
         self._skinny = SKINNY_ROWS if linear.weight.nbytes < LARGE_BYTES else 1
-        self.gating = choose_gated_product(linear.weight, linear.bias)
+        weight = linear.weight
+        self.gating = choose_gated_product((len(weight), weight.shape[1]), weight.dtype, weight.device, linear.bias)
         """Which kernel `gated` takes for many rows."""
 
     @property

@@ -6,7 +6,7 @@ may be captured in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,11 +15,10 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.layers.experts import ExpertGpuMaker
-from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
-from holdfast.execution.gpu.layers.prefill_kernel import choose_gated_product
+from holdfast.execution.gpu.layers.linear import DenseGpuLinear, GpuLinear, Scratch, gpu_linear
+from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear
 from holdfast.execution.layers.experts import ExpertWeights
-from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.weights.load import GatedWeights, MlpWeights, PlainWeights, Weights
@@ -55,9 +54,14 @@ class GatedGpuMlp:
     def __init__(
         self, weights: GatedWeights, activation: Activation, buffers: MlpBuffers, scratch: Scratch, beside: Beside
     ) -> None:
-        self._gate_up = beside("gate_up", gpu_linear(weights.gate_up, scratch))
+        gate_up = gpu_linear(weights.gate_up, scratch)
+        self._gate_up = beside("gate_up", gate_up)
         self._down = beside("down", gpu_linear(weights.down, scratch))
         self._activation, self._buffers = activation, buffers
+        self.gating: Decision | None = None
+        """Which kernel multiplies and gates many rows in `add_normed`, where there is a choice."""
+        if isinstance(gate_up, DenseGpuLinear | QuantizedGpuLinear) and not isinstance(self._down, RoundedGpuLinear):
+            self.gating = gate_up.gating
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -106,10 +110,10 @@ class PlainGpuMlp:
         (self._down.add if add else self._down.write)(inner, out)
 
 
-def gating_decisions(weights: Weights) -> list[Decision]:
-    """Which kernel multiplies and gates many rows, where any matrix lets it choose."""
-    gated = [layer.mlp.gate_up for layer in weights.layers if isinstance(layer.mlp, GatedWeights)]
-    return [choose_gated_product(one.weight, one.bias) for one in gated if isinstance(one, DenseLinear)][:1]
+def gating_decisions(mlps: Iterable[GpuMlp]) -> list[Decision]:
+    """Which kernel multiplies and gates many rows, where any matrix lets it choose: the first that does says it.
+    `mlps`: those that are asked to `add_normed`."""
+    return [mlp.gating for mlp in mlps if isinstance(mlp, GatedGpuMlp) and mlp.gating is not None][:1]
 
 
 def make_mlps(

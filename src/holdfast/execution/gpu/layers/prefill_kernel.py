@@ -53,23 +53,27 @@ def _against_hopper(spec: ModelSpec, layout: KVLayout, device: torch.device, dty
     return _against_triton()
 
 
-def choose_gated_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Decision:
-    """`weight`: gate above up."""
-    against = _against_gated(weight, bias)
+def choose_gated_product(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, bias: torch.Tensor | None
+) -> Decision:
+    """`shape`: of gate above up. `dtype`: of both as they are multiplied, and of inputs."""
+    against = _against_gated(shape, dtype, device, bias)
     if against is None:
         reason = f"from {GATED_ROWS:,} rows on the gate is taken where it is multiplied: 2 to 3% of a prompt"
         return Decision("gated_product", HOPPER, reason, "measured")
     return Decision("gated_product", CUBLAS, f"the kernel for Hopper {against}", "planner")
 
 
-def _against_gated(weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
-    if (against := _against_device(weight.device)) is not None:
+def _against_gated(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, bias: torch.Tensor | None
+) -> str | None:
+    if (against := _against_device(device)) is not None:
         return against
-    if weight.dtype.itemsize != 2:
-        return f"multiplies numbers of 2 bytes; these have {weight.dtype.itemsize}"
+    if dtype.itemsize != 2:
+        return f"multiplies numbers of 2 bytes; these have {dtype.itemsize}"
     if bias is not None:
         return "knows no bias"
-    inner, inputs = weight.shape[0] // 2, weight.shape[1]
+    inner, inputs = shape[0] // 2, shape[1]
     if inner % GATED_COLUMNS or inputs % GATED_INPUTS:
         return f"takes columns by {GATED_COLUMNS} and inputs by {GATED_INPUTS}; these are {inner:,} and {inputs:,}"
     if inputs < GATED_LEAST_INPUTS:

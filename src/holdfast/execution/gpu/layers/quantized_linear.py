@@ -3,10 +3,11 @@
     1                        one kernel: norm and product, where codes are of four bits (`vector_products`)
     to FEW_QUANTIZED_ROWS    product and gate, or sum, decoded in registers
     to SKINNY_BLOCK_ROWS     the same without the gate, which is a kernel of its own
-    more                     expanded to a tile of rows at a time, which the second level cache holds, and cuBLAS
+    more                     expanded, as much of the matrix at a time as there is room for, and cuBLAS
+    from GATED_ROWS on       the same with the gate in the product, where the GPU has that (`gated_hopper`)
 
 int4 codes and K-quants are rearranged for tensor cores where the GPU and their shape allow it (`cuda.int4`,
-`cuda.kquant`): then one kernel has product and gate, or sum, to FRAGMENT_ROWS or KQUANT_ROWS; for one row the norm too.
+`cuda.kquant`): then one kernel has product and gate, or sum, to its `most_rows`; for one row the norm too.
 
 Knows nothing of what a matrix is for.
 """
@@ -19,9 +20,10 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.fragments import rearrange
-from holdfast.execution.gpu.cuda.int4 import FRAGMENT_ROWS, NO_GATE, FragmentMatrix, against_int4
+from holdfast.execution.gpu.cuda.int4 import NO_GATE, FragmentMatrix, against_int4
 from holdfast.execution.gpu.cuda.kquant import BITS, KQUANT_ROWS, KquantMatrix, against_kquant, compile_table
 from holdfast.execution.gpu.cuda.row_product import RowMatrix, against_row
+from holdfast.execution.gpu.layers.prefill_kernel import GATED_ROWS, HOPPER, choose_gated_product
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -42,6 +44,7 @@ from holdfast.footprint.gpu import EXPANDED_BYTES, SKINNY_BLOCK_ROWS, SPLIT_COUN
 from holdfast.observability.decisions import Decision
 
 WHOLE_ROWS = 128
+LINE_BYTES = 128
 
 
 class QuantizedWorkspace:
@@ -50,30 +53,45 @@ class QuantizedWorkspace:
 
         | rows of numbers, for many rows of inputs          |
         | sums of splits (SUMS_BYTES) | inputs in order     |     for few
+
+    `spare` is a buffer of someone else's, in which nothing is kept from one product to the next. Where more of it is
+    free than that memory has, rows are expanded there: of inputs and outputs of a product only what lies in it is kept.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self._device = dtype, device
+    def __init__(self, dtype: torch.dtype, device: torch.device, spare: torch.Tensor | None = None) -> None:
+        self.dtype, self.device = dtype, device
+        self._spare = torch.empty(0, dtype=torch.uint8) if spare is None else spare.view(-1).view(torch.uint8)
         self._memory: torch.Tensor | None = None
         self._counters: torch.Tensor | None = None
         self._in_fragments: dict[str, list[str | None]] = {}
 
     def _bytes(self) -> torch.Tensor:
         if self._memory is None:
-            self._memory = torch.empty(EXPANDED_BYTES, dtype=torch.uint8, device=self._device)
+            self._memory = torch.empty(EXPANDED_BYTES, dtype=torch.uint8, device=self.device)
         return self._memory
 
-    def expanded(self, columns: int) -> torch.Tensor:
+    def make_room(self) -> None:
+        self._bytes()
+
+    def expanded(self, columns: int, *kept: torch.Tensor) -> torch.Tensor:
         """Rows of a quantized matrix as numbers: a multiple of WHOLE_ROWS of them, so that what their product writes
-        begins where cuBLAS's fast kernels can."""
-        words = self._bytes().view(self.dtype)
+        begins where cuBLAS's fast kernels can. Until the next call; `kept` is left as it is."""
+        memory, end = self._bytes(), 0
+        for one in kept:
+            begin = one.data_ptr() - self._spare.data_ptr()
+            if begin < self._spare.nbytes and begin + _spanned(one) > 0:
+                end = max(end, begin + _spanned(one))
+        end = -(-end // LINE_BYTES) * LINE_BYTES
+        if self._spare.nbytes - end > memory.nbytes:
+            memory = self._spare[end:]
+        words = memory[: memory.nbytes // LINE_BYTES * LINE_BYTES].view(self.dtype)
         rows = len(words) // columns
         rows -= rows % WHOLE_ROWS if rows >= WHOLE_ROWS else 0
         return words[: rows * columns].view(rows, columns)
 
     def splits(self) -> SplitSums:
         if self._counters is None:
-            self._counters = torch.zeros(SPLIT_COUNTERS, dtype=torch.int32, device=self._device)
+            self._counters = torch.zeros(SPLIT_COUNTERS, dtype=torch.int32, device=self.device)
         return SplitSums(self._bytes()[:SUMS_BYTES].view(torch.float32), self._counters)
 
     def ordered(self, rows: int, columns: int) -> torch.Tensor:
@@ -85,9 +103,9 @@ class QuantizedWorkspace:
         `decisions` too."""
         if isinstance(matrix, ScaledMatrix):
             about = "int4_products"
-            against = against_int4(matrix.layout, matrix.rows, matrix.columns, self.dtype, self._device)
+            against = against_int4(matrix.layout, matrix.rows, matrix.columns, self.dtype, self.device)
         else:
-            about, against = "gguf_products", against_kquant(matrix.layout, matrix.rows, self.dtype, self._device)
+            about, against = "gguf_products", against_kquant(matrix.layout, matrix.rows, self.dtype, self.device)
         self._in_fragments.setdefault(about, []).append(against)
         return against
 
@@ -95,6 +113,14 @@ class QuantizedWorkspace:
     def decisions(self) -> list[Decision]:
         """On matrices of int4 codes and of GGUF's blocks, where there are any."""
         return [_decision(about, found) for about, found in self._in_fragments.items()]
+
+
+def _spanned(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to its last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
 
 
 def _decision(about: str, found: list[str | None]) -> Decision:
@@ -174,7 +200,7 @@ class _Fragments:
         self._matrix, self.order = FragmentMatrix(matrix, dtype), matrix.order
         self._row = RowMatrix(matrix, dtype) if against_row(matrix, dtype) is None else None
         # Inputs in another order are put into the workspace, which holds fewer.
-        self.most_rows = self.most_gated = FRAGMENT_ROWS if matrix.order is None else SKINNY_BLOCK_ROWS
+        self.most_rows = self.most_gated = self._matrix.most_rows if matrix.order is None else SKINNY_BLOCK_ROWS
         self.kind: tuple[object, ...] = ("fragments", matrix.layout, matrix.rows, matrix.columns)
 
     def multiply(
@@ -224,7 +250,7 @@ class _Tiles:
         self._matrix = KquantMatrix(matrix.weave())
         self.most_gated = FEW_QUANTIZED_ROWS if self._matrix.takes_gate else 0
         self.kind: tuple[object, ...] = ("tiles", matrix.layout, matrix.rows, matrix.columns)
-        compile_table(BITS[matrix.layout], dtype)
+        compile_table(BITS[matrix.layout], dtype, matrix.columns)
 
     def multiply(
         self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, bias: torch.Tensor | None, add: bool
@@ -258,8 +284,13 @@ class QuantizedGpuLinear:
     def __init__(self, linear: QuantizedLinear, workspace: QuantizedWorkspace) -> None:
         matrix = linear.matrix
         self._form = _form(matrix, workspace)
-        self._rows, self.bias, self._workspace = matrix.rows, linear.bias, workspace
-        self._tile, self._splits = workspace.expanded(matrix.columns), workspace.splits()
+        self._rows, self._columns, self.bias, self._workspace = matrix.rows, matrix.columns, linear.bias, workspace
+        self._splits = workspace.splits()
+        workspace.make_room()
+        self.gating = choose_gated_product(
+            (matrix.rows, matrix.columns), workspace.dtype, workspace.device, linear.bias
+        )
+        """Which kernel `gated` takes for many rows."""
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -269,10 +300,11 @@ class QuantizedGpuLinear:
         if len(x) <= self._form.most_rows:
             self._multiply(x, out, add=False)
             return
-        for first, last, tile in self._tiles():
-            torch.mm(x, tile.t(), out=out[:, first:last])
-        if self.bias is not None:
-            out += self.bias
+        for first, last, tile in self._tiles(x, out):
+            if self.bias is None:
+                torch.mm(x, tile.t(), out=out[:, first:last])
+            else:
+                torch.addmm(self.bias[first:last], x, tile.t(), out=out[:, first:last])
 
     def write_normed(
         self, x: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor, out: torch.Tensor
@@ -290,7 +322,7 @@ class QuantizedGpuLinear:
         if len(x) <= self._form.most_rows:
             self._multiply(x, out, add=True)
             return
-        for first, last, tile in self._tiles():
+        for first, last, tile in self._tiles(x, out):
             out[:, first:last].addmm_(x, tile.t())
         if self.bias is not None:
             out += self.bias
@@ -305,6 +337,10 @@ class QuantizedGpuLinear:
         gate_up: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        if len(x) >= GATED_ROWS and self.gating.value == HOPPER:
+            kernels.rms_norm(x, norm, epsilon, normed)
+            self._gate_many(normed, activation, out)
+            return
         if len(x) > self._form.most_gated or (len(x) == 1 and self._form.vectors is not None):
             self.write_normed(x, norm, epsilon, normed, gate_up)
             kernels.gate(gate_up, activation, out)
@@ -331,12 +367,33 @@ class QuantizedGpuLinear:
         gather_columns(x, self._form.order, ordered)
         return ordered
 
-    def _tiles(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        for first in range(0, self._rows, len(self._tile)):
-            last = min(first + len(self._tile), self._rows)
-            tile = self._tile[: last - first]
+    def _tiles(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Rows from the first to before the last, expanded: as many at a time as there is room for, and alike."""
+        room = self._workspace.expanded(self._columns, x, out)
+        for first, last in _pieces(self._rows, len(room)):
+            tile = room[: last - first]
             self._form.expand(first, last, tile)
             yield first, last, tile
+
+    def _gate_many(self, x: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+        # Imported here: there is no such thing for other GPUs, nor for Triton's interpreter.
+        from holdfast.execution.triton_kernels.gated_hopper import gated_product_hopper
+
+        inner, room = self._rows // 2, self._workspace.expanded(self._columns, x, out)
+        for first, last in _pieces(inner, len(room) // 2):
+            gates = last - first
+            self._form.expand(first, last, room[:gates])
+            self._form.expand(inner + first, inner + last, room[gates : 2 * gates])
+            gated_product_hopper(x, room[: 2 * gates], activation, out[:, first:last])
+
+
+def _pieces(rows: int, most: int) -> Iterator[tuple[int, int]]:
+    """As few as can be and of equal size, in whole tiles of WHOLE_ROWS where `most` has one."""
+    whole = WHOLE_ROWS if most >= WHOLE_ROWS else 1
+    count = -(-rows // (most // whole * whole))
+    size = -(-rows // count // whole) * whole
+    for first in range(0, rows, size):
+        yield first, min(first + size, rows)
 
 
 def _form(

@@ -1,0 +1,329 @@
+// out [rows, outputs] = (or +=) x [rows, columns] . matrix [outputs, columns]^T + bias, of four-bit codes in the order of
+// fragments.py, for many rows: Hopper's wgmma with the matrix as its left side, decoded in registers, and x as its right
+// side in shared memory. Elements are numbers of x's kind, as int4_expand writes them, and sums run over all columns.
+//
+//   codes    [16 matrix rows][128 columns]: 2 x 32 lanes x 16 bytes, words w; lane 4g+t
+//            matrix rows 2g, 2g+1; columns 64i + 16w + 2t + 0, 1, 8, 9
+//   scales   [16 matrix rows][group][16]; zeros alike
+//
+// A tile has TILE outputs and ROWS rows. One thread copies, STAGES units of 128 columns ahead; WARPGROUPS warpgroups multiply,
+// with SLABS x 64 matrix rows each: those of a gate and of what it gates, where gated. A warpgroup decodes the next columns
+// while tensor cores multiply these.
+//
+// Blocks run as long as there is work: first a share of the tiles that are split (`split_tiles`, cut by columns), then
+// every gridDim.x-th of the others.
+//
+// Macros: ROWS (64, 96, 128, 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES, SCALE_HALF, ZEROS, HALF, GATE (with
+// SLABS 2) as in int4_product.cu.
+
+#define CONSUMERS (WARPGROUPS * 128)
+#define THREADS (CONSUMERS + 128)
+// Of a thread that copies and of one that multiplies: of what a block begins with.
+#define REGISTERS (65536 / BLOCKS / THREADS / 8 * 8)
+#define FEW_REGISTERS 40
+#define MANY_REGISTERS ((REGISTERS * THREADS - FEW_REGISTERS * 128) / CONSUMERS / 8 * 8)
+#define PARTS (ROWS / 8)
+#define PIECES (WARPGROUPS * SLABS * 4)
+#define HALF_PIECES (PIECES / 2)
+#define TILE (PIECES * 16)
+#define STEPS_AT_ONCE (2 / SLABS)
+
+// Bytes of one stage. Copies begin at whole lines.
+#define LINES(bytes) (((bytes) + 127) / 128 * 128)
+#define X_BYTES (ROWS * 256)
+#define CODES_HALF (HALF_PIECES * 1024)
+#define SCALES_PIECE (GROUPS * 16 * SCALE_BYTES)
+#define SCALES_HALF LINES(HALF_PIECES * SCALES_PIECE)
+#define ZEROS_PIECE (GROUPS * 16)
+#define ZEROS_HALF (ZEROS * LINES(HALF_PIECES * ZEROS_PIECE))
+#define AT_CODES X_BYTES
+#define AT_SCALES (AT_CODES + 2 * CODES_HALF)
+#define AT_ZEROS (AT_SCALES + 2 * SCALES_HALF)
+#define STAGE_BYTES ((AT_ZEROS + 2 * ZEROS_HALF + 1023) / 1024 * 1024)
+#define COPIED_BYTES (X_BYTES + 2 * CODES_HALF + 2 * HALF_PIECES * (SCALES_PIECE + ZEROS * ZEROS_PIECE))
+#define SUMS_FLOATS (TILE * ROWS)
+
+// Row blocks whose tiles of the same outputs follow each other: they share codes in the second level cache.
+#define NEIGHBOURS 16
+
+// Scales have more bits than x's kind: two numbers hold them.
+#define LONG_SCALES (!(SCALE_BYTES == 2 && SCALE_HALF == HALF))
+
+// ---- work ----
+
+struct Job {
+    int tile, first, last;
+};
+
+// Of this block, one after the other.
+struct Jobs {
+    int steps, tiles, unit, end, tile;
+
+    __device__ __forceinline__ bool next(Job &job) {
+        if (unit < end) {
+            job.tile = unit / steps, job.first = unit % steps;
+            job.last = job.first + end - unit < steps ? job.first + end - unit : steps;
+            unit += job.last - job.first;
+            return true;
+        }
+        if (tile >= tiles) return false;
+        job.tile = tile, job.first = 0, job.last = steps;
+        tile += gridDim.x;
+        return true;
+    }
+};
+
+struct Place {
+    int outputs, rows;
+
+    __device__ __forceinline__ Place(int tile, int output_tiles, int row_blocks) {
+        const int group = tile / (NEIGHBOURS * output_tiles), rest = tile % (NEIGHBOURS * output_tiles);
+        const int left = row_blocks - group * NEIGHBOURS, in_group = left < NEIGHBOURS ? left : NEIGHBOURS;
+        outputs = rest / in_group, rows = group * NEIGHBOURS + rest % in_group;
+    }
+};
+
+// ---- decoding ----
+
+// What turns codes of a group, of two matrix rows, into numbers.
+struct Factors {
+    u32 minus[2], scale[2], rest[2];
+};
+
+__device__ __forceinline__ void set_scale(Factors &factors, int row, float scale) {
+    factors.scale[row] = pair_of(scale, scale);
+    const float rest = scale - low_of(factors.scale[row]);
+    factors.rest[row] = pair_of(rest, rest);
+}
+
+__device__ __forceinline__ Factors factors_at(u32 scales, u32 zeros) {
+    Factors found;
+#if SCALE_BYTES == 4
+    float first, second;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(first), "=f"(second) : "r"(scales));
+    set_scale(found, 0, first), set_scale(found, 1, second);
+#else
+    u32 pair;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(scales));
+#if LONG_SCALES && SCALE_HALF
+    set_scale(found, 0, float_of_half((u16)pair)), set_scale(found, 1, float_of_half((u16)(pair >> 16)));
+#elif LONG_SCALES
+    set_scale(found, 0, __uint_as_float(pair << 16)), set_scale(found, 1, __uint_as_float(pair & 0xFFFF0000u));
+#else
+    found.scale[0] = (pair & 0xFFFFu) * 0x00010001u, found.scale[1] = (pair >> 16) * 0x00010001u;
+#endif
+#endif
+#if ZEROS
+    u16 both;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(both) : "r"(zeros));
+    found.minus[0] = MINUS_RAISED | (both & 0xFFu) * 0x00010001u;
+    found.minus[1] = MINUS_RAISED | (both >> 8) * 0x00010001u;
+#else
+    found.minus[0] = found.minus[1] = MINUS_RAISED | 0x00080008u;
+#endif
+    return found;
+}
+
+// A code less its zero is exact; times its scale it is rounded once (for long scales but for a 2^-9 of that).
+__device__ __forceinline__ void decode(u32 (&left)[4], u32 word, const Factors &factors) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 code = less(raised_codes(word >> (4 * i)), factors.minus[i & 1]);
+#if LONG_SCALES
+        left[i] = fma_pair(code, factors.scale[i & 1], times(code, factors.rest[i & 1]));
+#else
+        left[i] = times(code, factors.scale[i & 1]);
+#endif
+    }
+}
+
+__device__ __forceinline__ void multiply_unit(
+    u32 stage, float (&sums)[SLABS][PARTS][4], bool fresh, u32 empty_before, int warpgroup, int warp, int lane
+) {
+    const int piece = warpgroup * 4 + warp, g = lane >> 2;
+    const u64 lines = lines_at(stage);
+    uint4 words[SLABS][2];
+    Factors factors[SLABS];
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab++) {
+        const u32 codes = stage + AT_CODES + slab * CODES_HALF + piece * 1024 + lane * 16;
+        words[slab][0] = shared16(codes), words[slab][1] = shared16(codes + 512);
+    }
+#pragma unroll
+    for (int step = 0; step < 8; step += STEPS_AT_ONCE) {
+        u32 left[STEPS_AT_ONCE][SLABS][4];
+#pragma unroll
+        for (int i = 0; i < STEPS_AT_ONCE; i++) {
+#pragma unroll
+            for (int slab = 0; slab < SLABS; slab++) {
+                if ((step + i) * GROUPS % 8 == 0) {
+                    const int group = (step + i) * GROUPS / 8;
+                    // Halves are side by side where a slab has all of them: but for what fills lines.
+                    const int half = SLABS == 2 ? slab : piece / HALF_PIECES, at = SLABS == 2 ? piece : piece % HALF_PIECES;
+                    factors[slab] = factors_at(
+                        stage + AT_SCALES + half * SCALES_HALF + at * SCALES_PIECE + (group * 16 + 2 * g) * SCALE_BYTES,
+                        stage + AT_ZEROS + half * ZEROS_HALF + at * ZEROS_PIECE + group * 16 + 2 * g
+                    );
+                }
+                const uint4 &of = words[slab][(step + i) / 4];
+                const int word = (step + i) % 4;
+                decode(left[i][slab], word == 0 ? of.x : word == 1 ? of.y : word == 2 ? of.z : of.w, factors[slab]);
+            }
+        }
+        open_products();
+#pragma unroll
+        for (int i = 0; i < STEPS_AT_ONCE; i++) {
+            const u64 right = lines + ((step + i) / 4 * (ROWS * 128) + (step + i) % 4 * 32) / 16;
+#pragma unroll
+            for (int slab = 0; slab < SLABS; slab++)
+                products(sums[slab], left[i][slab], right, step + i == 0 && fresh);
+        }
+        close_products();
+        await_products<1>();
+        // All products with the unit before are done.
+        if (step == 0 && empty_before && (threadIdx.x & 127) == 0) arrive(empty_before);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap codes_map,
+    const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map, u16 *out, const u16 *bias,
+    float *workspace, int *counters, int rows, int outputs, int columns, int group, int out_stride, int split_tiles,
+    int units_of_block, int add
+) {
+    extern __shared__ __align__(1024) u8 memory[];
+    __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
+    __shared__ int flag;
+    // `outputs` are those that are written; where gated the matrix has twice as many rows.
+    const int steps = columns / 128, gate_slabs = outputs / 16;
+    const int output_tiles = (outputs / 16 + (GATE >= 0 ? HALF_PIECES : PIECES) - 1) / (GATE >= 0 ? HALF_PIECES : PIECES);
+    const int row_blocks = (rows + ROWS - 1) / ROWS;
+    const Cut cut{steps, units_of_block};
+    const int units = split_tiles * steps, begin = blockIdx.x * units_of_block;
+    const int end = begin + units_of_block < units ? begin + units_of_block : units;
+    Jobs jobs{steps, output_tiles * row_blocks, begin, end, split_tiles + (int)blockIdx.x};
+    const u32 stages = shared_address(memory), full_at = shared_address(full), empty_at = shared_address(empty);
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < STAGES; i++) set_barrier(full_at + i * 8, 1), set_barrier(empty_at + i * 8, WARPGROUPS);
+        show_barriers();
+    }
+    __syncthreads();
+
+    if (threadIdx.x >= CONSUMERS) {
+        keep_registers<FEW_REGISTERS>();
+        if (threadIdx.x > CONSUMERS) return;
+        const int blocks_of_group = group > 128 ? group / 128 : 1;
+        auto copy_codes = [&](int stage, const Place &place, int step) {
+            const u32 at = stages + stage * STAGE_BYTES, full_here = full_at + stage * 8;
+            const int group_column = (blocks_of_group == 1 ? step * GROUPS : step / blocks_of_group) * 16;
+            await_bytes(full_here, COPIED_BYTES);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int slab = GATE >= 0 ? half * gate_slabs + place.outputs * HALF_PIECES : place.outputs * PIECES + half * HALF_PIECES;
+                copy_box(at + AT_CODES + half * CODES_HALF, codes_map, step * 256, slab, full_here);
+                copy_box(at + AT_SCALES + half * SCALES_HALF, scales_map, group_column, slab, full_here);
+                if (ZEROS) copy_box(at + AT_ZEROS + half * ZEROS_HALF, zeros_map, group_column, slab, full_here);
+            }
+        };
+        auto copy_x = [&](int stage, const Place &place, int step) {
+            const u32 at = stages + stage * STAGE_BYTES, full_here = full_at + stage * 8;
+            copy_box(at, x_map, step * 128, place.rows * ROWS, full_here);
+            copy_box(at + ROWS * 128, x_map, step * 128 + 64, place.rows * ROWS, full_here);
+        };
+        // Codes do not depend on the kernel before this one: they are on their way while it ends.
+        Jobs ahead = jobs;
+        Job job;
+        int stage = 0;
+        while (stage < STAGES && ahead.next(job)) {
+            const Place place(job.tile, output_tiles, row_blocks);
+            for (int step = job.first; step < job.last && stage < STAGES; step++) copy_codes(stage++, place, step);
+        }
+        await_kernel_before();
+        int count = 0, parity = 1;
+        stage = 0;
+        while (jobs.next(job)) {
+            const Place place(job.tile, output_tiles, row_blocks);
+            for (int step = job.first; step < job.last; step++) {
+                if (count >= STAGES) {
+                    await_phase(empty_at + stage * 8, parity);
+                    copy_codes(stage, place, step);
+                }
+                copy_x(stage, place, step);
+                count++;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+        }
+        return;
+    }
+
+    take_registers<MANY_REGISTERS>();
+    await_kernel_before();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, warpgroup = threadIdx.x >> 7;
+    const int g = lane >> 2, t = lane & 3;
+    float sums[SLABS][PARTS][4];
+    int stage = 0, parity = 0;
+    Job job;
+    while (jobs.next(job)) {
+        u32 empty_before = 0;
+#pragma unroll 1
+        for (int step = job.first; step < job.last; step++) {
+            await_phase(full_at + stage * 8, parity);
+            multiply_unit(stages + stage * STAGE_BYTES, sums, step == job.first, empty_before, warpgroup, warp, lane);
+            empty_before = empty_at + stage * 8;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        await_products<0>();
+        if ((threadIdx.x & 127) == 0) arrive(empty_before);
+
+        if (job.first || job.last < steps) {
+            float4 *shares = (float4 *)workspace + threadIdx.x;
+            float4 *mine = shares + (size_t)cut.share(blockIdx.x, job.tile) * (SUMS_FLOATS / 4);
+#pragma unroll
+            for (int index = 0; index < SLABS * PARTS; index++) {
+                float (&s)[4] = sums[index / PARTS][index % PARTS];
+                mine[index * CONSUMERS] = float4{s[0], s[1], s[2], s[3]};
+            }
+            const int from = cut.first_block(job.tile), to = cut.last_block(job.tile);
+            if (!last_to_arrive<CONSUMERS>(counters + job.tile, to - from + 1, &flag)) continue;
+            // In order, so that results do not depend on who is last.
+#pragma unroll
+            for (int index = 0; index < SLABS * PARTS; index++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) sums[index / PARTS][index % PARTS][i] = 0.f;
+#pragma unroll 1
+            for (int block = from; block <= to; block++) {
+                const float4 *place = shares + (size_t)cut.share(block, job.tile) * (SUMS_FLOATS / 4);
+#pragma unroll
+                for (int index = 0; index < SLABS * PARTS; index++) {
+                    float (&s)[4] = sums[index / PARTS][index % PARTS];
+                    const float4 more = sums_at(place + index * CONSUMERS);
+                    s[0] += more.x, s[1] += more.y, s[2] += more.z, s[3] += more.w;
+                }
+            }
+        }
+        const Place place(job.tile, output_tiles, row_blocks);
+#pragma unroll
+        for (int slab = 0; slab < (GATE >= 0 ? 1 : SLABS); slab++) {
+            const int piece = slab * HALF_PIECES + warpgroup * 4 + warp;
+            const int output = (place.outputs * (GATE >= 0 ? HALF_PIECES : PIECES) + piece) * 16 + 2 * g;
+            if (output >= outputs) continue;
+#pragma unroll
+            for (int n = 0; n < PARTS; n++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int row = place.rows * ROWS + n * 8 + 2 * t + i;
+                    if (row >= rows) continue;
+                    u16 *target = out + (size_t)row * out_stride + output;
+                    if (GATE >= 0) {
+                        float gates[2] = {sums[0][n][i], sums[0][n][i + 2]};
+                        float ups[2] = {sums[SLABS - 1][n][i], sums[SLABS - 1][n][i + 2]};
+                        put_gated(target, bias, output, outputs, gates, ups, GATE);
+                    } else {
+                        put(target, bias, output, sums[slab][n][i], sums[slab][n][i + 2], add);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,153 @@
+"""Products of many rows with matrices of four-bit codes on Hopper, by int4_wide.cu: how one is cut into tiles, and how
+those are given to blocks. Safe in a CUDA graph once a kernel was compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+
+from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS
+from holdfast.execution.gpu.cuda.module import Kernel, Module, TensorMap, text
+from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+
+LINE_COLUMNS = 64
+"""Of x, that a line of 128 bytes holds."""
+LEAST_UNITS = 4
+"""Of 128 columns, that a block takes of a split tile: fewer cost more in sums than they save."""
+MOSTLY_FULL = 0.9
+"""Of the processors, from which tiles are not split."""
+SMALL_ELEMENTS = 1 << 25
+"""Of matrices whose tiles have half as many outputs, because there are few."""
+WIDE_ROWS = 2048
+"""Of x, that products are for: with more, expanding and cuBLAS are faster (H200)."""
+MOST_SHARED_BYTES = 226 << 10
+"""Of a block, on Hopper."""
+NO_GATE, SILU = -1, 0
+
+Macros = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WideCut:
+    rows: int
+    """Of x, of a tile: 64, 96, 128, 256."""
+    warpgroups: int
+    slabs: int
+    """Times 64 matrix rows, of a warpgroup; two where gated."""
+    stages: int
+    blocks: int = 1
+    """On a processor at once."""
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def tile(self) -> int:
+        return 64 * self.warpgroups * self.slabs
+
+    def shared_bytes(self, macros: Macros) -> int:
+        layout = dict(macros)
+        half = self.tile // SLAB_ROWS // 2
+        scales = _lines(half * layout["GROUPS"] * 16 * layout["SCALE_BYTES"])
+        zeros = layout["ZEROS"] * _lines(half * layout["GROUPS"] * 16)
+        stage = self.rows * 256 + 2 * (half * 1024 + scales + zeros)
+        return self.stages * (-(-stage // 1024) * 1024)
+
+    def defines(self, macros: Macros, gate: int) -> Macros:
+        about = ("ROWS", self.rows), ("WARPGROUPS", self.warpgroups), ("SLABS", self.slabs), ("STAGES", self.stages)
+        return *macros, *about, ("BLOCKS", self.blocks), ("GATE", gate), ("WGMMA", 1)
+
+
+def wide_cut(rows: int, elements: int, macros: Macros, *, gated: bool) -> WideCut:
+    height = 64 if rows <= 64 else 96 if rows <= 96 else 128
+    small = elements <= SMALL_ELEMENTS and not gated and rows <= 512
+    cut = WideCut(height, 2, 1 if small else 2, 8)
+    while cut.shared_bytes(macros) > MOST_SHARED_BYTES:
+        cut = replace(cut, stages=cut.stages - 1)
+    return cut
+
+
+def wide_cuts(elements: int, macros: Macros) -> tuple[tuple[WideCut, int], ...]:
+    """With which gates, of all rows."""
+    return tuple(
+        (wide_cut(rows, elements, macros, gated=gate != NO_GATE), gate)
+        for rows in (64, 96, 128, WIDE_ROWS)
+        for gate in (NO_GATE, SILU)
+    )
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128
+
+
+class Shares(NamedTuple):
+    """How tiles are given to blocks."""
+
+    blocks: int
+    split_tiles: int
+    """Cut by columns, so that the last tiles keep all processors busy."""
+    units: int
+    """Of 128 columns, that a block takes of those."""
+
+
+def shares(tiles: int, steps: int, processors: int, most_split: int) -> Shares:
+    """`most_split`: blocks that the workspace has room for."""
+    left, sharing = tiles % processors, min(processors, most_split)
+    units = max(-(-left * steps // max(sharing, 1)), min(LEAST_UNITS, steps))
+    if left > MOSTLY_FULL * processors or units >= steps:
+        return Shares(min(tiles, processors), 0, steps)
+    return Shares(processors if tiles > processors else -(-left * steps // units), left, units)
+
+
+class WideMatrix:
+    """A matrix that was rearranged (fragments.py), described to Hopper's copies for each height of tiles."""
+
+    def __init__(self, matrix: ScaledMatrix, macros: Macros) -> None:
+        self._matrix, self._macros = matrix, macros
+        self._group = matrix.layout.group or matrix.columns
+        self._maps: dict[int, tuple[TensorMap, ...]] = {}
+
+    def product(
+        self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, cut: WideCut, processors: int, *,
+        bias: torch.Tensor | None, accumulate: bool, gate: int,
+    ) -> None:  # fmt: skip
+        rows, matrix = len(x), self._matrix
+        tiles = -(-matrix.rows // cut.tile) * -(-rows // cut.rows)
+        given = shares(
+            tiles, matrix.columns // BLOCK_COLUMNS, processors * cut.blocks,
+            len(workspace.sums) // (2 * cut.tile * cut.rows),
+        )  # fmt: skip
+        kernel(cut, self._macros, gate)(
+            (given.blocks, 1, 1), _inputs(x.data_ptr(), *x.shape, x.stride(0), cut.rows), *self._described(cut), out,
+            bias, workspace.sums, workspace.counters, rows, matrix.rows // (2 if gate >= 0 else 1), matrix.columns,
+            self._group, out.stride(0), given.split_tiles, given.units, int(accumulate),
+        )  # fmt: skip
+
+    def _described(self, cut: WideCut) -> tuple[TensorMap, ...]:
+        """Codes, scales and zeros, half a tile at a time."""
+        slabs = cut.tile // SLAB_ROWS // 2
+        if slabs not in self._maps:
+            matrix, groups = self._matrix, dict(self._macros)["GROUPS"]
+            words, tall = matrix.columns * SLAB_ROWS // 8, matrix.rows // SLAB_ROWS
+            planes = [TensorMap(matrix.codes.data_ptr(), 4, (tall, words), words, (slabs, BLOCK_COLUMNS * 2))]
+            for plane in (matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros):
+                wide, size = matrix.columns // self._group * SLAB_ROWS, plane.element_size()
+                planes.append(TensorMap(plane.data_ptr(), size, (tall, wide), wide, (slabs, groups * SLAB_ROWS)))
+            self._maps[slabs] = tuple(planes)
+        return self._maps[slabs]
+
+
+@lru_cache(maxsize=4096)
+def _inputs(place: int, rows: int, columns: int, stride: int, tile_rows: int) -> TensorMap:
+    return TensorMap(place, 2, (rows, columns), stride, (tile_rows, LINE_COLUMNS), swizzled=True)
+
+
+@cache
+def kernel(cut: WideCut, macros: Macros, gate: int) -> Kernel:
+    module = Module(text("int4_wide"), dict(cut.defines(macros, gate)))
+    return module.kernel("int4_wide", threads=cut.threads, shared_bytes=cut.shared_bytes(macros), early=True)
