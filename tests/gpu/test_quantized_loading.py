@@ -1,5 +1,4 @@
-"""Quantized matrices unpacked on a GPU: the same bytes as on a CPU, format by format; dummies of the same layouts. What
-is held while a file is loaded."""
+"""Quantized matrices unpacked on a GPU: the same bytes as on a CPU, format by format; dummies of the same layouts."""
 
 from __future__ import annotations
 
@@ -10,15 +9,11 @@ import numpy
 import pytest
 import quantized_files as written
 import torch
-from benchmarks.random_checkpoints import write_q4_k
 from safetensors.torch import save_file
 
 from holdfast.checkpoints import Checkpoint, StoredTensor, packing_of
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.validation.packed_parts import find_packed
-from holdfast.config import EngineConfig
-from holdfast.engine.startup.build import build_core, find_model, plan_model
-from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.weights.dummy import fill_dummy_codes
 from holdfast.execution.weights.packed import PackedSource
 from holdfast.execution.weights.quantize import fill_quantized
@@ -113,37 +108,3 @@ def test_weights_are_quantized_and_made_up_on_the_gpu(kind: Any) -> None:
     numbers = torch.full((ROWS, COLUMNS), float("nan"), device="cuda")
     matrix.dequantize(0, ROWS, numbers)
     assert float(numbers.std()) == pytest.approx(COLUMNS**-0.5, rel=0.1)
-
-
-def test_loading_k_quants_holds_no_more_than_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what torch keeps of freed memory, until it gives that back. Matrices are put into another order meanwhile,
-    with 109 MiB of scales in all; a tensor that is loaded may be there twice, which is 32 MiB."""
-    pytest.importorskip("gguf")
-    write_q4_k(
-        {
-            "vocab_size": 4096, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e5,
-            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-        },
-        tmp_path / "random.gguf",
-    )  # fmt: skip
-    forget, peaks = GpuMemory.forget_loading, list[int]()
-
-    def noted(self: GpuMemory) -> None:
-        peaks.append(torch.cuda.max_memory_reserved(self.device))
-        forget(self)
-
-    monkeypatch.setattr(GpuMemory, "forget_loading", noted)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    config = EngineConfig.from_arguments(
-        model=str(tmp_path / "random.gguf"), skip_tokenizer_init=True, device="cuda", max_model_len=256,
-        max_num_seqs=8, max_num_batched_tokens=256, kv_cache_memory_bytes=256 << 20, enforce_eager=True,
-    )  # fmt: skip
-    model = find_model(config)
-    plan = plan_model(config, model)
-    core, _ = build_core(config, model, lambda stage, done, total: None, plan)
-    core.close()
-    loading = {term.name: term.nbytes for term in plan.ranks[0].loading}
-    buffers = sum(plan.terms[name] for name in ("activations", "logits", "buffers"))
-    assert 0 < peaks[0] - before <= loading["weights"] + loading["staging"] + buffers

@@ -250,6 +250,22 @@ def test_rows_as_numbers_are_exact(layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_products_are_right_as_cut_for_less_shared_memory(
+    layout: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kquant, "shared_memory_bytes", lambda: 99 << 10)
+    source = seeded()
+    matrix, exact = matrix_of(layout, 304, 1280, source)
+    x = torch.randn(rows, 1280, generator=source).to(torch.bfloat16)
+    out = torch.full((rows, 304), NAN, dtype=torch.bfloat16, device="cuda")
+    on_device(matrix).product(x.cuda(), out, workspace())
+    close(out, x.double() @ exact.double().t(), x.double().abs() @ exact.double().abs().t())
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_weaving_many_matrices_takes_no_more_memory_than_one(layout: str) -> None:
     """What torch keeps of freed memory counts too: a GPU is full of weights by then."""
     matrices = [QuantizedMatrix(layout, 4096, 14336, torch.device("cuda")) for _ in range(16)]

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear, QuantizedWorkspace
+from holdfast.execution.gpu.layers.quantized_linear import SPARE_ROWS, QuantizedGpuLinear, QuantizedWorkspace
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
@@ -52,20 +52,24 @@ def test_a_spare_buffer_is_expanded_to_but_for_what_a_product_needs_of_it() -> N
     columns = 1024
     spare = torch.full((6 * EXPANDED_BYTES // columns // 2, columns), 1.0, dtype=torch.float16, device=DEVICE)
     own, shared = QuantizedWorkspace(torch.float16, DEVICE), QuantizedWorkspace(torch.float16, DEVICE, spare)
-    apart = torch.empty((8, columns), dtype=torch.float16, device=DEVICE)
-    assert own.expanded(columns, apart).nbytes == EXPANDED_BYTES
-    assert shared.expanded(columns, apart).data_ptr() == spare.data_ptr()
-    assert shared.expanded(columns, apart).nbytes == spare.nbytes
+    apart = torch.empty((SPARE_ROWS, columns), dtype=torch.float16, device=DEVICE)
+    assert own.expanded(columns, apart, apart).nbytes == EXPANDED_BYTES
+    assert shared.expanded(columns, apart, apart).data_ptr() == spare.data_ptr()
+    assert shared.expanded(columns, apart, apart).nbytes == spare.nbytes
     for kept in (spare[:5000], spare[:5000, : columns // 3], spare[4999:5000, 7:]):
         shared.expanded(columns, apart, kept).fill_(0)
         assert (kept == 1).all()
         assert not spare[5000:-128].any(), "what lies behind is there to be used"
         spare.fill_(1)
-    # Less is left than the workspace has itself.
-    room = shared.expanded(columns, spare[: len(spare) - 128])
-    assert room.nbytes == EXPANDED_BYTES
-    room.fill_(0)
-    assert (spare == 1).all()
+    shared.expanded(columns, spare[:5000], apart).fill_(0)
+    assert (spare[:5000] == 1).all()
+    spare.fill_(1)
+    # Less is left than the workspace has itself; and few rows, whose tile stays in the cache.
+    for x, out in ((apart, spare[: len(spare) - 128]), (apart[1:], apart[1:])):
+        room = shared.expanded(columns, x, out)
+        assert room.nbytes == EXPANDED_BYTES
+        room.fill_(0)
+        assert (spare == 1).all()
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq"])
@@ -79,6 +83,7 @@ def test_products_through_several_pieces(name: str, biased: bool, monkeypatch: p
     # The least that is left of it is more than the workspace's own.
     monkeypatch.setattr(quantized_linear, "EXPANDED_BYTES", 128 * inputs * 4)
     monkeypatch.setattr(quantized_linear, "SUMS_BYTES", 1024)
+    monkeypatch.setattr(quantized_linear, "SPARE_ROWS", rows)
     spare = torch.full(((rows + 400) * outputs,), NAN, device=DEVICE)
     shared = QuantizedWorkspace(torch.float32, DEVICE, spare)
     matrix = drawn(name, outputs, inputs)

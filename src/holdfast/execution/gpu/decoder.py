@@ -17,6 +17,7 @@ from holdfast.execution.gpu.layers.attention import DecodeRows, GpuAttention, Pr
 from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.layers.mlp import GpuMlp, MlpBuffers, gating_decisions, make_mlps
+from holdfast.execution.gpu.layers.prefill_kernel import expands_whole
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.layers.rope import rotaries
@@ -96,7 +97,7 @@ class GpuDecoder:
         # Nobody needs these while attention runs.
         spare = max(inner.gate_up, self._normed, key=torch.Tensor.numel)
         self.attention = GpuAttention(spec, layout, limits, slots, device, spare)
-        scratch = Scratch(weights.dtype, device, tokens, inner.gate_up)
+        scratch = Scratch(weights.dtype, device, tokens, inner.gate_up if expands_whole(device) else None)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._scratch = scratch
         self._final_norm = weights.final_norm

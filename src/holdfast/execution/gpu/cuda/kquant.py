@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 
 import torch
 
@@ -27,6 +28,8 @@ MANY_OUTPUTS = 16384
 """Enough that blocks of few stages, two on a processor, are all busy with 32 rows."""
 
 LEAST_WARPS = 4
+DRIVER_SHARED_BYTES = 1024
+"""Of a processor's shared memory, that the driver takes for each block; a single block may have all the rest."""
 
 Macros = tuple[tuple[str, int], ...]
 
@@ -71,17 +74,21 @@ def product_cut(
     gated: bool = False,
     normed: bool = False,
 ) -> KquantCut:
-    """The fastest of some for the products of an 8B shape's layer on an H200; of fewer stages, warps and blocks where
-    blocks of a GPU have less shared memory than that. A gate takes two tiles of a warp; `normed`: a single row, of so
-    many columns."""
-    cut, room = _fastest(bits, rows, outputs, gated=gated, normed=normed), shared_bytes - STATIC_SHARED_BYTES
-    smaller = [
-        replace(cut, warps=warps, stages=stages)
-        for warps in (cut.warps, LEAST_WARPS)
-        for stages in range(cut.stages, 1, -1)
-    ]
-    cut = next((one for one in smaller if one.shared_bytes(bits, columns) <= room), smaller[-1])
-    return replace(cut, blocks=max(1, min(cut.blocks, room // cut.shared_bytes(bits, columns))))
+    """The fastest of some for the products of an 8B shape's layer on an H200. Where blocks of a GPU have less shared
+    memory, of fewer stages and warps: those of which most warps are on a processor at once. A gate takes two tiles of a
+    warp; `normed`: a single row, of so many columns."""
+    cut, of_processor = _fastest(bits, rows, outputs, gated=gated, normed=normed), shared_bytes + DRIVER_SHARED_BYTES
+
+    def at_once(one: KquantCut) -> int:
+        taken = one.shared_bytes(bits, columns) + STATIC_SHARED_BYTES + DRIVER_SHARED_BYTES
+        return min(cut.blocks * cut.warps // one.warps, of_processor // taken)
+
+    smaller = product((cut.warps, LEAST_WARPS), range(cut.stages, 1, -1))
+    found = max(
+        (replace(cut, warps=warps, stages=stages) for warps, stages in smaller),
+        key=lambda one: (one.warps * at_once(one), one.stages, one.warps),
+    )
+    return replace(found, blocks=max(1, at_once(found)))
 
 
 def _fastest(bits: int, rows: int, outputs: int, *, gated: bool, normed: bool) -> KquantCut:

@@ -3,8 +3,9 @@
     1                        one kernel: norm and product, where codes are of four bits (`vector_products`)
     to FEW_QUANTIZED_ROWS    product and gate, or sum, decoded in registers
     to SKINNY_BLOCK_ROWS     the same without the gate, which is a kernel of its own
-    more                     expanded, as much of the matrix at a time as there is room for, and cuBLAS
-    from GATED_ROWS on       the same with the gate in the product, where the GPU has that (`gated_hopper`)
+    more                     expanded to a tile of rows at a time, which the second level cache holds, and cuBLAS
+    from SPARE_ROWS on       the same with a larger tile or all of the matrix at once, where a buffer is idle; and with
+                             the gate in the product, where the GPU has that (`gated_hopper`)
 
 int4 codes and K-quants are rearranged for tensor cores where the GPU and their shape allow it (`cuda.int4`,
 `cuda.kquant`): then one kernel has product and gate, or sum, to its `most_rows`; for one row the norm too.
@@ -45,6 +46,9 @@ from holdfast.observability.decisions import Decision
 
 WHOLE_ROWS = 128
 LINE_BYTES = 128
+SPARE_ROWS = GATED_ROWS
+"""Of inputs: with fewer, products from a tile that stays in the cache were faster (one run on an H200, 4,096 x 4,096
+with 2,048 of them: 117 us, and 141 through memory)."""
 
 
 class QuantizedWorkspace:
@@ -54,8 +58,8 @@ class QuantizedWorkspace:
         | rows of numbers, for many rows of inputs          |
         | sums of splits (SUMS_BYTES) | inputs in order     |     for few
 
-    `spare` is a buffer of someone else's, in which nothing is kept from one product to the next. Where more of it is
-    free than that memory has, rows are expanded there: of inputs and outputs of a product only what lies in it is kept.
+    `spare` is a buffer of someone else's, in which nothing is kept from one product to the next. From SPARE_ROWS on
+    rows are expanded there, where more of it is free than that memory has: inputs or outputs may lie in it.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, spare: torch.Tensor | None = None) -> None:
@@ -73,21 +77,26 @@ class QuantizedWorkspace:
     def make_room(self) -> None:
         self._bytes()
 
-    def expanded(self, columns: int, *kept: torch.Tensor) -> torch.Tensor:
-        """Rows of a quantized matrix as numbers: a multiple of WHOLE_ROWS of them, so that what their product writes
-        begins where cuBLAS's fast kernels can. Until the next call; `kept` is left as it is."""
-        memory, end = self._bytes(), 0
-        for one in kept:
-            begin = one.data_ptr() - self._spare.data_ptr()
-            if begin < self._spare.nbytes and begin + _spanned(one) > 0:
-                end = max(end, begin + _spanned(one))
-        end = -(-end // LINE_BYTES) * LINE_BYTES
-        if self._spare.nbytes - end > memory.nbytes:
-            memory = self._spare[end:]
-        words = memory[: memory.nbytes // LINE_BYTES * LINE_BYTES].view(self.dtype)
+    def expanded(self, columns: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Where rows of a quantized matrix go as numbers, for the product of x into `out`, which are left as they are:
+        a multiple of WHOLE_ROWS of them, so that what is written begins where cuBLAS's fast kernels can. Until the
+        next product."""
+        memory = self._bytes()
+        if len(x) >= SPARE_ROWS:
+            memory = max(memory, self._beside(x, out), key=torch.Tensor.numel)
+        words = memory.view(self.dtype)
         rows = len(words) // columns
         rows -= rows % WHOLE_ROWS if rows >= WHOLE_ROWS else 0
         return words[: rows * columns].view(rows, columns)
+
+    def _beside(self, *kept: torch.Tensor) -> torch.Tensor:
+        """What of the spare buffer lies behind all these."""
+        end, size = 0, self._spare.nbytes
+        for one in kept:
+            begin = one.data_ptr() - self._spare.data_ptr()
+            if begin < size and begin + _spanned(one) > 0:
+                end = max(end, begin + _spanned(one))
+        return self._spare[-(-end // LINE_BYTES) * LINE_BYTES : size // LINE_BYTES * LINE_BYTES]
 
     def splits(self) -> SplitSums:
         if self._counters is None:
