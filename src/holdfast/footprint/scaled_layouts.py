@@ -91,6 +91,13 @@ class ScaledLayout:
         zeros = not self.zeros or (self.codes in ("int4", "int8") and self.group_rows == 1)
         return pieces and natural and zeros and not (self.ordered and self.input_group)
 
+    @property
+    def whole_numbers(self) -> bool:
+        """Whether compiled products (CPU) multiply codes as bytes on every machine that has such instructions: eight
+        bits less a zero point do not fit one, nor do rows of a bundle whose scales begin at any row."""
+        codes = self.codes in ("int4", "mxfp4") or (self.codes == "int8" and not self.zeros)
+        return codes and (self.group_rows == 1 or self.group_rows % 16 == 0)
+
     def stacks(self, rows: Sequence[int]) -> bool:
         """Whether matrices of so many rows, all in this layout, can be one: not where each takes its inputs in an order
         of its own, nor where a square block would reach over two."""

@@ -17,6 +17,7 @@ HOLDER_BYTES = 256 * MIB
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 KERNEL_VARIANTS = {
+    "amx": AVX512 | {"avx512_vnni", "amx_tile", "amx_int8"},
     "avx512_vnni": AVX512 | {"avx512_vnni"},
     "avx_vnni": AVX2 | {"avx_vnni"},
     "avx2": AVX2,
@@ -25,6 +26,8 @@ KERNEL_VARIANTS = {
 }
 """Variants of the compiled kernels, the faster first, and the CPU features that each uses (setup.py says the same to
 the compiler), as Linux spells them: it lists none that the operating system has not enabled."""
+_ARCH_PRCTL, _SUPPORTED_STATES, _TILE_DATA = 158, 0x1021, 18
+"""The call on x86-64, what it is asked, and the bit of the answer."""
 DOT_PRODUCT_FEATURES = frozenset({"avx2", "asimddp"})
 """Without these, none but the portable kernels run."""
 
@@ -55,10 +58,10 @@ class Processor:
         floats, do not."""
         return any(needs and needs <= self.features for needs in KERNEL_VARIANTS.values())
 
-    @property
-    def fast_code_products(self) -> bool:
-        """The same for codes and scales of quantized checkpoints, which are multiplied in integers on x86 alone."""
-        return "avx2" in self.features and self.fast_block_products
+    def fast_code_products(self, *, whole_numbers: bool) -> bool:
+        """The same for codes and scales of quantized checkpoints. `whole_numbers`: all are multiplied in integers;
+        those that become floats have fast products on x86 alone."""
+        return self.fast_block_products and (whole_numbers or "avx2" in self.features)
 
     def copies_matrices(self, dtype: str) -> bool:
         """Whether torch's dense products copy the whole matrix first: those of oneDNN on Arm do, from about ten rows
@@ -151,7 +154,20 @@ def processor() -> Processor:
                 model = value
     except OSError:
         pass
+    if "amx_tile" in features and not _tiles_can_be_had():
+        features = frozenset(name for name in features if not name.startswith("amx_"))
     return Processor(model=model, cores=usable_cores(), features=features)
+
+
+def _tiles_can_be_had() -> bool:
+    """AMX: Linux gives a process the state of tiles when it asks. A sandbox may list the feature and not know the
+    call."""
+    import ctypes
+
+    supported = ctypes.c_uint64(0)
+    system = ctypes.CDLL(None, use_errno=True)
+    failed = system.syscall(_ARCH_PRCTL, _SUPPORTED_STATES, ctypes.byref(supported))
+    return not failed and bool(supported.value >> _TILE_DATA & 1)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -12,7 +12,8 @@ from holdfast.hardware import Processor, kernels
 from holdfast.hardware.probe import DOT_PRODUCT_FEATURES, KERNEL_VARIANTS
 
 ALL = list(KERNEL_VARIANTS)
-X86 = ["avx512_vnni", "avx_vnni", "avx2", "portable"]
+X86 = ["amx", "avx512_vnni", "avx_vnni", "avx2", "portable"]
+SAPPHIRE_RAPIDS = KERNEL_VARIANTS["amx"] | {"sse2", "avx_vnni", "amx_bf16", "avx512_bf16"}
 CASCADE_LAKE = KERNEL_VARIANTS["avx512_vnni"] | {"sse2"}
 ALDER_LAKE = KERNEL_VARIANTS["avx_vnni"] | {"sse2"}
 HASWELL = KERNEL_VARIANTS["avx2"] | {"sse2"}
@@ -28,6 +29,8 @@ def chosen(forced: str, features: frozenset[str], built: list[str]) -> kernels.K
 @pytest.mark.parametrize(
     ("features", "variant"),
     [
+        (SAPPHIRE_RAPIDS, "amx"),
+        (SAPPHIRE_RAPIDS - {"amx_int8"}, "avx512_vnni"),
         (CASCADE_LAKE, "avx512_vnni"),
         (CASCADE_LAKE | {"avx_vnni"}, "avx512_vnni"),
         (ALDER_LAKE, "avx_vnni"),
@@ -69,8 +72,9 @@ def test_a_forced_one_is_used() -> None:
     ("forced", "built", "words"),
     [
         ("avx_vnni", X86, "this CPU has no avx_vnni"),
+        ("amx", X86, "this CPU has no amx_int8 amx_tile"),
         ("neon_dotprod", X86, "this CPU has no asimddp"),
-        ("sse9", X86, "no such kernels; there are avx512_vnni, avx_vnni, avx2, neon_dotprod, portable"),
+        ("sse9", X86, "no such kernels; there are amx, avx512_vnni, avx_vnni, avx2, neon_dotprod, portable"),
         ("avx2", ["portable"], "this installation has only portable"),
     ],
 )
@@ -100,7 +104,7 @@ def test_without_dot_products_none_but_the_portable_run() -> None:
 def test_the_compiler_is_allowed_what_the_cpu_is_asked_for() -> None:
     setup = (Path(__file__).parents[3] / "setup.py").read_text()
     flags = {
-        flag.replace("avx512vnni", "avx512_vnni").replace("avxvnni", "avx_vnni")
-        for flag in re.findall(r'"-m(avx\w+|fma|f16c|bmi2)"', setup)
+        flag.replace("avx512vnni", "avx512_vnni").replace("avxvnni", "avx_vnni").replace("-", "_")
+        for flag in re.findall(r'"-m(avx\w+|amx-\w+|fma|f16c|bmi2)"', setup)
     }
     assert flags == set().union(*(KERNEL_VARIANTS[name] for name in X86))

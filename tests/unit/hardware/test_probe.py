@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import hardware
+from holdfast.hardware import probe
 from holdfast.hardware.probe import usable_cores
 
 GIB = 1 << 30
@@ -56,6 +57,15 @@ def test_processor() -> None:
     found = hardware.processor()
     assert found.cores >= 1
     assert found.features
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_tiles_that_the_system_does_not_give_are_not_there(monkeypatch: pytest.MonkeyPatch, granted: bool) -> None:
+    monkeypatch.setattr(probe, "_tiles_can_be_had", lambda: granted)
+    monkeypatch.setattr(Path, "read_text", lambda _: "model name : X\nflags : avx2 amx_tile amx_int8 amx_bf16\n")
+    monkeypatch.setattr(probe, "usable_cores", lambda: 2)
+    found = probe.processor.__wrapped__()
+    assert found.features == {"avx2"} | ({"amx_tile", "amx_int8", "amx_bf16"} if granted else set())
 
 
 def test_a_quota_bounds_the_cores(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from holdfast.footprint.gpu import activations_bytes
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.rounded import workspace_bytes
 from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.hardware import Processor
 from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.hardware.probe import KERNEL_VARIANTS
 from holdfast.models import QuantSpec, catalogue, describe_config
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import Question, fit
@@ -200,7 +202,8 @@ def test_on_a_cpu_they_are_expanded_only_where_there_is_room(ask: Ask, cpu: Call
 
 
 def test_compiled_products_read_codes_as_they_are(ask: Ask, cpu: Callable[..., Device]) -> None:
-    """On x86: with room for expanded weights they stay quantized, and no tile is held for their expansion."""
+    """With room for expanded weights they stay quantized, and no tile is held for their expansion: on x86 all of them,
+    on Arm those that are multiplied as whole numbers."""
 
     def planned(name: str, features: set[str], expand: str = "auto") -> tuple[bool, int]:
         question = ask(name, device=cpu(400, 400), expand_weights=expand, dtype="float32", max_model_len=2048)
@@ -212,7 +215,20 @@ def test_compiled_products_read_codes_as_they_are(ask: Ask, cpu: Callable[..., D
     _, plain = planned("llama-3.1-8b", {"avx2", "fma", "f16c", "bmi2"})
     assert planned("llama-3.1-8b-awq", {"avx2", "fma", "f16c", "bmi2"}) == (False, plain)
     assert planned("llama-3.1-8b-fp8", {"avx2", "fma", "f16c", "bmi2"}) == (False, plain)
-    assert planned("llama-3.1-8b-awq", {"asimddp"})[0], "in floats there, which expanded weights beat"
+    assert planned("llama-3.1-8b-awq", {"asimddp"}) == (False, plain)
+    arm = Processor(model="", cores=1, features=frozenset({"asimddp"}))
+    x86 = Processor(model="", cores=1, features=KERNEL_VARIANTS["avx2"])
+    assert arm.fast_code_products(whole_numbers=True)
+    assert not arm.fast_code_products(whole_numbers=False), "in floats there, which expanded weights beat"
+    assert x86.fast_code_products(whole_numbers=False)
+
+
+def test_codes_that_are_multiplied_as_whole_numbers() -> None:
+    whole = [ScaledLayout(codes="int4", zeros=True), ScaledLayout(codes="int8"), ScaledLayout(codes="mxfp4")]
+    others = [ScaledLayout(codes="int8", zeros=True), ScaledLayout(codes="nf4"), ScaledLayout(codes="fp8")]
+    assert [layout.whole_numbers for layout in whole] == [True] * 3
+    assert [layout.whole_numbers for layout in others] == [False] * 3
+    assert not ScaledLayout(codes="int8", group_rows=24).whole_numbers
 
 
 def test_names_of_kernels_are_planned_as_their_formats() -> None:

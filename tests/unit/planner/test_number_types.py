@@ -9,6 +9,7 @@ import pytest
 from named_gpus import device_of
 
 from holdfast.errors import ConfigurationError
+from holdfast.hardware.probe import KERNEL_VARIANTS
 from holdfast.planner.engines.commands import commands
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
@@ -20,6 +21,8 @@ from holdfast.units import GIB
 
 Ask = Callable[..., Question]
 BF16_CPU, PLAIN_CPU = frozenset({"avx512_bf16"}), frozenset({"avx2"})
+SAPPHIRE_RAPIDS = KERNEL_VARIANTS["amx"] | {"amx_bf16", "avx512_bf16"}
+GRAVITON = frozenset({"asimd", "asimddp", "bf16"})
 
 
 def said(found: Plan) -> str:
@@ -40,6 +43,36 @@ def test_on_a_cpu(ask: Ask, cpu: Callable[..., Device], features: frozenset[str]
     found = fit(replace(question, machine=replace(question.machine, cpu_features=features)))
     assert found.dtype == dtype
     assert said(found) == reason
+
+
+@pytest.mark.parametrize(
+    ("model", "features", "kernels", "expand", "dtype"),
+    [
+        ("llama-3.1-8b-awq", SAPPHIRE_RAPIDS, True, "auto", "float32"),
+        ("llama-3.1-8b-awq", SAPPHIRE_RAPIDS, True, "never", "float32"),
+        ("llama-3.1-8b-awq", SAPPHIRE_RAPIDS, True, "always", "bfloat16"),
+        ("llama-3.1-8b-awq", SAPPHIRE_RAPIDS, False, "auto", "bfloat16"),
+        ("llama-3.1-8b-awq", GRAVITON, True, "auto", "float32"),
+        ("llama-3.1-8b Q4_K_M", SAPPHIRE_RAPIDS, True, "auto", "float32"),
+        ("llama-3.1-8b Q4_K_M", GRAVITON, True, "auto", "float32"),
+        ("llama-3.1-8b Q4_K_M", BF16_CPU, True, "auto", "bfloat16"),
+        ("llama-3.1-8b", SAPPHIRE_RAPIDS, True, "auto", "bfloat16"),
+    ],
+)
+def test_quantized_weights_are_not_expanded_for_bfloat16(
+    ask: Ask, cpu: Callable[..., Device], model: str, features: frozenset[str], kernels: bool, expand: str, dtype: str
+) -> None:
+    """Where compiled kernels multiply them as they are, which they do in float32."""
+    name, _, kind = model.partition(" ")
+    question = ask(name, device=cpu(400, 400), expand_weights=expand, max_model_len=2048)
+    if kind:
+        question = replace(question, model=quantized_as(question.model, kind))
+    machine = replace(question.machine, cpu_features=features, compiled_kernels=kernels)
+    found = fit(replace(question, machine=machine))
+    assert found.dtype == found.kv_dtype == dtype
+    assert ("multiply quantized weights as they are" in said(found)) == (dtype == "float32")
+    if dtype == "float32":
+        assert not found.engine.expand_weights
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ ALWAYS_INLINE long padded(int rows) { return rows < 4 ? 4 : rows; }
 ALWAYS_INLINE long panel_block_bytes(int rows) { return digit_bytes(rows) + 2 * padded(rows) * (long)sizeof(float); }
 
 /* Rows of the next panel when so many are left. */
-ALWAYS_INLINE int panel_rows(long left) { return left >= 8 ? 8 : (left >= 4 ? 4 : (left >= 2 ? 2 : 1)); }
+ALWAYS_INLINE int panel_rows(const digit_kind *kind, long left) {
+    return (void)kind, left >= 8 ? 8 : (left >= 4 ? 4 : (left >= 2 ? 2 : 1));
+}
 
 typedef float32x4_t bundle_sums;
 
@@ -26,7 +28,7 @@ ALWAYS_INLINE int bundles_at_once(int rows) { return (void)rows, 1; }
 struct digit_kind {
     bundle_function few[PANEL_ROWS + 1]; /* by rows: from where the weights lie */
     const bundle_function *many;         /* by rows: from a strip */
-    void (*make_strip)(const uint8_t *four, long blocks, uint8_t *strip); /* of four outputs */
+    strip_function make_strip;
     long strip_block_bytes;
     float quant_worth; /* of 1 in the kernels' quants */
 };
@@ -36,6 +38,8 @@ ALWAYS_INLINE bundle_function function_of(const digit_kind *kind, int from_strip
 }
 
 ALWAYS_INLINE long input_block_bytes(const digit_kind *kind, int rows) { return (void)kind, panel_block_bytes(rows); }
+
+ALWAYS_INLINE int in_floats(const digit_kind *kind) { return (void)kind, 0; }
 
 /* Strips of blocks with one scale: 4 scales and 4 minimums as floats, then 8 vectors of quants. */
 #define STRIP_HEADS 32
@@ -122,22 +126,15 @@ ALWAYS_INLINE void add_block(const uint8_t *x, const int32x4_t *sum, float32x4_t
     }
 }
 
-ALWAYS_INLINE void split_block(const float *x, uint8_t *out, int row, int rows, const digit_kind *kind) {
-    float32x4_t part[8], largest = vdupq_n_f32(0);
-    UNROLL for (int i = 0; i < 8; i++) {
-        part[i] = vld1q_f32(x + 4 * i);
-        largest = vmaxq_f32(largest, vabsq_f32(part[i]));
-    }
-    float peak = vmaxvq_f32(largest);
-    /* Below this the inverse would overflow; such a block is nothing beside any other. NaN falls through. */
-    float inverse = peak < 1e-30f ? 0.0f : LARGEST / peak, scale = peak < 1e-30f ? 0.0f : peak / LARGEST;
+/* Whole numbers of a block and what they are worth, to their places. */
+ALWAYS_INLINE void put_block(const int32x4_t *whole, float scale, uint8_t *out, int row, int rows,
+                             const digit_kind *kind) {
     int32x4_t total = vdupq_n_s32(0), digit[DIGITS][8];
     UNROLL for (int i = 0; i < 8; i++) {
-        int32x4_t whole = vcvtnq_s32_f32(vmulq_n_f32(part[i], inverse));
-        total = vaddq_s32(total, whole);
+        total = vaddq_s32(total, whole[i]);
         /* Balanced digits: the nearest first one, so both are signed bytes. */
-        digit[0][i] = vrshrq_n_s32(whole, 8);
-        digit[1][i] = vsubq_s32(whole, vshlq_n_s32(digit[0][i], 8));
+        digit[0][i] = vrshrq_n_s32(whole[i], 8);
+        digit[1][i] = vsubq_s32(whole[i], vshlq_n_s32(digit[0][i], 8));
     }
     int8_t *to = (int8_t *)out + 16 * row;
     UNROLL for (int d = 0; d < DIGITS; d++) {
@@ -151,4 +148,30 @@ ALWAYS_INLINE void split_block(const float *x, uint8_t *out, int row, int rows, 
     float *scales = (float *)(out + digit_bytes(rows)), *sums = scales + padded(rows);
     scales[row] = scale * kind->quant_worth;
     sums[row] = (float)vaddvq_s32(total) * scale;
+}
+
+ALWAYS_INLINE void split_block(const float *x, uint8_t *out, int row, int rows, const digit_kind *kind) {
+    float32x4_t part[8], largest = vdupq_n_f32(0);
+    UNROLL for (int i = 0; i < 8; i++) {
+        part[i] = vld1q_f32(x + 4 * i);
+        largest = vmaxq_f32(largest, vabsq_f32(part[i]));
+    }
+    float peak = vmaxvq_f32(largest);
+    /* Below this the inverse would overflow; such a block is nothing beside any other. NaN falls through. */
+    float inverse = peak < 1e-30f ? 0.0f : LARGEST / peak, scale = peak < 1e-30f ? 0.0f : peak / LARGEST;
+    int32x4_t whole[8];
+    UNROLL for (int i = 0; i < 8; i++) whole[i] = vcvtnq_s32_f32(vmulq_n_f32(part[i], inverse));
+    put_block(whole, scale, out, row, rows, kind);
+}
+
+/* A block of inputs that planes were asked how they want them: codes, or numbers in another order. */
+ALWAYS_INLINE void put_prepared(const scaled_matrix *planes, const float *x, float scale, uint8_t *out, int row, int rows,
+                                const digit_kind *kind) {
+    if (planes->input_type == PLAIN_INPUTS) {
+        split_block(x, out, row, rows, kind);
+        return;
+    }
+    int32x4_t whole[8];
+    UNROLL for (int i = 0; i < 8; i++) whole[i] = vcvtnq_s32_f32(vld1q_f32(x + 4 * i));
+    put_block(whole, scale, out, row, rows, kind);
 }

@@ -15,7 +15,7 @@ enum layout {
     LAYOUTS,
     /* Planes of codes and scales: weights point to a scaled_matrix (scaled.h). */
     SCALED = 40, SCALED_WOVEN,
-    /* What their codes are to the kernels that multiply whole numbers (x86_planes.c). */
+    /* What their codes are to the kernels that multiply whole numbers (x86_planes.c, arm_planes.c). */
     INT4_PLANES, INT4_ZERO_PLANES, INT8_PLANES, INT8_ZERO_PLANES, MXFP4_PLANES,
     E4M3 = 100, E5M2, /* of KV pools alone (float8.h) */
 };

@@ -30,8 +30,6 @@ typedef struct {
     work_queue queue;
 } digit_work;
 
-#if defined(X86_DIGITS)
-
 /* Rows first..last-1 of a panel as planes want them: rounded, in another order, or as numbers. */
 static void prepare_rows(const digit_work *work, const panel *here, int first, int last, float *prepared) {
     const product *wanted = work->wanted;
@@ -51,7 +49,7 @@ static float *row_room(const digit_work *work) {
 }
 
 static int prepares(const digit_work *work) {
-    return work->planes != NULL && (work->kind->in_floats || changes_inputs(work->planes));
+    return work->planes != NULL && (in_floats(work->kind) || changes_inputs(work->planes));
 }
 
 static void split_prepared(digit_work *work) {
@@ -64,17 +62,13 @@ static void split_prepared(digit_work *work) {
     }
 }
 
-#endif
-
 static void split_panels(void *pointer) {
     digit_work *work = pointer;
     const product *wanted = work->wanted;
-#if defined(X86_DIGITS)
     if (prepares(work)) {
         split_prepared(work);
         return;
     }
-#endif
     for (long unit; (unit = claim(&work->queue)) >= 0;) {
         const panel *here = work->panels + unit / (PANEL_ROWS / SPLIT_ROWS);
         const int first = (int)(unit % (PANEL_ROWS / SPLIT_ROWS)) * SPLIT_ROWS;
@@ -138,7 +132,8 @@ static void run_digits(void *pointer) {
         for (long last; output < end; output = last) {
             last = output + work->strip < end ? output + work->strip : end;
             for (long bundle = 0; bundle < (last - output) / BUNDLE; bundle++, stored += bundle_bytes)
-                work->kind->make_strip(stored, work->blocks, strip + bundle * strip_bundle_bytes);
+                work->kind->make_strip(stored, bundle_bytes, work->planes, work->blocks,
+                                       strip + bundle * strip_bundle_bytes);
             pass_panels(work, strip, 1, strip_bundle_bytes, output, last, from, to);
         }
     }
@@ -149,7 +144,7 @@ static long cut_panels(digit_work *work, const uint8_t *memory) {
     long bytes = 0;
     work->count = 0;
     for (long first = work->first, rows; first < work->last; first += rows) {
-        rows = panel_rows(work->last - first);
+        rows = panel_rows(work->kind, work->last - first);
         work->panels[work->count++] = (panel){memory + bytes, first, (int)rows};
         bytes += work->blocks * input_block_bytes(work->kind, (int)rows);
     }
@@ -179,9 +174,7 @@ static int multiply_rows(digit_work *work) {
     const uint8_t *memory = scratch(SCRATCH_TEAM, (size_t)cut_panels(work, NULL));
     if (memory == NULL) return -1;
     cut_panels(work, memory);
-#if defined(X86_DIGITS)
     if (prepares(work) && row_room(work) == NULL) return -1;
-#endif
     atomic_store(&work->queue.next, 0);
     work->queue.units = work->count * (PANEL_ROWS / SPLIT_ROWS);
     run_parallel(split_panels, work, work->last - work->first > SPLIT_ROWS ? wanted->threads : 1);

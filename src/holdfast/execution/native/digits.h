@@ -37,7 +37,11 @@ const digit_kind *digit_kind_of(enum layout plain);
 const digit_kind *kquant_digits_of(enum layout plain);
 const digit_kind *planes_digits_of(const scaled_matrix *planes);
 
-/* Each of the two brings for digits.c: PANEL_ROWS, panel_rows, panel_block_bytes, split_block, digit_kind,
+/* Lays out the codes of a bundle as bytes, with their scales, so that every panel passes over the same. */
+typedef void (*strip_function)(const uint8_t *bundle, long bundle_bytes, const scaled_matrix *planes, long blocks,
+                               uint8_t *strip);
+
+/* Each of the two brings for digits.c: PANEL_ROWS, panel_rows, panel_block_bytes, split_block, put_prepared, in_floats, digit_kind,
  * bundle_function, bundle_sums (of a row of x with the outputs of a bundle). */
 #if defined(ARM_DIGITS)
 #include "arm_digits.h"

@@ -125,7 +125,9 @@ ALWAYS_INLINE void strip_of_woven(const uint8_t *four, long blocks, uint8_t *str
     KERNEL(name, multiply, 8, kind)
 #define KIND(plain)                                                                                   \
     KERNELS(woven_##plain, multiply_woven, plain)                                                     \
-    static void strip_##plain(const uint8_t *four, long blocks, uint8_t *strip) {                     \
+    static void strip_##plain(const uint8_t *four, long bytes, const scaled_matrix *planes,           \
+                              long blocks, uint8_t *strip) {                                          \
+        (void)bytes, (void)planes;                                                                    \
         strip_of_woven(four, blocks, strip, plain);                                                   \
     }
 KIND(Q5_0) KIND(Q5_1) KIND(IQ4_NL) KIND(Q2_K) KIND(Q3_K) KIND(Q4_K) KIND(Q5_K) KIND(Q6_K) KIND(IQ4_XS)

@@ -21,6 +21,10 @@ typedef struct {
 /* 0, or -1 when there is no memory for scratch. */
 int multiply(const product *wanted);
 
+/* Before the first product: asks the system for what the kernels need; 0, or -1 when it refuses. Threads of the process have
+ * it then, those that run already too. */
+int prepare_tiles(void);
+
 typedef struct {
     const uint8_t *weights;
     const int64_t *chosen; /* which rows, or NULL: all in order */

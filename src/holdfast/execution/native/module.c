@@ -371,6 +371,10 @@ static struct PyModuleDef MODULE = {
 
 PyMODINIT_FUNC INIT(VARIANT)(void) {
     if (prepare_pool() != 0) return PyErr_NoMemory();
+    if (prepare_tiles() != 0) {
+        PyErr_SetString(PyExc_ImportError, "the system does not let this process use AMX tiles");
+        return NULL;
+    }
     PyObject *module = PyModule_Create(&MODULE);
     if (module != NULL && PyModule_AddStringConstant(module, "VARIANT", TEXT(VARIANT)) != 0) Py_CLEAR(module);
     return module;

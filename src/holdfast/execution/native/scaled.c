@@ -1,4 +1,4 @@
-/* Reads planes as they are loaded, and rounds inputs as the formats say. Products with woven planes are in x86_planes.c. */
+/* Reads planes as they are loaded, and rounds inputs as the formats say. Products with woven planes are in x86_planes.c and arm_planes.c. */
 #include "scaled.h"
 
 #include <math.h>
@@ -165,7 +165,7 @@ void round_input(const scaled_matrix *matrix, const float *x, float *out, float 
 
 /* Weaving */
 
-#if defined(X86_DIGITS)
+#if defined(X86_DIGITS) || defined(ARM_DIGITS)
 
 /* One block of a bundle, whose rows are `stride` bytes apart, in words or, for floats, in single bytes. */
 static void weave_codes(const uint8_t *rows, long stride, int bytes, int unit, uint8_t flipped, uint8_t *out) {
@@ -188,7 +188,13 @@ static void weave_plane(uint8_t *plane, long groups, long bytes, uint8_t *woven)
 int weave_scaled(const scaled_matrix *matrix) {
     const long stride = code_row_bytes(matrix), groups = matrix->columns / matrix->group, bytes = scale_bytes(matrix);
     const int in_floats = matrix->code_type == FP8_CODES || matrix->code_type == NF4_CODES;
-    const int block = is_four_bits(matrix) ? 16 : 32, flipped = matrix->code_type == INT8_CODES ? 0x80 : 0;
+    const int block = is_four_bits(matrix) ? 16 : 32;
+#if defined(X86_DIGITS)
+    const int flipped = matrix->code_type == INT8_CODES ? 0x80 : 0;
+#else
+    const int flipped = 0;
+    if (in_floats || (matrix->code_type == INT8_CODES && matrix->zeros != 0)) return SCALED; /* no signed bytes */
+#endif
     /* 16 rows are the most that a bundle has on any machine: all decide alike. */
     if (matrix->group_rows > 1 && matrix->group_rows % 16 != 0) return SCALED;
     uint8_t *woven = scratch(SCRATCH_OWN, (size_t)(BUNDLE * (stride > groups * bytes ? stride : groups * bytes)));

@@ -93,8 +93,11 @@ KERNELS(stored_q8_0, multiply_stored, Q8_0)
 KERNELS(strip_with_minimum, multiply_strip, 1)
 KERNELS(strip_without, multiply_strip, 0)
 
-#define MAKER(name, plain) \
-    static void name(const uint8_t *four, long blocks, uint8_t *strip) { strip_of(four, blocks, strip, plain); }
+#define MAKER(name, plain)                                                                                       \
+    static void name(const uint8_t *four, long bytes, const scaled_matrix *planes, long blocks, uint8_t *strip) { \
+        (void)bytes, (void)planes;                                                                               \
+        strip_of(four, blocks, strip, plain);                                                                    \
+    }
 MAKER(strip_q4_1, Q4_1)
 MAKER(strip_q4_0, Q4_0)
 MAKER(strip_q8_0, Q8_0)

@@ -18,6 +18,9 @@
 #define ARM_DIGITS
 #elif defined(__AVX2__)
 #define X86_DIGITS
+#if defined(__AMX_INT8__) && LANES == 16
+#define X86_TILES /* for many rows */
+#endif
 #endif
 
 /* A bundle's rows lie together, here or as kquant_weave.h has them. */

@@ -4,12 +4,15 @@
  * two vectors of pairs of 16-bit numbers; so are the numbers of x, whose pairs lie in the order in which quants need
  * them: columns 0 and 2, 1 and 3, 4 and 6, 5 and 7, ... One instruction multiplies pairs and adds both products to a
  * 32-bit sum (vpdpwssd), or two of them do (vpmaddwd, vpaddd). Nothing can overflow on the way: quants are unsigned
- * bytes, and a sum begins at what their offset takes from it. */
+ * bytes, and a sum begins at what their offset takes from it.
+ *
+ * With AMX many rows are split into two 8-bit digits instead (x86_tiles.h), a tile of 16 rows at a time. */
 #define SUB_ROWS (LANES == 16 ? 8 : 4) /* whose sums stay in registers */
 #define PANEL_ROWS 64                  /* of x, at most */
 #define PANELS_AT_ONCE 8
 #define LEAST_PANELS 1
 #define BUNDLES_AT_ONCE 2 /* with many rows */
+#define TILE_HEIGHT 16    /* rows of x that AMX multiplies at a time */
 
 /* Of one block of a panel: 32 numbers of each row, then this of each. */
 typedef struct {
@@ -18,11 +21,11 @@ typedef struct {
     int32_t starts[2];     /* of sums with quants: of all, or of the first 16 and of the last */
 } row_head;
 
-ALWAYS_INLINE long panel_block_bytes(int rows) { return rows * (2L * BLOCK_ELEMENTS + (long)sizeof(row_head)); }
-
-/* Rows of the next panel when so many are left: whole times SUB_ROWS, then the rest. */
-ALWAYS_INLINE int panel_rows(long left) {
-    return (int)(left >= PANEL_ROWS ? PANEL_ROWS : (left > SUB_ROWS ? left / SUB_ROWS * SUB_ROWS : left));
+ALWAYS_INLINE long panel_block_bytes(int rows) {
+#if defined(X86_TILES)
+    if (rows > SUB_ROWS) rows = (rows + TILE_HEIGHT - 1) / TILE_HEIGHT * TILE_HEIGHT; /* a tile is read whole */
+#endif
+    return rows * (2L * BLOCK_ELEMENTS + (long)sizeof(row_head));
 }
 
 typedef vec bundle_sums;
@@ -34,11 +37,25 @@ typedef void (*bundle_function)(const uint8_t *bundle, long bundle_bytes, int wi
 struct digit_kind {
     bundle_function few[9]; /* by rows, up to SUB_ROWS */
     bundle_function many;   /* a multiple of SUB_ROWS */
-    void (*make_strip)(const uint8_t *bundle, long blocks, uint8_t *strip); /* NULL: quants are laid out block by block */
+    strip_function make_strip; /* NULL: quants are laid out block by block */
     long strip_block_bytes;
     int offset, short_groups; /* of codes, and whether 16 columns share a scale */
     int in_floats;            /* rows of x stay numbers: 32 of each row, then a scale of each */
+    int in_tiles;             /* many rows of x are two digits, [row][digit][32] */
 };
+
+#define FEW_FOR_A_TILE 4 /* rows beyond the last tile that are faster by themselves */
+
+/* Rows of the next panel when so many are left: whole times SUB_ROWS, then the rest; in tiles all of them, unless they
+ * are few beyond the last whole tile. */
+ALWAYS_INLINE int panel_rows(const digit_kind *kind, long left) {
+    if (left >= PANEL_ROWS) return PANEL_ROWS;
+    if (left <= SUB_ROWS) return (int)left;
+    if (!kind->in_tiles) return (int)(left / SUB_ROWS * SUB_ROWS);
+    return (int)(left > TILE_HEIGHT && left % TILE_HEIGHT <= FEW_FOR_A_TILE ? left / TILE_HEIGHT * TILE_HEIGHT : left);
+}
+
+ALWAYS_INLINE int in_floats(const digit_kind *kind) { return kind->in_floats; }
 
 ALWAYS_INLINE long float_block_bytes(int rows) { return rows * (BLOCK_ELEMENTS + 1L) * (long)sizeof(float); }
 
@@ -57,6 +74,7 @@ ALWAYS_INLINE bundle_function function_of(const digit_kind *kind, int from_strip
 typedef int32_t eight_words __attribute__((vector_size(32)));
 typedef float eight_floats __attribute__((vector_size(32)));
 typedef int16_t eight_shorts __attribute__((vector_size(16)));
+typedef int8_t eight_bytes __attribute__((vector_size(8)));
 
 ALWAYS_INLINE int32_t sum_of_eight(eight_words value) {
     __m128i half = _mm_add_epi32(_mm256_castsi256_si128((__m256i)value), _mm256_extracti128_si256((__m256i)value, 1));
@@ -68,7 +86,14 @@ ALWAYS_INLINE int32_t sum_of_eight(eight_words value) {
 ALWAYS_INLINE void put_block(const eight_words *whole, float scale, uint8_t *out, int row, int rows,
                              const digit_kind *kind) {
     int16_t *to = (int16_t *)out + BLOCK_ELEMENTS * row;
+    const int digits = kind->in_tiles && rows > SUB_ROWS;
     UNROLL for (int i = 0; i < 4; i++) {
+        if (digits) {
+            eight_bytes *high = (eight_bytes *)to + i, *low = high + 4;
+            *high = __builtin_convertvector((whole[i] + 128) >> 8, eight_bytes);
+            *low = __builtin_convertvector(whole[i], eight_bytes);
+            continue;
+        }
         eight_shorts narrow = __builtin_convertvector(whole[i], eight_shorts);
         narrow = __builtin_shuffle(narrow, (eight_shorts){0, 2, 1, 3, 4, 6, 5, 7});
         _mm_storeu_si128((__m128i *)(to + 8 * i), (__m128i)narrow);

@@ -1,5 +1,6 @@
 /* How woven weights are multiplied on x86 with panels of x (x86_digits.h): few rows straight from where the weights lie;
- * for many, the quants of 32 columns are laid out once as pairs and passed over by SUB_ROWS rows at a time. */
+ * for many, the quants of 32 columns are laid out once, as pairs that are passed over by SUB_ROWS rows at a time, or as
+ * tiles. */
 #if defined(__GNUC__) && !defined(__clang__)
 /* gcc would make many products before it adds the first to a sum, and have no registers for them. */
 #pragma GCC optimize("no-tree-ter")
@@ -10,6 +11,7 @@
 #if defined(X86_DIGITS)
 
 #include "x86_sums.h"
+#include "x86_tiles.h"
 
 /* 32 columns with one scale, or two. */
 ALWAYS_INLINE void add_part(const weights_part *parts, int wide, enum layout plain, int laid_out, const uint8_t *x,
@@ -66,6 +68,38 @@ ALWAYS_INLINE void multiply_few(const uint8_t *bundle, const uint8_t *x, long bl
     UNROLL for (int r = 0; r < rows; r++) totals[r] = total[0][r];
 }
 
+#if defined(X86_TILES)
+
+/* `wide` bundles, a constant where it is inlined, and any number of rows. */
+ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int wide, const uint8_t *x, long blocks,
+                                 int rows, vec *totals, enum layout plain) {
+    const int blocks_together = blocks_of_32(plain) ? 1 : 8, groups = short_groups(plain) ? 2 : 1;
+    vec scales[BUNDLES_AT_ONCE][KQUANT_GROUPS], added[BUNDLES_AT_ONCE][KQUANT_GROUPS];
+    shape_tiles(plain);
+    for (int i = 0; i < wide * rows; i++) totals[i] = (vec){0};
+    for (long block = 0; block < blocks; block += blocks_together) {
+        UNROLL for (int b = 0; b < wide; b++) read_scales(bundle + b * bundle_bytes, plain, scales[b], added[b]);
+        bundle += head_bytes(plain);
+        for (int part = 0; part < blocks_together; part++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
+            weights_part here[BUNDLES_AT_ONCE];
+            UNROLL for (int b = 0; b < wide; b++) {
+                here[b] = (weights_part){.codes = bundle + b * bundle_bytes,
+                                         .scales = scales[b] + part * groups,
+                                         .added = added[b] + part * groups};
+                fetch_ahead(here[b].codes, plain);
+            }
+            const row_head *heads = (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows);
+            add_by_tiles(here, wide, plain, with_minimum(plain), x, heads, rows, totals, rows);
+        }
+    }
+    _tile_release();
+}
+
+/* Groups that are short fill the tiles of two bundles. */
+#define MOST_WIDE(plain) (SHORT_GROUPS(plain) ? 1 : 2)
+
+#else
+
 /* `wide` bundles, a constant where it is inlined, and a multiple of SUB_ROWS rows. */
 ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int wide, const uint8_t *x, long blocks,
                                  int rows, vec *totals, enum layout plain) {
@@ -102,6 +136,10 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
     }
 }
 
+#define MOST_WIDE(plain) 2
+
+#endif
+
 /* A function for each kind and number of rows, so that each keeps what it needs in registers. */
 #define PARAMETERS                                                                                                 \
     const uint8_t *bundle, long bundle_bytes, int wide, const scaled_matrix *planes, const uint8_t *x, long blocks, \
@@ -114,12 +152,20 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
 #define MANY(plain)                                                                           \
     static void plain##_many(PARAMETERS) {                                                    \
         (void)planes;                                                                         \
-        if (wide == 1)                                                                        \
-            multiply_wide(bundle, bundle_bytes, 1, x, blocks, rows, totals, plain);           \
-        else                                                                                  \
+        if (MOST_WIDE(plain) == 2 && wide == 2) {                                             \
             multiply_wide(bundle, bundle_bytes, 2, x, blocks, rows, totals, plain);           \
+            return;                                                                           \
+        }                                                                                     \
+        for (int b = 0; b < wide; b++)                                                        \
+            multiply_wide(bundle + b * bundle_bytes, bundle_bytes, 1, x, blocks, rows, totals + b * rows, plain); \
     }
-#define TRAITS(plain) .many = plain##_many, .offset = OFFSET(plain), .short_groups = SHORT_GROUPS(plain)
+#if defined(X86_TILES)
+#define IN_TILES 1
+#else
+#define IN_TILES 0
+#endif
+#define TRAITS(plain) \
+    .many = plain##_many, .offset = OFFSET(plain), .short_groups = SHORT_GROUPS(plain), .in_tiles = IN_TILES
 #if LANES == 16
 #define KIND(plain)                                                                              \
     FEW(plain, 1) FEW(plain, 2) FEW(plain, 3) FEW(plain, 4) FEW(plain, 5) FEW(plain, 6)           \

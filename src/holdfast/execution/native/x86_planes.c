@@ -10,32 +10,9 @@
 
 #if defined(X86_DIGITS)
 
+#include "plane_scales.h"
 #include "x86_sums.h"
-
-/* Where the scales of a bundle lie, and how many columns share one. */
-typedef struct {
-    const uint8_t *scales, *zeros;
-    long step, group_blocks; /* bytes from one group to the next; blocks of 32 columns in a group */
-    enum scale_type type;
-    int alike; /* all outputs of the bundle have one scale */
-    int signed_zeros;
-} bundle_scales;
-
-static bundle_scales scales_of(const scaled_matrix *planes, const uint8_t *bundle, long bundle_bytes) {
-    const long number = (bundle - (const uint8_t *)planes->codes) / bundle_bytes, bytes = scale_bytes(planes);
-    const long groups = planes->columns / planes->group;
-    bundle_scales found = {
-        .group_blocks = planes->group / BLOCK_ELEMENTS,
-        .type = (enum scale_type)planes->scale_type,
-        .alike = planes->group_rows > 1,
-        .signed_zeros = planes->code_type == INT8_CODES,
-    };
-    const long line = found.alike ? number * BUNDLE / planes->group_rows : number * BUNDLE;
-    found.step = found.alike ? bytes : BUNDLE * bytes;
-    found.scales = (const uint8_t *)planes->scales + line * groups * bytes;
-    if (planes->zeros != 0) found.zeros = (const uint8_t *)planes->zeros + number * BUNDLE * groups;
-    return found;
-}
+#include "x86_tiles.h"
 
 ALWAYS_INLINE vec load_bfloats(const uint8_t *stored) {
 #if LANES == 16
@@ -49,13 +26,8 @@ ALWAYS_INLINE vec load_bfloats(const uint8_t *stored) {
 ALWAYS_INLINE ivec powers_of(ivec stored) { return stored << 23 | ((stored == 0) & 0x00400000); }
 
 static __attribute__((noinline)) vec group_scales(const bundle_scales *from, long group) {
-    const uint8_t *stored = from->scales + group * from->step;
     uint8_t copies[4 * BUNDLE];
-    if (from->alike) {
-        const long bytes = from->step;
-        for (int row = 0; row < BUNDLE; row++) memcpy(copies + row * bytes, stored, (size_t)bytes);
-        stored = copies;
-    }
+    const uint8_t *stored = stored_scales(from, group, copies);
     switch (from->type) {
     case HALF_SCALES: return load_halves(stored);
     case BFLOAT_SCALES: return load_bfloats(stored);
@@ -128,6 +100,37 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
         }
     }
 }
+
+#if defined(X86_TILES)
+
+/* The same by tiles, and any number of rows. */
+ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int wide, const scaled_matrix *planes,
+                                 const uint8_t *x, long blocks, int rows, vec *totals, enum layout plain) {
+    bundle_scales scales[BUNDLES_AT_ONCE];
+    vec scale[BUNDLES_AT_ONCE];
+    weights_part here[BUNDLES_AT_ONCE];
+    UNROLL for (int b = 0; b < wide; b++) {
+        scales[b] = scales_of(planes, bundle + b * bundle_bytes, bundle_bytes);
+        here[b] = (weights_part){.scales = scale + b, .added = scale + b};
+    }
+    shape_tiles(plain);
+    for (int i = 0; i < wide * rows; i++) totals[i] = (vec){0};
+    for (long block = 0; block < blocks; block++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
+        UNROLL for (int b = 0; b < wide; b++) {
+            here[b].codes = bundle + b * bundle_bytes;
+            if (block % scales[0].group_blocks == 0) {
+                const long group = block / scales[0].group_blocks;
+                scale[b] = group_scales(scales + b, group);
+                if (with_zeros(plain)) here[b].zeros = group_zeros(scales + b, group);
+            }
+            fetch_ahead(here[b].codes, plain);
+        }
+        add_by_tiles(here, wide, plain, 0, x, (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows), rows, totals, rows);
+    }
+    _tile_release();
+}
+
+#endif
 
 /* In floats */
 
@@ -244,12 +247,12 @@ ALWAYS_INLINE void multiply_many_floats(const uint8_t *bundle, long bundle_bytes
         (void)wide, (void)rows;                                                                \
         multiply_few(bundle, bundle_bytes, planes, x, blocks, totals, number, plain);          \
     }
-#define MANY(plain)                                                                            \
+#define MANY_BY(multiply, plain)                                                               \
     static void plain##_many(PARAMETERS) {                                                     \
         if (wide == 1)                                                                         \
-            multiply_wide(bundle, bundle_bytes, 1, planes, x, blocks, rows, totals, plain);    \
+            multiply(bundle, bundle_bytes, 1, planes, x, blocks, rows, totals, plain);         \
         else                                                                                   \
-            multiply_wide(bundle, bundle_bytes, 2, planes, x, blocks, rows, totals, plain);    \
+            multiply(bundle, bundle_bytes, 2, planes, x, blocks, rows, totals, plain);         \
     }
 #define FEW_FLOATS(type, number)                                                               \
     static void type##_##number(PARAMETERS) {                                                  \
@@ -273,14 +276,22 @@ ALWAYS_INLINE void multiply_many_floats(const uint8_t *bundle, long bundle_bytes
 #define EACH(define, plain) define(plain, 1) define(plain, 2) define(plain, 3) define(plain, 4)
 #define FUNCTIONS(plain) .few = {NULL, plain##_1, plain##_2, plain##_3, plain##_4}, .many = plain##_many
 #endif
-#define KIND(plain)                  \
-    EACH(FEW, plain) MANY(plain)     \
+#define KIND(plain)                                  \
+    EACH(FEW, plain) MANY_BY(multiply_wide, plain)   \
     static const digit_kind plain##_KIND = {FUNCTIONS(plain), .offset = OFFSET(plain)};
+/* Of codes that are signed bytes once their zero is taken off. */
+#if defined(X86_TILES)
+#define TILE_KIND(plain)                             \
+    EACH(FEW, plain) MANY_BY(multiply_tall, plain)   \
+    static const digit_kind plain##_KIND = {FUNCTIONS(plain), .offset = OFFSET(plain), .in_tiles = 1};
+#else
+#define TILE_KIND KIND
+#endif
 #define FLOAT_KIND(type)                     \
     EACH(FEW_FLOATS, type) MANY_FLOATS(type) \
     static const digit_kind type##_KIND = {FUNCTIONS(type), .in_floats = 1};
 
-KIND(INT4_PLANES) KIND(INT4_ZERO_PLANES) KIND(INT8_PLANES) KIND(INT8_ZERO_PLANES) KIND(MXFP4_PLANES)
+TILE_KIND(INT4_PLANES) TILE_KIND(INT4_ZERO_PLANES) TILE_KIND(INT8_PLANES) TILE_KIND(MXFP4_PLANES) KIND(INT8_ZERO_PLANES)
 FLOAT_KIND(FP8_CODES) FLOAT_KIND(NF4_CODES)
 
 const digit_kind *planes_digits_of(const scaled_matrix *planes) {
@@ -291,13 +302,6 @@ const digit_kind *planes_digits_of(const scaled_matrix *planes) {
     case FP8_CODES: return &FP8_CODES_KIND;
     default: return &NF4_CODES_KIND;
     }
-}
-
-#elif defined(ARM_DIGITS)
-
-const digit_kind *planes_digits_of(const scaled_matrix *planes) {
-    (void)planes;
-    return NULL; /* planes are not woven here */
 }
 
 #endif

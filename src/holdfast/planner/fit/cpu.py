@@ -25,7 +25,15 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import EngineChoices, Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import Question, Settings
 from holdfast.planner.sizing.default_limits import prompt_tokens_beside
-from holdfast.planner.sizing.dtype import asked_type, check_type, chosen_dtype, chosen_kv_dtype, compute_dtype, kv_dtype
+from holdfast.planner.sizing.dtype import (
+    asked_type,
+    check_type,
+    chosen_dtype,
+    chosen_kv_dtype,
+    compute_dtype,
+    kv_dtype,
+    multiplied_as_stored,
+)
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.planner.sizing.kv_cost import largest, layout_cost
 from holdfast.planner.sizing.terms import Term
@@ -379,9 +387,7 @@ def _expanded_or_not(count: CpuCount) -> tuple[CpuCount, Decision]:
         return count, Decision("weights", weights.format or "quantized", kept or "dummies of that format", "model")
     sizes = reason = cpu.weight_sizes(spec, stored, dtype)
     if setting == "auto":
-        processor = count.question.machine.processor
-        codes = processor.fast_code_products and weights.compiles()
-        fast = count.compiled and (processor.fast_block_products if spec.quantization is None else codes)
+        fast = count.compiled and multiplied_as_stored(count.question)
         expand, reason = cpu.expands(spec, stored, dtype=dtype, fast_blocks=fast, budget_bytes=count.budget_bytes)
         expanded = count_on_cpu(count.question, count.limits, expand=True) if expand else count
         if expanded.longest(most) >= count.longest(most):

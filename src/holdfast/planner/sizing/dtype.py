@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.errors import ConfigurationError
+from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import Device, Question
+from holdfast.planner.sizing.engine_weights import engine_weights
 
 _SHORT_NAMES = {"half": "float16", "float": "float32"}
 _OUTGROW_HALF = ("gemma2", "gemma3")
@@ -37,9 +39,13 @@ def check_type(asked: str, spec: ModelSpec) -> None:
         )
 
 
-def cpu_type(stored: str, *, fast_bfloat16: bool) -> Decision:
+def cpu_type(stored: str, *, fast_bfloat16: bool, as_stored: bool = False) -> Decision:
+    """`as_stored`: compiled kernels multiply quantized weights where they lie."""
     if stored == "float32":
         return Decision("dtype", "float32", "the model is stored in float32", "hardware")
+    if fast_bfloat16 and as_stored:
+        reason = "compiled kernels multiply quantized weights as they are, and compute in float32"
+        return Decision("dtype", "float32", reason, "hardware")
     if fast_bfloat16:
         return Decision("dtype", "bfloat16", "this CPU multiplies bfloat16 in hardware", "hardware")
     reason = "this CPU has no bfloat16 instructions; emulation is many times slower"
@@ -77,6 +83,19 @@ def gpu_type(spec: ModelSpec, devices: Sequence[Device]) -> Decision:
     return Decision("dtype", "bfloat16", reason, "planner")
 
 
+def multiplied_as_stored(question: Question) -> bool:
+    """Whether compiled kernels, which compute in float32, multiply quantized weights faster where they lie than torch
+    does expanded ones."""
+    machine, weights = question.machine, engine_weights(Same(question.model))
+    if weights is None or not weights.quantized or not machine.compiled_kernels:
+        return False
+    if question.settings.expand_weights == "always":
+        return False
+    if weights.quantize is None and weights.spec.quantization is None:
+        return machine.processor.fast_block_products
+    return weights.compiles() and machine.processor.fast_code_products(whole_numbers=weights.in_whole_numbers())
+
+
 def compute_dtype(question: Question, ranks: int = 1) -> str:
     """What the engine would compute in, and keep plain weights in: the same on all of the first `ranks` devices."""
     return asked_type(question.settings.dtype) or str(chosen_dtype(question, ranks).value)
@@ -91,7 +110,7 @@ def chosen_dtype(question: Question, ranks: int = 1) -> Decision:
     if not spec.runnable:
         engine = "llama.cpp" if question.model.format == "gguf" else "vLLM"
         return other_engines_type(spec.stored_dtype, engine, fast_bfloat16=fast)
-    return cpu_type(spec.stored_dtype, fast_bfloat16=fast)
+    return cpu_type(spec.stored_dtype, fast_bfloat16=fast, as_stored=fast and multiplied_as_stored(question))
 
 
 def kv_dtype(question: Question, ranks: int = 1) -> str:

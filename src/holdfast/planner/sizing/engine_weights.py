@@ -73,6 +73,11 @@ class EngineWeights:
         layouts = _compiled_layouts(Same(self.spec), Same(self.stored), self.quantize)
         return all(layout.compiles(columns) for layout, columns in layouts)
 
+    def in_whole_numbers(self) -> bool:
+        """Whether compiled products multiply all codes as whole numbers."""
+        layouts = _compiled_layouts(Same(self.spec), Same(self.stored), self.quantize)
+        return all(layout.whole_numbers for layout, _ in layouts)
+
     def rounds_inputs(self, capability: tuple[int, int] | None) -> bool:
         """Whether products of layers without experts round their inputs on such a GPU; None: on a CPU, experts too."""
         layouts = _layouts(Same(self.spec), Same(self.stored), self.quantize)
