@@ -1,5 +1,5 @@
-"""Claude Code itself, as `claude -p`, with its whole prompt and its tools: against a scripted engine, which calls one of
-them and then tells what it was answered, and against the built-in model. No network beside the server.
+"""Claude Code itself, as `claude -p`, with its whole prompt and its tools: against a scripted engine, which calls one
+of them and then tells what it was answered, and against the built-in model. No network beside the server.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_the_chances_are_transformers_own(tmp_path: Path, family: str, labels: i
         assert numpy.allclose([output.outputs.probs for output in found], wanted.numpy(), atol=2e-5)
         assert [output.outputs.num_classes for output in found] == [labels] * len(PROMPTS)
         encoded = llm.encode(PROMPTS[:1], pooling_task="classify", use_tqdm=False)
-        assert encoded[0].outputs.data == pytest.approx(found[0].outputs.probs, abs=1e-5)
+        assert encoded[0].outputs.data.tolist() == pytest.approx(found[0].outputs.probs, abs=1e-5)
         with pytest.raises(UnsupportedOptionError, match="classifies texts and cannot generate"):
             llm.generate(PROMPTS, use_tqdm=False)
         with pytest.raises(UnsupportedOptionError, match="no embeddings"):
@@ -80,7 +80,7 @@ def test_scores_are_cosines_of_embeddings() -> None:
         lengths = [len(llm.get_tokenizer().encode(text)) for text in texts]
         assert [len(one.prompt_token_ids) for one in found] == [lengths[0] + length for length in lengths]
         assert llm.score(texts, texts, use_tqdm=False)[2].outputs.score == pytest.approx(1, abs=1e-5)
-        assert llm.encode(texts[0], use_tqdm=False)[0].outputs.data == pytest.approx(vectors[0], abs=1e-6)
+        assert llm.encode(texts[0], use_tqdm=False)[0].outputs.data.tolist() == pytest.approx(vectors[0], abs=1e-6)
         with pytest.raises(RequestError, match="1:1, 1:N or N:N"):
             llm.score(texts[:2], texts, use_tqdm=False)
         with pytest.raises(UnsupportedOptionError, match="no classification head"):
