@@ -142,8 +142,8 @@ class Adapters:
         return found.ref
 
     def resolve(self, request: LoRARequest) -> AdapterRef:
-        """Of Python's LoRARequest: loaded when it is first named. Its number stands for one adapter, as in vLLM, where a
-        script may give it another name each time."""
+        """Of Python's LoRARequest: loaded when it is first named. Its number stands for one adapter, as in vLLM, where
+        a script may give it another name each time."""
         self._require()
         known = next((one.ref for one in self._by_name.values() if one.ref.number == request.lora_int_id), None)
         if known is None:  # A new number is a new adapter, also under a name that another had.
