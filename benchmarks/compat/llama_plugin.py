@@ -29,8 +29,11 @@ NO_FLAG = ("model_draft", "slot_save_path", "lora_files", "mmproj_url", "models_
 
 def flags_of(server: Any) -> list[str]:
     flags: list[str] = []
-    if server.model_alias:
+    if server.model_alias and "," in server.model_alias:
         flags += ["--served-model-name", *server.model_alias.split(",")]
+    else:
+        # llama-server answers to any name, as ours does where none is chosen.
+        server.model_alias = MODEL
     if server.api_key:
         flags += ["--api-key", server.api_key]
     if server.n_ctx:
@@ -58,18 +61,27 @@ def start(server: Any, timeout_seconds: float = 0.0) -> None:
         port = int(taken.getsockname()[1])
     command = [sys.executable, "-m", "holdfast.cli.main", "serve", MODEL, "--port", str(port), "--disable-access-log"]
     process = subprocess.Popen([*command, *key], stdout=sys.stderr, stderr=sys.stderr)
-    server.server_port, until_s = port, time.monotonic() + START_LIMIT_S
+    server.server_port = port
+    try:
+        wait_ready(process, port, " ".join(key))
+    except BaseException:  # A test's own time limit too.
+        process.kill()
+        process.wait()
+        raise
+    running[key] = (port, process)
+
+
+def wait_ready(process: subprocess.Popen[bytes], port: int, flags: str) -> None:
+    until_s = time.monotonic() + START_LIMIT_S
     while time.monotonic() < until_s:
         if process.poll() is not None:
-            raise RuntimeError(f"holdfast serve ended with {process.returncode}: {' '.join(key)}")
+            raise RuntimeError(f"holdfast serve ended with {process.returncode}: {flags}")
         try:
             if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
-                running[key] = (port, process)
                 return
         except requests.RequestException:
             pass
         time.sleep(0.25)
-    process.kill()
     raise TimeoutError("holdfast serve did not start")
 
 
