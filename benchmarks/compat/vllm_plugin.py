@@ -234,6 +234,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Told at once: a run takes long, and may not come to its end."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if report.failed and crash is not None:
+        said = crash.message.replace("\n", " ")[:200]
+        print(f"\n{report.nodeid}: {os.path.basename(crash.path)}:{crash.lineno}: {said}", flush=True)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     counted: dict[str, Counter[str]] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
