@@ -89,7 +89,7 @@ def write_substitutes(folder: Path) -> None:
 
     torch.manual_seed(0)
     tokenizer = Tokenizer.from_files(locate("smollm2"))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens_map}
+    said: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens_map}
     said["chat_template"] = tokenizer.chat_template
     shape = SHAPE | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     kinds = {"decoder": ("ForCausalLM", {}), "classifier": ("ForSequenceClassification", {"num_labels": 2}),

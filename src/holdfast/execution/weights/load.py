@@ -237,13 +237,12 @@ class Loader:
         if wanted is None or not wanted.token_ids:
             return self.vector("score") if self.has("score") else None
         places = torch.tensor(wanted.token_ids, device=self.device)
+        rows = torch.empty((len(places), self.spec.hidden_size), dtype=self.dtype, device=self.device)
         if self.spec.tied_embeddings:
-            rows = torch.empty((len(places), self.spec.hidden_size), dtype=self.dtype, device=self.device)
             embed.select(places, rows)
         else:
-            rows = self.vector("head").index_select(0, places)
-        rows = rows.float()
-        return rows[1:] - rows[:1] if wanted.two_way else rows
+            torch.index_select(self.vector("head"), 0, places, out=rows)
+        return rows[1:].float() - rows[:1].float() if wanted.two_way else rows.float()
 
     def layer(self, layer: LayerSpec) -> LayerWeights:
         name, decoder = f"layers.{layer.index}", self.spec.decoder
