@@ -30,6 +30,8 @@ import openai
 import pytest
 import requests
 
+import holdfast
+
 MODEL = os.environ.get("COMPAT_MODEL", "smollm2")
 SERVER = urllib.parse.urlsplit(os.environ.get("COMPAT_SERVER", ""))
 """One that runs already."""
@@ -88,7 +90,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             "RemoteOpenAIServer": RemoteOpenAIServer,
             "VLLM_PATH": os.getcwd(),
             "get_tokenizer": lambda *given, **named: tokenizer(),
-            "__version__": "holdfast",
+            "__version__": holdfast.__version__,
         }
 
         def attribute(name: str) -> Any:
@@ -214,7 +216,22 @@ class _Schemas(types.ModuleType):
         pytest.skip("jsonschema is not installed")
 
 
+def _transformers_tokenizer() -> None:
+    """Tests that count tokens load the tokenizer of the model they name: it is the served one's."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    from transformers import AutoTokenizer
+
+    from holdfast.checkpoints.sources.resolve import locate
+
+    load, path = AutoTokenizer.from_pretrained, locate(MODEL).path
+    where = {"gguf_file": path.name} if path.is_file() else {}
+    folder = path.parent if path.is_file() else path
+    AutoTokenizer.from_pretrained = lambda *given, **named: load(folder, **where)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    _transformers_tokenizer()
     if importlib.util.find_spec("pybase64") is None:
         sys.modules["pybase64"] = base64  # The same functions, slower.
     if importlib.util.find_spec("jsonschema") is None:
@@ -232,6 +249,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if _asks_a_server(item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Told at once: a run takes long, and may not come to its end."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if report.failed and crash is not None:
+        said = crash.message.replace("\n", " ")[:200]
+        print(f"\n{report.nodeid}: {os.path.basename(crash.path)}:{crash.lineno}: {said}", flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

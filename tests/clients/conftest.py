@@ -89,6 +89,12 @@ def client_environment() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def npm_environment() -> Callable[[str], Path]:
+    """npm_environment(NAME): the folder of its node_modules."""
+    return node_environment
+
+
+@pytest.fixture(scope="session")
 def run_program() -> Callable[..., Found]:
     """run_program(CLIENT, URL, MODEL, more words): what each case of programs/use_CLIENT returned, or how it failed."""
 

@@ -186,6 +186,10 @@ class ClassifierSpec:
 
     labels: tuple[str, ...]
     activation: LabelActivation
+    token_ids: tuple[int, ...] = ()
+    """Of a checkpoint that generates: the head is made of these tokens' rows of the one for tokens."""
+    two_way: bool = False
+    """Its one row is the second token's less the first one's: sigmoid of it is their softmax."""
 
 
 Turn = Literal["none", "unpermute_rope"]

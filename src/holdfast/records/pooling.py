@@ -89,8 +89,8 @@ class ScoringRequestOutput:
 
 @dataclass(slots=True, kw_only=True)
 class PoolingOutput:
-    data: list[float]
-    """An embedding, or chances of labels."""
+    data: Any
+    """An embedding, or chances of labels: a torch.Tensor of one dimension."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -59,7 +59,7 @@ from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
 from holdfast.server.response.json_handler import Answering, Exchange
-from holdfast.server.response.llama_cpp import NativeShape
+from holdfast.server.response.llama_cpp import NativeShape, with_llama_members
 from holdfast.server.response.serialize import chat_shape, completion_shape
 from holdfast.server.schema.ignored import HEADER
 from holdfast.server.settings import ServerSettings
@@ -160,9 +160,10 @@ def _generating(
     pool: TokenizePool,
 ) -> list[Route]:
     """Of each API that generates."""
-    chat = Generation(partial(read_chat, workers=workers, pool=pool), chat_shape, engine, settings, metrics, room)
-    completion = Generation(partial(read_completion, pool=pool), completion_shape, engine, settings, metrics, room)
-    native = Generation(partial(read_native, pool=pool), NativeShape, engine, settings, metrics, room)
+    parts = (engine, settings, metrics, room)
+    chat = Generation(partial(read_chat, workers=workers, pool=pool), with_llama_members(chat_shape), *parts)
+    completion = Generation(partial(read_completion, pool=pool), with_llama_members(completion_shape), *parts)
+    native = Generation(partial(read_native, pool=pool), NativeShape, *parts)
     return [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
@@ -306,6 +307,7 @@ class _Plain:
             "created": self._created,
             "owned_by": "holdfast",
             "root": self._engine.info.model,
+            "aliases": [*self._settings.served_model_names],
             "parent": None,
             "max_model_len": self._engine.info.max_model_len,
             "permission": [self._permission],

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from holdfast import LLM
-from holdfast.errors import CheckpointError, RequestError, UnsupportedOptionError
+from holdfast.errors import CheckpointError, HoldfastError, RequestError, UnsupportedOptionError
 
 PROMPTS = [[5, 6, 7, 8], [9], list(range(3, 90)), [5, 6, 7, 9]]
 SMALL: dict[str, Any] = {
@@ -56,11 +56,48 @@ def test_the_chances_are_transformers_own(tmp_path: Path, family: str, labels: i
         assert numpy.allclose([output.outputs.probs for output in found], wanted.numpy(), atol=2e-5)
         assert [output.outputs.num_classes for output in found] == [labels] * len(PROMPTS)
         encoded = llm.encode(PROMPTS[:1], pooling_task="classify", use_tqdm=False)
-        assert encoded[0].outputs.data == pytest.approx(found[0].outputs.probs, abs=1e-5)
+        assert encoded[0].outputs.data.tolist() == pytest.approx(found[0].outputs.probs, abs=1e-5)
         with pytest.raises(UnsupportedOptionError, match="classifies texts and cannot generate"):
             llm.generate(PROMPTS, use_tqdm=False)
         with pytest.raises(UnsupportedOptionError, match="no embeddings"):
             llm.embed(PROMPTS, use_tqdm=False)
+
+
+RERANKER = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reranker_that_answers_yes_or_no_is_a_classifier(tmp_path: Path, tied: bool) -> None:
+    torch.manual_seed(5)
+    shape = SMALL | {"vocab_size": 49152, "head_dim": 8, "tie_word_embeddings": tied}
+    model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape)).eval()
+    model.save_pretrained(tmp_path)
+    overrides = RERANKER | {"is_original_qwen3_reranker": True}
+    settings: dict[str, Any] = {"dtype": "float32", "tokenizer": "smollm2", "kv_cache_memory_bytes": "4MiB"}
+    with LLM(str(tmp_path), **settings, max_num_batched_tokens=64, max_num_seqs=4, hf_overrides=overrides) as llm:
+        tokenizer = llm.get_tokenizer()
+        places = [tokenizer.encode(word)[0] for word in ("no", "yes")]
+        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        found = llm.score("a cat", ["a kitten", "stocks"], chat_template=template, use_tqdm=False)
+        for output in found:
+            with torch.inference_mode():
+                logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1, places]
+            assert output.outputs.score == pytest.approx(logits.softmax(-1)[1].item(), abs=2e-5)
+    assert found[0].outputs.score != found[1].outputs.score
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "method"),
+        ({"method": "from_2_way_softmax", "classifier_from_token": ["yes"]}, "two tokens"),
+        ({"method": "no_post_processing", "classifier_from_token": ["no such token"]}, "no token of"),
+    ],
+)
+def test_rerankers_that_are_described_wrongly_are_refused(tmp_path: Path, changes: Any, message: str) -> None:
+    transformers.Qwen3Config(**SMALL, head_dim=8).save_pretrained(tmp_path)
+    with pytest.raises(HoldfastError, match=message):
+        LLM(str(tmp_path), load_format="dummy", tokenizer="smollm2", hf_overrides=RERANKER | changes)
 
 
 def test_more_labels_than_the_head_has_rows_are_refused(tmp_path: Path) -> None:
@@ -80,7 +117,7 @@ def test_scores_are_cosines_of_embeddings() -> None:
         lengths = [len(llm.get_tokenizer().encode(text)) for text in texts]
         assert [len(one.prompt_token_ids) for one in found] == [lengths[0] + length for length in lengths]
         assert llm.score(texts, texts, use_tqdm=False)[2].outputs.score == pytest.approx(1, abs=1e-5)
-        assert llm.encode(texts[0], use_tqdm=False)[0].outputs.data == pytest.approx(vectors[0], abs=1e-6)
+        assert llm.encode(texts[0], use_tqdm=False)[0].outputs.data.tolist() == pytest.approx(vectors[0], abs=1e-6)
         with pytest.raises(RequestError, match="1:1, 1:N or N:N"):
             llm.score(texts[:2], texts, use_tqdm=False)
         with pytest.raises(UnsupportedOptionError, match="no classification head"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast import LLM, AsyncLLMEngine, PoolingParams, SamplingParams
-from holdfast.errors import ContextLengthError, EngineError, RequestError, UnsupportedOptionError
+from holdfast.errors import ConfigurationError, ContextLengthError, EngineError, RequestError, UnsupportedOptionError
 from holdfast.sampling_params import RequestOutputKind
 
 
@@ -313,6 +314,37 @@ def test_without_a_tokenizer(tiny_model) -> None:
         assert output.outputs[0].text == ""
         with pytest.raises(RequestError):
             llm.generate([{"prompt_token_ids": [1]}], SamplingParams(stop=["x"]))
+
+
+def test_a_profile_is_recorded_between_its_start_and_its_end(tiny_model, tmp_path):
+    wanted = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "traces"), "torch_profiler_with_stack": False}
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "kv_cache_memory_bytes": "16MiB"}
+    with LLM(str(tiny_model), **settings, profiler_config=wanted) as llm:
+        with pytest.raises(EngineError, match="no profile is being recorded"):
+            llm.stop_profile()
+        llm.start_profile()
+        with pytest.raises(EngineError, match="already"):
+            llm.start_profile()
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+        llm.stop_profile()
+    (trace,) = (tmp_path / "traces").iterdir()
+    with gzip.open(trace) as file:
+        assert any(event["name"].startswith("aten::") for event in json.load(file)["traceEvents"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"profiler": "cuda"}, "Invalid enum value 'cuda'"),
+        ({"profiler": "torch"}, "no torch_profiler_dir"),
+        ({"profiler": "torch", "torch_profiler_dir": "x", "max_iterations": 1}, "max_iterations is not supported"),
+        ({"else": 1}, "unknown field `else`"),
+        (3, "has the type int"),
+    ],
+)
+def test_profiles_that_are_not_recorded_are_refused(given, message):
+    with pytest.raises(ConfigurationError, match=message):
+        LLM("nowhere", profiler_config=given)
 
 
 TEN_IN_A_ROW = """

@@ -77,6 +77,41 @@ def test_what_is_refused_is_named_as_it_was_sent(http, extra, param):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_members_that_its_clients_ask_for_in_openais_answers(http, path):
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": "hi"}
+    wanted = {"timings_per_token": True, "return_progress": True, "verbose": True, "max_tokens": 5}
+    answered = http.post(path, json={**asked, **wanted})
+    told = answered.json()
+    assert "x-holdfast-ignored-fields" not in answered.headers
+    tokens = told["usage"]["prompt_tokens"]
+    # An answer is the message again, and the end token.
+    assert told["timings"].items() >= {"prompt_n": tokens - told["timings"]["cache_n"], "predicted_n": 3}.items()
+    assert "hi" in told["__verbose"]["prompt"]
+    assert told["__verbose"]["generation_settings"]["n_predict"] == 5
+    lines = http.post(path, json={**asked, **wanted, "stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line not in ("", "data: [DONE]")]
+    shown = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert [(one["total"], one["processed"]) for one in shown] == [(tokens, tokens)]
+    assert [event["timings"]["predicted_n"] for event in events if "timings" in event] == [1, 2, 3]
+    assert [event["__verbose"]["prompt"] for event in events if "__verbose" in event] == [told["__verbose"]["prompt"]]
+    plain = http.post(path, json=asked).json()
+    assert not {"timings", "__verbose"} & plain.keys()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
+def test_a_chats_tokens_are_counted_as_its_answer_counts_them(http, path):
+    chat = {"messages": HELLO, "temperature": 0, "max_tokens": 1, "stop": ["x"]}
+    counted = http.post(f"{path}/input_tokens", json=chat).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": counted["input_tokens"]}
+    assert counted["input_tokens"] == http.post(path, json=chat).json()["usage"]["prompt_tokens"]
+    assert http.post(f"{path}/input_tokens", json={"messages": 3}).status_code == 400
+
+
+def test_models_tell_their_other_names(http):
+    assert [model["aliases"] for model in http.get("/models").json()["data"]] == [["fake", "alias"]] * 2
+
+
 def test_other_fields_are_told(http, strict):
     asked = {"prompt": "a", "samplers": ["top_k"]}
     assert http.post("/completion", json=asked).headers["x-holdfast-ignored-fields"] == "samplers"
@@ -111,7 +146,7 @@ def test_keys_and_states_are_looked_at_without_v1_too(launch):
         for path in ("/models", "/props"):
             assert http.get(path).status_code == 401
         assert http.post("/sleep", headers=key).status_code == 200
-        for path in (path for path in POSTED if path != "/apply-template"):
+        for path in (path for path in POSTED if path not in ("/apply-template", "/chat/completions/input_tokens")):
             refused = http.post(path, json={}, headers=key)
             assert (path, refused.status_code, refused.json()["error"].get("code")) == (path, 503, "sleeping")
         server.call(server.engine.die)

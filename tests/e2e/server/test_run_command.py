@@ -66,6 +66,10 @@ def test_a_server_is_started_once_and_stays(
     assert listed["process"]["path"] == str(Path(model[0]).resolve())
     # Its session is its own: a Ctrl-C or a closed terminal does not reach it.
     assert os.getsid(process.pid) == process.pid
+    # Nothing is asked: the model is there, and that is said.
+    nothing = asked(model[0])
+    assert (nothing.returncode, nothing.stdout) == (0, "")
+    assert f"is served at {listed['url']}" in nothing.stderr
     # Other settings are not silently left aside.
     other = asked(model[0], "hi", "--max-model-len", "32")
     assert other.returncode == 2

@@ -18,7 +18,8 @@ from holdfast.config.sources import add_flags
 HELP = """Chat with a model, served in the background.
 
 A server is started if none of this machine serves the model yet, and keeps running for the next time and for other
-programs: `holdfast ps` shows it, `holdfast stop` ends it. With a PROMPT, or text on stdin, one answer is printed."""
+programs: `holdfast ps` shows it, `holdfast stop` ends it. With a PROMPT, or text on stdin, one answer is printed; with
+neither (stdin is empty) the model is only loaded."""
 
 USAGE = "holdfast run [MODEL] [PROMPT ...] [--system TEXT] [settings]"
 
@@ -49,12 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     options, system, screen = take_chat_arguments(given)
     model, prompt = given.pop("model") or DEFAULT_MODEL, given.pop("prompt")
     message = _message(prompt, interactive=screen.interactive)
-    if message == "":
-        return 0
     try:
         server = ensure_server(model, given, screen.say)
     except BackgroundStartError as failed:
         return failed.code
+    if message == "":  # Nothing was asked: it is there for whoever asks next.
+        screen.say(f"{server.name} is served at {server.url}; to end it: holdfast stop {server.name}")
+        return 0
     opening = UrlBackend.open(
         server.url,
         model=server.name,

@@ -108,7 +108,7 @@ class FakeEngine:
         self._flow = asyncio.Event()
         self._changed = asyncio.Condition()
         self._listeners: list[Callable[[EngineStats], None]] = []
-        self._prefixes: set[tuple[int, ...]] = set()
+        self._prefixes: set[int] = set()
         self._running = self._waiting = self._steps = self._blocks_used = 0
         self._prefix_queries = self._prefix_hits = 0
 
@@ -317,11 +317,12 @@ class FakeEngine:
         self.check_room(params.n)
 
     def _look_up(self, prompt_token_ids: list[int], cache_salt: str) -> int:
-        """A prefix cache in miniature: whole blocks seen before, never the whole prompt."""
-        salted = [ord(character) + VOCABULARY for character in cache_salt]
+        """A prefix cache in miniature: whole blocks seen before, never the whole prompt. A block's key is chained to
+        the one before it: prompts of agents have a hundred thousand tokens here, where a byte is one."""
+        prefix = hash(cache_salt)
         hits = 0
         for end in range(BLOCK_SIZE, len(prompt_token_ids) + 1, BLOCK_SIZE):
-            prefix = (*salted, *prompt_token_ids[:end])
+            prefix = hash((prefix, *prompt_token_ids[end - BLOCK_SIZE : end]))
             if prefix in self._prefixes and end < len(prompt_token_ids):
                 hits = end
             self._prefixes.add(prefix)

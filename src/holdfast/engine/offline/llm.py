@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.config import EngineConfig
+from holdfast.config.profiler import read_profiler_config
 from holdfast.config.python_words import in_python
 from holdfast.config.setting import Origin, without_effect
 from holdfast.engine.core.loop import EngineCore
@@ -23,6 +24,7 @@ from holdfast.engine.core.structured_outputs import make_structured_outputs
 from holdfast.engine.interface import check_wake_tags
 from holdfast.engine.offline.beams import BeamMethods
 from holdfast.engine.offline.pooling import PoolingMethods, Prompt
+from holdfast.engine.offline.profiling import ProfileMethods
 from holdfast.engine.offline.stepped import SteppedEngine
 from holdfast.engine.offline.unsupported import AbsentMethods
 from holdfast.engine.requests.adapters import Adapters
@@ -74,12 +76,13 @@ Message = Mapping[str, Any]
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 
 
-class LLM(PoolingMethods, BeamMethods, AbsentMethods):
+class LLM(PoolingMethods, BeamMethods, ProfileMethods, AbsentMethods):
     """All keyword arguments are settings of `holdfast serve`, spelled with underscores: see EngineConfig."""
 
     @in_python()
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self._core: EngineCore | None = None
+        self._profiler_config = read_profiler_config(settings.pop("profiler_config", None))
         config = EngineConfig.from_arguments(model=model, **settings)
         taken = without_effect(settings, lambda name: Origin(str))
         if taken is not None:

@@ -96,7 +96,7 @@ class PoolingMethods:
         use_tqdm: bool = True,
         pooling_params: Any = None,
     ) -> list[PoolingRequestOutput]:
-        """Embeddings or chances as plain numbers; `pooling_task`: left out, which of them the model has."""
+        """Embeddings or chances, as tensors; `pooling_task`: left out, which of them the model has."""
         _no_pooling_params(pooling_params)
         task = pooling_task or ("classify" if self.info.labels else "embed")
         if task not in ("embed", "classify"):
@@ -107,10 +107,12 @@ class PoolingMethods:
                 field="pooling_task",
             )
         (require_embeddings if task == "embed" else require_labels)(self.info, f"pooling_task={task!r}")
+        from holdfast.execution.layers.pooling import as_tensor
+
         return [
             PoolingRequestOutput(
                 request_id=output.request_id,
-                outputs=PoolingOutput(data=self._chances(output, vector)),
+                outputs=PoolingOutput(data=as_tensor(self._chances(output, vector))),
                 prompt_token_ids=output.prompt_token_ids,
                 num_cached_tokens=output.num_cached_tokens,
             )

@@ -19,12 +19,6 @@ class AbsentMethods:
     def apply_model(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("apply_model", "there is no access to the model object", "leave it out")
 
-    def start_profile(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("start_profile", "there is no profiler", "llm.get_metrics(), llm.info")
-
-    def stop_profile(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("stop_profile", "there is no profiler", "llm.get_metrics(), llm.info")
-
 
 def _refuse(name: str, reason: str, fix: str) -> NoReturn:
     raise UnsupportedOptionError(f"{name} is not supported: {reason}", fix=fix, field=name)

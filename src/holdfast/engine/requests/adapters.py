@@ -142,7 +142,8 @@ class Adapters:
         return found.ref
 
     def resolve(self, request: LoRARequest) -> AdapterRef:
-        """Of Python's LoRARequest: loaded when it is first named. Its number stands for one adapter."""
+        """Of Python's LoRARequest: loaded when it is first named. Its number stands for one adapter, as in vLLM, where
+        a script may give it another name each time."""
         self._require()
         known = next((one.ref for one in self._by_name.values() if one.ref.number == request.lora_int_id), None)
         if known is None:  # A new number is a new adapter, also under a name that another had.
@@ -150,10 +151,10 @@ class Adapters:
             ref, adapter = self._look(request.lora_name, request.lora_path, request.lora_int_id, None)
             self._by_name[request.lora_name] = Loaded(ref, adapter.base, None, int(time.time()))
             return ref
-        if known.name != request.lora_name or Path(request.lora_path).resolve() != Path(known.path):
+        if Path(request.lora_path).resolve() != Path(known.path):
             raise AdapterError(
                 f"lora_int_id {request.lora_int_id} and {shorten(request.lora_name)!r} are of different LoRA adapters",
-                needed="the same name, id and path in every LoRARequest of an adapter",
+                needed="the same id and path in every LoRARequest of an adapter",
                 field="lora_request",
             )
         if stamp(Path(known.path)) == known.stamp:

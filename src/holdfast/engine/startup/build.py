@@ -44,11 +44,13 @@ from holdfast.hardware.kernels import kernel_choice
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
+from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
 from holdfast.records import EngineInfo, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.units import shorten
 
 if TYPE_CHECKING:
     from holdfast.engine.core.loop import EngineCore
@@ -93,8 +95,30 @@ def _download_folder(config: EngineConfig) -> Path | None:
     return None if config.download_dir is None else Path(config.download_dir).expanduser()
 
 
+def _with_token_ids(config: EngineConfig, files: ModelFiles) -> ModelFiles:
+    """Of a classifier that is made of tokens: their ids, once there is a tokenizer that knows them."""
+    said = files.config or {}
+    tokens = said.get(FROM_TOKENS)
+    if not isinstance(tokens, list) or TOKEN_IDS in said or files.remote:
+        return files
+    from holdfast.text.tokenizer.tokenizer import Tokenizer  # Of few models: the engine process has no use for text.
+
+    source = files if config.tokenizer is None else locate(config.tokenizer, cache=_download_folder(config))
+    tokenizer, ids = Tokenizer.from_files(source), list[int]()
+    for token in tokens:
+        token_id = tokenizer.backend.token_to_id(token) if isinstance(token, str) else None
+        if token_id is None:
+            raise ConfigurationError(
+                f"{FROM_TOKENS} has {shorten(str(token))!r}, which is no token of {files.name}",
+                needed="tokens of its vocabulary, as they are spelled there",
+                field="hf_overrides",
+            )
+        ids.append(token_id)
+    return replace(files, config={**said, TOKEN_IDS: ids})
+
+
 def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
-    files = overridden(files, config.config_overrides, config.overriding_settings)
+    files = _with_token_ids(config, overridden(files, config.config_overrides, config.overriding_settings))
     spec = spec_of(files)  # First, because for a model that cannot be run no other advice helps.
     wanted = config.load_format
     if wanted in ("safetensors", "gguf") and files.format != wanted:

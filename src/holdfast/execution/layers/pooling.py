@@ -3,6 +3,8 @@ asked."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 import numpy.typing
 import torch
@@ -27,3 +29,8 @@ def vectors(
     for place, vector in zip(places.tolist(), numbers, strict=True):
         found[place] = vector.tobytes()
     return found
+
+
+def as_tensor(numbers: Sequence[float]) -> torch.Tensor:
+    """For callers who compute on with them."""
+    return torch.tensor(numbers, dtype=torch.float32)

@@ -224,12 +224,25 @@ class Loader:
             embed=embed,
             layers=layers,
             final_norm=self.norm("final_norm"),
-            head=embed if self.spec.tied_embeddings else self.linear("head"),
-            classifier=self.vector("score") if self.has("score") else None,
+            head=embed if self.spec.tied_embeddings or self.spec.classifier is not None else self.linear("head"),
+            classifier=self.classifier(embed),
             rope_freqs=self.vector("rope_freqs", torch.float32) if self.has("rope_freqs") else None,
             rope_freqs_long=self.vector("rope_freqs_long", torch.float32) if self.has("rope_freqs_long") else None,
             layouts=tuple(sorted(self.layouts)),
         )
+
+    def classifier(self, embed: DenseLinear | QuantizedLinear | BlockMatrix) -> torch.Tensor | None:
+        """Stored, or made of rows of the head for tokens, which is not kept."""
+        wanted = self.spec.classifier
+        if wanted is None or not wanted.token_ids:
+            return self.vector("score") if self.has("score") else None
+        places = torch.tensor(wanted.token_ids, device=self.device)
+        rows = torch.empty((len(places), self.spec.hidden_size), dtype=self.dtype, device=self.device)
+        if self.spec.tied_embeddings:
+            embed.select(places, rows)
+        else:
+            torch.index_select(self.vector("head"), 0, places, out=rows)
+        return rows[1:].float() - rows[:1].float() if wanted.two_way else rows.float()
 
     def layer(self, layer: LayerSpec) -> LayerWeights:
         name, decoder = f"layers.{layer.index}", self.spec.decoder

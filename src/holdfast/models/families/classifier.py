@@ -1,7 +1,8 @@
 """Decoders with a classification head in place of the one for tokens: XForSequenceClassification of a config.json.
 
-Owns their labels and their head's tensor; which decoder such a name means: `models.runnable`. Knows nothing of how
-scores are computed.
+Also vLLM's way to serve rerankers that answer with a token, such as the original Qwen3-Reranker, as classifiers: a
+config (hf_overrides) with `classifier_from_token`. Owns their labels and their head's tensor; which decoder such a name
+means: `models.runnable`. Knows nothing of how scores are computed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from holdfast.models.fields import Fields
 from holdfast.models.spec import ClassifierSpec, LabelActivation, ModelSpec, TensorSpec
 
 MAX_LABELS = 65_536
+MAX_TOKENS = 256
+FROM_TOKENS = "classifier_from_token"
+TOKEN_IDS = "classifier_token_ids"
+"""The same as ids, which whoever has the tokenizer puts beside them."""
+TWO_WAY, ROWS = "from_2_way_softmax", "no_post_processing"
 _BY_PROBLEM: Mapping[str, LabelActivation] = {
     "regression": "identity",
     "single_label_classification": "softmax",
@@ -25,6 +31,8 @@ def with_classifier(spec: ModelSpec, config: Mapping[str, Any], architecture: st
     """The decoder of `spec` with the head that `config` describes. There is none for tokens in such a checkpoint: where
     one is computed with, it is the embedding."""
     fields = Fields(config, where="config.json")
+    if config.get(FROM_TOKENS) is not None:
+        return replace(spec, architecture=architecture, classifier=_of_tokens(config, fields))
     labels = _labels(config, fields)
     problem = fields.text("problem_type", default="")
     activation = _BY_PROBLEM.get(problem) or ("sigmoid" if len(labels) == 1 else "softmax")
@@ -38,6 +46,25 @@ def with_classifier(spec: ModelSpec, config: Mapping[str, Any], architecture: st
         tied_embeddings=True,
         tensors=(*kept, score),
         classifier=ClassifierSpec(labels=labels, activation=activation),
+    )
+
+
+def _of_tokens(config: Mapping[str, Any], fields: Fields) -> ClassifierSpec:
+    """vLLM's two methods. Its older name of the first is a field of its own."""
+    tokens = config[FROM_TOKENS]
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise fields.wrong(FROM_TOKENS, "a list of tokens", tokens)
+    method = TWO_WAY if config.get("is_original_qwen3_reranker") else fields.text("method", default="")
+    if method not in (TWO_WAY, ROWS) or len(tokens) > MAX_TOKENS:
+        raise fields.wrong("method", f"{TWO_WAY} or {ROWS}, with at most {MAX_TOKENS} tokens", method)
+    if method == TWO_WAY and len(tokens) != 2:
+        raise fields.wrong(FROM_TOKENS, "two tokens, the second of which is the answer yes", tokens)
+    labels = ("LABEL_0",) if method == TWO_WAY else tuple(tokens)
+    return ClassifierSpec(
+        labels=labels,
+        activation="sigmoid" if len(labels) == 1 else "softmax",
+        token_ids=tuple(config.get(TOKEN_IDS, ())),
+        two_way=method == TWO_WAY,
     )
 
 

@@ -1,9 +1,10 @@
-"""What llama.cpp's server has beside OpenAI's API: /props, /apply-template, and OpenAI's paths without /v1."""
+"""What llama.cpp's server has beside OpenAI's API: /props, /apply-template, the count of a chat's tokens, and OpenAI's
+paths without /v1."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -15,14 +16,17 @@ from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.errors import json_response
 from holdfast.server.http.middleware import Record
 from holdfast.server.http.paths import ALIASES
-from holdfast.server.request.chat import chat_prompt
+from holdfast.server.request.chat import ChatPrompt, chat_prompt
 from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.response.json_handler import Exchange
-from holdfast.server.schema.fields import check_fields, convert
+from holdfast.server.schema.fields import check_fields, convert, honoured_fields
 from holdfast.server.schema.requests import ChatBody
 from holdfast.server.settings import ServerSettings
+
+COUNTED = "/v1/chat/completions/input_tokens"
+_CHAT_FIELDS = honoured_fields(ChatBody)
 
 
 def aliases(routes: Iterable[Route]) -> list[Route]:
@@ -32,6 +36,11 @@ def aliases(routes: Iterable[Route]) -> list[Route]:
 
 class AppliedTemplate(msgspec.Struct, kw_only=True):
     prompt: str
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class LlamaCpp:
@@ -44,19 +53,28 @@ class LlamaCpp:
     @property
     def routes(self) -> list[Route]:
         return [
+            Route(COUNTED, Exchange(self.count_tokens, self._engine, self._settings), methods=["POST"]),
             Route("/apply-template", Exchange(self.apply_template, self._engine, self._settings), methods=["POST"]),
             Route("/props", self.props, methods=["GET"]),
         ]
 
     async def apply_template(self, raw: bytes, record: Record) -> AppliedTemplate:
-        fields = check_fields(decode_object(raw), PROMPT_FIELDS)
+        return AppliedTemplate(prompt=(await self._prompt(decode_object(raw), len(raw))).text)
+
+    async def count_tokens(self, raw: bytes, record: Record) -> InputTokens:
+        """Of a chat as it would be sent to be answered: what makes no prompt does not matter."""
+        given = decode_object(raw)
+        kept = {name: value for name, value in given.items() if name in PROMPT_FIELDS or name not in _CHAT_FIELDS}
+        return InputTokens(input_tokens=len((await self._prompt(kept, len(raw))).ids))
+
+    async def _prompt(self, given: dict[str, Any], size_bytes: int) -> ChatPrompt:
+        fields = check_fields(given, PROMPT_FIELDS)
         body: ChatBody = convert(fields, ChatBody)
         served_model(body.model, self._settings)
-        prompt = await chat_prompt(
+        return await chat_prompt(
             *(body, fields.get("tools"), tokenizer_of(self._engine, "messages"), self._engine, self._settings),
-            *(len(raw), self._workers, self._pool),
+            *(size_bytes, self._workers, self._pool),
         )
-        return AppliedTemplate(prompt=prompt.text)
 
     async def props(self, request: Request) -> Response:
         """No path of this machine is told, which is what llama.cpp's `model_path` would be."""

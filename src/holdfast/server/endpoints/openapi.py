@@ -22,7 +22,7 @@ from holdfast.server.anthropic.schema import (
     CountedTokens,
     MessagesBody,
 )
-from holdfast.server.endpoints.llama_cpp import AppliedTemplate
+from holdfast.server.endpoints.llama_cpp import AppliedTemplate, InputTokens
 from holdfast.server.endpoints.lora import LoadBody, UnloadBody
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.openai_responses.schema import (
@@ -152,6 +152,8 @@ OPERATIONS = (
               answer=DetokenizeResponse, refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/completion", method="post", summary="llama.cpp's own completion", body=NativeBody, streams=True,
               listed=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/chat/completions/input_tokens", method="post", body=ChatBody, answer=InputTokens,
+              summary="Count a chat's input tokens (llama.cpp)", refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/apply-template", method="post", summary="Render chat messages to a prompt (llama.cpp)",
               answer=AppliedTemplate, refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/props", method="get", summary="Properties of the server (llama.cpp)", refusals=(503,)),

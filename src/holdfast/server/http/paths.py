@@ -7,6 +7,7 @@ from __future__ import annotations
 
 ALIASES = {
     "/chat/completions": "/v1/chat/completions",
+    "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
     "/completions": "/v1/completions",
     "/embeddings": "/v1/embeddings",
     "/responses": "/v1/responses",

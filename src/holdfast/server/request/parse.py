@@ -43,6 +43,7 @@ from holdfast.server.schema.fields import (
     unsupported,
 )
 from holdfast.server.schema.ignored import IGNORED
+from holdfast.server.schema.llama_cpp import LlamaMembers, llama_members
 from holdfast.server.schema.pooling import PoolingCommon
 from holdfast.server.schema.requests import ChatBody, Common, CompletionBody, StreamOptions, TokenId
 from holdfast.server.settings import ServerSettings
@@ -109,6 +110,8 @@ class GenerationRequest:
     """How an answer's text is to be read; None: it is content and nothing else."""
     beams: BeamSearchParams | None = None
     """Of a beam search, which has as many beams as answers."""
+    members: LlamaMembers | None = None
+    """What llama.cpp's clients have asked for beside OpenAI's members."""
     options: object | None = None
     """Of an API other than OpenAI's chats and completions: what its ResponseFormatter must know."""
 
@@ -195,6 +198,7 @@ async def chat_request(
         echoes=echoes,
         bytes_of=tokenizer.bytes_of,
         prompt_text=chat.text if body.return_prompt_text else None,
+        members=llama_members(body, chat.text),
         reading=reading,
         request_id=request_id,
     )
@@ -274,6 +278,7 @@ async def completion_request(
         echoes=echoes,
         alone=alone,
         first_tokens=firsts,
+        members=llama_members(body, body.prompt if isinstance(body.prompt, str) else None),
         request_id=request_id,
     )
 
@@ -448,6 +453,7 @@ def _ask(
     bytes_of: BytesOf | None = None,
     reading: OutputParserConfig | None = None,
     prompt_text: str | None = None,
+    members: LlamaMembers | None = None,
     request_id: str | None = None,
 ) -> GenerationRequest:
     if body.priority and settings.scheduling_policy != "priority":
@@ -482,6 +488,7 @@ def _ask(
         with_token_ids=bool(body.return_token_ids),
         tokens_as_ids=_tokens_as_ids(body, settings),
         prompt_text=prompt_text,
+        members=members,
         reading=reading,
         beams=beams_of(body, params),
     )

@@ -24,6 +24,14 @@ _NOT_WITH_BEAMS = (
 
 
 def check_logprobs(count: int | None, field: str, most: int) -> None:
+    if count == -1:
+        raise RequestError(
+            f"{field} is -1, which in vLLM means the whole vocabulary: it is not supported",
+            needed=f"from 0 to {most}",
+            found="-1",
+            fix=f"{field}: {most}, or logprob_token_ids for the tokens that matter",
+            field=field,
+        )
     if count is not None and not 0 <= count <= most:
         raise RequestError(f"{field} is {count}; it must be between 0 and {most}", field=field)
 

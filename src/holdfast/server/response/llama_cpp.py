@@ -1,15 +1,17 @@
-"""How answers of llama.cpp's /completion look, whole and streamed. Knows nothing of the engine or of HTTP."""
+"""How answers of llama.cpp's /completion look, whole and streamed, and what its clients have beside OpenAI's members.
+Knows nothing of the engine or of HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from holdfast.records import AnswerDelta, Logprob, RequestTiming
 from holdfast.server.request.parse import GenerationRequest
 from holdfast.server.response.logprobs import LOWEST_LOGPROB, encode
-from holdfast.server.response.serialize import ResponseChoice, error_event
-from holdfast.server.schema.llama_cpp import NativeOptions
+from holdfast.server.response.serialize import ResponseChoice, ResponseFormatter, error_event
+from holdfast.server.schema.llama_cpp import LlamaMembers, NativeOptions
 from holdfast.server.schema.requests import Usage
 
 
@@ -79,24 +81,9 @@ class NativeShape:
     def _end(self, answer: ResponseChoice) -> dict[str, Any]:
         word = answer.stop_reason if isinstance(answer.stop_reason, str) else ""
         kind = "limit" if answer.finish_reason == "length" else "word" if word else "eos"
-        params = self._ask.params
         return {
             "model": self._ask.model,
-            "generation_settings": {
-                "n_predict": -1 if params.max_tokens is None else params.max_tokens,
-                "seed": -1 if params.seed is None else params.seed,
-                "temperature": params.temperature,
-                "top_k": params.top_k,
-                "top_p": params.top_p,
-                "min_p": params.min_p,
-                "repeat_penalty": params.repetition_penalty,
-                "presence_penalty": params.presence_penalty,
-                "frequency_penalty": params.frequency_penalty,
-                "ignore_eos": params.ignore_eos,
-                "stop": params.stop_strings,
-                "n_probs": self._ask.logprobs or 0,
-                "stream": self._ask.stream,
-            },
+            "generation_settings": generation_settings(self._ask),
             "prompt": self._native.prompt if not answer.index else "",
             "truncated": False,
             "stop_type": kind,
@@ -116,6 +103,122 @@ class NativeShape:
             likeliest = sorted(entry.items(), key=lambda item: -item[1].logprob)[: self._ask.logprobs]
             found.append({**one(*next(iter(entry.items()))), "top_logprobs": [one(*top) for top in likeliest]})
         return found
+
+
+class WithLlamaMembers:
+    """A chat or a completion in OpenAI's shape, with the members that llama.cpp's clients have asked for. Times between
+    tokens are of this process's clock; at the end of an answer they are the engine's."""
+
+    def __init__(self, inner: ResponseFormatter, ask: GenerationRequest, members: LlamaMembers) -> None:
+        self._inner = inner
+        self._ask = ask
+        self._members = members
+        self._begun_s = self._first_s = time.monotonic()
+        self._counts: dict[int, int] = {}
+        self.ping = inner.ping
+
+    def beginning(self, usage: Usage) -> bytes:
+        return self._inner.beginning(usage)
+
+    def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
+        self._first_s = time.monotonic()
+        if self._members.progress and not answer.index % self._ask.params.n:
+            yield self._progress(answer)
+        yield from self._inner.opening(answer, usage)
+
+    def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
+        self._count(answer, delta)
+        event = self._inner.event(answer, delta, usage)
+        if not event or not (self._members.timings or (answer.timing and self._members.prompt is not None)):
+            return event
+        return event.removesuffix(b"}\n\n") + self._told(answer, ended=answer.timing is not None) + b"}\n\n"
+
+    def ending(self, usage: Usage) -> bytes:
+        return self._inner.ending(usage)
+
+    def failure(self, error: dict[str, Any]) -> bytes:
+        return self._inner.failure(error)
+
+    def keep(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
+        self._count(answer, delta)
+        self._inner.keep(answer, delta)
+
+    def body(self, answers: list[ResponseChoice], usage: Usage) -> list[bytes]:
+        *pieces, last = self._inner.body(answers, usage)
+        return [*pieces, last.removesuffix(b"}") + self._told(answers[0], ended=True) + b"}"]
+
+    def _count(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
+        self._counts[answer.index] = self._counts.get(answer.index, 0) + len(delta.token_ids)
+
+    def _told(self, answer: ResponseChoice, *, ended: bool) -> bytes:
+        """Further members of an object that has some."""
+        told: dict[str, Any] = {}
+        if self._members.timings:
+            timing = answer.timing or RequestTiming(
+                arrival_s=self._begun_s,
+                scheduled_s=self._begun_s,
+                first_token_s=self._first_s,
+                finished_s=time.monotonic(),
+            )
+            told["timings"] = timings(
+                timing, self._prompt_tokens(answer), answer.cached_tokens, self._counts.get(answer.index, 0)
+            )
+        if self._members.prompt is not None and ended:
+            told["__verbose"] = {"prompt": self._members.prompt, "generation_settings": generation_settings(self._ask)}
+        return b"," + encode(told)[1:-1] if told else b""
+
+    def _prompt_tokens(self, answer: ResponseChoice) -> int:
+        return len(self._ask.prompts[answer.index // self._ask.params.n])
+
+    def _progress(self, answer: ResponseChoice) -> bytes:
+        """One event, when the whole prompt was computed: steps of it are not told."""
+        total, chat = self._prompt_tokens(answer), self._ask.prompt_field == "messages"
+        choice: dict[str, Any] = {"index": answer.index, **({"delta": {}} if chat else {"text": ""})}
+        told = {
+            "id": self._ask.answer_id,
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": self._ask.created,
+            "model": self._ask.model,
+            "choices": [{**choice, "finish_reason": None}],
+            "prompt_progress": {
+                "total": total,
+                "cache": answer.cached_tokens,
+                "processed": total,
+                "time_ms": (self._first_s - self._begun_s) * 1000,
+            },
+        }
+        return b"data: " + encode(told) + b"\n\n"
+
+
+def with_llama_members(
+    shape: Callable[[GenerationRequest], ResponseFormatter],
+) -> Callable[[GenerationRequest], ResponseFormatter]:
+    """The same shape; where nobody asks for more it is untouched."""
+
+    def made(ask: GenerationRequest) -> ResponseFormatter:
+        inner = shape(ask)
+        return inner if ask.members is None else WithLlamaMembers(inner, ask, ask.members)
+
+    return made
+
+
+def generation_settings(ask: GenerationRequest) -> dict[str, Any]:
+    params = ask.params
+    return {
+        "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+        "seed": -1 if params.seed is None else params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repeat_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "ignore_eos": params.ignore_eos,
+        "stop": params.stop_strings,
+        "n_probs": ask.logprobs or 0,
+        "stream": ask.stream,
+    }
 
 
 def timings(timing: RequestTiming | None, prompt: int, cached: int, predicted: int) -> dict[str, float]:

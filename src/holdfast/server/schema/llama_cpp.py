@@ -1,5 +1,5 @@
-"""The body of llama.cpp's own /completion, typed, and its fields that are taken without being done. Meaning is given in
-`request/llama_cpp.py`.
+"""The body of llama.cpp's own /completion, typed, its fields that are taken without being done, and what its clients
+ask for in chats. Meaning is given in `request/llama_cpp.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from holdfast.server.schema.requests import PROMPT_SCHEMA, Small
+from holdfast.server.schema.requests import PROMPT_SCHEMA, Common, Small
 
 
 class NativeBody(msgspec.Struct, kw_only=True):
@@ -50,6 +50,26 @@ class NativeOptions:
     return_tokens: bool
     prompt: str
     """Of the first prompt, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaMembers:
+    """What llama.cpp's answers have beside OpenAI's members, as far as it was asked for."""
+
+    timings: bool
+    progress: bool
+    prompt: str | None
+    """Of `__verbose`."""
+
+
+def llama_members(body: Common, prompt: str | None) -> LlamaMembers | None:
+    if not (body.timings_per_token or body.return_progress or body.verbose):
+        return None
+    return LlamaMembers(
+        timings=bool(body.timings_per_token),
+        progress=bool(body.return_progress),
+        prompt=(prompt or "") if body.verbose else None,
+    )
 
 
 HARMLESS_NATIVE = frozenset({"id_slot", "slot_id", "n_cache_reuse", "timings_per_token", "t_max_prompt_ms", "n_indent"})

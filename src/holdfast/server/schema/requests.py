@@ -91,6 +91,12 @@ class Common(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")] | None = None
     """Becomes part of the answer's id; it need not be unique."""
+    timings_per_token: bool | None = None
+    """llama.cpp's: its `timings` in every event and in the body."""
+    return_progress: bool | None = None
+    """llama.cpp's: `prompt_progress` in a stream, once the prompt was computed."""
+    verbose: bool | None = None
+    """llama.cpp's: `__verbose`, with the prompt as the template has rendered it."""
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
