@@ -134,6 +134,12 @@ class PlanConfig:
         optional(whole(1, 1024)),
         flags=("-pp",),
     )
+    data_parallel_size: int | None = setting(
+        None,
+        "number of replicas, each on GPUs of its own (-tp 1 unless it is set); what is planned is one of them",
+        optional(whole(1, 1024)),
+        flags=("-dp",),
+    )
     rope_scaling: str | None = setting(
         None,
         "positions stretched by YaRN, as vLLM takes it:"
@@ -145,6 +151,14 @@ class PlanConfig:
         None,
         "speculative decoding whose weights and KV are counted: mtp (the model's own draft layers)",
         optional(choice("mtp")),
+    )
+    speculative_config: str | None = setting(
+        None,
+        "what guesses tokens beside the model, as vLLM takes it; its weights and KV are counted:"
+        ' {"model": "qwen3-0.6b", "num_speculative_tokens": 5}, or {"method": "mtp"}',
+        optional(text),
+        metavar="JSON",
+        flags=("-sc",),
     )
     enable_expert_parallel: bool = setting(
         False, "give each GPU of a tensor-parallel group whole experts instead of a part of every one", flag

@@ -15,6 +15,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Machine, Question, Traffic, settings_of
+from holdfast.planner.inputs.replicas import one_replica, ranks_of_a_replica, share_of_a_replica
 from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
@@ -52,7 +53,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         ram=config.ram,
         nvme=config.nvme,
         device=config.device,
-        ranks=(config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1),
+        ranks=ranks_of_a_replica(config) * (config.data_parallel_size or 1),
     )
     found = machine_of(asked)
     if config.expand_weights == "always" and found.machine.kind == "gpu":
@@ -68,22 +69,26 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
     resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
     model, changed = adjusted(resolved.model, config)
     machine, shared = _share_of_vram(found.machine, config)
+    machine, divided = one_replica(machine, config)
+    several = (config.data_parallel_size or 1) > 1
     return Question(
         model=model,
         machine=machine,
         settings=settings_of(
             config,
-            tensor_parallel=config.tensor_parallel_size,
-            pipeline_parallel=config.pipeline_parallel_size,
+            tensor_parallel=config.tensor_parallel_size or (1 if several else None),
+            pipeline_parallel=config.pipeline_parallel_size or (1 if several else None),
+            data_parallel=config.data_parallel_size or 1,
             max_loras=config.max_loras if config.max_loras is not None else int(config.enable_lora),
             max_lora_rank=config.max_lora_rank or DEFAULT_LORA_RANK,
             graphs=not config.enforce_eager,
             expert_parallel=config.enable_expert_parallel,
             rope_scaling=config.rope_scaling,
             spec_method=config.spec_method,
+            speculative_config=config.speculative_config,
         ),
-        traffic=_with_length(wanted, config.max_model_len or model.spec.max_position),
-        decisions=(*resolved.decisions, *changed, *found.decisions, *shared, *said),
+        traffic=_with_length(share_of_a_replica(wanted, config), config.max_model_len or model.spec.max_position),
+        decisions=(*resolved.decisions, *changed, *found.decisions, *shared, *divided, *said),
     )
 
 

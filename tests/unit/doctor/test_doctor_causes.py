@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from holdfast.doctor import diagnose_lines
@@ -14,6 +16,9 @@ OLLAMA = (
     'time=2025-02-02T09:23:09.833Z level=INFO source=routes.go:1 msg="Listening on 127.0.0.1:11434 (version 0.5.7)"'
 )
 LLAMA = ["build: 7000 (abcdef01) with gcc", "main: loading model", "srv    load_model: loading model 'm.gguf'"]
+
+
+WRAPPED = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
 
 def _first(*lines: str) -> Finding:
@@ -153,3 +158,75 @@ def test_who_runs_ollama_is_told_commands_of_ollama(line: str) -> None:
 def test_a_smaller_model_is_never_the_first_fix() -> None:
     firsts = [rule.fix[0] for rule in rulebook().rules if rule.fix]
     assert not [fix.why for fix in firsts if "smaller model" in fix.why]
+
+
+SOCKET = "zmq.error.ZMQError: Address already in use (addr='ipc:///tmp/lmcache_rpc_port_0')"
+MAGIC = "gguf_init_from_file_impl: failed to read magic"
+FOLDER = "llama_model_load: error loading model: llama_model_loader: failed to load model from /srv/models/"
+SET_DEVICE = (
+    "Traceback (most recent call last):",
+    '  File "/venv/vllm/v1/worker/gpu_worker.py", line 257, in init_device',
+    '  File "/venv/torch/cuda/__init__.py", line 584, in set_device',
+    "torch.AcceleratorError: CUDA error: out of memory",
+)
+NVCC = "Failed to get device capability: nvcc not found and PyTorch is not built with CUDA support."
+
+
+@pytest.mark.parametrize(
+    ("found", "cause", "said"),
+    [
+        pytest.param(lambda: _vllm(SOCKET), "other", "The socket /tmp/lmcache_rpc_port_0 is in use", id="no port"),
+        pytest.param(lambda: _first(*LLAMA, MAGIC, FOLDER), "gated_or_missing_model", "a folder", id="no torn file"),
+        pytest.param(lambda: _first(*LLAMA, MAGIC), "corrupt_download", "header", id="a torn file"),
+        pytest.param(lambda: _vllm(*SET_DEVICE), "other_process_on_gpu", "before the server", id="no weights yet"),
+        pytest.param(lambda: _vllm("KeyboardInterrupt", WRAPPED), "other", "was interrupted", id="interrupted"),
+        pytest.param(lambda: _vllm(NVCC, "KeyError: 'router.w2'", WRAPPED), "other", "KeyError", id="no compiler"),
+        pytest.param(
+            lambda: _vllm("OSError: [Errno 122] Disk quota exceeded: '/a/torch_compile_cache'"),
+            "other",
+            "disk",
+            id="quota",
+        ),
+    ],
+)
+def test_public_logs_that_were_told_as_something_else(found: Callable[[], Finding], cause: str, said: str) -> None:
+    finding = found()
+    assert finding.cause == cause
+    assert said in finding.what
+
+
+def test_a_client_that_gives_up_is_no_failure_of_ollama() -> None:
+    gone = (
+        'time=2025-06-25T18:30:57.074Z level=ERROR source=sched.go:489 msg="error loading llama server"'
+        ' error="timed out waiting for llama runner to start: context canceled"'
+    )
+    answered = '[GIN] 2025/06/25 - 20:28:26 | 200 | 18.590124978s |       127.0.0.1 | POST     "/api/chat"'
+    assert diagnose_lines([OLLAMA, answered, gone], "log").healthy
+    late = gone.replace("context canceled", "progress 0.10")
+    assert not diagnose_lines([OLLAMA, answered, late], "log").healthy
+
+
+def test_ollama_waits_for_a_request_and_is_well() -> None:
+    assert diagnose_lines([OLLAMA], "log").healthy
+
+
+def test_a_prompt_that_was_cut_was_not_refused() -> None:
+    cut = (
+        'time=2026-01-20T13:24:54Z level=WARN source=runner.go:153 msg="truncating input prompt" limit=4096 prompt=5194'
+    )
+    found = _first(OLLAMA, cut)
+    assert "was cut to the 4,096" in found.what
+    assert found.fix is not None
+    assert found.fix.changes == {"OLLAMA_CONTEXT_LENGTH": "7168"}
+
+
+def test_an_error_of_the_device_is_not_taken_for_one_of_a_request() -> None:
+    """Its text has Timeout in it; its name does not."""
+    log = [
+        VLLM.format("0.11.0"),
+        "INFO:     Application startup complete.",
+        "Traceback (most recent call last):",
+        '  File "/venv/vllm/v1/engine/core.py", line 712, in run_busy_loop',
+        "RuntimeError: NPU function error: AclrtSynchronizeStreamWithTimeout(stream), error code is 507035",
+    ]
+    assert not diagnose_lines(log, "log").healthy

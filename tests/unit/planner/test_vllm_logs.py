@@ -161,9 +161,75 @@ def test_draft_layers_are_counted_where_they_are_loaded() -> None:
     assert drafting.fit.kv_bytes_per_token == 93 * one
     assert 5 * GIB < drafting.fit.weights_bytes - alone.fit.weights_bytes < 9 * GIB
     assert '"method": "mtp"' in drafting.commands["vllm"].text
+    written = plan("glm-4.6", **asked, speculative_config='{"method": "glm4_moe_mtp", "num_speculative_tokens": 2}')
+    assert written.fit.weights_bytes == drafting.fit.weights_bytes
     with pytest.raises(ConfigurationError) as refused:
         plan("qwen3-8b", gpu="l40s", spec_method="mtp")
     assert refused.value.code == "HF149"
+
+
+def test_the_draft_layer_of_qwen_attends() -> None:
+    """Qwen3.5-27B: one layer with attention and an MLP, and the join of a state and a token: 0.79 GiB."""
+    asked: dict[str, Any] = {"gpu": "h200", "max_model_len": 8192, "engine": "vllm"}
+    alone, drafting = plan("qwen3.5-27b", **asked), plan("qwen3.5-27b", **asked, spec_method="mtp")
+    assert drafting.fit.kv_bytes_per_token * 16 == alone.fit.kv_bytes_per_token * 17
+    layer = 5120 * (2 * 6144 + 2 * 1024 + 6144) + 3 * 5120 * 17408 + 2 * 5120 * 5120
+    assert drafting.fit.weights_bytes - alone.fit.weights_bytes == pytest.approx(2 * layer, rel=0.001)
+
+
+DRAFT = '{"model": "qwen3-0.6b", "num_speculative_tokens": 5}'
+
+
+def test_a_draft_model_is_counted_beside_the_model() -> None:
+    asked: dict[str, Any] = {"gpu": "h100-80x2", "tensor_parallel_size": 2, "max_model_len": 8192}
+    for version in ("vllm==0.19", "vllm==0.26"):
+        alone = plan("qwen3-32b", engine=version, **asked)
+        drafting = plan("qwen3-32b", engine=version, speculative_config=DRAFT, **asked)
+        small = plan("qwen3-0.6b", engine=version, **asked)
+        rank, before = drafting.fit.ranks[0], alone.fit.ranks[0]
+        assert rank.kv.growing_bytes - before.kv.growing_bytes == small.fit.ranks[0].kv.growing_bytes
+        draft = next(term.nbytes for term in rank.terms if term.name == "draft")
+        assert draft == next(term.nbytes for term in small.fit.ranks[0].terms if term.name == "weights")
+        vllm = parse_vllm(version.removeprefix("vllm"))
+        assert vllm_terms(drafting.fit, vllm).weights - vllm_terms(alone.fit, vllm).weights == draft
+        kept = [kept_kv(one.fit, tightest(one.fit), vllm) for one in (drafting, alone)]
+        more = small.fit.ranks[0].kv.growing_bytes
+        assert kept[0].cost.growing_bytes - kept[1].cost.growing_bytes == more
+        assert kept[0].printed_bytes - kept[1].printed_bytes == more
+        assert '"model": "Qwen/Qwen3-0.6B"' in drafting.commands["vllm"].text
+        assert not drafting.commands["holdfast"].available
+
+
+@pytest.mark.parametrize("written", ["5", "{}", '{"method": 3}', '{"method": "eagle3"}', "[" * 9999])
+def test_speculation_that_cannot_be_planned_is_refused(written: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        plan("qwen3-8b", gpu="l40s", speculative_config=written)
+    assert refused.value.code == "HF149"
+    assert not plan("qwen3-8b", gpu="l40s", speculative_config='{"method": "ngram"}').fit.question.model.draft
+
+
+def test_one_of_several_replicas_is_planned() -> None:
+    asked: dict[str, Any] = {"max_model_len": 8192, "engine": "vllm", "concurrency": 40}
+    alone = plan("qwen3-8b", gpu="l40s", **{**asked, "concurrency": 10})
+    replicas = plan("qwen3-8b", gpu="l40sx4", data_parallel_size=4, **asked)
+    assert replicas.fit.kv_tokens == alone.fit.kv_tokens
+    assert replicas.fit.required_sequences == 10
+    text = replicas.commands["vllm"].text
+    assert "--data-parallel-size 4" in text
+    assert "CUDA_VISIBLE_DEVICES" not in text
+    assert "--dp-size 4" in replicas.commands["sglang"].text
+    assert not replicas.commands["holdfast"].available
+    with pytest.raises(ConfigurationError, match="4 replicas of 2 GPUs each need 8 GPUs"):
+        plan("qwen3-8b", gpu="l40sx4", data_parallel_size=4, tensor_parallel_size=2, **asked)
+
+
+def test_replicas_divide_experts_where_those_are_whole() -> None:
+    asked: dict[str, Any] = {"gpu": "h200x16", "max_model_len": 8192, "engine": "vllm", "data_parallel_size": 16}
+    assert not plan("deepseek-v3", **asked).fits
+    together = plan("deepseek-v3", **asked, enable_expert_parallel=True)
+    assert together.fits
+    held = next(term.nbytes for term in together.fit.ranks[0].terms if term.name == "weights")
+    assert 50 * GIB < held < 60 * GIB
 
 
 def test_zero_points_that_are_all_alike_are_given_up() -> None:

@@ -176,6 +176,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], boo
     ("oom_quadratic", (), lambda one: one.total is not None and one.number("tried_gib") > 2 * one.total, "high"),
     ("oom_neighbour", (), lambda one: _held_by_others(one) and _names_holders(one), "high"),
     ("oom_neighbour", (), _held_by_others, "medium"),
+    ("oom_before_start", (*_LOADING, None), lambda one: one.tagged("first_touch"), "at least medium"),
     ("oom_prompt_logprobs", (), lambda one: one.tagged("prompt_logprobs"), "at least medium"),
     ("oom_speculative", (), lambda one: one.tagged("speculative"), "at least medium"),
     ("oom_sampler", (), lambda one: one.tagged("sampler_warmup"), "at least medium"),

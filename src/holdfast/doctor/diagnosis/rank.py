@@ -85,7 +85,7 @@ def diagnosis(log: LogState) -> Diagnosis:
 
 def _diagnosis(log: LogState) -> Diagnosis:
     candidates = _candidates(log)
-    ready = any(run.ready for run in log.final_runs)
+    ready = any(run.ready or run.waits for run in log.final_runs)
     missing: list[str] = []
     if not candidates and not ready:
         candidates = list(islice(_by_numbers(log, "end"), 1))
@@ -265,6 +265,8 @@ def _numbers(log: LogState) -> dict[str, float]:
         "starting": starting,
         "failed": run.torn_off is not None or bool(run.wrappers),
         "torn": run.torn_off is not None,
+        "interrupted": "interrupted" in run.tags,
+        "named": run.named or bool(run.unexplained),
         "profiling": run.phase == "profile",
         "multimodal": "multimodal" in run.tags,
         "in_nccl": run.phase == "load" and "nccl" in run.tags and "weights" not in run.tags,

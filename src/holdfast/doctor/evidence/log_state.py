@@ -144,6 +144,11 @@ class Run:
         return fatal or bool(self.wrappers) or ((self.named or bool(self.passed_over)) and not self.ready)
 
     @property
+    def waits(self) -> bool:
+        """It listens, and loads a model when one is requested: none was yet."""
+        return "listening" in self.tags and not self.beyond_args and not self.failed and not self.unexplained
+
+    @property
     def torn_off(self) -> Trace | None:
         """A traceback whose error is not in the log."""
         return next((trace for trace in reversed(self.traces) if not trace.ended), None)
@@ -470,13 +475,14 @@ class LogState:
                 trace.ended = True
             return True
         severe = bool(text) and line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
-        if severe or _ERROR.search(text) is not None:
-            named = _ERROR.search(text) is not None
+        error = _ERROR.search(text)
+        if severe or error is not None:
+            named = error is not None
             self.run.named = self.run.named or named
             if trace is not None and named:
                 trace.ended = True
             ended = trace is not None or severe or _DIED.search(text) is not None
-            if named and ended and self.run.ready and not _OF_REQUEST.search(text):
+            if error is not None and ended and self.run.ready and not _OF_REQUEST.search(error[0]):
                 self.run.last_words = self.run.last_words or evidence
             self.run.died = self.run.died or _DIED.search(text) is not None
             if named and self.run.first_named is None:

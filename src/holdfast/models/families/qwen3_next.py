@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from holdfast.models.families.qwen_moe import qwen_experts, read_experts, sparse_layers
 from holdfast.models.families.qwen_vision import qwen_vision
 from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
-from holdfast.models.source import ModelDescription, build_spec, read_shape
-from holdfast.models.spec import LayerSpec, ModelSpec, StateSpec
+from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape
+from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec, StateSpec, TensorSpec
 from holdfast.models.tensors import LayerTensors, TensorList
 
 FAMILY = "qwen3_next"
@@ -58,13 +58,7 @@ def describe(source: ModelDescription) -> ModelSpec:
         block = tensors.block(index)
         block.norm("attn_norm", shape.hidden, "input_layernorm")
         if attends[index]:
-            # The query's product gives the output gate as well.
-            block.linear("q", 2 * shape.query, shape.hidden, "self_attn.q_proj", axis=0, bias=bias)
-            block.linear("k", shape.key, shape.hidden, "self_attn.k_proj", axis=0, bias=bias)
-            block.linear("v", shape.key, shape.hidden, "self_attn.v_proj", axis=0, bias=bias)
-            block.linear("o", shape.hidden, shape.query, "self_attn.o_proj", axis=1, bias=bias)
-            block.norm("q_norm", shape.head_dim, "self_attn.q_norm")
-            block.norm("k_norm", shape.head_dim, "self_attn.k_norm")
+            _attention(block, shape, bias=bias)
         else:
             _delta_tensors(block, shape.hidden, delta, fused=fused)
         block.norm("mlp_norm", shape.hidden, "post_attention_layernorm")
@@ -88,11 +82,43 @@ def describe(source: ModelDescription) -> ModelSpec:
         shape,
         family=FAMILY,
         layers=layers,
-        tensors=[*tensors.found, *(qwen_vision(outer) if whole else ())],
+        tensors=[*tensors.found, *_draft(source, shape, experts, bias=bias), *(qwen_vision(outer) if whole else ())],
         features=features,
-        # Published checkpoints carry them, but config.json does not say so.
-        not_counted=("draft layers (multi-token prediction)",),
     )
+
+
+def _attention(block: LayerTensors, shape: DecoderShape, *, bias: bool) -> None:
+    # The query's product gives the output gate as well.
+    block.linear("q", 2 * shape.query, shape.hidden, "self_attn.q_proj", axis=0, bias=bias)
+    block.linear("k", shape.key, shape.hidden, "self_attn.k_proj", axis=0, bias=bias)
+    block.linear("v", shape.key, shape.hidden, "self_attn.v_proj", axis=0, bias=bias)
+    block.linear("o", shape.hidden, shape.query, "self_attn.o_proj", axis=1, bias=bias)
+    block.norm("q_norm", shape.head_dim, "self_attn.q_norm")
+    block.norm("k_norm", shape.head_dim, "self_attn.k_norm")
+
+
+def _draft(
+    source: ModelDescription, shape: DecoderShape, experts: ExpertsSpec | None, *, bias: bool
+) -> list[TensorSpec]:
+    """Layers for multi-token prediction, which attend: one in every published checkpoint, though Next's config does
+    not say so. Embedding and head are the model's."""
+    if source.gguf:  # converters leave them out
+        return []
+    tensors = TensorList("mtp.", part="draft")
+    for number in range(source.fields.integer("mtp_num_hidden_layers", low=0, high=64, default=1)):
+        block = tensors.draft_block(number, number)
+        if number == 0:
+            tensors.add("draft.0.join", (shape.hidden, 2 * shape.hidden), "mtp.fc.weight")
+            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+                tensors.add(f"draft.0.{name}", (shape.hidden,), f"mtp.{name}.weight")
+        block.norm("attn_norm", shape.hidden, "input_layernorm")
+        _attention(block, shape, bias=bias)
+        block.norm("mlp_norm", shape.hidden, "post_attention_layernorm")
+        if experts is not None:
+            qwen_experts(block, shape.hidden, experts)
+        else:
+            block.gated_mlp(shape.hidden, shape.inner)
+    return tensors.found
 
 
 def _delta(source: ModelDescription) -> DeltaShape:

@@ -54,7 +54,11 @@ def line(engine: str, model: str, settings: Mapping[str, object], at: Release = 
 
 def parallel(fit: Plan) -> dict[str, object]:
     """How the model is split; one rank is what every engine takes by itself."""
-    ranks = {"tensor_parallel_size": fit.tensor_parallel, "pipeline_parallel_size": fit.pipeline_parallel}
+    ranks = {
+        "tensor_parallel_size": fit.tensor_parallel,
+        "pipeline_parallel_size": fit.pipeline_parallel,
+        "data_parallel_size": fit.question.settings.data_parallel,
+    }
     return {name: size for name, size in ranks.items() if size > 1}
 
 

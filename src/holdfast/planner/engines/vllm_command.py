@@ -46,6 +46,7 @@ from holdfast.planner.engines.vllm_kv import KeptKV, expands_latents, fp8_by_def
 from holdfast.planner.fit.count import stored_bytes
 from holdfast.planner.fit.search import Plan, Rank, fit
 from holdfast.planner.models.model_sources import ModelSource, torch_source
+from holdfast.planner.sizing.draft_cost import draft_ranks
 from holdfast.planner.sizing.sharded_weights import stage_layers
 from holdfast.planner.sizing.terms import adapters_bytes, gpu_terms
 from holdfast.units import GIB, format_bytes
@@ -199,13 +200,24 @@ def _others(found: Plan, source: ModelSource, vllm: Vllm) -> dict[str, object]:
         **parallel(found),
         "enable_expert_parallel": True if asked.expert_parallel else None,
         **_stretching(found, vllm),
-        "speculative_config": None
-        if asked.spec_method is None
-        else json.dumps({"method": asked.spec_method, "num_speculative_tokens": 1}),
+        "speculative_config": _speculation(found),
         "enable_lora": True if asked.max_loras else None,
         "max_loras": asked.max_loras or None,
         "max_lora_rank": (lora_rank(asked.max_lora_rank, vllm) or asked.max_lora_rank) if asked.max_loras else None,
     }
+
+
+def _speculation(found: Plan) -> str | None:
+    asked, model = found.question.settings, found.question.model
+    if asked.speculative_config is None:
+        method = asked.spec_method
+        return None if method is None else json.dumps({"method": method, "num_speculative_tokens": 1})
+    written = json.loads(asked.speculative_config)
+    if model.draft is not None and "/" not in written["model"]:
+        written["model"] = model.draft.name
+    if model.draft is not None and draft_ranks(model, found.tensor_parallel) < found.tensor_parallel:
+        written["draft_tensor_parallel_size"] = 1
+    return json.dumps({"num_speculative_tokens": 1, **written})
 
 
 def _stretching(found: Plan, vllm: Vllm) -> dict[str, object]:
@@ -241,7 +253,9 @@ def vllm_terms(found: Plan, vllm: Vllm) -> ReleaseTerms:
     )
     sizes = {term.name: term.nbytes for term in step}
     return ReleaseTerms(
-        weights=stored_bytes(found.question, ranks, rank.stage) + _own_bytes(found, rank, vllm),
+        weights=stored_bytes(found.question, ranks, rank.stage)
+        + _own_bytes(found, rank, vllm)
+        + _bytes_of(rank, "draft"),
         peak_activation=sum(sizes.get(name, 0) for name in ("activations", "encoder", "logits")),
         non_torch=non_torch_bytes(gpu, ranks * stages, vllm),
         graphs=sizes.get("graphs", 0) + sizes.get("hip_graphs", 0),

@@ -22,6 +22,7 @@ from holdfast.footprint.identity_key import Same
 from holdfast.models import LayerSpec, ModelSpec
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.fit.search import Plan, Rank
+from holdfast.planner.sizing.draft_cost import draft_token_bytes
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, rank_bytes
 from holdfast.planner.sizing.sharded_weights import stage_layers
 
@@ -73,16 +74,24 @@ def kept_kv(found: Plan, rank: Rank, vllm: Vllm) -> KeptKV:
     )
     own = [kept.layers[index] for index in layers]
     size_of = partial(rank_bytes, kept, ranks=found.tensor_parallel, element_bytes=KV_ELEMENT_BYTES[stored])
+    last = rank.stage == found.pipeline_parallel - 1
+    drafted = partial(draft_token_bytes, found.question.model, element_bytes=KV_ELEMENT_BYTES[stored])
+    more = drafted(tensor_parallel=found.tensor_parallel) if last else 0
     padded, printed = _in_groups(whole, Counter((layer.window, size_of(layer)) for layer in own), vllm)
     return KeptKV(
-        cost=padded,
-        checked=_checked(found, rank, padded, whole, layers, vllm),
+        cost=_and(padded, more),
+        checked=_and(_checked(found, rank, padded, whole, layers, vllm), more),
         kv_dtype=stored,
         most_tokens=most_tokens(spec, vllm),
         counts_sequences=vllm.has("counts-sequences") and vllm.runner != "v0",
-        printed_bytes=printed,
+        printed_bytes=printed + more,
         reasons=tuple(_reasons(found, kept, stored, vllm, whole, padded)),
     )
+
+
+def _and(cost: KVCost, more: int) -> KVCost:
+    """With what a draft model keeps of each token."""
+    return replace(cost, growing_bytes=cost.growing_bytes + more) if more else cost
 
 
 def fp8_by_default(found: Plan, vllm: Vllm) -> bool:

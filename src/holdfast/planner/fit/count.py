@@ -22,6 +22,7 @@ from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.fit.result import Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import Device, PlannedModel, Question
 from holdfast.planner.sizing import terms as byte_terms
+from holdfast.planner.sizing.draft_cost import draft_token_bytes, draft_weights
 from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
@@ -179,6 +180,11 @@ def _share(
         unified=gpu is not None and gpu.unified and gpu.vendor == "nvidia",
         sorts=vllm.has("sorts-vocabulary"),
     )
+    if model.draft is not None and stage == stages - 1:
+        found.append(Term("draft", draft_weights(model, dtype=dtype, tensor_parallel=tensor_parallel)))
+        element = KV_ELEMENT_BYTES[stored_kv]
+        more = draft_token_bytes(model, element_bytes=element, tensor_parallel=tensor_parallel)
+        cost = replace(cost, growing_bytes=cost.growing_bytes + more)
     return tuple(found), cost, ()
 
 
@@ -256,11 +262,24 @@ def _held_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage
     return rank_bytes(weights, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
 
 
+@lru_cache(maxsize=64)
+def _expert_bytes(key: Same[PlannedModel], dtype: str, tensor_parallel: int, stage: int, stages: int) -> int:
+    """Of the experts, which ranks of all replicas divide among them."""
+    of_experts = (weight for weight in _weights(key, dtype) if weight.tensor is not None and weight.tensor.experts)
+    stacks = tuple(weight for weight in of_experts if weight.tensor is not None and len(weight.tensor.shape) > 1)
+    return rank_bytes(stacks, key.held.spec, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
+
+
 def stored_bytes(question: Question, tensor_parallel: int, stage: int) -> int:
     """Of the weights of a rank as they are stored, which is as most engines hold them."""
     stages = question.settings.pipeline_parallel
     kept = weights_as(question, tensor_parallel * stages)
-    return _held_bytes(Same(question.model), kept, tensor_parallel, stage, stages)
+    held = _held_bytes(Same(question.model), kept, tensor_parallel, stage, stages)
+    replicas = question.settings.data_parallel if question.settings.expert_parallel else 1
+    if replicas == 1:
+        return held
+    experts = _expert_bytes(Same(question.model), kept, tensor_parallel, stage, stages)
+    return held - experts + -(-experts // replicas)
 
 
 def cannot_hold_weights(question: Question) -> bool:
@@ -268,7 +287,9 @@ def cannot_hold_weights(question: Question) -> bool:
     devices, utilization = question.machine.devices, question.utilization
     if question.machine.kind != "gpu":
         return False
-    return sum(device_budget(device, utilization) for device in devices) < least_bytes(question)
+    settings = question.settings
+    together = settings.data_parallel if settings.expert_parallel else 1  # Replicas divide experts among them.
+    return together * sum(device_budget(device, utilization) for device in devices) < least_bytes(question)
 
 
 def least_bytes(question: Question) -> int:

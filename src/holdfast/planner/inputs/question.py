@@ -44,6 +44,8 @@ class PlannedModel:
     """Planned as if it were quantized so (awq, nf4, Q4_K_M), and not known to be stored so anywhere."""
     unquantized: PlannedModel | None = field(default=None, repr=False)
     """What it is made of, where an engine makes it while loading. None: the model itself is stored so."""
+    draft: PlannedModel | None = field(default=None, repr=False)
+    """A smaller model that guesses tokens for it, loaded beside it."""
 
     @property
     def exact(self) -> bool:
@@ -122,12 +124,16 @@ class Settings:
     max_lora_rank: int = 16
     graphs: bool = True
     """Steps are captured, by engines that do that."""
+    data_parallel: int = 1
+    """Replicas, of which one is planned."""
     expert_parallel: bool = False
-    """Ranks have whole experts each, not a part of every one."""
+    """Ranks, those of all replicas together, have whole experts each, not a part of every one."""
     rope_scaling: str | None = None
     """As it was written: the model has it already."""
     spec_method: str | None = None
     """Draft layers are among the model's."""
+    speculative_config: str | None = None
+    """As it was written: what it loads is with the model already."""
     expand_weights: str = "auto"
     """Of this engine on a CPU, as is what follows: auto, always or never."""
     attention_backend: str = "auto"

@@ -1,4 +1,4 @@
-"""A model as a server is told to use it: positions stretched by YaRN, draft layers loaded, whole experts on each rank.
+"""A model as a server is told to use it: positions stretched by YaRN, a draft beside it, whole experts on each rank.
 
 Changes shapes only; what that costs is counted elsewhere.
 """
@@ -13,13 +13,12 @@ from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.models.speculation import with_speculation
 from holdfast.planner.sizing.sharded_weights import with_whole_experts
-from holdfast.units import counted, shorten
+from holdfast.units import shorten
 
-WRONG_SCALING, NO_DRAFT = "HF148", "HF149"
+WRONG_SCALING = "HF148"
 MOST_FACTOR, MOST_TOKENS = 1024.0, 1 << 24
-_SHARED_WITH_DRAFT = (".embed", ".head")
-"""Tensors of a draft layer that engines take from the model itself."""
 
 
 def adjusted(model: PlannedModel, config: PlanConfig) -> tuple[PlannedModel, tuple[Decision, ...]]:
@@ -28,15 +27,10 @@ def adjusted(model: PlannedModel, config: PlanConfig) -> tuple[PlannedModel, tup
         spec = _stretched(spec, config.rope_scaling)
         reason = f"positions stretched by YaRN; {model.spec.max_position:,} without"
         said.append(Decision("rope_scaling", f"{spec.max_position:,} tokens", reason, "set"))
-    if config.spec_method is not None:
-        spec = _with_draft(spec)
-        more = len(spec.layers) - len(model.spec.layers)
-        said.append(
-            Decision("spec_method", config.spec_method, f"weights and KV of {counted(more, 'draft layer')}", "set")
-        )
+    model, drafted = with_speculation(model if spec is model.spec else replace(model, spec=spec), config)
     if config.enable_expert_parallel:
-        spec = with_whole_experts(spec)
-    return (model if spec is model.spec else replace(model, spec=spec)), tuple(said)
+        model = replace(model, spec=with_whole_experts(model.spec))
+    return model, (*said, *drafted)
 
 
 def _stretched(spec: ModelSpec, written: str) -> ModelSpec:
@@ -63,28 +57,3 @@ def _wrong(written: str) -> ConfigurationError:
         fix=f"--rope-scaling '{example}'",
         field="rope_scaling",
     )
-
-
-def _with_draft(spec: ModelSpec) -> ModelSpec:
-    """Draft layers behind the last one; embedding and head are the model's."""
-    drafts = [tensor for tensor in spec.tensors if tensor.part == "draft"]
-    numbers = sorted({tensor.name.split(".")[1] for tensor in drafts}, key=int)
-    if not drafts:
-        raise ConfigurationError(
-            "the model has no draft layers whose shapes are known",
-            code=NO_DRAFT,
-            needed="a model with layers for multi-token prediction, such as deepseek-v3 or glm-4.6",
-            found=", ".join(spec.not_counted) or "none",
-            fix="leave --spec-method out",
-            field="spec_method",
-        )
-    first, last = len(spec.layers), spec.layers[-1]
-    layers = [replace(last, index=first + place) for place in range(len(numbers))]
-    places = {number: first + place for place, number in enumerate(numbers)}
-    tensors = [
-        tensor if tensor.part != "draft" else replace(tensor, part="text", layer=places[tensor.name.split(".")[1]])
-        for tensor in spec.tensors
-        if tensor.part != "draft" or not tensor.name.endswith(_SHARED_WITH_DRAFT)
-    ]
-    lacking = (*spec.unsupported, "draft layers")
-    return replace(spec, layers=(*spec.layers, *layers), tensors=tuple(tensors), unsupported=lacking)

@@ -1,0 +1,52 @@
+"""Data parallelism: the GPUs of one replica out of all of them, and its share of the traffic.
+
+Replicas share nothing but experts, where those are whole on each rank. Counts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast.config.plan import PlanConfig
+from holdfast.errors import ConfigurationError
+from holdfast.observability.decisions import Decision
+from holdfast.planner.inputs.question import Machine, Traffic
+from holdfast.units import counted
+
+TOO_FEW_DEVICES = "HF133"
+
+
+def ranks_of_a_replica(config: PlanConfig) -> int:
+    return (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1)
+
+
+def one_replica(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:
+    """The GPUs of the replica that has least; the machine itself where there is only one."""
+    replicas, each = config.data_parallel_size or 1, ranks_of_a_replica(config)
+    if replicas == 1:
+        return machine, ()
+    devices, wanted = machine.devices, replicas * each
+    if machine.kind != "gpu" or len(devices) < wanted:
+        raise ConfigurationError(
+            f"{replicas} replicas of {counted(each, 'GPU')} each need {wanted} GPUs",
+            code=TOO_FEW_DEVICES,
+            needed=counted(wanted, "GPU"),
+            found=f"{len(devices)}: {', '.join(device.name for device in devices)}",
+            fix=f"--gpu with x{wanted}, or a smaller -dp",
+            field="data_parallel_size",
+        )
+    groups = [devices[at * each : (at + 1) * each] for at in range(replicas)]
+    least = min(groups, key=lambda group: min(device.total_bytes for device in group))
+    reason = f"each on {counted(each, 'GPU')}, with its own weights and KV; what follows is of one of them"
+    if config.enable_expert_parallel:
+        reason = f"each on {counted(each, 'GPU')}, with its own KV; experts are divided over all {wanted}"
+    said = Decision("data_parallel_size", counted(replicas, "replica"), reason, "set")
+    return replace(machine, devices=least, aside=()), (said,)
+
+
+def share_of_a_replica(traffic: Traffic | None, config: PlanConfig) -> Traffic | None:
+    """Requests are dealt out evenly."""
+    replicas = config.data_parallel_size or 1
+    if traffic is None or replicas == 1:
+        return traffic
+    return replace(traffic, concurrency=-(-traffic.concurrency // replicas))
