@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,17 @@ from free_ports import free_port
 
 REQUESTS = 4000
 """An access line each: more than a pipe and the backlog behind it hold."""
+
+
+def _ask_versions(port: int) -> None:
+    """By the standard library's client, which takes a fifth of httpx's time for a request."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    for _ in range(REQUESTS):
+        connection.request("GET", "/version")
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == 200
+    connection.close()
 
 
 def test_a_log_that_nobody_reads_holds_up_nothing(tiny_arguments: list[str], tmp_path: Path) -> None:
@@ -34,8 +46,7 @@ def test_a_log_that_nobody_reads_holds_up_nothing(tiny_arguments: list[str], tmp
                         break
                 except httpx.TransportError:
                     time.sleep(0.05)
-            for _ in range(REQUESTS):
-                assert client.get("/version").status_code == 200
+            _ask_versions(port)
             body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}
             assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 5
         process.send_signal(signal.SIGTERM)
