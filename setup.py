@@ -29,6 +29,11 @@ VARIANTS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platf
 
 
 class BuildVariants(build_ext):
+    def finalize_options(self) -> None:
+        """Variants beside each other, as there are cores: each is half a minute of one core's work."""
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
     def build_extension(self, ext: Extension) -> None:
         """In a folder of the variant's own: its objects have the names of the others'."""
         own = copy.copy(self)

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Lint, then the tests: scripts/check.sh quick|all [pytest arguments]. Pytest's summary is the last line printed; a lint
-# failure is shown before the tests, does not hide their result, and fails the whole.
+# Lint and the tests: scripts/check.sh quick|all [pytest arguments]. Pytest's summary is the last line printed; a lint
+# failure is shown as soon as it is found, does not hide the tests' result, and fails the whole.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-case ${1:?quick or all} in
+kind=${1:?quick or all}
+case $kind in
   # Three at a time, whole files each: for a third of its time a test waits, for a process that starts or a limit that
-  # runs out, and two leave one of two cores idle. In the order of folders, so that the many small files of tests/unit
-  # come last and none of the three waits for the others. Another count: HOLDFAST_TEST_WORKERS. The long runs measure,
-  # and so run alone.
+  # runs out, and two leave one of two cores idle. In the order of tests/conftest.py, at whose end none of the three
+  # waits for the others. Another count: HOLDFAST_TEST_WORKERS. The long runs measure, and so run alone.
   quick) selection=(-m "not long and not gpu" -n "${HOLDFAST_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder) ;;
   all) selection=() ;;
   *) echo "scripts/check.sh quick|all" >&2; exit 2 ;;
@@ -18,9 +18,20 @@ shift
 # Where nothing compiled may be kept, each of some hundred processes would compile every source anew.
 unset PYTHONDONTWRITEBYTECODE
 
-scripts/lint.sh
-lint_status=$?
+lint() {
+  local said
+  said=$(scripts/lint.sh 2>&1) || { printf '\n%s\n' "$said" >&2; return 1; }
+}
+
+lint_status=0
+if [[ $kind == quick ]]; then
+  lint &  # mypy computes for a minute or more on one core, and would leave the other idle.
+  beside=$!
+else
+  lint || lint_status=1
+fi
 .venv/bin/python -m pytest "${selection[@]}" "$@"
 tests_status=$?
+[[ $kind == all ]] || wait "$beside" || lint_status=1
 ((lint_status == 0)) || exit "$lint_status"
 exit "$tests_status"

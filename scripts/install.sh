@@ -56,7 +56,9 @@ mkdir -p "$stamps"
 rm -f "$stamps/runtime" "$stamps/dev"
 say "installing Holdfast and what it needs ($what); torch is the large part: 1-10 minutes the first time"
 started=$SECONDS
-"$venv/bin/python" -m pip install --editable "$target"
+"$venv/bin/python" -m pip install --no-compile --editable "$target"
+# pip would compile one of 13,000 files after the other. What no Python can read, as some packages bring it, stays so.
+"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages >/dev/null || true
 report_torch
 touch "$stamps/runtime"
 if [[ $what == dev ]]; then touch "$stamps/dev"; fi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import httpx
@@ -63,6 +64,52 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("same" if short else "others")
     if short:
         os.environ.setdefault("KERNEL_SEED", "1")  # Tests of kernels draw fresh numbers without it.
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: a collection of garbage need not look through it again and again, in every process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+WAITING = ("e2e", "faults", "hostile")
+"""Folders whose tests wait for processes and limits, for much of their time."""
+DEAR = (
+    "unit/checkpoints/test_agreement.py", "unit/checkpoints/test_remote.py", "unit/planner/test_ways_out.py",
+    "unit/scheduler/test_scheduler_machine.py", "unit/scheduler/test_simulated_time.py",
+    "unit/text/test_grammar_checker.py",
+)  # fmt: skip
+"""Files of tests/unit that take ten seconds or more."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order in which workers take files: those that wait spread among those that compute, so that neither cores nor
+    workers are idle, then the many short ones of tests/unit, so that all workers end together."""
+    if not hasattr(config, "workerinput"):
+        return
+    rooms: dict[str, dict[Path, None]] = {"waiting": {}, "computing": {}, "dear": {}, "unit": {}}
+    for item in items:
+        rooms[_room(item.path)][item.path] = None
+    places = {
+        path: (room == "unit", (number + 0.5) / len(files))
+        for room, files in rooms.items()
+        for number, path in enumerate(files)
+    }
+    items.sort(key=lambda item: places[item.path])
+
+
+def _room(path: Path) -> str:
+    name = path.relative_to(Path(__file__).parent).as_posix()
+    folder = name.partition("/")[0]
+    if folder != "unit":
+        return "waiting" if folder in WAITING else "computing"
+    return "dear" if name in DEAR else "unit"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -33,7 +33,12 @@ def measured(case: str, limits: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "limits"), [("SmolLM2-135M-Instruct Q4_1", "128,8,256"), ("dummy 0.3 GB", "128,8,256")]
+    ("case", "limits"),
+    [
+        ("SmolLM2-135M-Instruct Q4_1", "128,8,256"),
+        ("dummy 0.1 GB", "128,8,256"),
+        pytest.param("dummy 0.3 GB", "128,8,256", marks=pytest.mark.long),
+    ],
 )
 def test_what_is_predicted_is_what_is_used(case: str, limits: str) -> None:
     found = measured(case, limits)

@@ -147,7 +147,8 @@ async def ask_ids(client: httpx.AsyncClient, prompt: list[int], tokens: int) -> 
 
 async def test_a_poison_request_is_found_and_nobody_else_notices(server) -> None:
     starts = server.log.count("restarting it")
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+    # Three engines are started while it waits.
+    async with httpx.AsyncClient(base_url=server.url, timeout=4 * PATIENCE_S) as client:
         innocents = [[place, 5, 6] for place in range(100, 103)]
         undisturbed = await asyncio.gather(*(ask_ids(client, prompt, 400) for prompt in innocents))
         assert [answer.json()["usage"]["completion_tokens"] for answer in undisturbed] == [400] * 3
@@ -189,12 +190,3 @@ async def next_engine(server, before: set[int]) -> int:
                 if (pid := server.engine_pid) not in before:
                     return pid
             await asyncio.sleep(0.005)
-
-
-async def test_the_engine_goes_when_the_front_is_killed(start_server, tiny_arguments) -> None:
-    server = start_server(*tiny_arguments).wait_ready()
-    engine = psutil.Process(server.engine_pid)
-    server.process.kill()
-    server.process.wait()
-    gone, _ = psutil.wait_procs([engine], timeout=PATIENCE_S)
-    assert gone

@@ -216,3 +216,12 @@ async def test_a_drain_ends_though_the_engine_hangs(start_server, tiny_arguments
     assert server.process.wait(PATIENCE_S) == 0
     assert not engine.is_running()
     assert "drained in" in server.log
+
+
+async def test_the_engine_goes_when_the_front_is_killed(server) -> None:
+    """The last of those that share the server."""
+    engine = psutil.Process(server.engine_pid)
+    server.process.kill()
+    server.process.wait()
+    gone, _ = psutil.wait_procs([engine], timeout=PATIENCE_S)
+    assert gone

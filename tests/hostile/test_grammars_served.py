@@ -190,10 +190,8 @@ def workers(server: Any) -> list[psutil.Process]:
     return service.children()
 
 
-def test_a_server_that_is_stopped_takes_explosions_along(
-    start_server: Callable[..., Any], tiny_arguments: list[str]
-) -> None:
-    server = start_server(*tiny_arguments).wait_ready()
+def test_a_server_that_is_stopped_takes_explosions_along(server: Any) -> None:
+    """The last of those that share the server."""
     bombs = [bomb(number) for number in (2000, 2001, 2002)]
     for body in bombs:
         with pytest.raises(httpx.ReadTimeout):

@@ -347,12 +347,12 @@ def test_profiles_that_are_not_recorded_are_refused(given, message):
         LLM("nowhere", profiler_config=given)
 
 
-TEN_IN_A_ROW = """
+SEVEN_IN_A_ROW = """
 import gc, json, sys
 import psutil
 from holdfast import LLM, SamplingParams
 process, after = psutil.Process(), []
-for _ in range(10):
+for _ in range(7):
     llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, kv_cache_memory_bytes="64MiB")
     llm.generate([{"prompt_token_ids": list(range(100, 400))}] * 4, SamplingParams(max_tokens=4, ignore_eos=True))
     del llm
@@ -363,10 +363,10 @@ print(json.dumps(after))
 
 
 def test_a_dropped_engine_gives_its_memory_back(tiny_model) -> None:
-    """Ten in a row in one process: the founding documents' binary search starts as many. In a process of their own,
-    where nothing of other tests is measured with them."""
+    """Several in a row in one process, as a search for settings starts them. In a process of their own, where nothing
+    of other tests is measured with them."""
     done = subprocess.run(
-        [sys.executable, "-c", TEN_IN_A_ROW, str(tiny_model)], capture_output=True, text=True, check=True, timeout=200
+        [sys.executable, "-c", SEVEN_IN_A_ROW, str(tiny_model)], capture_output=True, text=True, check=True, timeout=200
     )
     after: list[int] = json.loads(done.stdout.splitlines()[-1])
     # Each engine held 12 MB of weights and pages; the first ones also pay for what torch sets up once. What is lost

@@ -191,16 +191,38 @@ def test_lines_people_look_for(server) -> None:
     assert any(line["prompt_tokens"] and line["completion_tokens"] for line in lines)
 
 
-async def test_sigterm_under_load_drains_and_refuses_newcomers(start_server, tiny_arguments) -> None:
-    server = start_server(*tiny_arguments, "--drain-timeout", str(PATIENCE_S)).wait_ready()
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+@pytest.fixture(scope="module")
+def small(module_server, tiny_arguments):
+    """Eight run, three wait, and all are let finish when it is stopped."""
+    limits = ("--max-num-seqs", "8", "--max-queued-requests", "3", "--drain-timeout", str(PATIENCE_S))
+    return module_server(*tiny_arguments, *limits).wait_ready()
+
+
+async def test_the_queue_has_a_bound(small) -> None:
+    async with httpx.AsyncClient(base_url=small.url, timeout=PATIENCE_S) as client:
+        asked = completion(max_tokens=20, ignore_eos=True)
+        with small.engine_held():
+            running = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(18)]
+            async with asyncio.timeout(PATIENCE_S):
+                while sum(task.done() for task in running) < 7:
+                    await asyncio.sleep(0.01)
+        answers = await asyncio.gather(*running)
+    statuses = [answer.status_code for answer in answers]
+    assert statuses.count(200) == 11
+    assert statuses.count(429) == 7
+    assert all(int(answer.headers["Retry-After"]) > 0 for answer in answers if answer.status_code == 429)
+
+
+async def test_sigterm_under_load_drains_and_refuses_newcomers(small) -> None:
+    """The last of those that share the server."""
+    async with httpx.AsyncClient(base_url=small.url, timeout=PATIENCE_S) as client:
         asked = completion(max_tokens=100, ignore_eos=True)
-        with server.engine_held():
+        with small.engine_held():
             running = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(8)]
             async with asyncio.timeout(PATIENCE_S):
-                while server.open_requests() < 8:
+                while small.open_requests() < 8:
                     await asyncio.sleep(0.01)
-                server.process.send_signal(signal.SIGTERM)
+                small.process.send_signal(signal.SIGTERM)
                 while (await client.get("/health")).json()["status"] != "draining":
                     await asyncio.sleep(0.01)
             refused = await client.post("/v1/completions", json=completion())
@@ -208,23 +230,7 @@ async def test_sigterm_under_load_drains_and_refuses_newcomers(start_server, tin
             assert not any(task.done() for task in running)
         answers = await asyncio.gather(*running)
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [100] * 8
-    assert server.process.wait(PATIENCE_S) == 0
-
-
-async def test_the_queue_has_a_bound(start_server, tiny_arguments) -> None:
-    server = start_server(*tiny_arguments, "--max-num-seqs", "2", "--max-queued-requests", "3").wait_ready()
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-        asked = completion(max_tokens=20, ignore_eos=True)
-        with server.engine_held():
-            running = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(12)]
-            async with asyncio.timeout(PATIENCE_S):
-                while sum(task.done() for task in running) < 7:
-                    await asyncio.sleep(0.01)
-        answers = await asyncio.gather(*running)
-    statuses = [answer.status_code for answer in answers]
-    assert statuses.count(200) == 5
-    assert statuses.count(429) == 7
-    assert all(int(answer.headers["Retry-After"]) > 0 for answer in answers if answer.status_code == 429)
+    assert small.process.wait(PATIENCE_S) == 0
 
 
 def test_a_bad_start_is_said_at_once(tiny_model) -> None:

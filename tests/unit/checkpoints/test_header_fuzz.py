@@ -33,7 +33,7 @@ LONG_EXAMPLES = 8_000
 HOSTILE_NUMBERS = st.sampled_from(
     [0, 1, 2, 7, 8, 9, 32, 255, 1 << 16, 1 << 24, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, 1 << 63, (1 << 64) - 1]
 )
-FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LONG_FUZZ = settings(FUZZ, max_examples=LONG_EXAMPLES)
 
 

@@ -13,6 +13,7 @@ from holdfast.models import ModelSpec, describe_config, runnable_architectures
 
 ARCHITECTURES = [name for name in runnable_architectures() if name.endswith("ForCausalLM")]
 CLASSES = {"Gemma3ForCausalLM": "Gemma3TextConfig"}
+LAYERS = 8
 NOT_OF_THE_MODEL = ("architectures", "model_type", "dtype", "torch_dtype", "transformers_version")
 REQUIRED = {
     "vocab_size",
@@ -30,9 +31,10 @@ REQUIRED = {
 
 
 def usual(architecture: str) -> dict[str, Any]:
-    """A class's own defaults; its ends may lie outside of its own vocabulary."""
+    """A class's own defaults, with as many layers as every pattern of layers needs to repeat; its ends may lie outside
+    of its own vocabulary."""
     kind = CLASSES.get(architecture, architecture.removesuffix("ForCausalLM") + "Config")
-    config: dict[str, Any] = getattr(transformers, kind)().to_dict()
+    config: dict[str, Any] = getattr(transformers, kind)(num_hidden_layers=LAYERS).to_dict()
     return {**config, "architectures": [architecture], "bos_token_id": None, "eos_token_id": None}
 
 
