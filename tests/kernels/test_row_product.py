@@ -4,7 +4,10 @@ that they are cut to what a GPU has, and compile for every GPU that there is (wh
 from __future__ import annotations
 
 import os
+import subprocess
+import sysconfig
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,7 +201,7 @@ def test_cuts_fit(name: str) -> None:
     shapes = (64, 256), (4096, 28672), (57344, 8192)
     for (rows, columns), processors, gate in product(shapes, (84, 132), (NO_GATE, 0)):
         matrix = ScaledMatrix(LAYOUTS[name], rows, columns, torch.device("meta"))
-        cut = row_cut(matrix, gate, processors)
+        cut = row_cut(matrix, gate, normed=True, processors=processors)
         assert cut.warps <= columns // 128
         assert cut.grid <= rows // 16
         assert cut.shared_bytes <= 98 << 10
@@ -213,6 +216,22 @@ def test_cuts_fit(name: str) -> None:
 def test_compiles(name: str, capability: tuple[int, int]) -> None:
     matrix = ScaledMatrix(LAYOUTS[name], 64, 1280, torch.device("meta"))
     for dtype, gate in ((torch.bfloat16, NO_GATE), (torch.float16, 0)):
-        macros = row_macros(matrix, dtype, row_cut(matrix, gate, 84), gate, normed=gate == 0)
+        cut = row_cut(matrix, gate, normed=gate == 0, processors=84)
+        macros = row_macros(matrix, dtype, cut, gate, normed=gate == 0)
         options = compiler.options(capability, dict(macros))
         assert compiler.compile_source(module.text("row_product"), options).startswith(b"\x7fELF")
+
+
+CUOBJDUMP = Path(sysconfig.get_path("purelib")) / "triton" / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@pytest.mark.skipif(not (compiler.available() and CUOBJDUMP.exists()), reason="libnvrtc or cuobjdump is not installed")
+@pytest.mark.parametrize(("columns", "normed"), [(4096, True), (14336, False), (16384, True), (28672, False)])
+def test_fp8_rows_lie_in_registers_alone(columns: int, normed: bool, tmp_path: Path) -> None:
+    matrix = ScaledMatrix(LAYOUTS["fp8"], 64, columns, torch.device("meta"))
+    cut = row_cut(matrix, NO_GATE, normed=normed, processors=132)
+    macros = row_macros(matrix, torch.bfloat16, cut, NO_GATE, normed=normed)
+    made = compiler.compile_source(module.text("row_product"), compiler.options((9, 0), dict(macros)))
+    (tmp_path / "row.cubin").write_bytes(made)
+    told = subprocess.run([CUOBJDUMP, "-res-usage", tmp_path / "row.cubin"], capture_output=True, text=True).stdout
+    assert " STACK:0 " in told

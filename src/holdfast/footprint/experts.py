@@ -19,6 +19,11 @@ line are full. 128 experts of which a token takes 8 took 2 x 1.08 ms for twice 4
 1.68 ms for 8,192."""
 
 
+SHARE_COLUMNS = 8
+"""Of the buffer of an expert of all tokens, for the one number that says how much it counts: rows begin at whole lines,
+as products ask for."""
+
+
 def mlp_width(spec: ModelSpec) -> int:
     """Of the MLPs without experts; 0: there are none, nor buffers for them."""
     return spec.intermediate_size if any(layer.experts is None for layer in spec.layers) else 0
@@ -57,6 +62,6 @@ def gpu_bytes(spec: ModelSpec, tokens: int, element_bytes: int) -> int:
         pairs = tokens * experts.per_token
         lines = (tokens + 1) * experts.count * 4 + pairs * 4
         columns = spec.hidden_size + experts.intermediate_size
-        beside = experts.count + 3 * experts.shared_intermediate_size + 1
+        beside = experts.count + 3 * experts.shared_intermediate_size + SHARE_COLUMNS
         total += lines + (pairs * columns + tokens * beside) * element_bytes
     return total

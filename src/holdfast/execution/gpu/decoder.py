@@ -13,6 +13,7 @@ import torch
 
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
+from holdfast.execution.gpu.cuda.module import kernel_decision
 from holdfast.execution.gpu.layers.attention import DecodeRows, GpuAttention, PrefillRows
 from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
 from holdfast.execution.gpu.layers.lora import GpuAdapters
@@ -158,7 +159,9 @@ class GpuDecoder:
 
     @property
     def product_decisions(self) -> list[Decision]:
-        return self._scratch.quantized.decisions
+        quantized = self._scratch.quantized
+        rows = [*quantized.rows.found, *self._scratch.rounded.rows.found]
+        return [*quantized.decisions, *([kernel_decision("row_products", rows)] if rows else [])]
 
     def frequencies(self) -> list[torch.Tensor]:
         """Radians that a position turns each pair of dimensions by, of every layer."""

@@ -4,7 +4,7 @@ captured. Knows the driver and no kernel."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.compiler import available, cubin, supports
+from holdfast.observability.decisions import Decision
 
 _FOLDER = Path(__file__).parent
 STATIC_SHARED_BYTES = 1024
@@ -101,6 +102,16 @@ def against_gpu(dtype: torch.dtype, device: torch.device) -> str | None:
     if not supports(torch.cuda.get_device_capability(device)):
         return "torch's libnvrtc does not know this GPU"
     return None
+
+
+def kernel_decision(about: str, found: Sequence[str | None]) -> Decision:
+    """Which kernels take matrices of which this was found: what is against those in CUDA, None where nothing is."""
+    against = [reason for reason in found if reason is not None]
+    if not against:
+        return Decision(about, "cuda", "codes are decoded in the registers that products read", "measured")
+    if len(against) == len(found):
+        return Decision(about, "triton", against[0], "planner")
+    return Decision(about, "cuda, triton", f"{len(against)} of {len(found)} matrices: {against[0]}", "planner")
 
 
 class Kernel:

@@ -24,6 +24,9 @@ WARPS = 16
 """On a processor: with fewer, too few bytes are on their way; with more, they have too few registers."""
 MOST_COLUMNS = 1 << 15
 """A block holds all of x, and some of it in registers for a while."""
+FP8_DEPTHS = {False: ((14336, 5), (16384, 4), (28672, 3), (MOST_COLUMNS, 2)),
+              True: ((4096, 5), (8192, 4), (12288, 3), (MOST_COLUMNS, 2))}  # fmt: skip
+"""Units of a warp that are on their way, to so many columns; of a row that is normed first, and of one that is not."""
 
 
 class RowCut(NamedTuple):
@@ -49,18 +52,20 @@ def against_row(matrix: ScaledMatrix, dtype: torch.dtype) -> str | None:
         return f"codes are {layout}"
     if matrix.rows % SLAB_ROWS or matrix.columns % UNIT_COLUMNS or matrix.columns > MOST_COLUMNS:
         return f"{matrix.rows} x {matrix.columns} are not whole slabs of {SLAB_ROWS} x {UNIT_COLUMNS}"
-    cut = row_cut(matrix, gate=NO_GATE)
-    if cut.shared_bytes > shared_memory_bytes() - STATIC_SHARED_BYTES:
-        return f"{matrix.rows} outputs take {cut.shared_bytes} bytes of shared memory in a block"
+    most = max(row_cut(matrix, gate, normed=False).shared_bytes for gate in (NO_GATE, SILU))
+    if most > shared_memory_bytes() - STATIC_SHARED_BYTES:
+        return f"{matrix.rows} outputs take {most} bytes of shared memory in a block"
     return None
 
 
-def row_cut(matrix: ScaledMatrix, gate: int, processors: int | None = None) -> RowCut:
+def row_cut(matrix: ScaledMatrix, gate: int, *, normed: bool, processors: int | None = None) -> RowCut:
     """One round of blocks; warps of a block share the columns. As many units of a warp are on their way to registers as
-    those hold."""
+    those hold beside what a warp has of x: with one more, some would lie in memory that no plan has."""
     units, fp8 = matrix.columns // UNIT_COLUMNS, matrix.layout.codes == "fp8"
     warps = min(WARPS, 1 << (units.bit_length() - 1))
-    depth = 5 if fp8 and not matrix.layout.group else 3 if matrix.layout.group == UNIT_COLUMNS // 4 else 4
+    depth = 3 if matrix.layout.group == UNIT_COLUMNS // 4 else 4
+    if fp8 and not matrix.layout.group:
+        depth = next(units for most, units in FP8_DEPTHS[normed] if matrix.columns <= most)
     slabs = matrix.rows // SLAB_ROWS
     together = 2 if gate != NO_GATE and not fp8 else 1
     steps = -(-slabs // together)
@@ -98,13 +103,10 @@ def _processors(device: int) -> int:
 
 
 @cache
-def _module(macros: Macros) -> Module:
-    return Module(text("row_product"), dict(macros))
-
-
-@cache
 def _kernel(macros: Macros, threads: int, shared_bytes: int) -> Kernel:
-    return _module(macros).kernel("row_product", threads=threads, shared_bytes=shared_bytes, early=True)
+    # A module each, for what a kernel may take of shared memory is kept with its module.
+    module = Module(text("row_product"), dict(macros))
+    return module.kernel("row_product", threads=threads, shared_bytes=shared_bytes, early=True)
 
 
 class RowMatrix:
@@ -138,7 +140,7 @@ class RowMatrix:
             raise EngineError("this product is not one of the CUDA kernel's", found=f"{odd}, {tuple(x.shape)}")
         if x.data_ptr() % 16 or (norm is not None and norm.data_ptr() % 16):
             raise EngineError("inputs of a product do not begin at whole lines", found=f"{x.data_ptr() % 16} beyond")
-        cut = row_cut(matrix, gate)
+        cut = row_cut(matrix, gate, normed=norm is not None)
         macros = row_macros(matrix, x.dtype, cut, gate, normed=norm is not None)
         _kernel(macros, 32 * cut.warps, cut.shared_bytes)(
             (cut.grid, 1, 1), x, matrix.codes, matrix.scales, matrix.zeros, out, bias, norm, matrix.inputs,
@@ -148,9 +150,21 @@ class RowMatrix:
     def _all_macros(self) -> tuple[Macros, ...]:
         forms = ((NO_GATE, False), (NO_GATE, True), (SILU, True))
         return tuple(
-            row_macros(self._matrix, self._dtype, row_cut(self._matrix, gate), gate, normed=normed)
+            row_macros(self._matrix, self._dtype, row_cut(self._matrix, gate, normed=normed), gate, normed=normed)
             for gate, normed in forms
         )
+
+
+class RowProducts:
+    """Makes them, and keeps of which matrices it does not, and why."""
+
+    def __init__(self) -> None:
+        self.found: list[str | None] = []
+
+    def make(self, matrix: ScaledMatrix, dtype: torch.dtype) -> RowMatrix | None:
+        against = against_row(matrix, dtype)
+        self.found.append(against)
+        return RowMatrix(matrix, dtype) if against is None else None
 
 
 @cache

@@ -30,7 +30,7 @@ from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
 from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
-from holdfast.footprint.experts import GPU_TOKENS
+from holdfast.footprint.experts import GPU_TOKENS, SHARE_COLUMNS
 from holdfast.footprint.scaled_layouts import PIECE
 from holdfast.models import ExpertsSpec
 
@@ -71,7 +71,7 @@ class ExpertGpuMaker:
             logits=self._like.new_empty((tokens, spec.count)),
             inner=self._like.new_empty((pairs, spec.intermediate_size)),
             rows=self._like.new_empty((pairs, self._hidden)),
-            shared=self._like.new_empty((tokens, 3 * spec.shared_intermediate_size + 1)),
+            shared=self._like.new_empty((tokens, 3 * spec.shared_intermediate_size + SHARE_COLUMNS)),
         )
 
 
@@ -131,7 +131,8 @@ class _Shared:
         self._activation, self._width = activation, weights.down.columns
 
     def add(self, x: torch.Tensor, out: torch.Tensor, buffer: torch.Tensor, found: torch.Tensor) -> None:
-        gate_up, inner, share = buffer.split((2 * self._width, self._width, 1), dim=1)
+        gate_up, inner, last = buffer.split((2 * self._width, self._width, SHARE_COLUMNS), dim=1)
+        share = last[:, :1]
         self._gate_up.write(x, gate_up)
         layer_kernels.gate(gate_up, self._activation, inner)
         self._down.write(inner, found)

@@ -23,7 +23,8 @@ from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.fragments import rearrange
 from holdfast.execution.gpu.cuda.int4 import NO_GATE, FragmentMatrix, against_int4
 from holdfast.execution.gpu.cuda.kquant import BITS, KQUANT_ROWS, KquantMatrix, against_kquant, compile_table
-from holdfast.execution.gpu.cuda.row_product import RowMatrix, against_row
+from holdfast.execution.gpu.cuda.module import kernel_decision
+from holdfast.execution.gpu.cuda.row_product import RowProducts
 from holdfast.execution.gpu.layers.prefill_kernel import GATED_ROWS, HOPPER, choose_gated_product
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
@@ -68,6 +69,7 @@ class QuantizedWorkspace:
         self._memory: torch.Tensor | None = None
         self._counters: torch.Tensor | None = None
         self._in_fragments: dict[str, list[str | None]] = {}
+        self.rows = RowProducts()
 
     def _bytes(self) -> torch.Tensor:
         if self._memory is None:
@@ -121,7 +123,7 @@ class QuantizedWorkspace:
     @property
     def decisions(self) -> list[Decision]:
         """On matrices of int4 codes and of GGUF's blocks, where there are any."""
-        return [_decision(about, found) for about, found in self._in_fragments.items()]
+        return [kernel_decision(about, found) for about, found in self._in_fragments.items()]
 
 
 def _spanned(tensor: torch.Tensor) -> int:
@@ -130,15 +132,6 @@ def _spanned(tensor: torch.Tensor) -> int:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
-
-
-def _decision(about: str, found: list[str | None]) -> Decision:
-    against = [reason for reason in found if reason is not None]
-    if not against:
-        return Decision(about, "cuda", "codes are decoded in the registers that tensor cores read", "measured")
-    if len(against) == len(found):
-        return Decision(about, "triton", against[0], "planner")
-    return Decision(about, "cuda, triton", f"{len(against)} of {len(found)} matrices: {against[0]}", "planner")
 
 
 class _Blocks:
@@ -203,11 +196,11 @@ class _Fragments:
 
     vectors = None
 
-    def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype, rows: RowProducts) -> None:
         if not matrix.in_fragments:  # An embedding may be the head too.
             rearrange(matrix)
         self._matrix, self.order = FragmentMatrix(matrix, dtype), matrix.order
-        self._row = RowMatrix(matrix, dtype) if against_row(matrix, dtype) is None else None
+        self._row = rows.make(matrix, dtype)
         # Inputs in another order are put into the workspace, which holds fewer.
         self.most_rows = self.most_gated = self._matrix.most_rows if matrix.order is None else SKINNY_BLOCK_ROWS
         self.kind: tuple[object, ...] = ("fragments", matrix.layout, matrix.rows, matrix.columns)
@@ -414,5 +407,5 @@ def _form(
     if matrix.layout.codes == "int4":
         against = workspace.against_fragments(matrix)
         if against is None:
-            return _Fragments(matrix, workspace.dtype)
+            return _Fragments(matrix, workspace.dtype, workspace.rows)
     return _Codes(matrix)

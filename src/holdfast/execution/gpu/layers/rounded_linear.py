@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.cuda.row_product import RowMatrix, against_row
+from holdfast.execution.gpu.cuda.row_product import RowProducts
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
@@ -53,6 +53,7 @@ class RoundedWorkspace:
         """The scale of products that are scaled afterwards."""
         self.parts = torch.empty(0, dtype=torch.float32, device=device)
         self.arrivals = torch.empty(0, dtype=torch.int32, device=device)
+        self.rows = RowProducts()
 
     def make_room(self, columns: int) -> None:
         """For products with inputs of so many columns."""
@@ -94,7 +95,7 @@ class RoundedGpuLinear:
         self._turned, self._scales_turned = matrix.codes.t(), matrix.scales.t()
         self._grouped = matrix.layout.group == GROUP
         self._library = _library_multiplies(matrix)
-        self._row = RowMatrix(matrix, workspace.dtype) if against_row(matrix, workspace.dtype) is None else None
+        self._row = workspace.rows.make(matrix, workspace.dtype)
         workspace.make_room(matrix.columns)
 
     @property
