@@ -59,8 +59,8 @@ def workspace(device: torch.device) -> SplitSums:
 
 
 def rounded_elements(matrix: ScaledMatrix, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float64 [rows, columns] in the order of the codes, as products with many rows have them: a code less its zero times
-    its scale, rounded to `dtype`. A scale of more bits is two numbers, and its second product is rounded too."""
+    """float64 [rows, columns] in the order of the codes, as products with many rows have them: a code less its zero
+    times its scale, rounded to `dtype`. A scale of more bits is two numbers, and its second product is rounded too."""
     order = slice(None) if matrix.order is None else matrix.order.long()
     scales = matrix.scales.double().repeat_interleave(matrix.columns // matrix.scales.shape[1], 1)
     codes = (exact[:, order].double() / scales).round()
