@@ -70,7 +70,7 @@ def test_cuts_fit(name: str) -> None:
             cut = wide_cut(rows, elements, macros, gated=gate != NO_GATE)
             assert cut.shared_bytes(macros) <= MOST_SHARED_BYTES
             assert cut.stages >= 3
-            assert cut.slabs == 2 or gate == NO_GATE
+            assert cut.slabs == 2 or cut.warpgroups == 2
             assert cut in ahead
 
 
@@ -109,7 +109,7 @@ def test_products(cut: WideCut, name: str, dtype: torch.dtype) -> None:
         before = out.double()
         wide.product(x, out, **rest, bias=bias, accumulate=True, gate=NO_GATE)
         assert_close(out, before + wanted + bias.double(), terms)
-        if cut.slabs == 2:
+        if name == "awq":
             gated = torch.full((rows, outputs // 2), NAN, dtype=dtype, device=device)
             wide.product(x, gated, **rest, bias=bias, accumulate=False, gate=SILU)
             both = (wanted + bias.double()).view(rows, 2, -1)

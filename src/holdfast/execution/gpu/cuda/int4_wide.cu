@@ -7,14 +7,14 @@
 //   scales   [16 matrix rows][group][16]; zeros alike
 //
 // A tile has TILE outputs and ROWS rows. Three threads copy, STAGES units of 128 columns ahead: one alone is too slow for few
-// rows. WARPGROUPS warpgroups multiply, with SLABS x 64 matrix rows each: those of a gate and of what it gates, where gated.
-// A warpgroup decodes the next columns while tensor cores multiply these.
+// rows. WARPGROUPS warpgroups multiply, with SLABS x 64 matrix rows each; where gated one, or two together, have those of a
+// gate and of what it gates. A warpgroup decodes the next columns while tensor cores multiply these.
 //
 // Blocks run as long as there is work: first a share of the tiles that are split (`split_tiles`, cut by columns), then
 // every gridDim.x-th of the others.
 //
-// Macros: ROWS (64, 96, 128, 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES, SCALE_HALF, ZEROS, HALF, GATE (with
-// SLABS 2) as in int4_product.cu.
+// Macros: ROWS (8 to 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES, SCALE_HALF,
+// ZEROS, HALF, GATE (with SLABS 2 or WARPGROUPS 2) as in int4_product.cu.
 
 #define CONSUMERS (WARPGROUPS * 128)
 #define THREADS (CONSUMERS + 128)
@@ -44,6 +44,9 @@
 
 // Row blocks whose tiles of the same outputs follow each other: what runs at once shares most in the second level cache so.
 #define NEIGHBOURS (1024 / ROWS)
+
+// A gate and what it gates are two warpgroups'.
+#define EXCHANGED (GATE >= 0 && SLABS == 1)
 
 // Scales have more bits than x's kind: two numbers hold them.
 #define LONG_SCALES (!(SCALE_BYTES == 2 && SCALE_HALF == HALF))
@@ -183,6 +186,41 @@ __device__ __forceinline__ void multiply_unit(
     }
 }
 
+#if EXCHANGED
+// The first warpgroup has sums of gates, the second those of what they gate: each gives the other its half of the rows, and
+// finishes the other half. `memory` is a stage that nobody reads any more, and has when nobody reads it again.
+__device__ __forceinline__ void put_exchanged(
+    u32 *memory, const float (&sums)[PARTS][4], u16 *out, const u16 *bias, int output, int outputs, int first_row, int rows,
+    int out_stride, int warpgroup
+) {
+    const int thread = threadIdx.x & 127;
+    const u32 bias_pair = bias && output < outputs ? *(const u32 *)(bias + warpgroup * outputs + output) : 0;
+    meet<CONSUMERS>();
+#pragma unroll
+    for (int n = 0; n < PARTS; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            memory[((warpgroup * PARTS + n) * 2 + i) * 128 + thread] =
+                pair_of(sums[n][i] + low_of(bias_pair), sums[n][i + 2] + high_of(bias_pair));
+    }
+    meet<CONSUMERS>();
+#pragma unroll
+    for (int part = 0; part < PARTS / 2; part++) {
+        const int n = warpgroup * (PARTS / 2) + part;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = first_row + n * 8 + i;
+            const u32 gate = memory[(n * 2 + i) * 128 + thread], up = memory[((PARTS + n) * 2 + i) * 128 + thread];
+            const float gates[2] = {low_of(gate), high_of(gate)}, ups[2] = {low_of(up), high_of(up)};
+            if (row < rows && output < outputs)
+                *(u32 *)(out + (size_t)row * out_stride + output) = gated_pair(gates, ups, GATE);
+        }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    meet<CONSUMERS>();
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap codes_map,
     const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map, u16 *out, const u16 *bias,
@@ -263,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         await_products<0>();
-        if ((threadIdx.x & 127) == 0) arrive(empty_before);
+        // Warpgroups that exchange sums do so in the last stage.
+        if (!EXCHANGED && (threadIdx.x & 127) == 0) arrive(empty_before);
 
         if (job.first || job.last < steps) {
             float4 *shares = (float4 *)workspace + threadIdx.x;
@@ -274,7 +313,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
                 mine[index * CONSUMERS] = float4{s[0], s[1], s[2], s[3]};
             }
             const int from = cut.first_block(job.tile), to = cut.last_block(job.tile);
-            if (!last_to_arrive<CONSUMERS>(counters + job.tile, to - from + 1, &flag)) continue;
+            if (!last_to_arrive<CONSUMERS>(counters + job.tile, to - from + 1, &flag)) {
+                if (EXCHANGED && (threadIdx.x & 127) == 0) arrive(empty_before);
+                continue;
+            }
             // In order, so that results do not depend on who is last.
 #pragma unroll
             for (int index = 0; index < SLABS * PARTS; index++)
@@ -292,6 +334,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
             }
         }
         const Place place(job.tile, output_tiles, row_blocks);
+#if EXCHANGED
+        put_exchanged(
+            (u32 *)(memory + (empty_before - empty_at) / 8 * STAGE_BYTES), sums[0], out, bias,
+            (place.outputs * HALF_PIECES + warp) * 16 + 2 * g, outputs, place.rows * ROWS + 2 * t, rows, out_stride,
+            warpgroup
+        );
+        if ((threadIdx.x & 127) == 0) arrive(empty_before);
+#else
 #pragma unroll
         for (int slab = 0; slab < (GATE >= 0 ? 1 : SLABS); slab++) {
             const int piece = slab * HALF_PIECES + warpgroup * 4 + warp;
@@ -330,5 +380,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
                 }
             }
         }
+#endif
     }
 }

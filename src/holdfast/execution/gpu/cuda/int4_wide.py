@@ -39,7 +39,7 @@ class WideCut:
     """Of x, of a tile: 64, 96, 128, 256."""
     warpgroups: int
     slabs: int
-    """Times 64 matrix rows, of a warpgroup; two where gated."""
+    """Times 64 matrix rows, of a warpgroup; where gated two, or two warpgroups."""
     stages: int
     blocks: int = 1
     """On a processor at once."""
@@ -67,9 +67,9 @@ def wide_cut(rows: int, elements: int, macros: Macros, *, gated: bool) -> WideCu
     """By the number of rows and of the matrix's elements: for each product of an 8B shape's layer the fastest of some
     on an H200."""
     height = next((height for height in (64, 96, 128) if rows <= height), 128)
-    slabs = 2 if gated or (elements > LARGE_ELEMENTS and height < 128) else 1
-    if slabs == 1 and (rows > 512 or (rows > 128 and elements > SMALL_ELEMENTS)):
+    if rows > 512 or (rows > 128 and elements > SMALL_ELEMENTS):
         height = 256
+    slabs = 2 if height <= 128 and (gated or elements > LARGE_ELEMENTS) else 1
     cut = WideCut(height, 2, slabs, MOST_STAGES)
     while cut.shared_bytes(macros) > MOST_SHARED_BYTES:
         cut = replace(cut, stages=cut.stages - 1)
