@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from int4_matrices import AWQ, LAYOUTS, NAN, UNIT, assert_close, drawn, on_device, seeded, workspace
+from int4_matrices import AWQ, LAYOUTS, NAN, UNIT, assert_close, drawn, on_device, rounded_elements, seeded, workspace
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda import compiler, int4, module
@@ -113,17 +113,16 @@ def test_products(name: str, rows: int, dtype: torch.dtype) -> None:
     bias = torch.randn(outputs, generator=source).to(dtype).to(device)
     taken = x if matrix.order is None else x[:, matrix.order.long()]
     wide = torch.cuda.get_device_capability() == (9, 0) and rows > int4.NARROW_ROWS
-    if wide:
-        exact = exact.to(dtype).float()
-    wanted = x.to(device).double() @ exact.to(device).double().T
-    terms = x.to(device).double().abs() @ exact.to(device).double().abs().T
+    seen, elements = (taken, rounded_elements(matrix, exact, dtype)) if wide else (x, exact.double())
+    wanted = seen.to(device).double() @ elements.to(device).T
+    terms = seen.to(device).double().abs() @ elements.to(device).abs().T
     shares = workspace(device)
     out = torch.full((rows, outputs + 2), NAN, dtype=dtype, device=device)[:, :outputs]
     fragments.product(taken.to(device), out, shares)
-    assert_close(out, wanted, terms, rounded=wide)
+    assert_close(out, wanted, terms)
     before = out.double()
     fragments.product(taken.to(device), out, shares, bias=bias, accumulate=True)
-    assert_close(out, before + wanted + bias.double(), terms, rounded=wide)
+    assert_close(out, before + wanted + bias.double(), terms)
     gated = torch.full((rows, outputs // 2), NAN, dtype=dtype, device=device)
     fragments.product(taken.to(device), gated, shares, bias=bias, gate=0)
     both = (wanted + bias.double()).view(rows, 2, -1)

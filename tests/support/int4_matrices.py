@@ -58,11 +58,19 @@ def workspace(device: torch.device) -> SplitSums:
     return SplitSums(torch.full((1 << 22,), NAN, device=device), torch.zeros(4096, dtype=torch.int32, device=device))
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, terms: torch.Tensor, *, rounded: bool = False) -> None:
-    """The result is rounded once; sums are float32 of integers times x, and scales are exact. `rounded`: of elements in
-    the dtype of x. Of those in bfloat16 one in some 500 is rounded the other way, where its scale has more bits; scales
-    in bfloat16 would err four times as much as is allowed."""
-    loss = 2.0**-17 if not rounded else 2.0**-16 if found.dtype == torch.float16 else 2.0**-14
-    tolerance = 1.1 * UNIT[found.dtype] * wanted.abs() + loss * terms
+def rounded_elements(matrix: ScaledMatrix, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float64 [rows, columns] in the order of the codes, as products with many rows have them: a code less its zero
+    times its scale, rounded to `dtype`. A scale of more bits is two numbers, and its second product is rounded too."""
+    order = slice(None) if matrix.order is None else matrix.order.long()
+    scales = matrix.scales.double().repeat_interleave(matrix.columns // matrix.scales.shape[1], 1)
+    codes = (exact[:, order].double() / scales).round()
+    first = scales.to(dtype).double()
+    rest = (scales - first).to(dtype).double()
+    return (codes * first + (codes * rest).to(dtype).double()).to(dtype).double()
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, terms: torch.Tensor) -> None:
+    """The result is rounded once; sums are float32."""
+    tolerance = 1.1 * UNIT[found.dtype] * wanted.abs() + 2.0**-16 * terms
     worst = ((found.double() - wanted).abs() / tolerance).max().item()
     assert worst <= 1, f"{worst:.2f} of what is allowed"

@@ -274,6 +274,16 @@ __device__ __forceinline__ void copy_box(u32 target, const TensorMap &map, int c
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
         :: "r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
+
+__device__ __forceinline__ void copy_box(u32 target, const TensorMap &map, int column, int row, int half, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+        :: "r"(target), "l"(&map), "r"(column), "r"(row), "r"(half), "r"(barrier) : "memory");
+}
+
+// The first copy would wait for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap &map) {
+    asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
+}
 #endif
 
 // ---- the kernel before ----
@@ -321,16 +331,9 @@ __device__ __forceinline__ void put(u16 *out, const u16 *bias, int output, float
     *(u32 *)out = pair_of(first, second);
 }
 
-// The same of a gate and of what it gates, whose biases lie `outputs` apart.
-__device__ __forceinline__ void put_gated(
-    u16 *out, const u16 *bias, int output, int outputs, float (&gates)[2], float (&ups)[2], int kind
-) {
-    if (bias) {
-        const u32 gate = *(const u32 *)(bias + output), up = *(const u32 *)(bias + outputs + output);
-        gates[0] += low_of(gate), gates[1] += high_of(gate), ups[0] += low_of(up), ups[1] += high_of(up);
-    }
-    // Rounded where the separate product and gate would round.
-    *(u32 *)out = pair_of(
+// Two outputs of a gate times what it gates, rounded where the separate product and gate would round.
+__device__ __forceinline__ u32 gated_pair(const float (&gates)[2], const float (&ups)[2], int kind) {
+    return pair_of(
         rounded(activated(rounded(gates[0]), kind)) * rounded(ups[0]),
         rounded(activated(rounded(gates[1]), kind)) * rounded(ups[1])
     );

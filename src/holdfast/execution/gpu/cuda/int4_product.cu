@@ -196,6 +196,16 @@ __device__ __forceinline__ void multiply_unit(u32 stage, float (&sums)[2][PARTS]
     }
 }
 
+__device__ __forceinline__ void put_gated(
+    u16 *out, const u16 *bias, int output, int outputs, float (&gates)[2], float (&ups)[2]
+) {
+    if (bias) {
+        const u32 gate = *(const u32 *)(bias + output), up = *(const u32 *)(bias + outputs + output);
+        gates[0] += low_of(gate), gates[1] += high_of(gate), ups[0] += low_of(up), ups[1] += high_of(up);
+    }
+    *(u32 *)out = gated_pair(gates, ups, GATE);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
     const u16 *x, const uint4 *codes, const u8 *scales, const u8 *zeros, u16 *out, const u16 *bias, float *workspace,
     int *counters, int rows, int outputs, int columns, int group, int x_stride, int out_stride, int units_of_block,
@@ -330,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
                         if (GATE >= 0) {
                             float gates[2] = {sums[0][n][i], sums[0][n][i + 2]};
                             float ups[2] = {sums[1][n][i], sums[1][n][i + 2]};
-                            put_gated(place, bias, output, outputs, gates, ups, GATE);
+                            put_gated(place, bias, output, outputs, gates, ups);
                         } else {
                             put(place, bias, output, sums[half][n][i], sums[half][n][i + 2], add);
                         }

@@ -6,18 +6,19 @@
 //            matrix rows 2g, 2g+1; columns 64i + 16w + 2t + 0, 1, 8, 9
 //   scales   [16 matrix rows][group][16]; zeros alike
 //
-// A tile has TILE outputs and ROWS rows. One thread copies, STAGES units of 128 columns ahead; WARPGROUPS warpgroups multiply,
-// with SLABS x 64 matrix rows each: those of a gate and of what it gates, where gated. A warpgroup decodes the next columns
-// while tensor cores multiply these.
+// A tile has TILE outputs and ROWS rows. Three threads copy, STAGES units of 128 columns ahead: one alone is too slow for few
+// rows. WARPGROUPS warpgroups multiply, with SLABS x 64 matrix rows each; where gated one, or two together, have those of a
+// gate and of what it gates. A warpgroup decodes the next columns while tensor cores multiply these.
 //
 // Blocks run as long as there is work: first a share of the tiles that are split (`split_tiles`, cut by columns), then
 // every gridDim.x-th of the others.
 //
-// Macros: ROWS (64, 96, 128, 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES, SCALE_HALF, ZEROS, HALF, GATE (with
-// SLABS 2) as in int4_product.cu.
+// Macros: ROWS (8 to 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES, SCALE_HALF,
+// ZEROS, HALF, GATE (with SLABS 2 or WARPGROUPS 2) as in int4_product.cu.
 
 #define CONSUMERS (WARPGROUPS * 128)
 #define THREADS (CONSUMERS + 128)
+#define COPYING 3
 // Of a thread that copies and of one that multiplies: of what a block begins with.
 #define REGISTERS (65536 / BLOCKS / THREADS / 8 * 8)
 #define FEW_REGISTERS 40
@@ -29,22 +30,23 @@
 #define STEPS_AT_ONCE (2 / SLABS)
 
 // Bytes of one stage. Copies begin at whole lines.
-#define LINES(bytes) (((bytes) + 127) / 128 * 128)
 #define X_BYTES (ROWS * 256)
-#define CODES_HALF (HALF_PIECES * 1024)
+#define CODES_BYTES (PIECES * 1024)
 #define SCALES_PIECE (GROUPS * 16 * SCALE_BYTES)
-#define SCALES_HALF LINES(HALF_PIECES * SCALES_PIECE)
+#define SCALES_BYTES (PIECES * SCALES_PIECE)
 #define ZEROS_PIECE (GROUPS * 16)
-#define ZEROS_HALF (ZEROS * LINES(HALF_PIECES * ZEROS_PIECE))
+#define ZEROS_BYTES (ZEROS * PIECES * ZEROS_PIECE)
 #define AT_CODES X_BYTES
-#define AT_SCALES (AT_CODES + 2 * CODES_HALF)
-#define AT_ZEROS (AT_SCALES + 2 * SCALES_HALF)
-#define STAGE_BYTES ((AT_ZEROS + 2 * ZEROS_HALF + 1023) / 1024 * 1024)
-#define COPIED_BYTES (X_BYTES + 2 * CODES_HALF + 2 * HALF_PIECES * (SCALES_PIECE + ZEROS * ZEROS_PIECE))
+#define AT_SCALES (AT_CODES + CODES_BYTES)
+#define AT_ZEROS (AT_SCALES + SCALES_BYTES)
+#define STAGE_BYTES ((AT_ZEROS + ZEROS_BYTES + 1023) / 1024 * 1024)
 #define SUMS_FLOATS (TILE * ROWS)
 
-// Row blocks whose tiles of the same outputs follow each other: they share codes in the second level cache.
-#define NEIGHBOURS 16
+// Row blocks whose tiles of the same outputs follow each other: what runs at once shares most in the second level cache so.
+#define NEIGHBOURS (1024 / ROWS)
+
+// A gate and what it gates are two warpgroups'.
+#define EXCHANGED (GATE >= 0 && SLABS == 1)
 
 // Scales have more bits than x's kind: two numbers hold them.
 #define LONG_SCALES (!(SCALE_BYTES == 2 && SCALE_HALF == HALF))
@@ -146,7 +148,7 @@ __device__ __forceinline__ void multiply_unit(
     Factors factors[SLABS];
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++) {
-        const u32 codes = stage + AT_CODES + slab * CODES_HALF + piece * 1024 + lane * 16;
+        const u32 codes = stage + AT_CODES + (slab * HALF_PIECES + piece) * 1024 + lane * 16;
         words[slab][0] = shared16(codes), words[slab][1] = shared16(codes + 512);
     }
 #pragma unroll
@@ -158,11 +160,10 @@ __device__ __forceinline__ void multiply_unit(
             for (int slab = 0; slab < SLABS; slab++) {
                 if ((step + i) * GROUPS % 8 == 0) {
                     const int group = (step + i) * GROUPS / 8;
-                    // Halves are side by side where a slab has all of them: but for what fills lines.
-                    const int half = SLABS == 2 ? slab : piece / HALF_PIECES, at = SLABS == 2 ? piece : piece % HALF_PIECES;
+                    const int at = slab * HALF_PIECES + piece;
                     factors[slab] = factors_at(
-                        stage + AT_SCALES + half * SCALES_HALF + at * SCALES_PIECE + (group * 16 + 2 * g) * SCALE_BYTES,
-                        stage + AT_ZEROS + half * ZEROS_HALF + at * ZEROS_PIECE + group * 16 + 2 * g
+                        stage + AT_SCALES + at * SCALES_PIECE + (group * 16 + 2 * g) * SCALE_BYTES,
+                        stage + AT_ZEROS + at * ZEROS_PIECE + group * 16 + 2 * g
                     );
                 }
                 const uint4 &of = words[slab][(step + i) / 4];
@@ -185,6 +186,41 @@ __device__ __forceinline__ void multiply_unit(
     }
 }
 
+#if EXCHANGED
+// The first warpgroup has sums of gates, the second those of what they gate: each gives the other its half of the rows, and
+// finishes the other half. `memory` is a stage that nobody reads any more, and has when nobody reads it again.
+__device__ __forceinline__ void put_exchanged(
+    u32 *memory, const float (&sums)[PARTS][4], u16 *out, const u16 *bias, int output, int outputs, int first_row, int rows,
+    int out_stride, int warpgroup
+) {
+    const int thread = threadIdx.x & 127;
+    const u32 bias_pair = bias && output < outputs ? *(const u32 *)(bias + warpgroup * outputs + output) : 0;
+    meet<CONSUMERS>();
+#pragma unroll
+    for (int n = 0; n < PARTS; n++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            memory[((warpgroup * PARTS + n) * 2 + i) * 128 + thread] =
+                pair_of(sums[n][i] + low_of(bias_pair), sums[n][i + 2] + high_of(bias_pair));
+    }
+    meet<CONSUMERS>();
+#pragma unroll
+    for (int part = 0; part < PARTS / 2; part++) {
+        const int n = warpgroup * (PARTS / 2) + part;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = first_row + n * 8 + i;
+            const u32 gate = memory[(n * 2 + i) * 128 + thread], up = memory[((PARTS + n) * 2 + i) * 128 + thread];
+            const float gates[2] = {low_of(gate), high_of(gate)}, ups[2] = {low_of(up), high_of(up)};
+            if (row < rows && output < outputs)
+                *(u32 *)(out + (size_t)row * out_stride + output) = gated_pair(gates, ups, GATE);
+        }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    meet<CONSUMERS>();
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap codes_map,
     const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map, u16 *out, const u16 *bias,
@@ -195,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
     __shared__ __align__(8) u64 full[STAGES], empty[STAGES];
     __shared__ int flag;
     // `outputs` are those that are written; where gated the matrix has twice as many rows.
-    const int steps = columns / 128, gate_slabs = outputs / 16;
+    const int steps = columns / 128;
     const int output_tiles = (outputs / 16 + (GATE >= 0 ? HALF_PIECES : PIECES) - 1) / (GATE >= 0 ? HALF_PIECES : PIECES);
     const int row_blocks = (rows + ROWS - 1) / ROWS;
     const Cut cut{steps, units_of_block};
@@ -205,52 +241,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
     const u32 stages = shared_address(memory), full_at = shared_address(full), empty_at = shared_address(empty);
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int i = 0; i < STAGES; i++) set_barrier(full_at + i * 8, 1), set_barrier(empty_at + i * 8, WARPGROUPS);
+        for (int i = 0; i < STAGES; i++) set_barrier(full_at + i * 8, COPYING), set_barrier(empty_at + i * 8, WARPGROUPS);
         show_barriers();
     }
     __syncthreads();
 
     if (threadIdx.x >= CONSUMERS) {
         keep_registers<FEW_REGISTERS>();
-        if (threadIdx.x > CONSUMERS) return;
-        const int blocks_of_group = group > 128 ? group / 128 : 1;
-        auto copy_codes = [&](int stage, const Place &place, int step) {
-            const u32 at = stages + stage * STAGE_BYTES, full_here = full_at + stage * 8;
-            const int group_column = (blocks_of_group == 1 ? step * GROUPS : step / blocks_of_group) * 16;
-            await_bytes(full_here, COPIED_BYTES);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int slab = GATE >= 0 ? half * gate_slabs + place.outputs * HALF_PIECES : place.outputs * PIECES + half * HALF_PIECES;
-                copy_box(at + AT_CODES + half * CODES_HALF, codes_map, step * 256, slab, full_here);
-                copy_box(at + AT_SCALES + half * SCALES_HALF, scales_map, group_column, slab, full_here);
-                if (ZEROS) copy_box(at + AT_ZEROS + half * ZEROS_HALF, zeros_map, group_column, slab, full_here);
-            }
-        };
-        auto copy_x = [&](int stage, const Place &place, int step) {
-            const u32 at = stages + stage * STAGE_BYTES, full_here = full_at + stage * 8;
-            copy_box(at, x_map, step * 128, place.rows * ROWS, full_here);
-            copy_box(at + ROWS * 128, x_map, step * 128 + 64, place.rows * ROWS, full_here);
-        };
+        const int what = (threadIdx.x - CONSUMERS) / 32, blocks_of_group = group > 128 ? group / 128 : 1;
+        if ((threadIdx.x & 31) || what >= COPYING) return;
+        const TensorMap &map = what == 0 ? x_map : what == 1 ? codes_map : scales_map;
+        prefetch_map(map);
+        if (ZEROS && what == 2) prefetch_map(zeros_map);
         // Codes do not depend on the kernel before this one: they are on their way while it ends.
-        Jobs ahead = jobs;
+        if (what == 0) await_kernel_before();
+        int stage = 0, parity = 1;
         Job job;
-        int stage = 0;
-        while (stage < STAGES && ahead.next(job)) {
-            const Place place(job.tile, output_tiles, row_blocks);
-            for (int step = job.first; step < job.last && stage < STAGES; step++) copy_codes(stage++, place, step);
-        }
-        await_kernel_before();
-        int count = 0, parity = 1;
-        stage = 0;
         while (jobs.next(job)) {
             const Place place(job.tile, output_tiles, row_blocks);
+            const int slab = place.outputs * (GATE >= 0 ? HALF_PIECES : PIECES), row = place.rows * ROWS;
+#pragma unroll 1
             for (int step = job.first; step < job.last; step++) {
-                if (count >= STAGES) {
-                    await_phase(empty_at + stage * 8, parity);
-                    copy_codes(stage, place, step);
+                const u32 at = stages + stage * STAGE_BYTES, full_here = full_at + stage * 8;
+                // All are empty at first.
+                await_phase(empty_at + stage * 8, parity);
+                if (what == 0) {
+                    await_bytes(full_here, X_BYTES);
+                    copy_box(at, x_map, step * 128, row, full_here);
+                    copy_box(at + ROWS * 128, x_map, step * 128 + 64, row, full_here);
+                } else if (what == 1) {
+                    await_bytes(full_here, CODES_BYTES);
+                    copy_box(at + AT_CODES, codes_map, step * 256, slab, 0, full_here);
+                } else {
+                    const int column = (blocks_of_group == 1 ? step * GROUPS : step / blocks_of_group) * 16;
+                    await_bytes(full_here, SCALES_BYTES + ZEROS_BYTES);
+                    copy_box(at + AT_SCALES, scales_map, column, slab, 0, full_here);
+                    if (ZEROS) copy_box(at + AT_ZEROS, zeros_map, column, slab, 0, full_here);
                 }
-                copy_x(stage, place, step);
-                count++;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
@@ -274,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         await_products<0>();
-        if ((threadIdx.x & 127) == 0) arrive(empty_before);
+        // Warpgroups that exchange sums do so in the last stage.
+        if (!EXCHANGED && (threadIdx.x & 127) == 0) arrive(empty_before);
 
         if (job.first || job.last < steps) {
             float4 *shares = (float4 *)workspace + threadIdx.x;
@@ -285,7 +313,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
                 mine[index * CONSUMERS] = float4{s[0], s[1], s[2], s[3]};
             }
             const int from = cut.first_block(job.tile), to = cut.last_block(job.tile);
-            if (!last_to_arrive<CONSUMERS>(counters + job.tile, to - from + 1, &flag)) continue;
+            if (!last_to_arrive<CONSUMERS>(counters + job.tile, to - from + 1, &flag)) {
+                if (EXCHANGED && (threadIdx.x & 127) == 0) arrive(empty_before);
+                continue;
+            }
             // In order, so that results do not depend on who is last.
 #pragma unroll
             for (int index = 0; index < SLABS * PARTS; index++)
@@ -303,27 +334,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
             }
         }
         const Place place(job.tile, output_tiles, row_blocks);
+#if EXCHANGED
+        put_exchanged(
+            (u32 *)(memory + (empty_before - empty_at) / 8 * STAGE_BYTES), sums[0], out, bias,
+            (place.outputs * HALF_PIECES + warp) * 16 + 2 * g, outputs, place.rows * ROWS + 2 * t, rows, out_stride,
+            warpgroup
+        );
+        if ((threadIdx.x & 127) == 0) arrive(empty_before);
+#else
 #pragma unroll
         for (int slab = 0; slab < (GATE >= 0 ? 1 : SLABS); slab++) {
             const int piece = slab * HALF_PIECES + warpgroup * 4 + warp;
             const int output = (place.outputs * (GATE >= 0 ? HALF_PIECES : PIECES) + piece) * 16 + 2 * g;
             if (output >= outputs) continue;
+            u16 *const target = out + output;
+            const u32 bias_pair = bias ? *(const u32 *)(bias + output) : 0;
+            const u32 bias_up = GATE >= 0 && bias ? *(const u32 *)(bias + outputs + output) : 0;
+            // All are asked for before any is waited for.
+            u32 before[PARTS][2];
 #pragma unroll
             for (int n = 0; n < PARTS; n++) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int row = place.rows * ROWS + n * 8 + 2 * t + i;
-                    if (row >= rows) continue;
-                    u16 *target = out + (size_t)row * out_stride + output;
+                    before[n][i] = add && row < rows ? *(const u32 *)(target + (size_t)row * out_stride) : 0;
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < PARTS; n++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int row = place.rows * ROWS + n * 8 + 2 * t + i;
+                    const float first = sums[slab][n][i] + low_of(bias_pair);
+                    const float second = sums[slab][n][i + 2] + high_of(bias_pair);
+                    u32 pair;
                     if (GATE >= 0) {
-                        float gates[2] = {sums[0][n][i], sums[0][n][i + 2]};
-                        float ups[2] = {sums[SLABS - 1][n][i], sums[SLABS - 1][n][i + 2]};
-                        put_gated(target, bias, output, outputs, gates, ups, GATE);
+                        const float gates[2] = {first, second};
+                        const float (&s)[4] = sums[SLABS - 1][n];
+                        const float ups[2] = {s[i] + low_of(bias_up), s[i + 2] + high_of(bias_up)};
+                        pair = gated_pair(gates, ups, GATE);
                     } else {
-                        put(target, bias, output, sums[slab][n][i], sums[slab][n][i + 2], add);
+                        pair = pair_of(first + low_of(before[n][i]), second + high_of(before[n][i]));
                     }
+                    if (row < rows) *(u32 *)(target + (size_t)row * out_stride) = pair;
                 }
             }
         }
+#endif
     }
 }

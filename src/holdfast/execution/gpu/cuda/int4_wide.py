@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ LEAST_UNITS = 4
 """Of 128 columns, that a block takes of a split tile: fewer cost more in sums than they save."""
 MOSTLY_FULL = 0.9
 """Of the processors, from which tiles are not split."""
-SMALL_ELEMENTS = 1 << 25
-"""Of matrices whose tiles have half as many outputs, because there are few."""
+SMALL_ELEMENTS, LARGE_ELEMENTS = 1 << 25, 1 << 26
+"""Of matrices that are cut otherwise."""
+MOST_STAGES = 8
 WIDE_ROWS = 2048
 """Of x, that products are for: with more, expanding and cuBLAS are faster (H200)."""
 MOST_SHARED_BYTES = 226 << 10
@@ -37,7 +39,7 @@ class WideCut:
     """Of x, of a tile: 64, 96, 128, 256."""
     warpgroups: int
     slabs: int
-    """Times 64 matrix rows, of a warpgroup; two where gated."""
+    """Times 64 matrix rows, of a warpgroup; where gated two, or two warpgroups."""
     stages: int
     blocks: int = 1
     """On a processor at once."""
@@ -51,11 +53,9 @@ class WideCut:
         return 64 * self.warpgroups * self.slabs
 
     def shared_bytes(self, macros: Macros) -> int:
-        layout = dict(macros)
-        half = self.tile // SLAB_ROWS // 2
-        scales = _lines(half * layout["GROUPS"] * 16 * layout["SCALE_BYTES"])
-        zeros = layout["ZEROS"] * _lines(half * layout["GROUPS"] * 16)
-        stage = self.rows * 256 + 2 * (half * 1024 + scales + zeros)
+        layout, pieces = dict(macros), self.tile // SLAB_ROWS
+        of_group = SLAB_ROWS * (layout["SCALE_BYTES"] + layout["ZEROS"])
+        stage = self.rows * 256 + pieces * (1024 + layout["GROUPS"] * of_group)
         return self.stages * (-(-stage // 1024) * 1024)
 
     def defines(self, macros: Macros, gate: int) -> Macros:
@@ -64,25 +64,23 @@ class WideCut:
 
 
 def wide_cut(rows: int, elements: int, macros: Macros, *, gated: bool) -> WideCut:
-    height = 64 if rows <= 64 else 96 if rows <= 96 else 128
-    small = elements <= SMALL_ELEMENTS and not gated and rows <= 512
-    cut = WideCut(height, 2, 1 if small else 2, 8)
+    """By the number of rows and of the matrix's elements: for each product of an 8B shape's layer the fastest of some
+    on an H200."""
+    height = next((height for height in (64, 96, 128) if rows <= height), 128)
+    if rows > 512 or (rows > 128 and elements > SMALL_ELEMENTS):
+        height = 256
+    slabs = 2 if height <= 128 and (gated or elements > LARGE_ELEMENTS) else 1
+    cut = WideCut(height, 2, slabs, MOST_STAGES)
     while cut.shared_bytes(macros) > MOST_SHARED_BYTES:
         cut = replace(cut, stages=cut.stages - 1)
     return cut
 
 
 def wide_cuts(elements: int, macros: Macros) -> tuple[tuple[WideCut, int], ...]:
-    """With which gates, of all rows."""
-    return tuple(
-        (wide_cut(rows, elements, macros, gated=gate != NO_GATE), gate)
-        for rows in (64, 96, 128, WIDE_ROWS)
-        for gate in (NO_GATE, SILU)
-    )
-
-
-def _lines(nbytes: int) -> int:
-    return -(-nbytes // 128) * 128
+    """All of a matrix's, and the gates that they are likely to have."""
+    of_gate = product((64, 96, 128, 512, WIDE_ROWS), (NO_GATE, SILU))
+    found = [(wide_cut(rows, elements, macros, gated=gate != NO_GATE), gate) for rows, gate in of_gate]
+    return tuple(dict.fromkeys(found))
 
 
 class Shares(NamedTuple):
@@ -110,7 +108,7 @@ class WideMatrix:
     def __init__(self, matrix: ScaledMatrix, macros: Macros) -> None:
         self._matrix, self._macros = matrix, macros
         self._group = matrix.layout.group or matrix.columns
-        self._maps: dict[int, tuple[TensorMap, ...]] = {}
+        self._maps: dict[tuple[int, bool], tuple[TensorMap, ...]] = {}
 
     def product(
         self, x: torch.Tensor, out: torch.Tensor, workspace: SplitSums, cut: WideCut, processors: int, *,
@@ -123,28 +121,34 @@ class WideMatrix:
             len(workspace.sums) // (2 * cut.tile * cut.rows),
         )  # fmt: skip
         kernel(cut, self._macros, gate)(
-            (given.blocks, 1, 1), _inputs(x.data_ptr(), *x.shape, x.stride(0), cut.rows), *self._described(cut), out,
-            bias, workspace.sums, workspace.counters, rows, matrix.rows // (2 if gate >= 0 else 1), matrix.columns,
-            self._group, out.stride(0), given.split_tiles, given.units, int(accumulate),
+            (given.blocks, 1, 1), _inputs(x.data_ptr(), *x.shape, x.stride(0), cut.rows),
+            *self._described(cut.tile, gate != NO_GATE), out, bias, workspace.sums, workspace.counters, rows,
+            matrix.rows // (1 if gate == NO_GATE else 2), matrix.columns, self._group, out.stride(0), given.split_tiles,
+            given.units, int(accumulate),
         )  # fmt: skip
 
-    def _described(self, cut: WideCut) -> tuple[TensorMap, ...]:
-        """Codes, scales and zeros, half a tile at a time."""
-        slabs = cut.tile // SLAB_ROWS // 2
-        if slabs not in self._maps:
-            matrix, groups = self._matrix, dict(self._macros)["GROUPS"]
-            words, tall = matrix.columns * SLAB_ROWS // 8, matrix.rows // SLAB_ROWS
-            planes = [TensorMap(matrix.codes.data_ptr(), 4, (tall, words), words, (slabs, BLOCK_COLUMNS * 2))]
-            for plane in (matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros):
-                wide, size = matrix.columns // self._group * SLAB_ROWS, plane.element_size()
-                planes.append(TensorMap(plane.data_ptr(), size, (tall, wide), wide, (slabs, groups * SLAB_ROWS)))
-            self._maps[slabs] = tuple(planes)
-        return self._maps[slabs]
+    def _described(self, tile: int, gated: bool) -> tuple[TensorMap, ...]:
+        """Codes, scales and zeros, as a matrix or as that of a gate and of what it gates."""
+        if (tile, gated) not in self._maps:
+            matrix, halves, groups = self._matrix, 1 + gated, dict(self._macros)["GROUPS"]
+            tall, slabs = matrix.rows // SLAB_ROWS // halves, tile // SLAB_ROWS // halves
+
+            def described(plane: torch.Tensor, element_bytes: int, wide: int, box: int) -> TensorMap:
+                shape, strides = (halves, tall, wide), (tall * wide, wide)
+                return TensorMap(plane.data_ptr(), element_bytes, shape, strides, (halves, slabs, box))
+
+            words = [described(matrix.codes, 4, matrix.columns * SLAB_ROWS // 8, BLOCK_COLUMNS * SLAB_ROWS // 8)]
+            planes = (matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros)
+            wide, box = matrix.columns // self._group * SLAB_ROWS, groups * SLAB_ROWS
+            self._maps[tile, gated] = (
+                *words, *(described(plane, plane.element_size(), wide, box) for plane in planes)
+            )  # fmt: skip
+        return self._maps[tile, gated]
 
 
 @lru_cache(maxsize=4096)
 def _inputs(place: int, rows: int, columns: int, stride: int, tile_rows: int) -> TensorMap:
-    return TensorMap(place, 2, (rows, columns), stride, (tile_rows, LINE_COLUMNS), swizzled=True)
+    return TensorMap(place, 2, (rows, columns), (stride,), (tile_rows, LINE_COLUMNS), swizzled=True)
 
 
 @cache

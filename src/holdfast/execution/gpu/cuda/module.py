@@ -36,26 +36,27 @@ class DriverError(EngineError, RuntimeError):
 
 
 class TensorMap:
-    """CUtensorMap of a matrix in GPU memory: what Hopper copies a box [box rows, box columns] of at a time, with zeros
-    where the matrix has no rows. `swizzled`: in lines of 128 bytes, as wgmma reads them. Not to outlive it."""
+    """CUtensorMap of a matrix in GPU memory, or of several: what Hopper copies a box of at a time, with zeros where
+    there is nothing. Dimensions from the outermost on; `strides` in elements, of all but the innermost. `swizzled`: in
+    lines of 128 bytes, as wgmma reads them. Not to outlive the memory."""
 
     def __init__(
-        self, place: int, element_bytes: int, shape: tuple[int, int], stride: int, box: tuple[int, int], *,
+        self, place: int, element_bytes: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *,
         swizzled: bool = False,
     ) -> None:  # fmt: skip
         self._memory = (ctypes.c_uint8 * (_MAP_BYTES + _MAP_ALIGNMENT))()
-        start = ctypes.addressof(self._memory)
+        start, rank = ctypes.addressof(self._memory), len(shape)
         offset = -start % _MAP_ALIGNMENT
         self.value = (ctypes.c_uint8 * _MAP_BYTES).from_buffer(self._memory, offset)
         status = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(start + offset),
             _UNSIGNED[element_bytes],
-            2,
+            rank,
             ctypes.c_void_p(place),
-            (ctypes.c_uint64 * 2)(shape[1], shape[0]),
-            (ctypes.c_uint64 * 1)(stride * element_bytes),
-            (ctypes.c_uint32 * 2)(box[1], box[0]),
-            (ctypes.c_uint32 * 2)(1, 1),
+            (ctypes.c_uint64 * rank)(*reversed(shape)),
+            (ctypes.c_uint64 * (rank - 1))(*(stride * element_bytes for stride in reversed(strides))),
+            (ctypes.c_uint32 * rank)(*reversed(box)),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
             _SWIZZLE_128 if swizzled else 0,
             _PROMOTE_256,
