@@ -68,7 +68,8 @@ def test_a_stream_of_its_own(http):
     [
         ({"n_predict": 0}, "n_predict"), ({"mirostat": 2}, "mirostat"), ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"repeat_penalty": 50}, "repeat_penalty"), ({"n_probs": 99}, "n_probs"), ({"prompt": ["a", 1]}, "prompt[1]"),
-        ({"logit_bias": [["a", "b"]]}, "logit_bias"), ({"logit_bias": [["a" * 201, 1]]}, "logit_bias"), ({"logit_bias": [[1]]}, "logit_bias"),
+        ({"logit_bias": [["a", "b"]]}, "logit_bias"), ({"logit_bias": [["a" * 201, 1]]}, "logit_bias"),
+        ({"logit_bias": [[1]]}, "logit_bias"),
         ({"logit_bias": [[1.5, 1]]}, "logit_bias"), ({"prompt": None}, "prompt"), ({"grammar": "("}, "grammar"),
     ],
 )  # fmt: skip
