@@ -117,6 +117,7 @@ class RemoteOpenAIServer:
     """As vLLM's tests use it."""
 
     DUMMY_API_KEY = "token-abc123"
+    show_hidden_metrics = False
 
     def __init__(self, model: str, vllm_serve_args: Sequence[str], **named: Any) -> None:
         self._process: subprocess.Popen[bytes] | None = None

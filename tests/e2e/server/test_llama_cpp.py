@@ -19,7 +19,7 @@ def test_a_completion_of_its_own(server):
     asked = {
         "prompt": "abcdef", "n_predict": 3, "temperature": -1, "repeat_penalty": 1.1, "seed": -1, "stop": ["z"],
         "cache_prompt": True, "id_slot": 0, "mirostat": 0, "mirostat_tau": 5.0, "typical_p": 1.0, "xtc_threshold": 0.1,
-        "logit_bias": [[5, -1.5], [6, False]], "return_tokens": True, "n_probs": 2,
+        "logit_bias": [[5, -1.5], [6, False], ["xy", -2]], "return_tokens": True, "n_probs": 2,
     }  # fmt: skip
     with server.client() as http:
         answered = http.post("/completion", json=asked)
@@ -28,7 +28,7 @@ def test_a_completion_of_its_own(server):
         prompt, params = server.engine.received[-1]
     assert "x-holdfast-ignored-fields" not in answered.headers
     assert (bytes(prompt), params.max_tokens, params.repetition_penalty) == (b"abcdef", 3, 1.1)
-    assert (params.logit_bias, params.greedy, params.stop) == ({5: -1.5, 6: -100.0}, True, ["z"])
+    assert (params.logit_bias, params.greedy, params.stop) == ({5: -1.5, 6: -100.0, 120: -2.0, 121: -2.0}, True, ["z"])
     assert (told["content"], told["tokens"], told["stop"], told["stop_type"]) == ("abc", [97, 98, 99], True, "limit")
     assert (told["tokens_predicted"], told["tokens_evaluated"], told["prompt"]) == (3, 6, "abcdef")
     assert told["generation_settings"]["n_predict"] == 3
@@ -68,7 +68,8 @@ def test_a_stream_of_its_own(http):
     [
         ({"n_predict": 0}, "n_predict"), ({"mirostat": 2}, "mirostat"), ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"repeat_penalty": 50}, "repeat_penalty"), ({"n_probs": 99}, "n_probs"), ({"prompt": ["a", 1]}, "prompt[1]"),
-        ({"logit_bias": [["a", 1]]}, "logit_bias[0][0]"), ({"logit_bias": [[1]]}, "logit_bias"),
+        ({"logit_bias": [["a", "b"]]}, "logit_bias"), ({"logit_bias": [["a" * 201, 1]]}, "logit_bias"),
+        ({"logit_bias": [[1]]}, "logit_bias"),
         ({"logit_bias": [[1.5, 1]]}, "logit_bias"), ({"prompt": None}, "prompt"), ({"grammar": "("}, "grammar"),
     ],
 )  # fmt: skip

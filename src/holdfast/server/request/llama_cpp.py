@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
-from holdfast.server.request.parse import GenerationRequest, completion_request, decode_object
+from holdfast.server.request.parse import GenerationRequest, completion_request, decode_object, tokenizer_of
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.llama_cpp import COMPANIONS, HARMLESS_NATIVE, NEUTRAL, NativeBody, NativeOptions
@@ -18,6 +18,8 @@ from holdfast.server.schema.requests import CompletionBody
 from holdfast.server.settings import ServerSettings
 
 _FIELDS = honoured_fields(NativeBody)
+MOST_BIASED_CHARS = 200
+"""Of a text that is named by itself: words, not documents."""
 NEVER = -100.0
 """The least bias: what llama.cpp writes as false."""
 
@@ -51,7 +53,7 @@ async def read_native(
         seed=None if body.seed == -1 else body.seed,
         stop=body.stop or None,
         ignore_eos=body.ignore_eos,
-        logit_bias=_biases(body.logit_bias),
+        logit_bias=_biases(body.logit_bias, engine),
         grammar=body.grammar,
         json_schema=body.json_schema,
         logprobs=body.n_probs or None,
@@ -71,13 +73,25 @@ async def read_native(
     return replace(ask, options=NativeOptions(return_tokens=body.return_tokens, prompt=text))
 
 
-def _biases(given: Any) -> dict[str, float] | None:
+def _biases(given: Any, engine: Engine) -> dict[str, float] | None:
+    """A text in place of an id means every token of it."""
     if given is None:
         return None
     pairs = list(given.items()) if isinstance(given, dict) else given
-    if not all(len(pair) == 2 for pair in pairs):
-        raise RequestError("logit_bias: expected pairs of a token id and a number", field="logit_bias")
-    return {str(token).removesuffix(".0"): NEVER if bias is False else float(bias) for token, bias in pairs}
+    if not all(len(pair) == 2 and not isinstance(pair[1], str) for pair in pairs):
+        raise RequestError("logit_bias: expected pairs of a token id, or a text, and a number", field="logit_bias")
+    found: dict[str, float] = {}
+    for token, bias in pairs:
+        ids = [token]
+        if isinstance(token, str) and not token.isdigit():
+            if len(token) > MOST_BIASED_CHARS:
+                raise RequestError(
+                    f"logit_bias: a text of {len(token)} characters; at most {MOST_BIASED_CHARS}", field="logit_bias"
+                )
+            ids = tokenizer_of(engine, "logit_bias").encode(token, add_special_tokens=False)
+        value = NEVER if bias is False else float(bias)
+        found |= {str(one).removesuffix(".0"): value for one in ids}
+    return found
 
 
 def _without_media(prompt: Any) -> Any:

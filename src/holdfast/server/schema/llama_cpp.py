@@ -32,8 +32,8 @@ class NativeBody(msgspec.Struct, kw_only=True):
     """-1: any."""
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
-    logit_bias: list[list[float | bool]] | dict[str, float | bool] | None = None
-    """Pairs of a token id and a number; false: never."""
+    logit_bias: list[list[float | bool | str]] | dict[str, float | bool] | None = None
+    """Pairs of a token id, or a text, and a number; false: never."""
     grammar: str | None = None
     json_schema: dict[str, Any] | str | bool | None = None
     n_probs: Small | None = None
