@@ -165,3 +165,14 @@ def test_a_line_without_end_is_passed_over(tmp_path: Path) -> None:
 )
 def test_literals_that_a_match_needs(expression: str, literals: tuple[str, ...]) -> None:
     assert needed(expression) == literals
+
+
+def test_a_log_that_was_cut_while_it_was_written_has_a_hole_and_is_read(tmp_path: Path) -> None:
+    """logrotate's copytruncate: zeros up to where the writer was."""
+    log = tmp_path / "ollama.log"
+    taken = b"Error: listen tcp 127.0.0.1:11434: bind: address already in use\n"
+    answered = b'[GIN] 2026/02/08 - 14:20:24 | 200 |    1.12s |       127.0.0.1 | POST     "/api/generate"\n'
+    log.write_bytes(taken + b"\0" * 100_001 + answered)
+    found = diagnose([str(log)])
+    assert found.engine == "ollama"
+    assert found.healthy

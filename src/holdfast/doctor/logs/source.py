@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -42,6 +43,8 @@ _MARKS = (
 _LOOKED_BYTES = 4096
 _ZEROS_SHARE = 0.4
 """Of every second byte, from which on a text is taken for UTF-16 without its mark."""
+_HOLE = re.compile(rb"\0{8,}")
+"""Of a file that was emptied while its writer went on where it was (logrotate's copytruncate): in no encoding."""
 
 
 class LogSource:
@@ -124,8 +127,8 @@ def as_utf8(raw: Iterable[bytes]) -> Iterator[bytes]:
     encoding, mark = encoding_of(first)
     first = first[mark:]
     if encoding == "utf-8":
-        yield first
-        yield from pieces
+        for piece in chain([first], pieces):
+            yield piece.replace(b"\0", b"")
         return
     decoder = codecs.getincrementaldecoder(encoding)("replace")
     for piece in chain([first], pieces):
@@ -138,7 +141,7 @@ def encoding_of(start: bytes) -> tuple[str, int]:
     for mark, encoding in _MARKS:
         if start.startswith(mark):
             return encoding, len(mark)
-    looked = start[:_LOOKED_BYTES]
+    looked = _HOLE.sub(b"", start)[:_LOOKED_BYTES]
     zeros = [looked[at::2].count(0) for at in (0, 1)]
     most, least = max(zeros), min(zeros)
     if len(looked) < 4 or most < _ZEROS_SHARE * (len(looked) // 2):

@@ -158,8 +158,7 @@ def _share(
             graphs=settings.graphs,
         )
         return tuple(found), cost, byte_terms.engine_gpu_loading(held, largest)
-    # Of a model that this engine does not run, what the engine keeps that would.
-    gpu, vllm = device.gpu, question.vllm
+    gpu, vllm = device.gpu, question.vllm  # Of a model that this engine does not run: what the engine keeps that would.
     kernel = expert_kernel(gpu, vllm, adapters=settings.max_loras > 0)
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
     found = byte_terms.gpu_terms(
@@ -180,12 +179,19 @@ def _share(
         unified=gpu is not None and gpu.unified and gpu.vendor == "nvidia",
         sorts=vllm.has("sorts-vocabulary"),
     )
-    if model.draft is not None and stage == stages - 1:
-        found.append(Term("draft", draft_weights(model, dtype=dtype, tensor_parallel=tensor_parallel)))
-        element = KV_ELEMENT_BYTES[stored_kv]
-        more = draft_token_bytes(model, element_bytes=element, tensor_parallel=tensor_parallel)
-        cost = replace(cost, growing_bytes=cost.growing_bytes + more)
-    return tuple(found), cost, ()
+    drafts = model.draft is not None and stage == stages - 1
+    return *_with_draft(model if drafts else None, found, cost, dtype, stored_kv, tensor_parallel), ()
+
+
+def _with_draft(
+    model: PlannedModel | None, terms: list[Term], cost: KVCost, dtype: str, stored_kv: str, tensor_parallel: int
+) -> tuple[tuple[Term, ...], KVCost]:
+    """`model` None: it has no draft model here."""
+    if model is None:
+        return tuple(terms), cost
+    weights = draft_weights(model, dtype=dtype, tensor_parallel=tensor_parallel)
+    more = draft_token_bytes(model, element_bytes=KV_ELEMENT_BYTES[stored_kv], tensor_parallel=tensor_parallel)
+    return (*terms, Term("draft", weights)), replace(cost, growing_bytes=cost.growing_bytes + more)
 
 
 def counted_for(question: Question, device: Device, ranks: int) -> Literal["holdfast", "vllm", "llama.cpp"]:
