@@ -42,7 +42,16 @@ CUTS = (
 
 @pytest.mark.parametrize(
     ("tiles", "steps", "processors", "room"),
-    [(24, 32, 132, 156), (112, 32, 132, 128), (448, 32, 132, 64), (131, 8, 132, 264), (7, 3, 132, 264), (9, 5, 4, 0)],
+    [
+        (24, 32, 132, 156),
+        (112, 32, 132, 128),
+        (448, 32, 132, 64),
+        (131, 8, 132, 264),
+        (7, 3, 132, 264),
+        (9, 5, 4, 0),
+        (132, 32, 132, 128),
+        (264, 32, 132, 128),
+    ],  # fmt: skip
 )
 def test_all_work_is_given_once(tiles: int, steps: int, processors: int, room: int) -> None:
     """As the kernel's blocks take it."""

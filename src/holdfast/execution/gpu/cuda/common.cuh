@@ -107,24 +107,6 @@ __device__ __forceinline__ u64 lines_at(u32 place) {
 
 #define SUM4(s) "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3])
 
-__device__ __forceinline__ void products(float (&sums)[1][4], const u32 (&left)[4], u64 right, int fresh) {
-    asm volatile("{.reg .pred p; setp.eq.s32 p, %9, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32." KIND "." KIND " {"
-        "%0,%1,%2,%3},"
-        " {%4,%5,%6,%7}, %8, p, 1, 1, 0;}"
-        : SUM4(sums[0])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
-}
-
-__device__ __forceinline__ void products(float (&sums)[2][4], const u32 (&left)[4], u64 right, int fresh) {
-    asm volatile("{.reg .pred p; setp.eq.s32 p, %13, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32." KIND "." KIND " {"
-        "%0,%1,%2,%3,%4,%5,%6,%7},"
-        " {%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
-        : SUM4(sums[0]), SUM4(sums[1])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
-}
-
 __device__ __forceinline__ void products(float (&sums)[4][4], const u32 (&left)[4], u64 right, int fresh) {
     asm volatile("{.reg .pred p; setp.eq.s32 p, %21, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n32k16.f32." KIND "." KIND " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"

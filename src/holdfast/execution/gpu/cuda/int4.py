@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -118,6 +118,7 @@ def _gpu(device: int) -> CutLimits:
     )
 
 
+@lru_cache(maxsize=4096)
 def product_cut(rows: int, elements: int, macros: Macros, gpu: CutLimits) -> ProductCut:
     """By the number of rows and of the matrix's elements: of some twenty for each product of an 8B shape's layer the
     fastest on an H200. Fewer stages and blocks where a GPU has less shared memory."""

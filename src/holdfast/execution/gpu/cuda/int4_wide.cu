@@ -13,7 +13,7 @@
 // Blocks run as long as there is work: first a share of the tiles that are split (`split_tiles`, cut by columns), then
 // every gridDim.x-th of the others.
 //
-// Macros: ROWS (8 to 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES, SCALE_HALF,
+// Macros: ROWS (64, 96, 128, 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES, SCALE_HALF,
 // ZEROS, HALF, GATE (with SLABS 2 or WARPGROUPS 2) as in int4_product.cu.
 
 #define CONSUMERS (WARPGROUPS * 128)
@@ -181,8 +181,8 @@ __device__ __forceinline__ void multiply_unit(
         }
         close_products();
         await_products<1>();
-        // All products with the unit before are done.
-        if (step == 0 && empty_before && (threadIdx.x & 127) == 0) arrive(empty_before);
+        // All products with the unit before are done, and this warp has read its codes: each says so for itself.
+        if (step == 0 && empty_before && lane == 0) arrive(empty_before);
     }
 }
 
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
     const u32 stages = shared_address(memory), full_at = shared_address(full), empty_at = shared_address(empty);
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int i = 0; i < STAGES; i++) set_barrier(full_at + i * 8, COPYING), set_barrier(empty_at + i * 8, WARPGROUPS);
+        for (int i = 0; i < STAGES; i++) set_barrier(full_at + i * 8, COPYING), set_barrier(empty_at + i * 8, WARPGROUPS * 4);
         show_barriers();
     }
     __syncthreads();
@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
         }
         await_products<0>();
         // Warpgroups that exchange sums do so in the last stage.
-        if (!EXCHANGED && (threadIdx.x & 127) == 0) arrive(empty_before);
+        if (!EXCHANGED && lane == 0) arrive(empty_before);
 
         if (job.first || job.last < steps) {
             float4 *shares = (float4 *)workspace + threadIdx.x;
@@ -314,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
             }
             const int from = cut.first_block(job.tile), to = cut.last_block(job.tile);
             if (!last_to_arrive<CONSUMERS>(counters + job.tile, to - from + 1, &flag)) {
-                if (EXCHANGED && (threadIdx.x & 127) == 0) arrive(empty_before);
+                if (EXCHANGED && lane == 0) arrive(empty_before);
                 continue;
             }
             // In order, so that results do not depend on who is last.
@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_wide(
             (place.outputs * HALF_PIECES + warp) * 16 + 2 * g, outputs, place.rows * ROWS + 2 * t, rows, out_stride,
             warpgroup
         );
-        if ((threadIdx.x & 127) == 0) arrive(empty_before);
+        if (lane == 0) arrive(empty_before);
 #else
 #pragma unroll
         for (int slab = 0; slab < (GATE >= 0 ? 1 : SLABS); slab++) {

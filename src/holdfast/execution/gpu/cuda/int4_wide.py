@@ -63,6 +63,7 @@ class WideCut:
         return *macros, *about, ("BLOCKS", self.blocks), ("GATE", gate), ("WGMMA", 1)
 
 
+@lru_cache(maxsize=4096)
 def wide_cut(rows: int, elements: int, macros: Macros, *, gated: bool) -> WideCut:
     """By the number of rows and of the matrix's elements: for each product of an 8B shape's layer the fastest of some
     on an H200."""
@@ -97,7 +98,7 @@ def shares(tiles: int, steps: int, processors: int, most_split: int) -> Shares:
     """`most_split`: blocks that the workspace has room for."""
     left, sharing = tiles % processors, min(processors, most_split)
     units = max(-(-left * steps // max(sharing, 1)), min(LEAST_UNITS, steps))
-    if left > MOSTLY_FULL * processors or units >= steps:
+    if not left or left > MOSTLY_FULL * processors or units >= steps:
         return Shares(min(tiles, processors), 0, steps)
     return Shares(processors if tiles > processors else -(-left * steps // units), left, units)
 
