@@ -338,10 +338,10 @@ async def test_memory_is_limited() -> None:
     allocate = f"b = bytearray({MEMORY_BYTES} - (64 << 20)); del b;"
     within = SAY_READY + allocate + "w._send(s, b'[]'); time.sleep(600)"
     # What it answers is no answer, but it lived to give it.
-    with pool("-c", within) as workers, pytest.raises(msgspec.ValidationError):
+    with pool("-c", within, wall_s=PATIENCE_S) as workers, pytest.raises(msgspec.ValidationError):
         await workers.render(job())
     beyond = SAY_READY + allocate.replace("- (64 << 20)", "+ 1") + "time.sleep(600)"
-    with pool("-c", beyond) as workers, pytest.raises(RequestError, match="its process died"):
+    with pool("-c", beyond, wall_s=PATIENCE_S) as workers, pytest.raises(RequestError, match="its process died"):
         await workers.render(job())
 
 
