@@ -51,7 +51,7 @@ CUTS = (
         (9, 5, 4, 0),
         (132, 32, 132, 128),
         (264, 32, 132, 128),
-    ],  # fmt: skip
+    ],
 )
 def test_all_work_is_given_once(tiles: int, steps: int, processors: int, room: int) -> None:
     """As the kernel's blocks take it."""
