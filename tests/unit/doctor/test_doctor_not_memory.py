@@ -207,3 +207,9 @@ def test_a_function_that_an_amd_gpu_lacks_leaves_a_choice() -> None:
         ["ggml_cuda_compute_forward: RMS_NORM failed", "ROCm error: invalid device function"], "log"
     ).findings
     assert finding.confidence == "medium"
+
+
+def test_memory_that_the_kernel_refuses_may_be_a_limit() -> None:
+    [finding] = _found("    faulthandler.enable()\nOSError: [Errno 12] Cannot allocate memory")
+    assert finding.confidence == "medium"
+    assert "limit" in finding.what
