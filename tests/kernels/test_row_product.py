@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda import compiler, module
 from holdfast.execution.gpu.cuda.fragments import rearrange
-from holdfast.execution.gpu.cuda.int4 import NO_GATE
+from holdfast.execution.gpu.cuda.module import NO_GATE
 from holdfast.execution.gpu.cuda.row_product import RowMatrix, against_row, row_cut, row_macros
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
