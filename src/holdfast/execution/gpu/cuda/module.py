@@ -114,14 +114,19 @@ def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def kernel_decision(about: str, found: Sequence[str | None]) -> Decision:
-    """Which kernels take matrices of which this was found: what is against those in CUDA, None where nothing is."""
-    against = [reason for reason in found if reason is not None]
+def kernel_decision(
+    about: str,
+    found: Sequence[str | None],
+    kernels: str = "cuda",
+    reason: str = "codes are decoded in the registers that products read",
+) -> Decision:
+    """Which kernels take matrices of which this was found: what is against `kernels`, None where nothing is."""
+    against = [one for one in found if one is not None]
     if not against:
-        return Decision(about, "cuda", "codes are decoded in the registers that products read", "measured")
+        return Decision(about, kernels, reason, "measured")
     if len(against) == len(found):
         return Decision(about, "triton", against[0], "planner")
-    return Decision(about, "cuda, triton", f"{len(against)} of {len(found)} matrices: {against[0]}", "planner")
+    return Decision(about, f"{kernels}, triton", f"{len(against)} of {len(found)} matrices: {against[0]}", "planner")
 
 
 class Kernel:
