@@ -211,7 +211,15 @@ def test_cuts_fit(name: str) -> None:
 @pytest.mark.skipif(not compiler.available(), reason="libnvrtc is not installed")
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [("fp8", (8, 9)), ("fp8 blocks", (9, 0)), ("fp8 static", (12, 0)), ("gptq 32", (8, 0)), ("awq", (9, 0))],
+    [
+        ("fp8", (8, 9)),
+        ("fp8 blocks", (9, 0)),
+        ("fp8 static", (12, 0)),
+        ("gptq 32", (8, 0)),
+        ("wide groups", (8, 6)),
+        ("compressed 64", (8, 9)),
+        ("awq", (9, 0)),
+    ],
 )
 def test_compiles(name: str, capability: tuple[int, int]) -> None:
     matrix = ScaledMatrix(LAYOUTS[name], 64, 1280, torch.device("meta"))
