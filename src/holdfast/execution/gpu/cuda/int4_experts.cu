@@ -21,6 +21,7 @@
 #define CODES_BYTES (WARPS * 2048)
 #define UNIT_BYTES (CODES_BYTES + ROWS * 256)
 #define STAGE_BYTES (UNITS * UNIT_BYTES)
+static_assert(STAGES * STAGE_BYTES == SHARED_BYTES, "int4_experts.py counts other bytes of shared memory");
 #define COPIES ((ROWS * 16 + THREADS - 1) / THREADS)
 #define CHAINS (PARTS > 2 ? 1 : 2)
 #define COUNTS ((EXPERTS + 31) / 32)

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.compiler import cubin
-from holdfast.execution.gpu.cuda.module import Kernel, Module, against_gpu, text
+from holdfast.execution.gpu.cuda.module import Kernel, Macros, Module, against_gpu, text
 from holdfast.execution.triton_kernels.experts.launch import Activation, ExpertAssignments, Gates, gates_of
 from holdfast.execution.triton_kernels.experts.planes import ScaledPlanes
 from holdfast.execution.triton_kernels.experts.tiles import most_tiles
@@ -22,8 +22,6 @@ UNIT_COLUMNS = 128
 SLAB_ROWS = 16
 MOST_EXPERTS = 1024
 """A warp reads the lengths of all lines."""
-
-Macros = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,8 @@ class ExpertCut:
 
     def defines(self, macros: Macros, activation: int, gates: int) -> Macros:
         about = ("ROWS", self.rows), ("WARPS", self.warps), ("STAGES", self.stages), ("BLOCKS", self.blocks)
-        return *macros, *about, ("UNITS", self.units), ("ACTIVATION", activation), ("GATES", gates)
+        about += ("UNITS", self.units), ("SHARED_BYTES", self.shared_bytes)
+        return *macros, *about, ("ACTIVATION", activation), ("GATES", gates)
 
 
 FEW, FEW_ODD = ExpertCut(8, 4, 2, 4, 2), ExpertCut(8, 4, 4, 4)

@@ -21,10 +21,10 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.fragments import rearrange
-from holdfast.execution.gpu.cuda.int4 import NO_GATE, FragmentMatrix, against_int4
+from holdfast.execution.gpu.cuda.int4 import FragmentMatrix, against_int4
 from holdfast.execution.gpu.cuda.int4_experts import against_int4_experts, compile_expert_products
 from holdfast.execution.gpu.cuda.kquant import BITS, KQUANT_ROWS, KquantMatrix, against_kquant, compile_table
-from holdfast.execution.gpu.cuda.module import kernel_decision
+from holdfast.execution.gpu.cuda.module import NO_GATE, kernel_decision
 from holdfast.execution.gpu.cuda.row_product import RowProducts
 from holdfast.execution.gpu.layers.prefill_kernel import GATED_ROWS, HOPPER, choose_gated_product
 from holdfast.execution.layers.linear import QuantizedLinear
