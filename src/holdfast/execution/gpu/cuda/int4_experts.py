@@ -41,7 +41,7 @@ class ExpertCut:
         return self.stages * self.units * (self.warps * 2048 + self.rows * 256)
 
     def defines(self, macros: Macros, activation: int, gates: int) -> Macros:
-        about = ("ROWS", self.rows), ("WARPS", self.warps), ("STAGES", self.stages), ("BLOCKS", self.blocks)
+        about: Macros = ("ROWS", self.rows), ("WARPS", self.warps), ("STAGES", self.stages), ("BLOCKS", self.blocks)
         about += ("UNITS", self.units), ("SHARED_BYTES", self.shared_bytes)
         return *macros, *about, ("ACTIVATION", activation), ("GATES", gates)
 
