@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ pytest.importorskip("triton")
 from holdfast.execution.gpu.cuda import compiler, int4, kquant, module
 from holdfast.execution.gpu.cuda.kquant import BITS, KquantMatrix, against_cuts, product_cut
 from holdfast.execution.gpu.memory.oom import is_shortage
+from holdfast.execution.triton_kernels.layer import activation_code
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
@@ -76,6 +79,25 @@ def test_without_a_cache_folder_a_process_compiles_once(
 def test_shortage_in_the_driver_is_a_shortage() -> None:
     assert isinstance(module.DriverError("a launch failed in the CUDA driver: out of memory"), RuntimeError)
     assert is_shortage(module.DriverError("a launch failed in the CUDA driver: out of memory"))
+
+
+@pytest.mark.parametrize(("dynamic", "asked"), [(46 << 10, False), (48 << 10, True), (64 << 10, True)])
+def test_shared_memory_is_asked_for_with_what_a_kernel_has_of_its_own(
+    dynamic: int, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """48 KiB, which need not be asked for, are of both."""
+    driver = Mock()
+    driver.cuFuncSetAttribute.return_value = 0
+    monkeypatch.setattr(module, "_driver", lambda: driver)
+    module.Kernel(ctypes.c_void_p(1), 128, dynamic)
+    assert driver.cuFuncSetAttribute.called == asked
+
+
+def test_gates_are_numbered_as_other_kernels_number_activations() -> None:
+    assert activation_code("silu") == module.SILU
+    numbered = [f"if (kind == {activation_code(name)}) return" for name in ("silu", "gelu")]
+    assert all(line in module.text("int4_product") for line in numbered)
+    assert activation_code("gelu_tanh") == 2
 
 
 @pytest.mark.parametrize("bits", sorted(BITS.values()))

@@ -94,7 +94,8 @@ def test_compiles(capability: tuple[int, int]) -> None:
     for rows, dtype, gate in ((1, torch.bfloat16, -1), (64, torch.float16, 0)):
         macros = int4.layout_macros(LAYOUTS["gptq 32"], 4096, dtype)
         cut = int4.product_cut(rows, 1 << 24, macros, gpu)
-        for name, known in (("int4_product", int4.defines(cut, macros, gate)), ("int4_rows", macros)):
+        rows_macros = int4.rows_defines(macros)
+        for name, known in (("int4_product", int4.defines(cut, macros, gate)), ("int4_rows", rows_macros)):
             options = compiler.options(capability, dict(known))
             assert compiler.compile_source(module.text(name), options).startswith(b"\x7fELF")
 
@@ -104,15 +105,31 @@ def test_compiles(capability: tuple[int, int]) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8, 17, 64, 129, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products(name: str, rows: int, dtype: torch.dtype) -> None:
-    source, layout = seeded(), LAYOUTS[name]
-    outputs, columns = (1056, 1280) if rows % 2 else (4096, 4096)
+    check_products(name, rows, dtype, (1056, 1280) if rows % 2 else (4096, 4096))
+
+
+@on_gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(17, torch.float16), (33, torch.bfloat16), (64, torch.float16), (200, torch.bfloat16)]
+)
+def test_products_of_other_gpus_than_hopper(
+    name: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 17 rows on Hopper has kernels of its own; these are cut for a desktop's shared memory too."""
+    monkeypatch.setattr(int4, "_gpu", lambda device: int4.SMALL)
+    check_products(name, rows, dtype, (1056, 1280))
+
+
+def check_products(name: str, rows: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    source, layout, (outputs, columns) = seeded(), LAYOUTS[name], shape
     matrix, exact, device = *drawn(layout, outputs, columns, source), torch.device("cuda")
     moved = on_device(matrix, device)
     fragments = FragmentMatrix(moved, dtype)
     x = torch.randn(rows, columns, generator=source).to(dtype)
     bias = torch.randn(outputs, generator=source).to(dtype).to(device)
     taken = x if matrix.order is None else x[:, matrix.order.long()]
-    wide = torch.cuda.get_device_capability() == (9, 0) and rows > int4.NARROW_ROWS
+    wide = int4._gpu(0).hopper and rows > int4.NARROW_ROWS
     seen, elements = (taken, rounded_elements(matrix, exact, dtype)) if wide else (x, exact.double())
     wanted = seen.to(device).double() @ elements.to(device).T
     terms = seen.to(device).double().abs() @ elements.to(device).abs().T
@@ -132,11 +149,37 @@ def test_products(name: str, rows: int, dtype: torch.dtype) -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("cut", [ProductCut(8, 2, 4, 3, 2), ProductCut(16, 8, 1, 4, 2), ProductCut(64, 4, 2, 2, 1)])
-def test_cuts_agree_bit_for_bit_with_themselves(cut: ProductCut) -> None:
+@pytest.mark.parametrize(("activation", "kind"), [("none", 1), ("tanh", 2)])
+@pytest.mark.parametrize("rows", [4, 40])
+def test_gates_of_gelu(activation: str, kind: int, rows: int) -> None:
+    source, device = seeded(), torch.device("cuda")
+    matrix, exact = drawn(AWQ, 512, 256, source)
+    x = torch.randn(rows, 256, generator=source).half().to(device)
+    out = torch.full((rows, 256), NAN, dtype=torch.float16, device=device)
+    FragmentMatrix(on_device(matrix, device), torch.float16).product(x, out, workspace(device), gate=kind)
+    gate, up = (x.double() @ exact.to(device).double().T).chunk(2, -1)
+    gated = torch.nn.functional.gelu(gate, approximate=activation) * up
+    assert (out.double() - gated).norm() <= 4 * UNIT[torch.float16] * gated.norm()
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("cut", "name"),
+    [
+        (ProductCut(8, 2, 4, 3, 2), "awq"),
+        (ProductCut(8, 4, 1, 4, 4), "gptq 32"),  # Exactly 48 KiB of shared memory.
+        (ProductCut(16, 8, 1, 4, 2), "awq"),
+        (ProductCut(16, 4, 2, 4, 2), "gptq 32"),
+        (ProductCut(64, 4, 2, 2, 1), "awq"),
+    ],
+    ids=str,
+)
+def test_cuts_agree_bit_for_bit_with_themselves(cut: ProductCut, name: str) -> None:
     """Whoever is last adds up in the same order."""
     source, device = seeded(), torch.device("cuda")
-    matrix, exact = drawn(AWQ, 4096, 1408, source)
+    matrix, exact = drawn(LAYOUTS[name], 4096, 1408, source)
+    if matrix.order is not None:
+        exact = exact[:, matrix.order.long()]
     fragments = FragmentMatrix(on_device(matrix, device), torch.bfloat16)
     x = torch.randn(cut.rows - 1, 1408, generator=source).bfloat16().to(device)
     shares = workspace(device)

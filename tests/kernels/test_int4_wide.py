@@ -17,8 +17,6 @@ from holdfast.execution.gpu.cuda import compiler, module
 from holdfast.execution.gpu.cuda.int4 import layout_macros
 from holdfast.execution.gpu.cuda.int4_wide import (
     MOST_SHARED_BYTES,
-    NO_GATE,
-    SILU,
     WIDE_ROWS,
     WideCut,
     WideMatrix,
@@ -26,6 +24,7 @@ from holdfast.execution.gpu.cuda.int4_wide import (
     wide_cut,
     wide_cuts,
 )
+from holdfast.execution.gpu.cuda.module import NO_GATE, SILU
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the kernel needs Hopper"
@@ -125,6 +124,20 @@ def test_products(cut: WideCut, name: str, dtype: torch.dtype) -> None:
             silu = torch.nn.functional.silu(both[:, 0]) * both[:, 1]
             assert (gated.double() - silu).norm() <= 4 * UNIT[dtype] * silu.norm()
     assert not rest["workspace"].counters.any()
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["compressed 64", "whole rows"])
+def test_scales_below_those_of_float16(name: str) -> None:
+    """bfloat16 and float32 have them: elements are still rounded once."""
+    source, device, outputs, columns, dtype = seeded(), torch.device("cuda"), 256, 1280, torch.float16
+    matrix, exact = drawn(LAYOUTS[name], outputs, columns, source, scale=2.0**-17)
+    elements = rounded_elements(matrix, exact, dtype).to(device)
+    wide = WideMatrix(on_device(matrix, device), layout_macros(matrix.layout, columns, dtype))
+    x = torch.randn(64, columns, generator=source).to(dtype).to(device)
+    out = torch.full((64, outputs), NAN, dtype=dtype, device=device)
+    wide.product(x, out, workspace(device), CUTS[0], 132, bias=None, accumulate=False, gate=NO_GATE)
+    assert_close(out, x.double() @ elements.T, x.double().abs() @ elements.abs().T)
 
 
 @on_hopper

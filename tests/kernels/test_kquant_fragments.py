@@ -136,7 +136,7 @@ def test_kernels_compile_for_every_gpu(capability: tuple[int, int], shared_kib: 
         cut = product_cut(bits, rows, 4096, limit, columns=4096 * gated, gated=gated, normed=gated)
         options = compiler.options(capability, dict(kquant.defines(bits, dtype, cut, gated)))
         assert b"kquant_product" in compiler.compile_source(module.text("kquant_product"), options)
-    options = compiler.options(capability, {"BITS": bits, "HALF": 0})
+    options = compiler.options(capability, dict(kquant.rows_defines(bits, torch.bfloat16)))
     assert b"kquant_embed" in compiler.compile_source(module.text("kquant_rows"), options)
 
 
@@ -261,6 +261,23 @@ def test_products_are_right_as_cut_for_less_shared_memory(
     out = torch.full((rows, 304), NAN, dtype=torch.bfloat16, device="cuda")
     on_device(matrix).product(x.cuda(), out, workspace())
     close(out, x.double() @ exact.double().t(), x.double().abs() @ exact.double().abs().t())
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_norm_on_the_way_rounds_where_the_separate_one_does(layout: str) -> None:
+    """Of these numbers none lies near a border between two: the same inputs, bit for bit the same product."""
+    source = seeded()
+    matrix, _ = matrix_of(layout, 304, 1280, source)
+    device, splits, cut = on_device(matrix), workspace(), product_cut(4, 1, 304, 227 << 10, columns=1280, normed=True)
+    x = torch.tensor([1.0, 3.0]).repeat(1, 640).bfloat16().cuda()
+    norm = (torch.randn(1280, generator=source) * 0.2 + 1).bfloat16().cuda()
+    normed = ((x.float() * torch.tensor(5.0).rsqrt().item()).bfloat16().float() * norm.float()).bfloat16()
+    found, wanted = (torch.full((1, 304), NAN, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    device.product(x, found, splits, norm=norm, cut=cut)
+    device.product(normed, wanted, splits, cut=cut)
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.gpu

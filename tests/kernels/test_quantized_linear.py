@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from holdfast.execution.gpu.layers.linear import Scratch, gpu_linear
 from holdfast.execution.gpu.layers.quantized_linear import SPARE_ROWS, QuantizedGpuLinear, QuantizedWorkspace
-from holdfast.execution.layers.linear import QuantizedLinear
+from holdfast.execution.layers.linear import QuantizedLinear, StackedLinear
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.gpu import EXPANDED_BYTES
@@ -103,6 +104,27 @@ def test_products_through_several_pieces(name: str, biased: bool, monkeypatch: p
     linear.write(inside, apart)
     assert torch.equal(inside, x)
     assert torch.allclose(apart.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_matrices_side_by_side_leave_each_other_what_they_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of GPTQ in act-order, gate beside up: both lie in the buffer that either expands to."""
+    from holdfast.execution.gpu.layers import quantized_linear
+
+    rows, outputs, inputs = 131, 160, 128
+    monkeypatch.setattr(quantized_linear, "EXPANDED_BYTES", 128 * inputs * 4)
+    monkeypatch.setattr(quantized_linear, "SUMS_BYTES", 1024)
+    monkeypatch.setattr(quantized_linear, "SPARE_ROWS", rows)
+    spare = torch.full((rows + 120, 2 * outputs), NAN, device=DEVICE)
+    parts = [drawn("gptq", outputs, inputs) for _ in range(2)]
+    exact = torch.empty(2 * outputs, inputs, device=DEVICE)
+    for matrix, rows_of in zip(parts, exact.split(outputs), strict=True):
+        matrix.dequantize(0, outputs, rows_of)
+    stacked = StackedLinear([QuantizedLinear(matrix, torch.float32) for matrix in parts])
+    linear = gpu_linear(stacked, Scratch(torch.float32, DEVICE, rows, spare))
+    x = torch.randn(rows, inputs, device=DEVICE)
+    linear.write(x, spare[:rows])
+    assert torch.allclose(spare[:rows].double(), x.double() @ exact.double().T, rtol=1e-4, atol=1e-4)
+    assert not spare[rows:].isnan().all(), "that buffer was expanded to"
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.layers import rounded_linear
 from holdfast.execution.gpu.layers.linear import Scratch, gpu_linear
 from holdfast.execution.gpu.layers.mlp import GatedGpuMlp, MlpBuffers
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear, RoundedWorkspace
-from holdfast.execution.layers.linear import QuantizedLinear
+from holdfast.execution.layers.linear import DenseLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.ops.reference import activate
 from holdfast.execution.weights.load import GatedWeights
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
@@ -147,6 +150,48 @@ def test_what_has_no_kernel_is_refused_by_name(layout: ScaledLayout, said: str) 
     with pytest.raises(EngineError) as refused:
         gpu_linear(linear, Scratch(TYPE, DEVICE, TOKENS))
     assert said in str(refused.value.found)
+
+
+def test_it_is_said_which_kernels_multiply_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hopper = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+    for layout in (FP8, LAYOUTS["int8"]):
+        scratch = Scratch(TYPE, DEVICE, 2)
+        gpu_linear(quantized(layout, 64, 512), scratch)
+        gpu_linear(quantized(layout, 72, 512), scratch)
+        said = [(decision.field, decision.value) for decision in scratch.rounded.decisions]
+        kernels = "cublas, triton" if on_hopper else "triton"
+        assert said == ([("fp8_products", kernels)] if layout is FP8 else [])
+    # Of a matrix that lies nowhere, as on such GPUs.
+    for capability, name, columns, cuda, reason in (
+        ((8, 9), "fp8", 512, "13.0", "this GPU has 8.9"),
+        ((9, 0), "fp8 blocks", 640, "13.0", "blocks by 512; these are 128 x 640"),
+        ((9, 0), "fp8 blocks", 512, "12.8", "built with 12.8"),
+        ((9, 0), "fp8 blocks", 512, "12.9", None),
+    ):
+        monkeypatch.setattr(rounded_linear, "capability_of", lambda device, found=capability: found)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        matrix = Mock(codes=Mock(device=torch.device("cuda")), layout=LAYOUTS[name], rows=128, columns=columns)
+        found = rounded_linear.against_library(matrix)
+        assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("names", [("fp8", "fp8 blocks"), ("int8", "fp8 static")])
+def test_matrices_side_by_side(names: tuple[str, str]) -> None:
+    """Each writes its own columns, and adds to its own."""
+    torch.manual_seed(11)
+    parts = [quantized(LAYOUTS[name], outputs, 128, bias=True) for name, outputs in zip(names, (64, 128), strict=True)]
+    plain = DenseLinear(torch.randn(48, 128, device=DEVICE).to(TYPE) / 16)
+    ours = gpu_linear(StackedLinear([parts[0], plain, parts[1]]), Scratch(TYPE, DEVICE, TOKENS))
+    for rows in (1, TOKENS, *((16, 128, 512) if ON_GPU else ())):
+        x = torch.randn(rows, 128, device=DEVICE).to(TYPE)
+        between = x.double() @ plain.weight.double().T
+        wanted = torch.cat((exact(parts[0], x), between, exact(parts[1], x)), 1)
+        wide = poisoned(rows, 256)
+        ours.write(x, wide[:, :240])
+        near(wide[:, :240], wanted)
+        ours.add(x, wide[:, :240])
+        near(wide[:, :240], 2 * wanted)
+        assert wide[:, 240:].isnan().all()
 
 
 def test_without_room_and_for_lookups_it_says_so() -> None:

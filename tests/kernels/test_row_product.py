@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda import compiler, module
 from holdfast.execution.gpu.cuda.fragments import rearrange
-from holdfast.execution.gpu.cuda.int4 import NO_GATE
+from holdfast.execution.gpu.cuda.module import NO_GATE
 from holdfast.execution.gpu.cuda.row_product import RowMatrix, against_row, row_cut, row_macros
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
@@ -211,7 +211,15 @@ def test_cuts_fit(name: str) -> None:
 @pytest.mark.skipif(not compiler.available(), reason="libnvrtc is not installed")
 @pytest.mark.parametrize(
     ("name", "capability"),
-    [("fp8", (8, 9)), ("fp8 blocks", (9, 0)), ("fp8 static", (12, 0)), ("gptq 32", (8, 0)), ("awq", (9, 0))],
+    [
+        ("fp8", (8, 9)),
+        ("fp8 blocks", (9, 0)),
+        ("fp8 static", (12, 0)),
+        ("gptq 32", (8, 0)),
+        ("wide groups", (8, 6)),
+        ("compressed 64", (8, 9)),
+        ("awq", (9, 0)),
+    ],
 )
 def test_compiles(name: str, capability: tuple[int, int]) -> None:
     matrix = ScaledMatrix(LAYOUTS[name], 64, 1280, torch.device("meta"))

@@ -31,7 +31,7 @@ RENAMED = 0.75
 GUARDS = ("api-key", "api-key-file", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers")
 """Without one of these a server is more open than was asked for."""
 GUARD_NEAR = 0.6
-_VALUE = re.compile(r"(--[a-z][\w-]*) ([^\s,;:]+)(?:[,;:]| |$)")
+_VALUE = re.compile(r"(?:did you mean )?(--[a-z][\w-]*) ([^\s,;:?]+)\??(?:[,;:]| |$)")
 """What a fix begins with where another value helps."""
 
 

@@ -10,6 +10,8 @@ Data and their parser. Knows no model: whether a name is true of a checkpoint is
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +41,8 @@ KERNEL_NAMES: Mapping[str, str] = {
     "gpt_oss_mxfp4": "mxfp4",
 }  # fmt: skip
 """vLLM's names that choose a kernel, or how far a scale reaches, for one of those."""
-_SPELLINGS = {"compressed_tensors": "compressed-tensors", "bnb": "bitsandbytes"}
+_SPELLINGS = {"compressed_tensors": "compressed-tensors", "bnb": "bitsandbytes", "nf4": "bitsandbytes"}
+_GGUF_TYPE = re.compile(r"(?:i?q|tq)\d\w*")
 _AS_STORED = ("", "auto", "none", "null")
 _UNREAD = frozenset({
     "aqlm", "auto-round", "bitblas", "deepspeedfp", "experts_int8", "fp_quant", "gptq_marlin_24", "hqq", "humming",
@@ -69,11 +72,18 @@ def method(field: str, value: Any) -> str | None:
 
 
 def _unknown(field: str, value: Any) -> ConfigurationError:
-    known = str(value).strip().lower().replace("-", "_") in {name.replace("-", "_") for name in _UNREAD}
+    written = str(value).strip().lower()
+    why, fix = ": no such method is known", RUNS_INSTEAD
+    if written.replace("-", "_") in {name.replace("-", "_") for name in _UNREAD}:
+        why = ""
+    elif _GGUF_TYPE.fullmatch(written):
+        why, fix = ": it is a type of GGUF files", f"name such a file instead, or owner/name-GGUF:{written.upper()}"
+    elif near := difflib.get_close_matches(written, (*STORED_AS, *KERNEL_NAMES), n=1):
+        fix = f"did you mean --quantization {near[0]}?"
     return ConfigurationError(
-        f"{field} {shorten(str(value))} is not supported" + ("" if known else ": no such method is known"),
+        f"{field} {shorten(str(value))} is not supported{why}",
         needed="one of " + ", ".join((*READ_FORMATS, "gguf", "int4")),
         found=shorten(str(value)),
-        fix=RUNS_INSTEAD,
+        fix=fix,
         field="quantization",
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from holdfast.errors import CheckpointError
 from holdfast.models.fields import MAX_WIDTH, Fields
 from holdfast.models.unquantized_modules import Exceptions, UntamedPattern
 from holdfast.units import shorten
@@ -17,7 +18,10 @@ Method = Literal["awq", "gptq", "fp8", "int8", "int4", "bitsandbytes", "mxfp4"]
 Granularity = Literal["tensor", "channel", "group", "block"]
 Inputs = Literal["plain", "fp8", "int8"]
 _METHODS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
-INSTEAD = "use this model in AWQ, GPTQ, FP8, compressed-tensors W4A16 or W8A8, bitsandbytes NF4, or as a GGUF file"
+INSTEAD = (
+    "use this model in AWQ, GPTQ, FP8, compressed-tensors W4A16 or W8A8, bitsandbytes NF4, as a GGUF file, or"
+    " unquantized with --quantization int4 or fp8"
+)
 """Of what this engine cannot read."""
 _FORMS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
 """Of compressed-tensors: how it may be stored; mixed-precision says it of each group."""
@@ -85,12 +89,20 @@ class QuantSpec:
 
 
 def quantization_from_config(config: Fields) -> QuantSpec | None:
-    """None: the weights are plain. An unknown method is refused by its name."""
+    """None: the weights are plain. What is not read is refused by its name, with what is read."""
+    try:
+        return _from_config(config)
+    except CheckpointError as error:
+        error.fix = error.fix or INSTEAD
+        raise
+
+
+def _from_config(config: Fields) -> QuantSpec | None:
     table = config.table("quantization_config") or config.table("compression_config")
     if table is None:
         return None
     default = "compressed-tensors" if table.has("config_groups") else ...
-    method = table.text("quant_method", default=default)  # type: ignore[arg-type]
+    method = table.text("quant_method", default=default).lower()  # type: ignore[arg-type]
     if method == "awq":
         return _awq(table)
     if method == "gptq":
@@ -103,9 +115,7 @@ def quantization_from_config(config: Fields) -> QuantSpec | None:
         return _bitsandbytes(table)
     if method == "mxfp4":
         return QuantSpec(method="mxfp4", bits=4, group_size=32, not_converted=_modules(table, "modules_to_not_convert"))
-    unknown = config.wrong("quantization_config", "a quant_method of " + ", ".join(_METHODS), method)
-    unknown.fix = INSTEAD
-    raise unknown
+    raise config.wrong("quantization_config", "a quant_method of " + ", ".join(_METHODS), method)
 
 
 def _awq(table: Fields) -> QuantSpec:
@@ -248,9 +258,7 @@ def _compressed_group(table: Fields, groups: Fields, name: str) -> QuantSpec:
         raise table.wrong("config_groups", "a group with weights", groups.values)
     bits, kind = _bits(weights, "num_bits", (4, 8)), weights.text("type", default="int")
     if kind not in ("int", "float") or (kind == "float" and bits != 8):
-        unread = weights.wrong("type", "int, or float with 8 bits", f"{kind} with {bits} bits, such as NVFP4 or MXFP4")
-        unread.fix = INSTEAD
-        raise unread
+        raise weights.wrong("type", "int, or float with 8 bits", f"{kind} with {bits} bits, such as NVFP4 or MXFP4")
     strategy = weights.text("strategy", default="group" if weights.has("group_size") else "tensor")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise weights.wrong("strategy", "tensor, channel, group or block", strategy)

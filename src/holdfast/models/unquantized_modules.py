@@ -36,7 +36,8 @@ class Exceptions:
     """Read once for a model; remembers what it said of a module."""
 
     names: frozenset[str]
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[str, ...]
+    """As text: the plan that holds them travels to the engine process."""
     lengths: tuple[int, ...]
     """Dotted parts that names have: other runs of a module's parts need not be looked up."""
     known: dict[str, bool] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class Exceptions:
         return found
 
     def _found(self, module: str) -> bool:
-        if any(pattern.search(module) for pattern in self.patterns):
+        if any(_compiled(pattern).search(module) for pattern in self.patterns):
             return True
         parts = module.split(".")
         return any(
@@ -67,7 +68,7 @@ class Exceptions:
 def _read(written: tuple[str, ...]) -> Exceptions:
     """Once for the several ways in which one model may be quantized."""
     names: set[str] = set()
-    patterns: dict[tuple[str, bool], re.Pattern[str]] = {}
+    patterns: dict[tuple[str, bool], str] = {}
     steps = 0
     for name in written:
         if not is_pattern(name):
@@ -78,7 +79,11 @@ def _read(written: tuple[str, ...]) -> Exceptions:
             steps += _steps(body, anchored=anchored)
             if steps > MAX_STEPS:
                 raise UntamedPattern(name)
-            patterns[plainer] = _compiled(body, name, anchored=anchored)
+            patterns[plainer] = pattern = f"^(?:{body})" if anchored else body
+            try:
+                _compiled(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise UntamedPattern(name) from error
     lengths = sorted({name.count(".") + 1 for name in names})
     return Exceptions(frozenset(names), tuple(patterns.values()), tuple(lengths))
 
@@ -111,8 +116,6 @@ def _steps(body: str, *, anchored: bool) -> int:
     return max(_NAME_CHARS, ways) << choices
 
 
-def _compiled(body: str, name: str, *, anchored: bool) -> re.Pattern[str]:
-    try:
-        return re.compile(f"^(?:{body})" if anchored else body)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UntamedPattern(name) from error
+@lru_cache(maxsize=4096)  # More than the steps allow in one model; re's own cache is smaller.
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)

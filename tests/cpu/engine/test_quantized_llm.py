@@ -86,7 +86,7 @@ def test_a_word_that_is_not_true_of_the_checkpoint_is_refused_before_a_plan(fold
             build.find_model(EngineConfig.from_arguments(**settings_of(folders[stored], quantization=asked)))
         assert caught.value.code == "HF144"
         assert f"--quantization {asked}" in caught.value.message
-        assert f"holdfast serve {folders[stored]}" in (caught.value.fix or "")
+        assert (caught.value.fix or "").startswith(("leave --quantization out", "--quantization int4, "))
     with pytest.raises(ConfigurationError) as caught:
         LLM(**settings_of(folders["awq"], quantization="fp8"))
     assert (caught.value.fix or "").startswith("leave quantization out")

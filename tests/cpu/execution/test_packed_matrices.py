@@ -126,6 +126,9 @@ def test_mxfp4_of_gpt_oss() -> None:
     layout = scaled_layout(Packing("mxfp4"), tensor)
     source = PackedSource(Packing("mxfp4"), headers, layout, 6, 96, lambda part: tensors[part.name[2:]])
     assert torch.equal(numbers_of(source), torch.from_numpy(expected))
+    tensors["scales"][3, 1] = 255
+    with pytest.raises(CheckpointError, match=r"m\.scales"):
+        PackedSource(Packing("mxfp4"), headers, layout, 6, 96, lambda part: tensors[part.name[2:]])
 
 
 def test_every_number_of_e4m3() -> None:
@@ -236,6 +239,10 @@ BROKEN: list[tuple[str, dict[str, Any], written.Encoder, Callable[[Any], None], 
     ("nf4 without an offset", NF4, written.nf4(), changed(STATE, told(nested_offset=None)), STATE),
     ("nf4 with a state that is no text", NF4, written.nf4(), changed(STATE, lambda part: part.fill_(200)), STATE),
     ("nf4 with another table", NF4, written.nf4(), changed("weight.quant_map", set_to(2.0)), "m.weight.quant_map"),
+    (
+        "nf4 with NaN in its outer table", NF4, written.nf4(),
+        changed("weight.nested_quant_map", set_to(float("nan"))), "m.weight.nested_quant_map",
+    ),
     ("nf4 that is not nested", NF4, written.nf4(nested=False), lambda _: None, "m.weight.absmax"),
 ]  # fmt: skip
 

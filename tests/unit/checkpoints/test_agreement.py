@@ -345,6 +345,15 @@ def test_the_engine_refuses_more_layers_too() -> None:
         match(spec, checkpoint(spec, repeated(".layers.1.", ".layers.2.")))
 
 
+def test_the_engine_refuses_a_quantization_that_is_not_there_or_not_told_too() -> None:
+    said, plain = describe_config({**LLAMA, "quantization_config": AWQ}), describe_config(LLAMA)
+    with pytest.raises(CheckpointError, match="but they are not"):
+        match(said, checkpoint(plain))
+    with pytest.raises(CheckpointError, match="lacks") as caught:
+        match(plain, checkpoint(said))
+    assert "quantize_config.json" in (caught.value.fix or "")
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2", "gpt_oss"])
 def test_a_config_of_two_families_is_refused(model_type: str) -> None:
     with pytest.raises(CheckpointError, match="two families") as caught:

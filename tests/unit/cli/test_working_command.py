@@ -42,6 +42,12 @@ def test_what_only_the_model_can_tell_is_planned_again(tmp_path: Path, capsys: p
     assert refused_start(["serve", *words], parse_command_line) is None
 
 
+def test_a_value_that_may_be_meant_is_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not only in the sentence before it."""
+    assert main(["serve", "some/model", "--kv-cache-dtype", "fp8_e4m4", "-q", "awk"]) == 2
+    assert command_in(capsys.readouterr().err) == ["some/model", "--kv-cache-dtype", "fp8_e4m3", "-q", "awq"]
+
+
 def test_the_setting_that_was_given_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tiny.gguf"
     write_tiny_gguf(file)

@@ -17,6 +17,7 @@ from holdfast.errors import ConfigurationError
         (" gptq_marlin ", "gptq_marlin"),
         ("compressed_tensors", "compressed-tensors"),
         ("bnb", "bitsandbytes"),
+        ("nf4", "bitsandbytes"),
         ("auto", None),
         ("None", None),
         ("", None),
@@ -27,7 +28,7 @@ def test_names_as_people_write_them(written: str, kept: str | None) -> None:
     assert EngineConfig.from_arguments(quantization=written).asked_quantization == kept
 
 
-@pytest.mark.parametrize("written", ["aqlm", "hqq", "nvfp4", "modelopt_fp4", "auto_round", "q4_k_m", 4, True])
+@pytest.mark.parametrize("written", ["aqlm", "hqq", "nvfp4", "modelopt_fp4", "auto_round", 4, True])
 def test_what_is_not_read_is_refused_with_what_runs(written: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         EngineConfig.from_arguments(quantization=written)
@@ -36,7 +37,21 @@ def test_what_is_not_read_is_refused_with_what_runs(written: object) -> None:
     assert "--quantization int4" in (caught.value.fix or "")
     assert "compressed-tensors" in (caught.value.needed or "")
     # A name of vLLM's is known, and said to be one that is not there; others are not known to anybody.
-    assert ("no such method" in caught.value.message) == (written in ("q4_k_m", 4, True))
+    assert ("no such method" in caught.value.message) == (written in (4, True))
+
+
+@pytest.mark.parametrize(
+    ("written", "message", "fix"),
+    [
+        ("awk", "no such method", "did you mean --quantization awq?"),
+        ("gptq_marlim", "no such method", "did you mean --quantization gptq_marlin?"),
+        ("q4_k_m", "a type of GGUF files", "name such a file instead, or owner/name-GGUF:Q4_K_M"),
+    ],
+)
+def test_what_may_be_meant_is_said(written: str, message: str, fix: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        method("--quantization", written)
+    assert caught.value.fix == fix
 
 
 def test_every_kernel_name_is_of_a_method() -> None:

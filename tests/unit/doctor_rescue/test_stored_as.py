@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from holdfast.doctor.check_command.check import CommandMachine, judge_command
@@ -84,3 +87,17 @@ def test_what_a_plan_warns_of_is_told_with_what_helps() -> None:
     assert "--kv-cache-dtype auto" in finding.fix.why
     assert not finding.fix.changes  # Twice the KV: nobody has planned that.
     assert "explain" not in finding.why
+
+
+def test_files_that_holdfast_does_not_read_are_said_before_it_does(tmp_path: Path) -> None:
+    """Its own reader has refused them; of other engines that proves nothing."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "quantization_config": {"quant_method": "aqlm"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (finding,) = judge_command(f"holdfast serve {tmp_path}", machine=CommandMachine(gpu="rtx4090")).findings
+    assert "quantization_config" in finding.what
+    assert finding.fix is not None
+    assert "--quantization int4" in finding.fix.why
+    assert not judge_command(f"vllm serve {tmp_path}", machine=CommandMachine(gpu="rtx4090")).findings

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import zmq.asyncio
 
+from holdfast.config import EngineConfig
+from holdfast.engine.process import protocol
+from holdfast.engine.process.handle import Child
 from holdfast.engine.startup import prespawn
 from holdfast.engine.startup.prespawn import EarlyProcess
 from holdfast.errors import EngineDiedError, NoResourcesError
@@ -41,6 +46,26 @@ def test_no_room_for_a_process_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(EngineDiedError, match="could not be started"):
         EarlyProcess(Path("/tmp/unused.sock"))
+
+
+def test_one_that_cannot_be_told_what_to_load_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else the server's end waits for it for ever."""
+
+    def fails(message: object) -> bytes:
+        raise TypeError("cannot be written")
+
+    async def spawn(early: EarlyProcess) -> None:
+        context = zmq.asyncio.Context()
+        try:
+            await Child.spawn(context, tmp_path / "unused.sock", EngineConfig(), early=early)
+        finally:
+            context.destroy(linger=0)
+
+    monkeypatch.setattr(protocol, "encode", fails)
+    early = EarlyProcess()
+    with pytest.raises(TypeError, match="cannot be written"):
+        asyncio.run(spawn(early))
+    assert early.process.returncode is not None
 
 
 def test_its_lines_are_read_to_the_end_though_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import re
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.errors import CheckpointError
@@ -312,3 +313,24 @@ def test_a_pattern_made_plainer_means_the_same(pattern: str, left_alone: list[st
     assert [module for module in modules if not spec.converts(module + ".weight")] == left_alone
     if pattern.startswith("re:"):
         assert left_alone == [module for module in modules if re.match(pattern[3:], module)]
+
+
+@pytest.mark.parametrize("wrong", [{"quant_method": "aqlm"}, {"bits": 4}, {"quant_method": "AWQ", "bits": 8}])
+def test_what_is_read_is_said_of_what_is_not(wrong: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        quantized(**wrong)
+    assert "unquantized with --quantization int4 or fp8" in (caught.value.fix or "")
+
+
+def test_a_method_may_be_written_in_capitals() -> None:
+    """As vLLM takes it."""
+    assert quantized(quant_method="AWQ", bits=4) == quantized(quant_method="awq", bits=4)
+
+
+def test_what_a_quantizer_left_alone_travels_to_the_engine_process() -> None:
+    """The plan holds it, patterns too: ignore lists of llm-compressor mostly have one."""
+    sent = quantized(**compressed(num_bits=4, type="int", strategy="group", group_size=32))
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=QuantSpec)
+    assert heard == sent
+    assert heard.converts("model.layers.0.mlp.down_proj")
+    assert not heard.converts("model.layers.0.mlp.gate")

@@ -423,3 +423,20 @@ def test_replicas_are_counted(ask: Ask) -> None:
     assert "8 servers like this" in "\n".join(lines(eight))
     assert answer(ask("llama-3.1-8b", "mi300x")).to_json()["replicas"] == 1
     assert answer(ask("llama-3.1-405b", "rtx4090", count=2)).to_json()["replicas"] == 0
+
+
+# The engine that was asked for
+
+
+def test_only_what_that_engine_runs_is_offered_for_it(ask: Ask) -> None:
+    """Holdfast has one GPU: eight of them are no remedy for it. The best is the one whose command is printed."""
+    question = ask("llama-3.1-70b", "rtx4090")
+    assert {"more_gpus", "bigger_gpu"} <= {way.kind for way in answer(question, engine="vllm").ways_out}
+    found = answer(question, engine="holdfast")
+    assert "more_gpus" not in {way.kind for way in found.ways_out}
+    assert found.best is not None
+    assert found.commands["holdfast"].available
+    assert found.commands_of == found.ways_out[found.best].kind == "bigger_gpu"
+    brief = lines(found, brief=True)
+    assert f"{found.best + 1}. {found.ways_out[found.best].change}" in "\n".join(brief)
+    assert f"Commands of remedy {found.best + 1}: bigger_gpu" in brief

@@ -51,7 +51,8 @@ def test_with_kv_in_fewer_bits_where_neither_alone_is_enough(ask: Ask) -> None:
 
 @pytest.mark.parametrize("engine", [None, "holdfast"])
 def test_what_is_made_while_loading_needs_no_file(ask: Ask, engine: str | None) -> None:
-    (way,) = quantized(replace(ask("qwen3-30b-a3b", "rtx4090"), engine=engine))
+    published, way = quantized(replace(ask("qwen3-30b-a3b", "rtx4090"), engine=engine))
+    assert published.settings == {"model": "Qwen/Qwen3-30B-A3B-GPTQ-Int4"}, "calibrated, as its makers published it"
     assert way.settings == {"quantization": "int4"}
     assert way.available
     command = way.commands()["holdfast"]

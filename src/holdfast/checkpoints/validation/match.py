@@ -7,18 +7,25 @@ from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.formats.block_layouts import ENGINE_LAYOUTS
 from holdfast.checkpoints.formats.packed_modules import packing_of
 from holdfast.checkpoints.validation.packed_parts import find_packed
-from holdfast.checkpoints.validation.stored_dtypes import PLAIN
+from holdfast.checkpoints.validation.stored_dtypes import PLAIN, require_quantization
 from holdfast.checkpoints.validation.tensor_shapes import require_no_more
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
+
+UNANNOUNCED = (
+    "the weights are quantized, but config.json has no quantization_config: write there what quantize_config.json or"
+    ' quant_config.json says, with its quant_method ("awq", "gptq"), or download a copy that has it'
+)
+_FIX = "download the model again; if it still fails, its config.json belongs to another model"
 
 
 def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """The stored tensor of every canonical name; optional ones may be missing from the result.
 
-    Raises CheckpointError when a tensor is missing, of another shape, or stored as the engine cannot read, and when
-    there are more layers than the spec has.
+    Raises CheckpointError when a tensor is missing, of another shape, or stored as the engine cannot read, when
+    there are more layers than the spec has, and when nothing is quantized though the config says so.
     """
+    unannounced = require_quantization(spec, checkpoint.tensors) if checkpoint.format == "safetensors" else ()
     require_no_more(spec, checkpoint)
     found: dict[str, StoredTensor] = {}
     missing: list[str] = []
@@ -34,7 +41,7 @@ def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
             f"the checkpoint lacks {len(missing)} of the {len(spec.tensors)} tensors that its config requires",
             needed=", ".join(missing[:3]) + more,
             found=f"{len(checkpoint.tensors)} tensors, such as " + ", ".join(list(checkpoint.tensors)[:3]),
-            fix="download the model again; if it still fails, its config.json belongs to another model",
+            fix=UNANNOUNCED if unannounced else _FIX,
         )
     return found
 

@@ -11,7 +11,7 @@ from holdfast.doctor.build_finding import changed, found
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.findings import Evidence, Finding, Fix
 from holdfast.engine_profiles.profile import profile
-from holdfast.errors import HoldfastError, ModelAccessError, ModelError, ModelNotFoundError
+from holdfast.errors import CheckpointError, HoldfastError, ModelAccessError, ModelError, ModelNotFoundError
 from holdfast.units import GIB, format_bytes, parse_bytes, shorten
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ SHORTER = "longer requests are refused"
 def no_model(command: ServerCommand, error: ModelError, *, elsewhere: bool = False) -> tuple[list[Finding], list[str]]:
     """`elsewhere`: the command is for another machine, and so is a path in it."""
     missing = [f"the model: {error.message}" + (f" ({error.found})" if error.found else "")]
+    if isinstance(error, CheckpointError) and command.engine == "holdfast":
+        return [_unread(error)], []
     if not isinstance(error, ModelNotFoundError | ModelAccessError):
         return [], missing
     if error.code in NOT_ASKED:  # Whether it is there, and for whom, nobody has said.
@@ -53,6 +55,20 @@ def no_model(command: ServerCommand, error: ModelError, *, elsewhere: bool = Fal
             fixes=[Fix(why=fix or "check the path, the name and HF_TOKEN")],
         )
     ], missing
+
+
+def _unread(error: CheckpointError) -> Finding:
+    """By Holdfast's own reader: as serve would say it. Other engines may read what it does not."""
+    known = (("needed", error.needed), ("found", error.found))
+    return found(
+        "other",
+        "not_memory",
+        "high",
+        what=error.message,
+        why="Holdfast does not read these files, and refuses to start",
+        evidence=[Evidence(line=f"{name}: {said}", source="checkpoint") for name, said in known if said],
+        fixes=[Fix(why=error.fix)] if error.fix else [],
+    )
 
 
 def refused(command: ServerCommand, error: HoldfastError, question: Question | None) -> tuple[list[Finding], list[str]]:

@@ -73,7 +73,11 @@ class Child:
                 started.end()
             raise error if isinstance(error, EngineDiedError) else cannot_start(error) from error
         child = cls(started, socket, loading_limit_s(config))
-        child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address))
+        try:
+            child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address))
+        except BaseException:
+            await child.stop(at_once=True)  # Nobody else knows the process, and the exit would wait for it.
+            raise
         return child
 
     @property

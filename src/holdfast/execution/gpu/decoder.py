@@ -159,9 +159,10 @@ class GpuDecoder:
 
     @property
     def product_decisions(self) -> list[Decision]:
-        quantized = self._scratch.quantized
-        rows = [*quantized.rows.found, *self._scratch.rounded.rows.found]
-        return [*quantized.decisions, *([kernel_decision("row_products", rows)] if rows else [])]
+        quantized, rounded = self._scratch.quantized, self._scratch.rounded
+        rows = [*quantized.rows.found, *rounded.rows.found]
+        found = [kernel_decision("row_products", rows)] if rows else []
+        return [*quantized.decisions, *rounded.decisions, *found]
 
     def frequencies(self) -> list[torch.Tensor]:
         """Radians that a position turns each pair of dimensions by, of every layer."""

@@ -31,6 +31,7 @@ TILE_ELEMENTS = 1 << 20
 """Of codes that are unpacked at a time."""
 _MIDDLE = 128
 """Unsigned eight-bit codes less this are int8's."""
+_E8M0_NAN = 255
 _MAX_STATE_BYTES = 1 << 16
 _FIX = "download the model again, or use another quantization of it"
 
@@ -132,6 +133,8 @@ class PackedSource:
         part = next(self._parts[name] for name in names if name in self._parts)
         stored = self._read(part)
         if self.packing.method == "mxfp4":
+            if bool((stored == _E8M0_NAN).any()):
+                raise self._broken(part.name, "powers of two, 0 to 254", f"{_E8M0_NAN}, which is no number")
             return stored.view(self.rows, -1)
         self._require_finite(part, stored)
         if self.packing.method in ("awq", "gptq"):
@@ -159,9 +162,10 @@ class PackedSource:
         if not self.packing.nested:
             self._require_finite(part, stored)
             return stored.float()
-        nested = self._parts["weight.nested_absmax"]
-        scales, values = self._read(nested), self._read(self._parts["weight.nested_quant_map"]).float()
+        nested, nested_table = self._parts["weight.nested_absmax"], self._parts["weight.nested_quant_map"]
+        scales, values = self._read(nested), self._read(nested_table).float()
         self._require_finite(nested, scales)
+        self._require_finite(nested_table, values)
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
         if not isinstance(size, int) or size < 1 or -(-len(stored) // size) != len(scales):
             raise self._broken(nested.name, f"one for every {size} of {len(stored)} scales", f"{len(scales)}")

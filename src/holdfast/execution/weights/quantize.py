@@ -37,25 +37,25 @@ def quantize_rows(wide: torch.Tensor, layout: ScaledLayout) -> tuple[torch.Tenso
     groups = wide.view(len(wide), -1, layout.group)
     largest = groups.abs().amax(-1, keepdim=True)
     kind = getattr(torch, layout.scales)
-    best_codes, best_scales, least = _int4(groups, largest * SHRINKS[0], kind)
+    best, least = _scales(groups, largest * SHRINKS[0], kind)
     for shrink in SHRINKS[1:]:
-        codes, scales, error = _int4(groups, largest * shrink, kind)
-        better = error < least
-        best_codes = torch.where(better, codes, best_codes)
-        best_scales = torch.where(better, scales, best_scales)
+        scales, error = _scales(groups, largest * shrink, kind)
+        best = torch.where(error < least, scales, best)
         least = torch.minimum(error, least)
-    return best_codes.view(wide.shape), best_scales.squeeze(-1)
+    codes = _rounded(groups, best.float()).add_(INT4_ZERO).to(torch.uint8)
+    return codes.view(wide.shape), best.squeeze(-1)
 
 
-def _int4(
-    groups: torch.Tensor, largest: torch.Tensor, kind: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes 0 to 15, scales in their type, squared error of each group)"""
+def _scales(groups: torch.Tensor, largest: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales in their type, squared error of each group with them)"""
     scales = (largest / 7).to(kind)
     steps = scales.float()
-    codes = (groups * _inverse(steps)).round_().clamp_(-INT4_ZERO, INT4_ZERO - 1)
-    error = (codes * steps - groups).square_().sum(-1, keepdim=True)
-    return (codes + INT4_ZERO).to(torch.uint8), scales, error
+    return scales, _rounded(groups, steps).mul_(steps).sub_(groups).square_().sum(-1, keepdim=True)
+
+
+def _rounded(groups: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Codes from -8 to 7, still as numbers. All is done in place: on a CPU this is bound by its memory."""
+    return (groups * _inverse(steps)).round_().clamp_(-INT4_ZERO, INT4_ZERO - 1)
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ def _mismatch(asked: str, found: str, name: str) -> ConfigurationError:
         code=MISMATCH,
         needed="an unquantized checkpoint, or one that is stored so" if makes else f"a checkpoint stored as {asked}",
         found=found,
-        fix=f"leave --quantization out: holdfast serve {name}",
+        fix="leave --quantization out: the checkpoint says how it is stored",
         field="quantization",
     )
 
@@ -93,6 +93,6 @@ def _not_quantized(asked: str, name: str) -> ConfigurationError:
         code=MISMATCH,
         needed=f"a checkpoint stored as {asked}",
         found="unquantized weights",
-        fix=f"holdfast serve {name} --quantization int4, which quantizes it to 4 bits while loading",
+        fix="--quantization int4, which quantizes it to 4 bits while loading",
         field="quantization",
     )

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.presets import max_configuration, safe_configuration, with_margin
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.advice.remedy import Remedy, too_long
+from holdfast.planner.advice.remedy import Remedy, best_of, too_long
 from holdfast.planner.advice.rules_of_thumb import rules_of_thumb
 from holdfast.planner.advice.throughput import no_throughput_reason, throughput
 from holdfast.planner.advice.warnings import warnings
@@ -48,7 +48,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     """`engine`: whose commands are wanted, as `holdfast plan --for` takes it. An impossible question is refused."""
     name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
     found = fit(replace(question, engine=name, vllm=vllm))
-    ways = ways_out(found)
+    ways = tuple(way for way in ways_out(found) if _is_for(way, name, vllm))
     unreadable = too_long(question)
     rate = None if unreadable else throughput(found)
     fits = found.fits and not unreadable
@@ -73,6 +73,12 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     )
 
 
+def _is_for(way: Remedy, engine: str | None, vllm: Vllm) -> bool:
+    """Whether the engine that was asked for can run it, be it with a file that has to be made; tiers nobody runs yet,
+    and each says so itself."""
+    return engine is None or way.tiers is not None or not way.commands(vllm)[engine].lacks
+
+
 def _as_requested(found: Plan, vllm: Vllm) -> Command | None:
     """None: it is not on a GPU, or longer than the model's context."""
     if found.question.machine.kind != "gpu" or too_long(found.question):
@@ -95,10 +101,8 @@ def _no_rate(found: Plan) -> str:
 
 
 def _best(ways: tuple[Remedy, ...]) -> tuple[Plan | None, str]:
-    for way in ways:
-        if way.available and way.fit.fits:
-            return way.fit, way.kind
-    return None, "none"
+    best = best_of(ways)
+    return (None, "none") if best is None else (ways[best].fit, ways[best].kind)
 
 
 def _budgets(found: Plan) -> list[Decision]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.presets import Configuration
-from holdfast.planner.advice.remedy import Remedy, too_long
+from holdfast.planner.advice.remedy import Remedy, best_of, too_long
 from holdfast.planner.advice.rules_of_thumb import Thumb
 from holdfast.planner.advice.throughput import Throughput
 from holdfast.planner.advice.warnings import PlanWarning
@@ -30,7 +30,7 @@ class PlanFindings:
     no_throughput: str | None
     """Why there is none."""
     commands: dict[str, Command]
-    """Of the plan; where it does not fit, of the first way out. Empty where there is none."""
+    """Of the plan; where it does not fit, of the best way out. Empty where there is none."""
     commands_of: str
     """plan, or the kind of that way out."""
     engine: str | None
@@ -42,6 +42,11 @@ class PlanFindings:
     @property
     def fits(self) -> bool:
         return self.fit.fits and self.problem is None
+
+    @property
+    def best(self) -> int | None:
+        """Which of the ways out can be taken as it is, the first of them: the one that `commands` are of."""
+        return best_of(self.ways_out)
 
     @property
     def problem(self) -> str | None:

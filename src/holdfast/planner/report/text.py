@@ -242,7 +242,7 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     theirs = answer.commands.get(answer.engine or "")
     if theirs is not None and theirs.kv_tokens is not None and theirs.max_model_len is not None:
         tokens = f"a context of {theirs.max_model_len:,} and {counted(theirs.kv_tokens, 'KV token')}"
-        of = "" if answer.commands_of == "plan" else " with the first remedy"
+        of = "" if answer.commands_of == "plan" or answer.best is None else f" with remedy {answer.best + 1}"
         yield from wrapped(f"as {answer.vllm.name} sizes it{of}: {tokens}", width, "")
     if traffic is not None and answer.concurrency_at_traffic is not None:
         yield from wrapped(
@@ -290,7 +290,9 @@ def _warnings(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
 def _ways(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     if not answer.fits and not answer.ways_out:
         yield "  none known: every configuration that was tried falls short"
-    for number, way in enumerate(answer.ways_out[:1] if brief else answer.ways_out, 1):
+    for number, way in enumerate(answer.ways_out, 1):
+        if brief and number != (answer.best or 0) + 1:
+            continue
         part = "" if way.meets_request else " (only part of what was requested)"
         yield from wrapped(f"{number:>2}. {way.change}{part}", width, "  ", "      ")
         if way.tiers is None:
@@ -323,7 +325,9 @@ def _flags(configuration: Configuration) -> str:
 
 
 def _commands_title(answer: PlanFindings) -> str:
-    return "Commands" if answer.commands_of == "plan" else f"Commands of remedy: {answer.commands_of}"
+    if answer.commands_of == "plan" or answer.best is None:
+        return "Commands"
+    return f"Commands of remedy {answer.best + 1}: {answer.commands_of}"
 
 
 def _commands(answer: PlanFindings, width: int) -> Iterator[str]:

@@ -76,12 +76,28 @@ __device__ __forceinline__ u32 raised_codes(u32 word) {
 // Exact: both are small integers.
 __device__ __forceinline__ u32 less(u32 pair, u32 minus) { return fma_pair(pair, ONES, minus); }
 
+// ---- norms ----
+
+// Two numbers over their row's root mean square (`factor` is one over it), times the norm's weights; rounded where the
+// separate norm rounds.
+__device__ __forceinline__ u32 normed_pair(u32 pair, float factor, u32 weight) {
+    const u32 scaled = pair_of(low_of(pair) * factor, high_of(pair) * factor);
+    return pair_of(low_of(scaled) * low_of(weight), high_of(scaled) * high_of(weight));
+}
+
 // ---- tensor cores ----
+
+// FP8 codes are multiplied as float16, whatever numbers x has (row_product.cu).
+#if FP8
+#define MULTIPLIED "f16"
+#else
+#define MULTIPLIED KIND
+#endif
 
 // sums [16 x 8] += left [16 x 16] . right [16 x 8]. Of lane 4g+t: left rows g and g+8, right columns g, sums rows g (0, 1)
 // and g+8 (2, 3) and columns 2t, 2t+1.
 __device__ __forceinline__ void mma(float (&sums)[4], const u32 (&left)[4], u32 right0, u32 right1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." MULTIPLIED "." MULTIPLIED ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));

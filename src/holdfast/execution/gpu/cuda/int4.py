@@ -14,8 +14,26 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.compiler import cubin
 from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS, against_fragments
-from holdfast.execution.gpu.cuda.int4_wide import WIDE_ROWS, WideCut, WideMatrix, wide_cut, wide_cuts
-from holdfast.execution.gpu.cuda.module import STATIC_SHARED_BYTES, Kernel, Module, against_gpu, text
+from holdfast.execution.gpu.cuda.int4_wide import (
+    LARGE_ELEMENTS,
+    SMALL_ELEMENTS,
+    WIDE_ROWS,
+    WideCut,
+    WideMatrix,
+    wide_cut,
+    wide_cuts,
+)
+from holdfast.execution.gpu.cuda.module import (
+    NO_GATE,
+    SILU,
+    STATIC_SHARED_BYTES,
+    Kernel,
+    Macros,
+    Module,
+    against_gpu,
+    processors,
+    text,
+)
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
@@ -24,17 +42,12 @@ from holdfast.footprint.scaled_layouts import ScaledLayout
 
 ROWS = (8, 16, 32, 64)
 """Of x, that a block multiplies with: more are cut into blocks of 64."""
-EXPANDED_CHUNKS = 8 * 4
-"""Pieces of 64 columns that a block expands."""
-SMALL_ELEMENTS, LARGE_ELEMENTS = 1 << 25, 1 << 26
-"""Of matrices that are cut otherwise."""
-NO_GATE, SILU = -1, 0
+EXPANDED_WARPS, EXPANDED_CHUNKS = 8, 4
+"""Of a block, and pieces of 64 columns that each expands."""
 FRAGMENT_ROWS = 256
 """Of x, that products are for on other GPUs than Hopper: with more, expanding and cuBLAS are about as fast (H200)."""
 NARROW_ROWS = 32
 """With more, products on Hopper are those of int4_wide."""
-
-Macros = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +96,12 @@ def _module(name: str, macros: Macros) -> Module:
 
 def defines(cut: ProductCut, macros: Macros, gate: int) -> Macros:
     about = ("ROWS", cut.rows), ("WM", cut.across), ("WK", cut.along), ("STAGES", cut.stages), ("BLOCKS", cut.blocks)
-    return *macros, *about, ("GATE", gate), *([("WGMMA", 1)] if cut.hopper else [])
+    shared = ("SHARED_BYTES", cut.shared_bytes(macros))
+    return *macros, *about, ("GATE", gate), shared, *([("WGMMA", 1)] if cut.hopper else [])
+
+
+def rows_defines(macros: Macros) -> Macros:
+    return *macros, ("WARPS", EXPANDED_WARPS), ("CHUNKS", EXPANDED_CHUNKS)
 
 
 @cache
@@ -94,7 +112,7 @@ def _product(cut: ProductCut, macros: Macros, gate: int) -> Kernel:
 
 @cache
 def _rows(name: str, macros: Macros) -> Kernel:
-    return _module("int4_rows", macros).kernel(name, threads=256)
+    return _module("int4_rows", rows_defines(macros)).kernel(name, threads=32 * EXPANDED_WARPS)
 
 
 class CutLimits(NamedTuple):
@@ -112,10 +130,8 @@ SMALL = CutLimits(processors=84, shared_bytes=98 << 10, hopper=False)
 
 @cache
 def _gpu(device: int) -> CutLimits:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return CutLimits(
-        processors, shared_memory_bytes() - STATIC_SHARED_BYTES, torch.cuda.get_device_capability(device) == (9, 0)
-    )
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return CutLimits(processors(device), shared_memory_bytes() - STATIC_SHARED_BYTES, hopper)
 
 
 @lru_cache(maxsize=4096)
@@ -226,18 +242,18 @@ class FragmentMatrix:
         matrix = self._matrix
         if last > first:
             _rows("int4_expand", self._macros)(
-                ((last - first) // SLAB_ROWS, -(-matrix.columns // 64 // EXPANDED_CHUNKS), 1), matrix.codes,
-                matrix.scales, matrix.zeros, matrix.order, out, first // SLAB_ROWS, matrix.columns, self._group,
-                out.stride(0),
+                ((last - first) // SLAB_ROWS, -(-matrix.columns // 64 // EXPANDED_WARPS // EXPANDED_CHUNKS), 1),
+                matrix.codes, matrix.scales, matrix.zeros, matrix.order, out, first // SLAB_ROWS, matrix.columns,
+                self._group, out.stride(0),
             )  # fmt: skip
 
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         matrix = self._matrix
         if len(out):
             _rows("int4_embed", self._macros)(
-                (len(out), -(-matrix.columns // 16 // 256), 1), tokens, slots, positions, matrix.codes, matrix.scales,
-                matrix.zeros, matrix.order, out, tokens.stride(0), matrix.rows, matrix.columns, self._group,
-                out.stride(0),
+                (len(out), -(-matrix.columns // 16 // (32 * EXPANDED_WARPS)), 1), tokens, slots, positions,
+                matrix.codes, matrix.scales, matrix.zeros, matrix.order, out, tokens.stride(0), matrix.rows,
+                matrix.columns, self._group, out.stride(0),
             )  # fmt: skip
 
 
@@ -248,5 +264,6 @@ def _compile_ahead(
     """Side by side, all that products of a matrix may want: what is then loaded lies in the cache."""
     wanted = [("int4_product", defines(cut, macros, gate)) for cut, gate in product(set(cuts), (NO_GATE, SILU))]
     wanted += [("int4_wide", cut.defines(macros, gate)) for cut, gate in wide]
+    wanted.append(("int4_rows", rows_defines(macros)))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: cubin(text(one[0]), capability, dict(one[1])), [*wanted, ("int4_rows", macros)]))
+        list(pool.map(lambda one: cubin(text(one[0]), capability, dict(one[1])), wanted))

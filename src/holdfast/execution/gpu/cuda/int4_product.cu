@@ -11,8 +11,9 @@
 //
 // x lies in lines of 64 columns, as wgmma reads it (Hopper, WGMMA) and ldmatrix can.
 //
-// Macros: ROWS 8..64, WGMMA (with 32 or 64 rows and WM a multiple of 4), WM, WK, STAGES, BLOCKS (on a processor), GROUPS (in 128 columns: 1, 2, 4), SCALE_BYTES (4 float32,
-// 2 float16 or bfloat16 by SCALE_HALF), SCALE_HALF, ZEROS, HALF, GATE (an activation, or -1: none).
+// Macros: ROWS 8..64, WGMMA (with 32 or 64 rows and WM a multiple of 4), WM, WK, STAGES, BLOCKS (on a processor), GROUPS (in
+// 128 columns: 1, 2, 4), SCALE_BYTES (4 float32, 2 float16 or bfloat16 by SCALE_HALF), SCALE_HALF, ZEROS, HALF, GATE (an
+// activation, or -1: none), SHARED_BYTES (of a block).
 
 #define WARPS (WM * WK)
 #define THREADS (WARPS * 32)
@@ -28,6 +29,9 @@
 #define ZEROS_BYTES (ZEROS * WARPS * 2 * ZEROS_PIECE)
 #define STAGE_BYTES ((CODES_BYTES + X_BYTES + SCALES_BYTES + ZEROS_BYTES + 1023) / 1024 * 1024)
 #define SUMS_FLOATS (TILE * ROWS)
+static_assert(
+    STAGES * STAGE_BYTES + (WK - 1) * SUMS_FLOATS * 4 == SHARED_BYTES, "int4.py counts other bytes of shared memory"
+);
 
 // What this thread copies of units, one after the other.
 struct Loader {

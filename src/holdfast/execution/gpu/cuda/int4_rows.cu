@@ -1,8 +1,8 @@
 // Matrix rows of four-bit codes in the order of fragments.py as numbers: for products with many rows, and for embeddings.
-// Elements are computed in float32 and rounded once. Macros as in int4_product.cu: GROUPS (in 128 columns), SCALE_BYTES,
-// SCALE_HALF, ZEROS, HALF.
+// Elements are computed in float32 and rounded once. Macros: WARPS (of a block), CHUNKS (pieces of 64 columns that a warp
+// expands); as in int4_product.cu GROUPS, SCALE_BYTES, SCALE_HALF, ZEROS, HALF.
 
-#define CHUNKS 4
+#define THREADS (WARPS * 32)
 
 __device__ __forceinline__ float scale_of(const u8 *scales, size_t place) {
 #if SCALE_BYTES == 4
@@ -44,13 +44,13 @@ __device__ __forceinline__ void put_eight(u16 *row, int column, uint4 values, co
 
 // Slabs of 16 rows: grid.x, from `first_slab` on; CHUNKS pieces of 64 columns a warp, each through shared memory, so that
 // whole lines are written.
-extern "C" __global__ void __launch_bounds__(256) int4_expand(
+extern "C" __global__ void __launch_bounds__(THREADS) int4_expand(
     const uint4 *codes, const u8 *scales, const u8 *zeros, const int *order, u16 *out, int first_slab, int columns,
     int group, int out_stride
 ) {
-    __shared__ u32 lines[8][16 * 32];
+    __shared__ u32 lines[WARPS][16 * 32];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, chunks = columns / 64;
-    const int from = (blockIdx.y * 8 + warp) * CHUNKS;
+    const int from = (blockIdx.y * WARPS + warp) * CHUNKS;
     const size_t slab = first_slab + blockIdx.x;
     uint4 words[CHUNKS];
 #pragma unroll
@@ -86,11 +86,11 @@ extern "C" __global__ void __launch_bounds__(256) int4_expand(
 }
 
 // The row of a slot's token; zeros where there is no such row. A thread has 16 columns.
-extern "C" __global__ void __launch_bounds__(256) int4_embed(
+extern "C" __global__ void __launch_bounds__(THREADS) int4_embed(
     const int *tokens, const int *slots, const int *positions, const uint4 *codes, const u8 *scales, const u8 *zeros,
     const int *order, u16 *out, int tokens_stride, int rows, int columns, int group, int out_stride
 ) {
-    const int index = blockIdx.y * 256 + threadIdx.x, chunk = index >> 2, t = index & 3;
+    const int index = blockIdx.y * THREADS + threadIdx.x, chunk = index >> 2, t = index & 3;
     if (chunk >= columns / 64) return;
     const int slot = slots[blockIdx.x], position = positions[blockIdx.x];
     const int row = slot < 0 || position < 0 ? -1 : tokens[(size_t)slot * tokens_stride + position];

@@ -1,20 +1,21 @@
 // out [rows, outputs] = (or +=) x [rows, columns] . matrix [outputs, columns]^T + bias, of four-bit codes in the order of
 // fragments.py, for many rows: Hopper's wgmma with the matrix as its left side, decoded in registers, and x as its right
-// side in shared memory. Elements are numbers of x's kind, as int4_expand writes them, and sums run over all columns.
+// side in shared memory. Elements are numbers of x's kind, bit for bit as int4_expand writes them, and sums run over all
+// columns.
 //
 //   codes    [16 matrix rows][128 columns]: 2 x 32 lanes x 16 bytes, words w; lane 4g+t
 //            matrix rows 2g, 2g+1; columns 64i + 16w + 2t + 0, 1, 8, 9
 //   scales   [16 matrix rows][group][16]; zeros alike
 //
-// A tile has TILE outputs and ROWS rows. Three threads copy, STAGES units of 128 columns ahead: one alone is too slow for few
-// rows. WARPGROUPS warpgroups multiply, with SLABS x 64 matrix rows each; where gated one, or two together, have those of a
-// gate and of what it gates. A warpgroup decodes the next columns while tensor cores multiply these.
+// A tile has TILE outputs and ROWS rows. Three threads copy, STAGES units of 128 columns ahead: one alone is too slow for
+// few rows. WARPGROUPS warpgroups multiply, with SLABS x 64 matrix rows each; where gated one, or two together, have those
+// of a gate and of what it gates. A warpgroup decodes the next columns while tensor cores multiply these.
 //
 // Blocks run as long as there is work: first a share of the tiles that are split (`split_tiles`, cut by columns), then
 // every gridDim.x-th of the others.
 //
-// Macros: ROWS (64, 96, 128, 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES, SCALE_HALF,
-// ZEROS, HALF, GATE (with SLABS 2 or WARPGROUPS 2) as in int4_product.cu.
+// Macros: ROWS (64, 96, 128, 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES,
+// SCALE_HALF, ZEROS, HALF, GATE (with SLABS 2 or WARPGROUPS 2) and SHARED_BYTES as in int4_product.cu.
 
 #define CONSUMERS (WARPGROUPS * 128)
 #define THREADS (CONSUMERS + 128)
@@ -41,6 +42,7 @@
 #define AT_ZEROS (AT_SCALES + SCALES_BYTES)
 #define STAGE_BYTES ((AT_ZEROS + ZEROS_BYTES + 1023) / 1024 * 1024)
 #define SUMS_FLOATS (TILE * ROWS)
+static_assert(STAGES * STAGE_BYTES == SHARED_BYTES, "int4_wide.py counts other bytes of shared memory");
 
 // Row blocks whose tiles of the same outputs follow each other: what runs at once shares most in the second level cache so.
 #define NEIGHBOURS (1024 / ROWS)
@@ -48,8 +50,10 @@
 // A gate and what it gates are two warpgroups'.
 #define EXCHANGED (GATE >= 0 && SLABS == 1)
 
-// Scales have more bits than x's kind: two numbers hold them.
-#define LONG_SCALES (!(SCALE_BYTES == 2 && SCALE_HALF == HALF))
+// How scales that are not of x's kind are applied. A float16 is two bfloat16, exactly. Of others two numbers would lose
+// bits, or as float16 be too small or too large: these are multiplied as float32.
+#define OWN_SCALES (SCALE_BYTES == 2 && SCALE_HALF == HALF)
+#define SPLIT_SCALES (SCALE_BYTES == 2 && SCALE_HALF && !HALF)
 
 // ---- work ----
 
@@ -89,13 +93,22 @@ struct Place {
 
 // What turns codes of a group, of two matrix rows, into numbers.
 struct Factors {
-    u32 minus[2], scale[2], rest[2];
+    u32 minus[2];
+#if OWN_SCALES || SPLIT_SCALES
+    u32 scale[2], rest[2];
+#else
+    float scale[2];
+#endif
 };
 
 __device__ __forceinline__ void set_scale(Factors &factors, int row, float scale) {
+#if OWN_SCALES || SPLIT_SCALES
     factors.scale[row] = pair_of(scale, scale);
     const float rest = scale - low_of(factors.scale[row]);
     factors.rest[row] = pair_of(rest, rest);
+#else
+    factors.scale[row] = scale;
+#endif
 }
 
 __device__ __forceinline__ Factors factors_at(u32 scales, u32 zeros) {
@@ -107,12 +120,12 @@ __device__ __forceinline__ Factors factors_at(u32 scales, u32 zeros) {
 #else
     u32 pair;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(scales));
-#if LONG_SCALES && SCALE_HALF
-    set_scale(found, 0, float_of_half((u16)pair)), set_scale(found, 1, float_of_half((u16)(pair >> 16)));
-#elif LONG_SCALES
-    set_scale(found, 0, __uint_as_float(pair << 16)), set_scale(found, 1, __uint_as_float(pair & 0xFFFF0000u));
-#else
+#if OWN_SCALES
     found.scale[0] = (pair & 0xFFFFu) * 0x00010001u, found.scale[1] = (pair >> 16) * 0x00010001u;
+#elif SCALE_HALF
+    set_scale(found, 0, float_of_half((u16)pair)), set_scale(found, 1, float_of_half((u16)(pair >> 16)));
+#else
+    set_scale(found, 0, __uint_as_float(pair << 16)), set_scale(found, 1, __uint_as_float(pair & 0xFFFF0000u));
 #endif
 #endif
 #if ZEROS
@@ -126,15 +139,19 @@ __device__ __forceinline__ Factors factors_at(u32 scales, u32 zeros) {
     return found;
 }
 
-// A code less its zero is exact; times its scale it is rounded once (for long scales but for a 2^-9 of that).
+// A code less its zero is exact; times its scale it is rounded once. Of a split scale the second number has three bits, so
+// that its product is exact.
 __device__ __forceinline__ void decode(u32 (&left)[4], u32 word, const Factors &factors) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const u32 code = less(raised_codes(word >> (4 * i)), factors.minus[i & 1]);
-#if LONG_SCALES
-        left[i] = fma_pair(code, factors.scale[i & 1], times(code, factors.rest[i & 1]));
+        const auto scale = factors.scale[i & 1];
+#if OWN_SCALES
+        left[i] = times(code, scale);
+#elif SPLIT_SCALES
+        left[i] = fma_pair(code, scale, times(code, factors.rest[i & 1]));
 #else
-        left[i] = times(code, factors.scale[i & 1]);
+        left[i] = pair_of(low_of(code) * scale, high_of(code) * scale);
 #endif
     }
 }

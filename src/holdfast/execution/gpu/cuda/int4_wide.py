@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS
-from holdfast.execution.gpu.cuda.module import Kernel, Module, TensorMap, text
+from holdfast.execution.gpu.cuda.module import NO_GATE, SILU, Kernel, Macros, Module, TensorMap, text
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 
@@ -28,9 +28,6 @@ WIDE_ROWS = 2048
 """Of x, that products are for: with more, expanding and cuBLAS are faster (H200)."""
 MOST_SHARED_BYTES = 226 << 10
 """Of a block, on Hopper."""
-NO_GATE, SILU = -1, 0
-
-Macros = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,8 @@ class WideCut:
 
     def defines(self, macros: Macros, gate: int) -> Macros:
         about = ("ROWS", self.rows), ("WARPGROUPS", self.warpgroups), ("SLABS", self.slabs), ("STAGES", self.stages)
-        return *macros, *about, ("BLOCKS", self.blocks), ("GATE", gate), ("WGMMA", 1)
+        shared = ("SHARED_BYTES", self.shared_bytes(macros))
+        return *macros, *about, ("BLOCKS", self.blocks), ("GATE", gate), ("WGMMA", 1), shared
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,15 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.compiler import cubin
-from holdfast.execution.gpu.cuda.module import STATIC_SHARED_BYTES, Kernel, Module, against_gpu, text
+from holdfast.execution.gpu.cuda.module import (
+    STATIC_SHARED_BYTES,
+    Kernel,
+    Macros,
+    Module,
+    against_gpu,
+    processors,
+    text,
+)
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.execution.weights.gguf_fragments import TILE_COLUMNS, TILE_ROWS, Fragments, against_fragments_of
@@ -30,8 +38,6 @@ MANY_OUTPUTS = 16384
 LEAST_WARPS = 4
 DRIVER_SHARED_BYTES = 1024
 """Of a processor's shared memory, that the driver takes for each block; a single block may have all the rest."""
-
-Macros = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ def defines(bits: int, dtype: torch.dtype, cut: KquantCut, gated: bool) -> Macro
     return (
         ("BITS", bits), ("HALF", int(dtype == torch.float16)), ("PARTS", cut.parts), ("M", cut.tiles),
         ("WARPS", cut.warps), ("STAGES", cut.stages), ("BLOCKS", cut.blocks), ("GATED", int(gated)),
-        ("ONE", int(cut.one)),
+        ("ONE", int(cut.one)), ("SHARED_BYTES", cut.shared_bytes(bits, TILE_COLUMNS)),
     )  # fmt: skip
 
 
@@ -142,13 +148,11 @@ def _product(bits: int, dtype: torch.dtype, cut: KquantCut, gated: bool, columns
 
 @cache
 def _rows(bits: int, dtype: torch.dtype, name: str) -> Kernel:
-    module = Module(text("kquant_rows"), {"BITS": bits, "HALF": int(dtype == torch.float16)})
-    return module.kernel(name, threads=32 * EXPANDED_BLOCKS)
+    return Module(text("kquant_rows"), dict(rows_defines(bits, dtype))).kernel(name, threads=32 * EXPANDED_BLOCKS)
 
 
-@cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def rows_defines(bits: int, dtype: torch.dtype) -> Macros:
+    return ("BITS", bits), ("HALF", int(dtype == torch.float16)), ("WARPS", EXPANDED_BLOCKS)
 
 
 def compile_products(wanted: Iterable[tuple[int, torch.dtype, KquantCut, bool]]) -> None:
@@ -228,7 +232,7 @@ class KquantMatrix:
             )
         if x.stride(0) % 8 or x.data_ptr() % 16 or out.stride(0) % 2 or out.data_ptr() % 4:
             raise EngineError("inputs of a product do not begin at whole lines", found=f"stride {x.stride(0)}")
-        most = max(1, min(_processors(x.device.index or 0) * cut.blocks // row_blocks, shares))
+        most = max(1, min(processors(x.device.index or 0) * cut.blocks // row_blocks, shares))
         units = -(-groups * self._blocks // most)
         _product(self._bits, x.dtype, cut, gated, self._columns if cut.one else 0)(
             (-(-groups * self._blocks // units), row_blocks, 1), x, *self._planes, out, bias, norm, workspace.sums,

@@ -15,7 +15,8 @@
 // ONE: a single row of x lies whole in shared memory, normed on the way where there is a norm; all eight columns of a product
 // are that row, and warps need not wait for each other.
 //
-// Macros: BITS 4, 5, 6 of Q4_K, Q5_K, Q6_K; PARTS, M, WARPS, STAGES, BLOCKS (on a processor), HALF, GATED, ONE.
+// Macros: BITS 4, 5, 6 of Q4_K, Q5_K, Q6_K; PARTS, M, WARPS, STAGES, BLOCKS (on a processor), HALF, GATED, ONE, SHARED_BYTES
+// (of a block).
 
 #define THREADS (WARPS * 32)
 #define TILE (WARPS * M * 16)
@@ -36,6 +37,11 @@
 #define LOWER_AT (ONE ? 16 : 128)
 #define SUMS_BYTES (BITS == 6 ? 0 : ONE ? 32 : PARTS * 256)
 #define SUMS_FLOATS (TILE * ROWS)
+// ONE: with 256 columns.
+static_assert(
+    STAGES * STAGE_BYTES + GROUPS * START_BYTES + SUMS_BYTES + (ONE ? 512 : 0) == SHARED_BYTES,
+    "kquant.py counts other bytes of shared memory"
+);
 
 #if HALF
 // -1024 and -1056; minimums are multiplied with a sixteenth of the inputs' sums, which stays within float16.
@@ -191,10 +197,8 @@ __device__ __forceinline__ void take_row(
         uint4 found = *(const uint4 *)(x + column);
         if (norm) {
             const uint4 weight = *(const uint4 *)(norm + column);
-            found.x = pair_of(low_of(found.x) * scale * low_of(weight.x), high_of(found.x) * scale * high_of(weight.x));
-            found.y = pair_of(low_of(found.y) * scale * low_of(weight.y), high_of(found.y) * scale * high_of(weight.y));
-            found.z = pair_of(low_of(found.z) * scale * low_of(weight.z), high_of(found.z) * scale * high_of(weight.z));
-            found.w = pair_of(low_of(found.w) * scale * low_of(weight.w), high_of(found.w) * scale * high_of(weight.w));
+            found.x = normed_pair(found.x, scale, weight.x), found.y = normed_pair(found.y, scale, weight.y);
+            found.z = normed_pair(found.z, scale, weight.z), found.w = normed_pair(found.w, scale, weight.w);
         }
         asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
             :: "r"(row + column * 2), "r"(found.x), "r"(found.y), "r"(found.z), "r"(found.w) : "memory");

@@ -1,8 +1,9 @@
 // Rows of K-quants in the order of gguf_fragments.py as numbers: those of tiles for cuBLAS, and those of tokens. float32 until
 // the end, bit for bit what gguf_blocks.py makes of them.
 //
-// Macros: BITS 4, 5, 6 of Q4_K, Q5_K, Q6_K; HALF.
+// Macros: BITS 4, 5, 6 of Q4_K, Q5_K, Q6_K; HALF; WARPS (of a block).
 
+#define THREADS (WARPS * 32)
 #define HIGH_BYTES ((BITS - 4) * 512)
 
 struct Tile {
@@ -52,12 +53,12 @@ __device__ __forceinline__ void put_piece(const Tile &tile, int g, int t, int ro
     }
 }
 
-// Rows first..first + rows - 1 to `out`: a warp has a tile. grid (tiles, blocks / 8)
-extern "C" __global__ void __launch_bounds__(256) kquant_expand(
+// Rows first..first + rows - 1 to `out`: a warp has a tile. grid (tiles, blocks / WARPS)
+extern "C" __global__ void __launch_bounds__(THREADS) kquant_expand(
     const u8 *codes, const u8 *high, const u8 *scales, const u8 *units, u16 *out, int first, int rows, int blocks,
     int out_stride
 ) {
-    const int lane = threadIdx.x & 31, block = blockIdx.y * 8 + (threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, block = blockIdx.y * WARPS + (threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
     if (block >= blocks) return;
     const int index = first / 16 + blockIdx.x;
     const Tile tile(codes, high, scales, units, (u64)index * blocks + block);
@@ -71,12 +72,12 @@ extern "C" __global__ void __launch_bounds__(256) kquant_expand(
     }
 }
 
-// A row of `out` is that of a slot's token, zeros where there is none: a warp has 256 columns. grid (rows, blocks / 8)
-extern "C" __global__ void __launch_bounds__(256) kquant_embed(
+// A row of `out` is that of a slot's token, zeros where there is none: a warp has 256 columns. grid (rows, blocks / WARPS)
+extern "C" __global__ void __launch_bounds__(THREADS) kquant_embed(
     const int *ids, const int *slots, const int *positions, const u8 *codes, const u8 *high, const u8 *scales,
     const u8 *units, u16 *out, int ids_stride, int vocabulary, int blocks, int out_stride
 ) {
-    const int lane = threadIdx.x & 31, block = blockIdx.y * 8 + (threadIdx.x >> 5), piece = lane >> 2, t = lane & 3;
+    const int lane = threadIdx.x & 31, block = blockIdx.y * WARPS + (threadIdx.x >> 5), piece = lane >> 2, t = lane & 3;
     if (block >= blocks) return;
     const int slot = slots[blockIdx.x], position = positions[blockIdx.x];
     const int token = slot >= 0 && position >= 0 ? ids[(u64)slot * ids_stride + position] : -1;

@@ -14,6 +14,10 @@ from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.compiler import available, cubin, supports
 from holdfast.observability.decisions import Decision
 
+Macros = tuple[tuple[str, int], ...]
+"""That a source is compiled with."""
+NO_GATE, SILU = -1, 0
+"""Of the macro GATE: none, or an activation as common.cuh numbers them."""
 _FOLDER = Path(__file__).parent
 STATIC_SHARED_BYTES = 1024
 """At most, of a kernel beside what its launch asks for, with what that is aligned to."""
@@ -22,8 +26,8 @@ _MOST_DYNAMIC_SHARED_BYTES = 8
 _SERIALIZED_BY_THE_KERNEL = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 EARLY_CAPABILITY = (9, 0)
-_STATIC_SHARED_LIMIT = 48 * 1024
-"""More than this must be asked for."""
+_DEFAULT_SHARED_BYTES = 48 * 1024
+"""More than this, with a kernel's own, must be asked for."""
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _UNSIGNED = {1: 0, 2: 1, 4: 2}
 """CU_TENSOR_MAP_DATA_TYPE_UINT8 and so on, by bytes"""
@@ -105,14 +109,24 @@ def against_gpu(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def kernel_decision(about: str, found: Sequence[str | None]) -> Decision:
-    """Which kernels take matrices of which this was found: what is against those in CUDA, None where nothing is."""
-    against = [reason for reason in found if reason is not None]
+@cache
+def processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def kernel_decision(
+    about: str,
+    found: Sequence[str | None],
+    kernels: str = "cuda",
+    reason: str = "codes are decoded in the registers that products read",
+) -> Decision:
+    """Which kernels take matrices of which this was found: what is against `kernels`, None where nothing is."""
+    against = [one for one in found if one is not None]
     if not against:
-        return Decision(about, "cuda", "codes are decoded in the registers that products read", "measured")
+        return Decision(about, kernels, reason, "measured")
     if len(against) == len(found):
         return Decision(about, "triton", against[0], "planner")
-    return Decision(about, "cuda, triton", f"{len(against)} of {len(found)} matrices: {against[0]}", "planner")
+    return Decision(about, f"{kernels}, triton", f"{len(against)} of {len(found)} matrices: {against[0]}", "planner")
 
 
 class Kernel:
@@ -124,7 +138,7 @@ class Kernel:
         self._launch = _driver().cuLaunchKernelEx
         self._attribute = _Attribute(_SERIALIZED_BY_THE_KERNEL, 0, (ctypes.c_uint * 16)(1))
         self._attributes = int(early and torch.cuda.get_device_capability() >= EARLY_CAPABILITY)
-        if shared_bytes > _STATIC_SHARED_LIMIT:
+        if shared_bytes + STATIC_SHARED_BYTES > _DEFAULT_SHARED_BYTES:
             _check(_driver().cuFuncSetAttribute(function, _MOST_DYNAMIC_SHARED_BYTES, shared_bytes), "shared memory")
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Argument) -> None:

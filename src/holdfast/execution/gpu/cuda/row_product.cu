@@ -12,10 +12,10 @@
 //
 // x lies in shared memory, normed on the way where NORM. Of all eight columns of a tensor core's product it is the same one.
 //
-// Macros: FP8, COLUMNS, WARPS (at most COLUMNS / 128), BLOCKS (on a processor), DEPTH, NORM, GATE (an activation, or -1: none),
-// HALF. FP8: BLOCKED (scales for 128 x 128, and of x for 128), FIXED (x has the scale that `fixed` says). Else GROUPS (in 128
-// columns: 1, 2, 4), UNITS_OF_GROUP (1 unless larger), SCALE_BYTES (4 float32, 2 float16 or bfloat16 by SCALE_HALF), SCALE_HALF,
-// ZEROS.
+// Macros: FP8, COLUMNS, WARPS (at most COLUMNS / 128), BLOCKS (on a processor), DEPTH, NORM, GATE (an activation, or -1:
+// none), HALF, SUMS_AT (in shared memory). FP8: BLOCKED (scales for 128 x 128, and of x for 128), FIXED (x has the scale that
+// `fixed` says). Else GROUPS (in 128 columns: 1, 2, 4), UNITS_OF_GROUP (1 unless larger), SCALE_BYTES (4 float32, 2 float16
+// or bfloat16 by SCALE_HALF), SCALE_HALF, ZEROS.
 
 #define THREADS (WARPS * 32)
 #define UNITS (COLUMNS / 128)
@@ -29,12 +29,11 @@
 
 #if FP8
 #define GROUPS 1
-#define MULTIPLIED "f16"
 #else
-#define MULTIPLIED KIND
 #define BLOCKED 0
 #define FIXED 0
 #endif
+static_assert(X_BYTES + SCALES_BYTES == SUMS_AT, "row_product.py counts other bytes of shared memory");
 
 __device__ __forceinline__ uint4 weights16(const void *place) {
     uint4 found;
@@ -76,13 +75,6 @@ __device__ __forceinline__ void put4(u32 place, u32 value) {
 __device__ __forceinline__ void put16(u32 place, const u32 (&value)[4]) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};"
         :: "r"(place), "r"(value[0]), "r"(value[1]), "r"(value[2]), "r"(value[3]) : "memory");
-}
-
-__device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&left)[4], u32 right0, u32 right1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." MULTIPLIED "." MULTIPLIED ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
 
 // ---- the matrix ----
@@ -138,7 +130,7 @@ __device__ __forceinline__ void multiply_word(float (&sums)[4], u32 upper, u32 l
     u32 left[4];
     numbers_of(upper, left[0], left[2]);
     numbers_of(lower, left[1], left[3]);
-    multiply(sums, left, right0, right1);
+    mma(sums, left, right0, right1);
 }
 
 __device__ __forceinline__ void multiply_unit(const Unit &unit, u32 x, const float *x_scales, float (&sums)[4]) {
@@ -243,9 +235,9 @@ __device__ __forceinline__ void multiply_unit(const Unit &unit, u32 x, const flo
         const uint4 right = shared16(x + piece / 2 * 128 + (threadIdx.x & 3) * 32 + piece % 2 * 16);
         u32 left[4];
         decode(left, piece % 2 ? words.z : words.x);
-        multiply(part, left, right.x, right.y);
+        mma(part, left, right.x, right.y);
         decode(left, piece % 2 ? words.w : words.y);
-        multiply(part, left, right.z, right.w);
+        mma(part, left, right.z, right.w);
         if ((piece + 1) * GROUPS % 4 == 0) {
             const float x_sum = x_sums[group];
             sums[0] += scale_of(unit.scales[group], 0) * (part[0] * FIRST_TIMES - zero_of(unit.zeros[group], 0) * x_sum);
@@ -330,9 +322,7 @@ __device__ __forceinline__ float take_row(
             u32 &pair = pairs[index / 4][index % 4];
             const uint4 &four = weights[index / 4];
             const u32 weight = index % 4 == 0 ? four.x : index % 4 == 1 ? four.y : index % 4 == 2 ? four.z : four.w;
-            // Rounded where the separate norm rounds.
-            const u32 scaled = pair_of(low_of(pair) * factor, high_of(pair) * factor);
-            pair = pair_of(low_of(scaled) * low_of(weight), high_of(scaled) * high_of(weight));
+            pair = normed_pair(pair, factor, weight);
         }
     }
     float scale = 1.f;

@@ -12,14 +12,26 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.compiler import cubin
-from holdfast.execution.gpu.cuda.int4 import NO_GATE, SILU, Macros, layout_macros
-from holdfast.execution.gpu.cuda.module import STATIC_SHARED_BYTES, Kernel, Module, against_gpu, text
+from holdfast.execution.gpu.cuda.fragments import SLAB_ROWS
+from holdfast.execution.gpu.cuda.int4 import layout_macros
+from holdfast.execution.gpu.cuda.module import (
+    NO_GATE,
+    SILU,
+    STATIC_SHARED_BYTES,
+    Kernel,
+    Macros,
+    Module,
+    against_gpu,
+    text,
+)
+from holdfast.execution.gpu.cuda.module import (
+    processors as processors_of,
+)
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.rounded import FP8_CAPABILITY
 
 UNIT_COLUMNS = 128
-SLAB_ROWS = 16
 WARPS = 16
 """On a processor: with fewer, too few bytes are on their way; with more, they have too few registers."""
 MOST_COLUMNS = 1 << 15
@@ -69,10 +81,15 @@ def row_cut(matrix: ScaledMatrix, gate: int, *, normed: bool, processors: int | 
     slabs = matrix.rows // SLAB_ROWS
     together = 2 if gate != NO_GATE and not fp8 else 1
     steps = -(-slabs // together)
-    grid = min(steps, (processors or _processors(matrix.codes.device.index or 0)) * (WARPS // warps))
+    grid = min(steps, (processors or processors_of(matrix.codes.device.index or 0)) * (WARPS // warps))
     kept = -(-steps // grid) * together * warps * SLAB_ROWS * 4
-    of_groups = 0 if fp8 and not matrix.layout.group else units * max(1, UNIT_COLUMNS // _group(matrix)) * 4
-    return RowCut(warps, depth, grid, matrix.columns * 2 + of_groups + kept)
+    return RowCut(warps, depth, grid, _sums_at(matrix) + kept)
+
+
+def _sums_at(matrix: ScaledMatrix) -> int:
+    """Where sums lie in shared memory: behind x, and the scales or sums of its groups."""
+    groups = matrix.columns // UNIT_COLUMNS * max(1, UNIT_COLUMNS // _group(matrix))
+    return matrix.columns * 2 + (0 if matrix.layout.codes == "fp8" and not matrix.layout.group else groups * 4)
 
 
 def row_macros(matrix: ScaledMatrix, dtype: torch.dtype, cut: RowCut, gate: int, *, normed: bool) -> Macros:
@@ -89,17 +106,12 @@ def row_macros(matrix: ScaledMatrix, dtype: torch.dtype, cut: RowCut, gate: int,
     half = () if layout.codes != "fp8" else (("HALF", int(dtype == torch.float16)),)
     return (
         *about, *half, ("COLUMNS", matrix.columns), ("WARPS", cut.warps), ("BLOCKS", WARPS // cut.warps),
-        ("DEPTH", cut.depth), ("NORM", int(normed)), ("GATE", gate),
+        ("DEPTH", cut.depth), ("NORM", int(normed)), ("GATE", gate), ("SUMS_AT", _sums_at(matrix)),
     )  # fmt: skip
 
 
 def _group(matrix: ScaledMatrix) -> int:
     return matrix.layout.group or matrix.columns
-
-
-@cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

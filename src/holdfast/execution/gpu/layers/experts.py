@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.cuda.int4_experts import expert_cut, multiply_int4
 from holdfast.execution.gpu.layers.linear import Scratch, gpu_linear
 from holdfast.execution.gpu.layers.rounded_linear import rounds_inputs
 from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack, SharedExpert, Stack
@@ -80,7 +81,8 @@ class ExpertGpuMlp:
         self, weights: ExpertWeights, activation: Activation, buffers: GpuExpertBuffers, scratch: Scratch
     ) -> None:
         self._spec, self._activation, self._buffers = weights.spec, activation, buffers
-        self._gate_up, self._down = [_products(stack) for stack in weights.gate_up], _products(weights.down)
+        self._gate_up = [_products(stack, scratch) for stack in weights.gate_up]
+        self._down = _products(weights.down, scratch)
         self._router = gpu_linear(weights.router, scratch)
         self._shared = None if weights.shared is None else _Shared(weights.shared, activation, scratch)
 
@@ -218,7 +220,7 @@ class _Blocks:
 class _Scaled:
     """Codes with scales."""
 
-    def __init__(self, matrix: ScaledMatrix) -> None:
+    def __init__(self, matrix: ScaledMatrix, experts: int, scratch: Scratch) -> None:
         layout = matrix.layout
         if not rounds_inputs(matrix):
             layout = replace(layout, inputs="plain", static_inputs=False, input_group=0)
@@ -233,6 +235,7 @@ class _Scaled:
             )
         self._planes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros)
         self._static = matrix.inputs if layout.static_inputs else None
+        self._in_cuda = scratch.quantized.against_experts(matrix, experts) is None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -262,14 +265,16 @@ class _Scaled:
     ) -> None:
         if isinstance(x, RoundedRows):
             multiply_rounded(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates)
+        elif self._in_cuda and (cut := expert_cut(len(out), len(lines.counts), x.shape[1])) is not None:
+            multiply_int4(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates, cut=cut)
         else:
             multiply_scaled(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates)
 
 
-def _products(stack: Stack) -> _Products:
+def _products(stack: Stack, scratch: Scratch) -> _Products:
     if isinstance(stack, DenseStack):
         return _Dense(stack)
     if isinstance(stack, QuantizedStack):
         matrix = stack.matrix
-        return _Blocks(matrix) if isinstance(matrix, QuantizedMatrix) else _Scaled(matrix)
+        return _Blocks(matrix) if isinstance(matrix, QuantizedMatrix) else _Scaled(matrix, stack.experts, scratch)
     raise EngineError(f"a {type(stack).__name__} has no products on a GPU")

@@ -21,9 +21,10 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.fragments import rearrange
-from holdfast.execution.gpu.cuda.int4 import NO_GATE, FragmentMatrix, against_int4
+from holdfast.execution.gpu.cuda.int4 import FragmentMatrix, against_int4
+from holdfast.execution.gpu.cuda.int4_experts import against_int4_experts, compile_expert_products
 from holdfast.execution.gpu.cuda.kquant import BITS, KQUANT_ROWS, KquantMatrix, against_kquant, compile_table
-from holdfast.execution.gpu.cuda.module import kernel_decision
+from holdfast.execution.gpu.cuda.module import NO_GATE, kernel_decision
 from holdfast.execution.gpu.cuda.row_product import RowProducts
 from holdfast.execution.gpu.layers.prefill_kernel import GATED_ROWS, HOPPER, choose_gated_product
 from holdfast.execution.layers.linear import QuantizedLinear
@@ -118,6 +119,16 @@ class QuantizedWorkspace:
         else:
             about, against = "gguf_products", against_kquant(matrix.layout, matrix.rows, self.dtype, self.device)
         self._in_fragments.setdefault(about, []).append(against)
+        return against
+
+    def against_experts(self, matrix: ScaledMatrix, experts: int) -> str | None:
+        """The same of a matrix of all experts, one below the other, which is multiplied as it lies."""
+        outputs = matrix.rows // experts
+        against = against_int4_experts(matrix.layout, experts, outputs, matrix.columns, self.dtype, self.device)
+        if matrix.layout.codes == "int4":
+            self._in_fragments.setdefault("expert_products", []).append(against)
+        if against is None:
+            compile_expert_products(matrix.layout, experts, self.dtype, torch.cuda.get_device_capability(self.device))
         return against
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.cuda.module import kernel_decision
 from holdfast.execution.gpu.cuda.row_product import RowProducts
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.ops.interface import Activation
@@ -22,6 +23,7 @@ from holdfast.execution.triton_kernels.rounded.tiles import SCALED_OUTPUTS, SCAL
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.rounded import GROUP, MOST_PARTS, PART_BYTES, rounding_of
+from holdfast.observability.decisions import Decision
 
 HOPPER = (9, 0)
 BLOCK_SCALES_CUDA = (12, 9)
@@ -54,6 +56,20 @@ class RoundedWorkspace:
         self.parts = torch.empty(0, dtype=torch.float32, device=device)
         self.arrivals = torch.empty(0, dtype=torch.int32, device=device)
         self.rows = RowProducts()
+        self._against_library: list[str | None] = []
+
+    def library_takes(self, matrix: ScaledMatrix) -> bool:
+        """Whether products of more rows are cuBLAS's; for `decisions` too."""
+        against = against_library(matrix)
+        if matrix.layout.inputs == "fp8":
+            self._against_library.append(against)
+        return against is None
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """On matrices of FP8, where there are any."""
+        found, reason = self._against_library, f"of more than {SKINNY_ROWS} rows; few are multiplied by kernels of ours"
+        return [kernel_decision("fp8_products", found, "cublas", reason)] if found else []
 
     def make_room(self, columns: int) -> None:
         """For products with inputs of so many columns."""
@@ -94,7 +110,7 @@ class RoundedGpuLinear:
         self._codes, self._scales, self._static = matrix.codes, matrix.scales, matrix.inputs
         self._turned, self._scales_turned = matrix.codes.t(), matrix.scales.t()
         self._grouped = matrix.layout.group == GROUP
-        self._library = _library_multiplies(matrix)
+        self._library = workspace.library_takes(matrix)
         self._row = workspace.rows.make(matrix, workspace.dtype)
         workspace.make_room(matrix.columns)
 
@@ -200,14 +216,21 @@ class RoundedGpuLinear:
             out += target
 
 
-def _library_multiplies(matrix: ScaledMatrix) -> bool:
-    """Whether torch's products take this matrix: float8_e4m3fn on Hopper, for whose cuBLAS row and block scales are."""
-    device, layout = matrix.codes.device, matrix.layout
-    if device.type != "cuda" or layout.inputs != "fp8" or capability_of(device) != HOPPER:
-        return False
+def against_library(matrix: ScaledMatrix) -> str | None:
+    """Why torch's products do not take this matrix; None: they do. They are of float8_e4m3fn on Hopper, for which
+    cuBLAS has scales of rows and blocks."""
+    device, layout, shape = matrix.codes.device, matrix.layout, f"{matrix.rows} x {matrix.columns}"
+    if device.type != "cuda" or layout.inputs != "fp8":
+        return "cuBLAS multiplies FP8 on a GPU"
+    if (found := capability_of(device)) != HOPPER:
+        return f"cuBLAS scales rows and blocks for compute capability 9.0; this GPU has {found[0]}.{found[1]}"
     if matrix.rows % 16 or matrix.columns % 16:
-        return False
-    return not layout.group or (matrix.columns // GROUP % 4 == 0 and _cuda_version() >= BLOCK_SCALES_CUDA)
+        return f"cuBLAS takes rows and columns by 16; these are {shape}"
+    if layout.group and matrix.columns % (4 * GROUP):
+        return f"cuBLAS takes columns in blocks by {4 * GROUP}; these are {shape}"
+    if layout.group and _cuda_version() < BLOCK_SCALES_CUDA:
+        return f"cuBLAS scales blocks from CUDA 12.9 on; torch was built with {torch.version.cuda}"
+    return None
 
 
 def _cuda_version() -> tuple[int, ...]:
