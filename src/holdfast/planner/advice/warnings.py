@@ -272,7 +272,8 @@ def _not_counted(fit: Plan) -> Iterator[Said]:
 QWEN_TOWER = "vision.patch_embed.proj"
 """A tensor of the vision towers of Qwen3-VL and its successors."""
 TRIED_IMAGE = (
-    "; vLLM tries one image of 16,384 tokens when it starts, whether any come or not: 2.6 GiB with Qwen3-VL-30B"
+    "; vLLM tries one image when it starts, whether any come or not (logs of such models: 16,384 tokens; 2.6 GiB with"
+    " Qwen3-VL-30B)"
 )
 
 
@@ -288,7 +289,7 @@ def _inputs_not_counted(fit: Plan) -> Iterator[Said]:
             f"for {' and '.join(inputs)} at most the weights of their encoders are counted: the config does not"
             " say how large inputs may be, so encoder activations, and what engines reserve for them, are not"
             f" counted{TRIED_IMAGE if tried else ''}",
-            'for text only vLLM reserves nothing with --limit-mm-per-prompt \'{"image": 0, "video": 0}\'; for other'
+            'for text only, vLLM tries fewer with --limit-mm-per-prompt \'{"image": 0, "video": 0}\'; for other'
             " inputs leave 1 to 5 GB free: --gpu-memory-utilization",
         )
 
