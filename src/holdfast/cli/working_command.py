@@ -76,15 +76,18 @@ def _put_right(text: str, error: HoldfastError) -> str | None:
 
 
 def _respelled(words: list[str], error: ConfigurationError) -> list[str]:
-    """With the flags that were meant in the place of those that there are not. One like no other goes alone where
-    every bare word has a use: what stands behind it is the model."""
+    """With the flags that were meant in the place of those that there are not, unless they are set already: then the
+    value that was spelled rightly is kept, or the first. One like no other goes alone where every bare word has a use:
+    what stands behind it is the model."""
+    taken = {_flag_of(word) for word in words}
     bare = [word for word in error.unknown if not word.startswith("-")]
     alone = {_flag_of(word) for word in error.unknown} if not bare else set()
     found: list[str] = []
     for word in words:
         flag, (_, equals, value) = _flag_of(word), word.partition("=")
         meant = _meant(flag, error)
-        if meant is not None:
+        if meant is not None and meant not in taken:
+            taken.add(meant)
             found.append(meant + equals + value)
         elif flag not in alone:
             found.append(word)
