@@ -63,6 +63,20 @@ def test_a_loop_of_restarts_is_what_the_earlier_starts_died_of(supervisor: str, 
     assert found.phase == "profile"
 
 
+LLAMA_DIES = [
+    "srv    load_model: loading model '/m/x.gguf'",
+    "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 15814.99 MiB on device 0: cudaMalloc failed: out of memory",
+    "llama_model_load: error loading model: unable to allocate CUDA0 buffer",
+]
+
+
+@pytest.mark.parametrize("begin", ["build: 6500 (abcdef12) with cc for x86_64-linux-gnu", "main: build = 2500 (abcdef12)"])
+def test_starts_of_llama_cpp_under_compose_are_counted_where_only_it_tells_of_them(begin: str, tmp_path: Path) -> None:
+    """`docker compose logs` has no line of the restarts."""
+    found = _read(_under("llama-1  | ", [begin, *LLAMA_DIES]) * 3, tmp_path)
+    assert "restarted in a loop: 3 starts in this log failed" in found.findings[0].what
+
+
 def test_one_failed_start_before_the_open_one_is_told_too(tmp_path: Path) -> None:
     found = _read([*BEGIN, *DIE, *BEGIN], tmp_path)
     assert found.findings[0].cause == "no_memory_for_kv_blocks"

@@ -303,9 +303,8 @@ class LogState:
     def _marks(self, line: Line) -> bool:
         told = False
         for mark in self._page.marks:
-            found = mark.pattern.search(line.whole) and (
-                mark.pattern.search(line.text) or mark.pattern.search(line.whole)
-            )
+            # A pattern that is anchored to the line's beginning is not in the whole of one that compose prefixed.
+            found = mark.pattern.search(line.text) or mark.pattern.search(line.whole)
             if found is None:
                 continue
             told = True
