@@ -234,9 +234,11 @@ def test_content_has_its_form_beside_calls_without_a_mark(asking):
     form = server.engine.received[-1][1].structured_outputs.grammar
     assert "weather" in form
     assert "| content" in form
-    # Of any other form the answer is all, as in vLLM.
-    client.chat.completions.create(**ASKED, extra_body={"structured_outputs": {"choice": ["yes"]}})
-    assert server.engine.received[-1][1].structured_outputs.choice == ["yes"]
+    # Of any other form the answer is all, and calls that it lets through are read, as in vLLM.
+    any_text = {"structured_outputs": {"regex": ".*"}}
+    message = client.chat.completions.create(**ASKED, extra_body=any_text).choices[0].message
+    assert server.engine.received[-1][1].structured_outputs.regex == ".*"
+    assert [call.function.name for call in message.tool_calls] == ["weather", "add"]
 
 
 def test_a_template_without_tools_is_left_alone_unless_a_call_is_asked_for(asking):

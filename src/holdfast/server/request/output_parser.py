@@ -82,30 +82,33 @@ class OutputParserConfig:
         self, params: SamplingParams, tokenizer: Tokenizer, structured: StructuredOutput | None
     ) -> tuple[SamplingParams, OutputParserConfig | None]:
         """Marks must be seen to be read; what must be a call is constrained to one. A grammar that was requested is for
-        the answer behind the thoughts, or in place of calls; where it cannot be put there it is all of the answer, and
-        nothing is read."""
+        the answer behind the thoughts, or in place of calls; where it cannot be put there it is all of the answer: no
+        thoughts are read, and calls as in vLLM where it lets them through."""
         wanted = params.structured_outputs
         forced = self.use is not None and self.use.forced
         if wanted is not None and not forced and not isinstance(_schema(wanted), dict):
-            return params, None
+            calls = None if self.use is None else replace(self, thinking=None, state="over")
+            return params if calls is None else calls._showing_marks(params, tokenizer), calls
         if wanted is not None and forced:
             # It is about content, and what must be a call has none.
             params, wanted = params.replace(structured_outputs=None), None
         if wanted is not None:
             for pattern in patterns(_schema(wanted)):
                 check_repeats(pattern, wanted.asked_as or wanted.kind)  # Within a grammar it is no longer seen.
-        changes: dict[str, Any] = {}
-        if params.skip_special_tokens and any(_special_id(mark, tokenizer) is not None for mark in self._marks):
-            changes["skip_special_tokens"] = False
+        params = self._showing_marks(params, tokenizer)
         grammar = self._grammar(params.structured_outputs, tokenizer)
         if grammar is not None:
             named = "tools" if wanted is None else wanted.asked_as
-            changes["structured_outputs"] = StructuredOutputsParams(grammar=grammar, asked_as=named)
+            params = params.replace(structured_outputs=StructuredOutputsParams(grammar=grammar, asked_as=named))
         if structured is None or self.use is None or self.use.forced:
-            return params.replace(**changes) if changes else params, self
+            return params, self
         strict = any(tool.strict for tool in self.use.tools)
         reading = replace(self, fits=partial(self._fits, structured.texts)) if strict else self
-        return params.replace(**changes) if changes else params, reading
+        return params, reading
+
+    def _showing_marks(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+        special = any(_special_id(mark, tokenizer) is not None for mark in self._marks)
+        return params.replace(skip_special_tokens=False) if special and params.skip_special_tokens else params
 
     @property
     def strict_arguments(self) -> list[StructuredOutputsParams]:
