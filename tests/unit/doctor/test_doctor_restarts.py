@@ -70,7 +70,9 @@ LLAMA_DIES = [
 ]
 
 
-@pytest.mark.parametrize("begin", ["build: 6500 (abcdef12) with cc for x86_64-linux-gnu", "main: build = 2500 (abcdef12)"])
+@pytest.mark.parametrize(
+    "begin", ["build: 6500 (abcdef12) with cc for x86_64-linux-gnu", "main: build = 2500 (abcdef12)"]
+)
 def test_starts_of_llama_cpp_under_compose_are_counted_where_only_it_tells_of_them(begin: str, tmp_path: Path) -> None:
     """`docker compose logs` has no line of the restarts."""
     found = _read(_under("llama-1  | ", [begin, *LLAMA_DIES]) * 3, tmp_path)

@@ -276,6 +276,9 @@ def test_flags_of_our_own_are_all_known() -> None:
 
 
 DRAFT = '{"model": "meta-llama/Llama-3.1-8B-Instruct", "num_speculative_tokens": 3}'
+SMALL = '{"model": "meta-llama/Llama-3.2-1B-Instruct", "num_speculative_tokens": 3}'
+KV = '{"model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 3}'
+"""Its weights fit beside the model and 20,480 tokens; its KV of them does not."""
 ROPE = '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}'
 BIG = "meta-llama/Llama-3.1-70B-Instruct"
 
@@ -287,6 +290,8 @@ BIG = "meta-llama/Llama-3.1-70B-Instruct"
         (f"vllm serve {LLAMA} --max-model-len 8192 --kv-cache-memory-bytes 100M", "rtx4090",
          "kv_cache_too_small_for_max_len"),
         (f"vllm serve {LLAMA} --max-model-len 8192 --speculative-config '{DRAFT}'", "rtx4090", "speculative_memory"),
+        (f"vllm serve Qwen/Qwen3-8B --max-model-len 20480 --speculative-config '{KV}'", "rtx4090",
+         "speculative_memory"),
         (f"vllm serve {LLAMA} --max-model-len 8192 --kv-cache-memory-bytes 12G", "rtx4090", "utilization_too_high"),
         (f"{SGLANG} --context-length 8192 --mem-fraction-static 0.3", "rtx4090", "no_memory_for_kv_blocks"),
         (f"{SGLANG} --context-length 32768 --mem-fraction-static 0.72", "rtx4090", "kv_cache_too_small_for_max_len"),
@@ -328,7 +333,7 @@ def test_sglang_divides_what_is_free_at_start_by_its_static_share(share: float |
     [
         ("--kv-cache-memory-bytes 2G", "2.00 GiB for KV: some 16,384 tokens, 2.0 sequences of 8,192 at once"),
         ("--kv-cache-memory-bytes 100M", "100.00 MiB for KV: some 800 tokens"),
-        ("--speculative-config '{\"model\": \"meta-llama/Llama-3.2-1B-Instruct\"}'", "draft 2.30 GiB, 2.26 GiB for KV"),
+        (f"--speculative-config '{SMALL}'", "draft 2.30 GiB, 2.11 GiB for KV: some 13,822 tokens"),
     ],
 )  # fmt: skip
 def test_what_is_said_of_the_budget_has_the_pool_and_the_draft(flags: str, pool: str) -> None:

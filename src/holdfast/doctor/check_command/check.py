@@ -18,20 +18,19 @@ import msgspec
 from holdfast.doctor.build_finding import Confidence, changed, found
 from holdfast.doctor.check_command.checkpoint_format import stored_otherwise, would_not_run
 from holdfast.doctor.check_command.flags import flag_findings
-from holdfast.doctor.check_command.gpu_split import Split, divided, longest_tokens, split_of
+from holdfast.doctor.check_command.gpu_split import DRAFT, Split, divided, longest_tokens, split_of
 from holdfast.doctor.check_command.refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
 from holdfast.doctor.check_command.remedies import fixes_of, ways, with_fixes
-from holdfast.doctor.check_command.to_question import CommandMachine, question_for, replicas
+from holdfast.doctor.check_command.to_question import CommandMachine, question_for, replicas, without_draft
 from holdfast.doctor.check_command.unplanned import (
-    beyond,
     budget_words,
-    draft_of,
+    draft_model,
     draft_too_large,
     drafts_itself,
     ill_divided,
     not_planned,
-    speculates,
     stretched,
+    too_many_replicas,
 )
 from holdfast.doctor.command.parse import ServerCommand, parse_command
 from holdfast.doctor.command.shell import OpenQuote
@@ -64,6 +63,7 @@ _OF_SIZING = ("it would refuse: ", "pool holds no sequence", "KV cache does not 
 """In the planner's reasons: those that are about the size of the KV pool."""
 _NO_GPU = "a GPU: this machine has none; name the one that the command is for: --gpu rtx4090"
 _NO_DRAFT_LAYERS = "a plan of the model's draft layers: their shapes are not known"
+_NO_DRAFT_MODEL = "a plan of the draft model: its shapes are not known"
 _ON_THIS_CPU = (
     "this machine has no GPU, so the command is checked for its CPU; --gpu NAME or --vram SIZE checks it for another"
 )
@@ -225,6 +225,8 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
         other = [_NO_GPU] if doubtful and findings else []
         if drafts_itself(command) and DRAFT_LAYERS not in question.model.spec.unsupported:
             other.append(_NO_DRAFT_LAYERS)
+        if draft_model(command) is not None and question.model.draft is None:
+            other.append(_NO_DRAFT_MODEL)
         spare = told.fits and len(told.fit.ranks) * replicas(command) < len(question.machine.devices)
         idle = [f"{one.message}; {one.fix}" for one in told.warnings if one.code == _IDLE and spare]
         return findings, other, [*first, f"{seen[-1]}; {budget_words(command, told, split)}", *idle]
@@ -265,7 +267,7 @@ def _answered(
 
     engine = f"vllm=={version}" if command.engine == "vllm" and version is not None else command.engine
     offloaded = any(command.has(name) for name in ("cpu-offload-gb", "n-cpu-moe", "n-gpu-layers"))
-    split = None if offloaded else _split(command, question)
+    split = None if offloaded else split_of(command, question)
     if split is not None and not split.settable:
         return *_no_split_does(command, question, split, engine, version, machine), split
     told = answer(question if split is None else divided(question, split), engine=engine)
@@ -274,10 +276,10 @@ def _answered(
     if ill is not None:
         findings.append(ill)
     elif split is None and not told.fits and not offloaded:
-        findings.append(_does_not_fit(command, told))
+        findings.append(_drafted_too_much(command, told, engine) or _does_not_fit(command, told))
     elif told.fits and told.lacks:
         findings += _would_refuse(command, told, question, engine, sizes_itself=split is None)
-    findings += beyond(command, told, split)
+    findings += too_many_replicas(command, told)
     said = {one.cause for one in findings}
     for warning in told.warnings:
         if warning.code == _IDLE and told.fits:
@@ -287,8 +289,20 @@ def _answered(
     return findings, told, split
 
 
-def _split(command: ServerCommand, question: Question) -> Split | None:
-    return split_of(command, question, draft_of(command) if speculates(command) else None)
+def _drafted_too_much(command: ServerCommand, told: PlanAnswer, engine: str) -> Finding | None:
+    """Where the model fits without its draft model; None: it has none, or does not fit either way."""
+    from holdfast.planner.report.answer import answer
+
+    if told.question.model.draft is None:
+        return None
+    alone = answer(without_draft(told.question), engine=engine)
+    if not alone.fits:
+        return None
+    rank = min(told.fit.ranks, key=lambda one: one.room_bytes)
+    draft = sum(term.nbytes for term in rank.terms if term.name == DRAFT)
+    kv = told.fit.needed_bytes(rank) - alone.fit.needed_bytes(min(alone.fit.ranks, key=lambda one: one.room_bytes))
+    # With the limits that the draft is planned with: without it, steps may be larger.
+    return draft_too_large(command, draft, kv, max(0, draft + kv - told.fit.short_bytes), ways(command, told))
 
 
 def _no_split_does(
@@ -298,8 +312,10 @@ def _no_split_does(
     from holdfast.planner.advice.search import first_that_fits
     from holdfast.planner.report.answer import answer
 
-    drafted = draft_too_large(command, split)
-    if drafted is not None:
+    bare = split_of(command, without_draft(question))
+    if split.draft_bytes and bare is not None and bare.settable:
+        kv, left = split.needed_bytes - bare.needed_bytes, max(0, bare.room_bytes - bare.needed_bytes)
+        drafted = draft_too_large(command, split.draft_bytes, kv, left, [])
         return [drafted], answer(divided(question, None), engine=engine)
     base, most = dict[str, str | None]({split.flag: None}), max(0.01, split.most_share)
     if split.share is not None:
@@ -329,7 +345,7 @@ def _holds(text: str | None, machine: CommandMachine, version: str | None) -> bo
     command = None if text is None else parse_command(text)
     if command is None:
         return None
-    split = _split(command, question_for(command, machine, version))
+    split = split_of(command, question_for(command, machine, version))
     return split is None or split.needed_bytes <= split.pool_bytes <= split.room_bytes or None
 
 

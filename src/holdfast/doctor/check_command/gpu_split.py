@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SHARE, POOL = "--mem-fraction-static", "--kv-cache-memory-bytes"
 _CONTEXT = ("context", "driver")
+DRAFT = "draft"
+"""The planner's term for the weights of a draft model."""
 _BLOCK_TOKENS = 16
 _OWN_LIMITS = ((20, 2048, 8, 8), (35, 2048, 24, 80), (60, 4096, 32, 160), (160, 8192, 256, 512))
 """Below so many GiB: SGLang's tokens of a chunk, and the largest batch of its graphs with fewer than 4 ranks, or more
@@ -96,8 +98,8 @@ class Split:
         return replace(self, share=share, pool_bytes=int(share * self.free_bytes) - held)
 
 
-def split_of(command: ServerCommand, question: Question, draft_bytes: int | None) -> Split | None:
-    """None: it is divided by a share of the whole, as a plan divides it. `draft_bytes` of all ranks together."""
+def split_of(command: ServerCommand, question: Question) -> Split | None:
+    """None: it is divided by a share of the whole, as a plan divides it."""
     from holdfast.planner.engines.commands import HELD_BEFORE_KV
     from holdfast.planner.fit.search import fit
 
@@ -111,12 +113,13 @@ def split_of(command: ServerCommand, question: Question, draft_bytes: int | None
     rank = min(found.ranks, key=lambda one: one.room_bytes)
     context = sum(term.nbytes for term in rank.terms if term.name in _CONTEXT)
     weights = sum(term.nbytes for term in rank.terms if term.name in HELD_BEFORE_KV)
-    counted = sum(term.nbytes for term in rank.terms) + rank.null_bytes - weights - context
+    draft = sum(term.nbytes for term in rank.terms if term.name == DRAFT)
+    counted = sum(term.nbytes for term in rank.terms) + rank.null_bytes - weights - draft - context
     split = Split(
         flag=POOL if share is None else SHARE,
         free_bytes=max(1, rank.budget_bytes - context),
         weights_bytes=weights,
-        draft_bytes=(draft_bytes or 0) // len(found.ranks),
+        draft_bytes=draft,
         beside_bytes=counted,
         counted_bytes=counted,
         context_bytes=context,
@@ -136,7 +139,7 @@ def divided(question: Question, split: Split | None) -> Question:
         budget = device.free_bytes if device.budget_bytes is None else min(device.budget_bytes, device.free_bytes)
         if split is not None:
             pool = max(0, min(split.pool_bytes, split.room_bytes))
-            budget = min(budget, split.context_bytes + split.weights_bytes + split.counted_bytes + pool)
+            budget = min(budget, split.context_bytes + split.held_bytes + split.counted_bytes + pool)
         devices.append(replace(device, budget_bytes=budget))
     return replace(question, machine=replace(question.machine, devices=tuple(devices)))
 

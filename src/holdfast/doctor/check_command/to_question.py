@@ -4,20 +4,20 @@ none are set. Answers nothing.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from holdfast.doctor.check_command.gpu_split import sglang_limits
-from holdfast.doctor.check_command.unplanned import drafts_itself, quantization_of
+from holdfast.doctor.check_command.unplanned import draft_model, drafts_itself, quantization_of
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME
 from holdfast.engine_profiles.profile import profile
-from holdfast.errors import ConfigurationError
+from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
-    from holdfast.config.plan import PlanConfig
     from holdfast.planner.fit.search import Question
 
 _COUNTED = re.compile(r"x\d+$")
@@ -71,8 +71,7 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
         given["gpu"] = f"{machine.gpu}x{copies * math.prod(int(size) for size in each if size.isdecimal())}"
     model = (command.model or "").partition(":")[0] if command.has("hf-repo") else command.model
     question = question_of(PlanConfig.from_arguments(model=model or None, **given))
-    if drafts_itself(command):
-        question = _with_draft_layers(question, PlanConfig.from_arguments(spec_method="mtp"))
+    question = _with_draft(question, command)
     if command.engine == "vllm" and not command.has("max-model-len"):
         # vLLM takes the model's whole context where none is set, and refuses to start where KV does not hold it.
         question = with_settings(question, max_model_len=question.model.spec.max_position)
@@ -84,14 +83,29 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
     return question
 
 
-def _with_draft_layers(question: Question, config: PlanConfig) -> Question:
-    """As it is where the shapes of the model's own draft layers are not known; `check.py` says so."""
+def _with_draft(question: Question, command: ServerCommand) -> Question:
+    """With the model's own draft layers, or a draft model beside it; as it is where their shapes are not known, which
+    `check.py` says."""
+    from holdfast.config.plan import PlanConfig
     from holdfast.planner.models.speculation import with_speculation
 
-    try:
-        return replace(question, model=with_speculation(question.model, config)[0])
-    except ConfigurationError:
+    name = draft_model(command)
+    if name is None and not drafts_itself(command):
         return question
+    drafting = {"spec_method": "mtp"} if name is None else {"speculative_config": json.dumps({"model": name})}
+    try:
+        return replace(question, model=with_speculation(question.model, PlanConfig.from_arguments(**drafting))[0])
+    except HoldfastError:
+        return question
+
+
+def without_draft(question: Question) -> Question:
+    """As if no draft model were loaded beside the model."""
+    from holdfast.planner.models.speculation import DRAFT_MODEL
+
+    spec = question.model.spec
+    alone = replace(spec, unsupported=tuple(one for one in spec.unsupported if one != DRAFT_MODEL))
+    return replace(question, model=replace(question.model, spec=alone, draft=None))
 
 
 def replicas(command: ServerCommand) -> int:

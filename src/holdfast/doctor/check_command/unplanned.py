@@ -1,6 +1,6 @@
 """What a command sets that the planner has no setting for: reckoned where a sum is enough, else named as not planned.
 
-    more replicas than GPUs, a KV pool in bytes, SGLang's static share, the weights of a draft    reckoned
+    more replicas than GPUs, a KV pool in bytes, SGLang's static share, a draft model             reckoned
     offloading, other splits, quantization by other methods, stretched positions, shell's values  named
 
 Nothing that a command sets for memory is passed over in silence.
@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
 from holdfast.doctor.build_finding import changed, found
-from holdfast.doctor.check_command.gpu_split import Split
+from holdfast.doctor.check_command.gpu_split import DRAFT, Split
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import weights_bytes_of
-from holdfast.doctor.findings import Evidence, Finding
+from holdfast.doctor.findings import Evidence, Finding, Fix
 from holdfast.engine_profiles.profile import profile
 from holdfast.units import GIB, MIB, counted, format_bytes
 
@@ -57,7 +56,7 @@ def not_planned(command: ServerCommand) -> list[str]:
         if flag.name == "quantization" and plan.get("names-quantization"):
             matters = value.lower() not in METHODS and not value.lower().startswith(_CHECKPOINT_METHODS)
         if flag.name in _SPECULATIVE:
-            matters = draft_of(command) is None and not drafts_itself(command)
+            matters = not (draft_model(command) or _loads_nothing(command) or drafts_itself(command))
         if flag.unknown and flag.name in _SIZES:
             told.append(f"--{flag.name} {command.spelled.get(flag.words[1] - 1, '')}: only the shell knows its value")
         elif matters:
@@ -86,15 +85,24 @@ def _speculative_config(command: ServerCommand) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else {}
 
 
-def draft_of(command: ServerCommand) -> int | None:
-    """Bytes of a draft's weights; 0: it has none (n-grams); None: not known."""
-    settings = _speculative_config(command)
-    if settings is None:
+def draft_model(command: ServerCommand) -> str | None:
+    """Of vLLM's and SGLang's commands; None: none is loaded, or the catalogue does not know it."""
+    name = _draft_name(command)
+    if name is None or command.engine not in ("vllm", "sglang"):
         return None
+    return name if weights_bytes_of(name) is not None else None
+
+
+def _draft_name(command: ServerCommand) -> str | None:
+    settings = _speculative_config(command) or {}
     name = settings.get("model") or command.value("speculative-model") or command.value("speculative-draft-model-path")
-    if name in ("ngram", "[ngram]") or (name is None and settings.get("method") == "ngram"):
-        return 0
-    return None if not isinstance(name, str) else weights_bytes_of(name)
+    return name if isinstance(name, str) else None
+
+
+def _loads_nothing(command: ServerCommand) -> bool:
+    """It guesses from the text itself."""
+    name, method = _draft_name(command), (_speculative_config(command) or {}).get("method")
+    return name in ("ngram", "[ngram]") or (name is None and method == "ngram")
 
 
 def stretched(command: ServerCommand) -> bool:
@@ -103,21 +111,11 @@ def stretched(command: ServerCommand) -> bool:
     return "rope" in text or "yarn" in text.lower()
 
 
-def beyond(command: ServerCommand, told: PlanAnswer, split: Split | None) -> Iterator[Finding]:
-    """Of a command that fits as far as the planner counts; `split`: as it divides a GPU, where it does so itself."""
-    yield from _replicas(command, told)
-    if told.fits and split is None and told.question.machine.kind == "gpu" and speculates(command):
-        rank = min(told.fit.ranks, key=lambda one: one.room_bytes)
-        left, draft = rank.room_bytes - told.fit.needed_bytes(rank), draft_of(command)
-        if draft is not None and draft // len(told.fit.ranks) > left:
-            yield _speculative(command, draft, max(0, left))
-
-
 def _evidence(line: str) -> list[Evidence]:
     return [Evidence(line=line, source="command")]
 
 
-def _replicas(command: ServerCommand, told: PlanAnswer) -> Iterator[Finding]:
+def too_many_replicas(command: ServerCommand, told: PlanAnswer) -> Iterator[Finding]:
     value = command.value("data-parallel-size") or "1"
     ranks, devices = len(told.fit.ranks), len(told.question.machine.devices)
     if not value.isdecimal() or int(value) * ranks <= devices or command.has("data-parallel-size-local"):
@@ -210,22 +208,14 @@ def _written(share: float) -> str:
     return f"{int(share * 100 + 1e-6) / 100:g}"
 
 
-def draft_too_large(command: ServerCommand, split: Split) -> Finding | None:
-    """Where only the draft is too much; its weights are taken out of the same share."""
-    without = replace(split, draft_bytes=0)
-    if not split.draft_bytes or split.settable or not without.settable:
-        return None
-    return _speculative(command, split.draft_bytes, max(0, without.room_bytes - split.needed_bytes))
-
-
 def budget_words(command: ServerCommand, told: PlanAnswer, split: Split | None) -> str:
     """What the plan rests on, in one line."""
     fit = told.fit
     rank = min(fit.ranks, key=lambda one: one.room_bytes)
     each = "" if len(fit.ranks) == 1 else f" on each of {len(fit.ranks)}"
     weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
-    draft = (draft_of(command) or 0) // len(fit.ranks) if speculates(command) else 0
-    pool, after = rank.room_bytes - draft, ""
+    draft = sum(term.nbytes for term in rank.terms if term.name == DRAFT)
+    pool, after = rank.room_bytes, ""
     if split is None:
         device, on_cpu = rank.device, rank.device.kind == "cpu"
         whole = device.free_bytes if on_cpu else device.total_bytes
@@ -253,25 +243,17 @@ def budget_words(command: ServerCommand, told: PlanAnswer, split: Split | None) 
     return f"{text}, {format_bytes(pool)} for KV: {held}{after}"
 
 
-def speculates(command: ServerCommand) -> bool:
-    return any(command.has(name) for name in _SPECULATIVE)
-
-
-def _speculative(command: ServerCommand, draft: int, left: int) -> Finding:
+def draft_too_large(command: ServerCommand, draft: int, draft_kv: int, left: int, others: list[Fix]) -> Finding:
+    """Where the model alone fits. `draft`, `draft_kv`: its weights and its KV of one sequence. `left`: beside the model
+    and one sequence. `others`: fixes that keep it."""
+    dropped: dict[str, str | None] = {f"--{name}": None for name in _SPECULATIVE if command.has(name)}
     return found(
         "speculative_memory",
         "configuration_overshoot",
         "high",
-        what=f"the draft's weights take {format_bytes(draft)}, and {format_bytes(left)} are left beside the"
-        " model and one sequence",
-        why="a draft is loaded beside the model, and its weights leave that much less for KV",
-        evidence=_evidence(f"draft {draft / GIB:.2f} GiB"),
-        fixes=[
-            changed(
-                command,
-                {f"--{name}": None for name in _SPECULATIVE if command.has(name)},
-                "without speculation it fits",
-                "slower answers at low load",
-            )
-        ],
+        what=f"the draft's weights take {format_bytes(draft)} and its KV of one sequence {format_bytes(draft_kv)}, and"
+        f" {format_bytes(left)} are left beside the model and one sequence",
+        why="a draft is loaded beside the model and keeps KV of the same tokens: both leave less for the model's KV",
+        evidence=_evidence(f"draft {draft / GIB:.2f} GiB, its KV {draft_kv / GIB:.2f} GiB"),
+        fixes=[changed(command, dropped, "without speculation it fits", "slower answers at low load"), *others],
     )

@@ -120,7 +120,7 @@ def _divided(case: Case, changes: Mapping[str, str | None]) -> bool | None:
     ranks = command.value("tensor-parallel-size") or "1"
     machine = CommandMachine(vram=f"{int(case.total_gib * GIB)}x{ranks}")
     try:
-        split = split_of(command, question_for(command, machine, None), None)
+        split = split_of(command, question_for(command, machine, None))
     except HoldfastError:
         return None
     return None if split is None else split.pool_bytes >= split.needed_bytes

@@ -27,6 +27,8 @@ _SHARED_WITH_DRAFT = (".embed", ".head")
 """Tensors of a draft layer that engines take from the model itself."""
 DRAFT_LAYERS = "draft layers"
 """Among what is not supported of a model: they are counted."""
+DRAFT_MODEL = "a draft model"
+"""Likewise."""
 EXAMPLE = '{"model": "qwen3-0.6b", "num_speculative_tokens": 5}'
 
 
@@ -74,7 +76,7 @@ def with_speculation(model: PlannedModel, config: PlanConfig) -> tuple[PlannedMo
     if asked.model is None:
         return model, (Decision(field, asked.method, "guesses from the text itself: nothing more is loaded", "set"),)
     draft = resolve_model(asked.model)
-    lacking = replace(model.spec, unsupported=(*model.spec.unsupported, "a draft model"))
+    lacking = replace(model.spec, unsupported=(*model.spec.unsupported, DRAFT_MODEL))
     said = Decision(field, draft.model.name, "its weights and its KV are counted beside the model's", "set")
     return replace(model, spec=lacking, draft=draft.model), (*draft.decisions, said)
 
