@@ -161,7 +161,7 @@ VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "reasoning_parser": (_REASONING_FORMATS, "the chat template decides how reasoning is marked"),
     "enable_chunked_prefill": (frozenset({"false", "0", "no", "off"}), "prompts longer than a step come in chunks"),
     "api_server_count": (_COUNTS, ONE_PROCESS),
-    "max_logprobs": (frozenset({"-1"}), "a request may ask for up to 20"),
+    "max_logprobs": (frozenset({"-1"}), "a request may ask for up to 20: memory is planned for so many"),
 }
 """The same of single values, for settings that are there."""
 

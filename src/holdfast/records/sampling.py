@@ -23,6 +23,7 @@ GREEDY_BELOW = 1e-5
 LEAST_PENALTY = 0.0001
 """By less logits would be divided into what is no number any more."""
 MAX_LOGPROBS = 20
+LOGPROBS_NEEDED = f"from 0 to {MAX_LOGPROBS}; -1, the whole vocabulary, is more than memory is planned for"
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
@@ -252,7 +253,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, kw_only=True, omit_def
             "min_tokens",
             f"at most max_tokens ({self.max_tokens})",
         )
-        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"from 0 to {MAX_LOGPROBS}")
+        need(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", LOGPROBS_NEEDED)
         need(
             not self.logprob_token_ids or len(self.logprob_token_ids) <= MAX_LOGPROBS,
             "logprob_token_ids",
@@ -266,7 +267,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, kw_only=True, omit_def
         need(
             self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
             "prompt_logprobs",
-            f"from 0 to {MAX_LOGPROBS}",
+            LOGPROBS_NEEDED,
         )
         need(len(self.stop_strings) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
         need(

@@ -47,6 +47,14 @@ def test_out_of_range_names_the_field(field: str, value: object) -> None:
     assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_vllms_number_for_the_whole_vocabulary_is_refused_by_its_meaning(field: str) -> None:
+    with pytest.raises(
+        RequestError, match=f"{field} is -1; .* the whole vocabulary, is more than memory is planned for"
+    ):
+        SamplingParams(**{field: -1})
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
