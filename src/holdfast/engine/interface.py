@@ -98,13 +98,15 @@ class Engine(Protocol):
         adapter: AdapterRef | None = None,
         embed: bool = False,
         search_id: str | None = None,
+        progress: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
         """Checks the request and queues it, or raises a RequestError, OverloadedError, DrainingError or EngineError.
 
         The iterator yields deltas of all `params.n` answers as they come and ends when all have ended. Closing it
         early aborts the request and frees its pages. It raises EngineError when the request cannot be finished.
         `embed`: one delta with the prompt's embedding, and no token (`engine.requests.embedding.PARAMS` goes with it).
-        `search_id`: it is a step of that search, for which there is room, also while draining.
+        `search_id`: it is a step of that search, for which there is room, also while draining. `progress`: deltas also
+        say after each step how much of the prompt is computed.
         """
 
     async def open_search(

@@ -87,6 +87,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of further tokens of the prompt, each told once; the first token of a prompt has none."""
+    prompt_computed: int = 0
+    """Of the prompt, after a step that leaves more of it to compute, where that was asked for."""
     embedding: bytes | None = None
     """Of the prompt, where that was asked for: float32, of length 1."""
     finish_reason: FinishReason | None = None
@@ -142,6 +144,8 @@ class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """Of further tokens of the prompt, spelled when they are looked at; None stands for the first, behind which nothing
     was known. Of a request with several answers they come with the first."""
+    prompt_computed: int = 0
+    """Tokens of the prompt so far, where that was asked for; nothing else is told with it."""
     embedding: bytes | None = None
     """Of the prompt, where that was asked for: float32, of length 1."""
     finish_reason: FinishReason | None = None

@@ -31,6 +31,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The grammar of its answer takes long to compile or to follow: it is kept apart from others'."""
     embed: bool = False
     """Wants its prompt as a vector, and no answer."""
+    progress: bool = False
+    """Wants to be told after each step how much of its prompt is computed."""
     prompt_logprobs_sent: int = 0
     """Entries that have gone out already, from an engine that died."""
     adapter: AdapterRef | None = None

@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from holdfast.errors import ContextLengthError, HoldfastError, RequestError
 from holdfast.kvcache import KVCache
@@ -60,6 +60,7 @@ def make_output(
     prompt_logprobs: list[TokenLogprobs] | None = None,
     embedding: bytes | None = None,
     complete: bool = False,
+    prompt_computed: int = 0,
 ) -> EngineOutput:
     """What a sequence gained, and whether that ended it; with its times where `now_s` is given."""
     timing = None
@@ -75,6 +76,7 @@ def make_output(
         token_ids=token_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        prompt_computed=prompt_computed,
         embedding=embedding,
         finish_reason=reason,
         stop_token_id=stop_id,
@@ -83,3 +85,12 @@ def make_output(
         failure=failure,
         complete=complete,
     )
+
+
+def told_of_prompt(sequence: Sequence, prompt_logprobs: list[TokenLogprobs] | None) -> Iterator[EngineOutput]:
+    """After a step that computed a part of its prompt and sampled nothing."""
+    computed = sequence.computed if sequence.request.progress and sequence.computed < sequence.prompt_length else 0
+    if prompt_logprobs is not None or computed:
+        yield make_output(
+            sequence, [], None, None, None, None, prompt_logprobs=prompt_logprobs, prompt_computed=computed
+        )

@@ -33,7 +33,7 @@ from holdfast.records.steps import AdapterArrival, StepFailure, StepPlan, StepRe
 from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.lora import LoraScheduler
-from holdfast.scheduler.outputs import AdvanceGrammar, make_output, refused, validate
+from holdfast.scheduler.outputs import AdvanceGrammar, make_output, refused, told_of_prompt, validate
 from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
 from holdfast.scheduler.stats import figures
@@ -336,8 +336,8 @@ class Scheduler:
             prompt_logprobs = next(scores) if row.scored else None
             if prompt_logprobs is not None and counts:
                 sequence.prompt_logprobs_sent += len(prompt_logprobs)
-                if not samples:
-                    outputs.append(make_output(sequence, [], None, None, None, None, prompt_logprobs=prompt_logprobs))
+            if counts and not samples:
+                outputs += told_of_prompt(sequence, prompt_logprobs)
             if row.samples:
                 sequence.sampling_in_flight -= 1
                 if counts and samples:

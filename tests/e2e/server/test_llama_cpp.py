@@ -93,7 +93,7 @@ def test_members_that_its_clients_ask_for_in_openais_answers(http, path):
     lines = http.post(path, json={**asked, **wanted, "stream": True}).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line not in ("", "data: [DONE]")]
     shown = [event["prompt_progress"] for event in events if "prompt_progress" in event]
-    assert [(one["total"], one["processed"]) for one in shown] == [(tokens, tokens)]
+    assert [(one["total"], one["processed"]) for one in shown] == [(tokens, tokens // 2), (tokens, tokens)]
     assert [event["timings"]["predicted_n"] for event in events if "timings" in event] == [1, 2, 3]
     assert [event["__verbose"]["prompt"] for event in events if "__verbose" in event] == [told["__verbose"]["prompt"]]
     plain = http.post(path, json=asked).json()

@@ -172,3 +172,14 @@ def test_a_context_of_absurd_length_is_only_words(digits: int) -> None:
     found = diagnose_lines(text.split("\n"), "log")
     assert {one.cause for one in found.findings} == {"no_memory_for_kv_blocks", "kv_cache_too_small_for_max_len"}
     assert "inf" not in " ".join(one.what for one in found.findings)
+
+
+def test_a_pool_that_cannot_be_allocated_is_told_apart_from_the_profile_run() -> None:
+    frames = ("line 6756, in initialize_kv_cache_tensors", "line 6537, in _allocate_kv_cache_tensors")
+    text = "Traceback (most recent call last):\n" + "".join(
+        f'  File "/venv/vllm/v1/worker/gpu_model_runner.py", {frame}\n    make()\n' for frame in frames
+    )
+    out = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.50 GiB of which 0.20 GiB is free. Including non-PyTorch memory, this process has 23.30 GiB memory in use. Of the allocated memory 22.60 GiB is allocated by PyTorch, and 0.20 GiB is reserved by PyTorch but unallocated."
+    [finding] = diagnose_lines((text + out).splitlines(), "log").findings
+    assert finding.cause == "utilization_too_high"
+    assert finding.what.startswith("The KV cache itself could not be allocated")

@@ -193,3 +193,23 @@ Events:
     assert [one.cause for one in diagnose_lines(without_probe, "log").findings] == ["host_ram_oom"]
     # A server that is there and slow has finished loading.
     assert diagnose_lines(pod.splitlines()[4:5], "log").findings == []
+
+
+def test_a_port_for_the_engine_s_own_processes_is_not_the_server_s() -> None:
+    text = 'Traceback (most recent call last):\n  File "/venv/vllm/utils.py", line 572, in get_open_port\n    s.bind(("", 0))\nOSError: [Errno 98] Address already in use\n'
+    [finding] = _found(text)
+    assert "not the port that the server listens on" in finding.what
+    assert finding.confidence == "medium"
+
+
+def test_a_function_that_an_amd_gpu_lacks_leaves_a_choice() -> None:
+    [finding] = diagnose_lines(
+        ["ggml_cuda_compute_forward: RMS_NORM failed", "ROCm error: invalid device function"], "log"
+    ).findings
+    assert finding.confidence == "medium"
+
+
+def test_memory_that_the_kernel_refuses_may_be_a_limit() -> None:
+    [finding] = _found("    faulthandler.enable()\nOSError: [Errno 12] Cannot allocate memory")
+    assert finding.confidence == "medium"
+    assert "limit" in finding.what

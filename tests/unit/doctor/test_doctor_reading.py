@@ -46,6 +46,7 @@ SOME = [rule for rule in rulebook().rules if rule.patterns and rule.id != holdfa
 
 
 BANNER = "INFO 01-10 10:00:00 [api_server.py:1034] vLLM API server version 0.11.0"
+LLAMA = "llama_model_loader: loaded meta data with 25 key-value pairs and 579 tensors from m.gguf (version GGUF V3)"
 
 
 def causes(lines: list[str]) -> list[tuple[str, str]]:
@@ -56,7 +57,8 @@ def causes(lines: list[str]) -> list[tuple[str, str]]:
 def test_the_same_is_found_whatever_stands_before_a_line(prefix: str) -> None:
     for rule in SOME:
         lines = rule.examples[0].split("\n")
-        first = [BANNER] if not rule.engines or "vllm" in rule.engines else []  # A prefix may name the engine too.
+        # A prefix may name the engine too.
+        first = [BANNER] if not rule.engines or "vllm" in rule.engines else [LLAMA] * ("llama.cpp" in rule.engines)
         assert causes([*first, *(prefix + line for line in lines)]) == causes([*first, *lines]), rule.id
 
 

@@ -291,7 +291,7 @@ BIG = "meta-llama/Llama-3.1-70B-Instruct"
 @pytest.mark.parametrize(
     ("command", "gpu", "cause"),
     [
-        (f"vllm serve {LLAMA} --max-model-len 8192 --data-parallel-size 8", "h100-80", "tensor_parallel_mismatch"),
+        (f"vllm serve {LLAMA} --max-model-len 8192 --data-parallel-size 8", "h100-80x2", "tensor_parallel_mismatch"),
         (f"vllm serve {LLAMA} --max-model-len 8192 --kv-cache-memory-bytes 100M", "rtx4090",
          "kv_cache_too_small_for_max_len"),
         (f"vllm serve {LLAMA} --max-model-len 8192 --speculative-config '{DRAFT}'", "rtx4090", "speculative_memory"),
@@ -410,3 +410,23 @@ def test_a_key_behind_a_misspelt_flag_is_hidden_too(engine: str, key: str) -> No
     assert found.findings[0].fix is not None
     assert "secret123" not in msgspec.json.encode(found).decode()
     assert '"${API_KEY:?}"' in (found.findings[0].fix.command or "")
+
+
+def test_gpus_without_a_number_are_as_many_as_the_replicas_need() -> None:
+    command = "vllm serve Qwen/Qwen3-8B --max-model-len 8192 -dp 2"
+    told = _judged(command, "h100-80")
+    assert told.healthy
+    assert not any("unused" in line for line in told.seen)
+    assert _judged(command, "h100-80x1").findings[0].cause == "tensor_parallel_mismatch"
+
+
+def test_a_model_s_own_draft_layers_are_planned_and_another_model_is_never_the_first_fix() -> None:
+    drafting = '--speculative-config \'{"method":"mtp","num_speculative_tokens":1}\''
+    [plain] = _judged("vllm serve deepseek-ai/DeepSeek-R1 -tp 8", "h100-80").findings
+    told = _judged(f"vllm serve deepseek-ai/DeepSeek-R1 -tp 8 {drafting}", "h100-80")
+    [finding] = told.findings
+    assert not told.missing
+    assert finding.numbers != plain.numbers
+    assert finding.fix is not None
+    assert "--model" not in finding.fix.changes
+    assert any("shapes are not known" in one for one in _judged(f"vllm serve Qwen/Qwen3-8B {drafting}").missing)

@@ -74,6 +74,14 @@ def rows(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
 
 
 class TestSteps:
+    def test_who_asks_is_told_after_each_chunk_how_much_is_computed(self) -> None:
+        scheduler = make(max_num_batched_tokens=16)
+        scheduler.add(ask("told", 40, progress=True), 0.0)
+        told = [output.prompt_computed for _ in range(3) for output in step(scheduler)]
+        assert told == [16, 32, 0]
+        scheduler.add(ask("silent", 40), 0.0)
+        assert all(not output.prompt_computed for _ in range(3) for output in step(scheduler))
+
     def test_a_prompt_is_computed_in_chunks_and_then_decoded(self) -> None:
         scheduler = make(max_num_batched_tokens=8)
         assert scheduler.add(ask("a", 20, max_tokens=3), 0.0) is None

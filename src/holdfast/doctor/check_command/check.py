@@ -21,12 +21,13 @@ from holdfast.doctor.check_command.flags import flag_findings
 from holdfast.doctor.check_command.gpu_split import Split, divided, longest_tokens, split_of
 from holdfast.doctor.check_command.refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
 from holdfast.doctor.check_command.remedies import fixes_of, ways, with_fixes
-from holdfast.doctor.check_command.to_question import CommandMachine, question_for
+from holdfast.doctor.check_command.to_question import CommandMachine, question_for, replicas
 from holdfast.doctor.check_command.unplanned import (
     beyond,
     budget_words,
     draft_of,
     draft_too_large,
+    drafts_itself,
     ill_divided,
     not_planned,
     speculates,
@@ -62,6 +63,7 @@ _IDLE = "HFW27"
 _OF_SIZING = ("it would refuse: ", "pool holds no sequence", "KV cache does not hold a ")
 """In the planner's reasons: those that are about the size of the KV pool."""
 _NO_GPU = "a GPU: this machine has none; name the one that the command is for: --gpu rtx4090"
+_NO_DRAFT_LAYERS = "a plan of the model's draft layers: their shapes are not known"
 _ON_THIS_CPU = (
     "this machine has no GPU, so the command is checked for its CPU; --gpu NAME or --vram SIZE checks it for another"
 )
@@ -198,6 +200,7 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
     except HoldfastError as error:
         return *refused(command, error, None), []
     from holdfast.planner.fit.search import describe_devices
+    from holdfast.planner.models.speculation import DRAFT_LAYERS
 
     devices = describe_devices(question.machine.all_devices)
     on_cpu = question.machine.kind == "cpu"
@@ -220,7 +223,10 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
                 msgspec.structs.replace(one, confidence=_LESS_SURE.get(one.confidence, "low")) for one in findings
             ]
         other = [_NO_GPU] if doubtful and findings else []
-        idle = [f"{one.message}; {one.fix}" for one in told.warnings if one.code == _IDLE and told.fits]
+        if drafts_itself(command) and DRAFT_LAYERS not in question.model.spec.unsupported:
+            other.append(_NO_DRAFT_LAYERS)
+        spare = told.fits and len(told.fit.ranks) * replicas(command) < len(question.machine.devices)
+        idle = [f"{one.message}; {one.fix}" for one in told.warnings if one.code == _IDLE and spare]
         return findings, other, [*first, f"{seen[-1]}; {budget_words(command, told, split)}", *idle]
     except HoldfastError as error:
         if error.code == BEYOND_MODEL and stretched(command):

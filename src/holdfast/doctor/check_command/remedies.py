@@ -27,13 +27,16 @@ MADE_BY_VLLM = ("fp8", "nf4")
 
 
 def ways(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
-    """Those that can be run first, in the plan's order; of what has to be made or bought the first alone. A plan in
-    tiers is none: nothing here runs it."""
-    fixes = [_fix(command, way) for way in told.ways_out if way.tiers is None and _applies(command, way)]
+    """Those that can be run first, in the plan's order; of what has to be made or bought the first alone. Another model
+    comes last: it answers something else. A plan in tiers is none: nothing here runs it."""
+    offered = [way for way in told.ways_out if way.tiers is None and _applies(command, way)]
+    fixes = [_fix(command, way) for way in offered if way.kind != "smaller_model"]
+    others = [_fix(command, way) for way in offered if way.kind == "smaller_model"]
     # A checkpoint that is quantized already is refused with a method for another.
     quantized = command.value("quantization") is not None
     ready = [fix for fix in fixes if fix.command is not None and not (quantized and "--model" in fix.changes)]
-    return [*ready[:WAYS_SHOWN], *[fix for fix in fixes if fix.command is None][: 2 if ready else WAYS_SHOWN]]
+    made = [fix for fix in fixes if fix.command is None][: 2 if ready else WAYS_SHOWN]
+    return [*ready[:WAYS_SHOWN], *made, *others[:1]]
 
 
 def _applies(command: ServerCommand, way: Remedy) -> bool:

@@ -4,17 +4,25 @@ none are set. Answers nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from holdfast.doctor.check_command.gpu_split import sglang_limits
-from holdfast.doctor.check_command.unplanned import quantization_of
+from holdfast.doctor.check_command.unplanned import drafts_itself, quantization_of
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import QUANTIZED_NAME
 from holdfast.engine_profiles.profile import profile
+from holdfast.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from holdfast.config.plan import PlanConfig
     from holdfast.planner.fit.search import Question
+
+_COUNTED = re.compile(r"x\d+$")
+"""A name of GPUs that says how many; without it there are as many as the command needs."""
+_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +65,14 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
     if method is not None and command.engine in ("vllm", "sglang", "holdfast"):
         given["quantization"] = method
     given |= {name: value for name in ("gpu", "vram", "ram") if (value := getattr(machine, name)) is not None}
+    copies = replicas(command)
+    if copies > 1 and machine.gpu is not None and _COUNTED.search(machine.gpu) is None:
+        each = [str(given.get(f"{kind}_parallel_size", "1")) for kind in ("tensor", "pipeline")]
+        given["gpu"] = f"{machine.gpu}x{copies * math.prod(int(size) for size in each if size.isdecimal())}"
     model = (command.model or "").partition(":")[0] if command.has("hf-repo") else command.model
     question = question_of(PlanConfig.from_arguments(model=model or None, **given))
+    if drafts_itself(command):
+        question = _with_draft_layers(question, PlanConfig.from_arguments(spec_method="mtp"))
     if command.engine == "vllm" and not command.has("max-model-len"):
         # vLLM takes the model's whole context where none is set, and refuses to start where KV does not hold it.
         question = with_settings(question, max_model_len=question.model.spec.max_position)
@@ -68,6 +82,21 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
     if command.engine == "vllm" and command.value("gpu-memory-utilization") is None and on_gpu:
         question = with_settings(question, utilization=parse_vllm(version or "").default_utilization)
     return question
+
+
+def _with_draft_layers(question: Question, config: PlanConfig) -> Question:
+    """As it is where the shapes of the model's own draft layers are not known; `check.py` says so."""
+    from holdfast.planner.models.speculation import with_speculation
+
+    try:
+        return replace(question, model=with_speculation(question.model, config)[0])
+    except ConfigurationError:
+        return question
+
+
+def replicas(command: ServerCommand) -> int:
+    written = command.value("data-parallel-size") or "1"
+    return int(written) if written.isdecimal() and len(written) < _DIGITS else 1
 
 
 def _is_quantized(model: str | None) -> bool:

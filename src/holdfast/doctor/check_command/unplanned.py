@@ -57,7 +57,7 @@ def not_planned(command: ServerCommand) -> list[str]:
         if flag.name == "quantization" and plan.get("names-quantization"):
             matters = value.lower() not in METHODS and not value.lower().startswith(_CHECKPOINT_METHODS)
         if flag.name in _SPECULATIVE:
-            matters = draft_of(command) is None
+            matters = draft_of(command) is None and not drafts_itself(command)
         if flag.unknown and flag.name in _SIZES:
             told.append(f"--{flag.name} {command.spelled.get(flag.words[1] - 1, '')}: only the shell knows its value")
         elif matters:
@@ -71,13 +71,26 @@ _SIZES = (
 )  # fmt: skip
 
 
-def draft_of(command: ServerCommand) -> int | None:
-    """Bytes of a draft's weights; 0: it has none (n-grams); None: not known."""
+def drafts_itself(command: ServerCommand) -> bool:
+    """With the model's own layers for multi-token prediction, which a plan for vLLM counts."""
+    settings = _speculative_config(command) or {}
+    own = settings.get("model") is None and str(settings.get("method", "")).endswith("mtp")
+    return own and command.engine == "vllm"
+
+
+def _speculative_config(command: ServerCommand) -> dict[str, Any] | None:
     try:
         read: Any = json.loads(command.value("speculative-config") or "{}")
     except (ValueError, RecursionError):
         return None
-    settings = read if isinstance(read, dict) else {}
+    return read if isinstance(read, dict) else {}
+
+
+def draft_of(command: ServerCommand) -> int | None:
+    """Bytes of a draft's weights; 0: it has none (n-grams); None: not known."""
+    settings = _speculative_config(command)
+    if settings is None:
+        return None
     name = settings.get("model") or command.value("speculative-model") or command.value("speculative-draft-model-path")
     if name in ("ngram", "[ngram]") or (name is None and settings.get("method") == "ngram"):
         return 0

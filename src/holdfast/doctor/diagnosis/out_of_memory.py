@@ -182,6 +182,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], boo
     ("oom_sampler", (), lambda one: one.tagged("sampler_warmup"), "at least medium"),
     ("oom_lora", (), lambda one: one.tagged("lora"), "at least medium"),
     ("oom_multimodal", ("profile", "load", None), lambda one: one.tagged("multimodal"), "at least medium"),
+    ("oom_kv_tensors", ("profile",), lambda one: one.tagged("kv_tensors"), "at least medium"),
     ("oom_speculative", ("serve",), _speculates, "medium"),
     ("oom_multimodal", ("profile",), lambda one: "multimodal" in one.event.tags, "medium"),
     ("oom_second_engine", (*_LOADING, "profile"), lambda one: SECOND in one.event.tags, "medium"),

@@ -229,6 +229,7 @@ class FakeEngine:
         adapter: AdapterRef | None = None,
         embed: bool = False,
         search_id: str | None = None,
+        progress: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
         if search_id in self._searches:
             self._searches.begin_step(request_id)
@@ -238,7 +239,7 @@ class FakeEngine:
         cached_tokens = self._look_up(prompt_token_ids, cache_salt)
         self._waiting += 1
         await self._tell()
-        return _Stream(self, prompt_token_ids, params, request_id, cached_tokens, embed)
+        return _Stream(self, prompt_token_ids, params, request_id, cached_tokens, embed, progress)
 
     def check_room(self, answers: int) -> None:
         if self.max_queued_requests is not None:
@@ -378,12 +379,14 @@ class _Stream:
         request_id: str,
         cached_tokens: int,
         embed: bool,
+        progress: bool,
     ) -> None:
         self._engine = engine
         self._request_id = request_id
         self._begun = False
         self._ended = False
         self._embed = embed
+        self._progress = progress
         self._deltas = self._run(prompt, params, cached_tokens)
 
     def __aiter__(self) -> _Stream:
@@ -420,6 +423,8 @@ class _Stream:
         scheduled_s = time.monotonic()
         first_token_s = 0.0
         try:
+            if self._progress and len(prompt) > 1:  # As if it took two steps.
+                yield AnswerDelta(prompt_computed=len(prompt) // 2, cached_tokens=cached_tokens)
             while speaking:
                 for answer, speaker in list(speaking):
                     await engine._step(speaker.count)

@@ -172,6 +172,7 @@ class ProcessEngine:
         adapter: AdapterRef | None = None,
         embed: bool = False,
         search_id: str | None = None,
+        progress: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
         is_step = search_id in self._searches
         if not is_step:
@@ -185,6 +186,7 @@ class ProcessEngine:
             cache_salt=cache_salt,
             adapter=adapter,
             embed=embed,
+            progress=progress,
         )
         if not is_step:
             self.check_room(len(requests))

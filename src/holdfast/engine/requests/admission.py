@@ -45,6 +45,7 @@ class Admission:
         cache_salt: str = "",
         adapter: AdapterRef | None = None,
         embed: bool = False,
+        progress: bool = False,
     ) -> list[Request]:
         """`embed`: not a token is wanted but the prompt as a vector, or as a classifier's scores."""
         if self.spec.classifier is not None and not embed:
@@ -82,6 +83,7 @@ class Admission:
                 adapter=adapter,
                 costly_grammar=costly,
                 embed=embed,
+                progress=progress and index == 0,
             )
             for index in range(params.n)
         ]

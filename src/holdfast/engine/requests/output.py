@@ -71,6 +71,7 @@ class OutputBuilder:
             if output.logprobs is None
             else [self._readable(entry, named=self._named) for entry in output.logprobs[: len(tokens)]],
             prompt_logprobs=self._of_prompt(output.prompt_logprobs or []),
+            prompt_computed=output.prompt_computed,
             embedding=output.embedding,
             finish_reason=reason,
             stop_reason=stop_reason,

@@ -25,6 +25,8 @@ NO_DRAFT = "HF149"
 _NOTHING_LOADED = ("ngram", "[ngram]", "ngram_gpu", "suffix")
 _SHARED_WITH_DRAFT = (".embed", ".head")
 """Tensors of a draft layer that engines take from the model itself."""
+DRAFT_LAYERS = "draft layers"
+"""Among what is not supported of a model: they are counted."""
 EXAMPLE = '{"model": "qwen3-0.6b", "num_speculative_tokens": 5}'
 
 
@@ -98,7 +100,7 @@ def _with_draft_layers(spec: ModelSpec, field: str) -> ModelSpec:
         for tensor in spec.tensors
         if tensor.part != "draft" or not tensor.name.endswith(_SHARED_WITH_DRAFT)
     ]
-    lacking = (*spec.unsupported, "draft layers")
+    lacking = (*spec.unsupported, DRAFT_LAYERS)
     return replace(spec, layers=(*spec.layers, *layers), tensors=tuple(tensors), unsupported=lacking)
 
 

@@ -25,11 +25,12 @@ _NOT_WITH_BEAMS = (
 
 def check_logprobs(count: int | None, field: str, most: int) -> None:
     if count == -1:
+        named = "" if field == "prompt_logprobs" else ", or logprob_token_ids for the tokens that matter"
         raise RequestError(
-            f"{field} is -1, which in vLLM means the whole vocabulary: it is not supported",
+            f"{field} is -1, the whole vocabulary, which is greater than max allowed: {most}",
             needed=f"from 0 to {most}",
             found="-1",
-            fix=f"{field}: {most}, or logprob_token_ids for the tokens that matter",
+            fix=f"{field}: {most}{named}",
             field=field,
         )
     if count is not None and not 0 <= count <= most:

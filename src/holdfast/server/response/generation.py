@@ -167,7 +167,7 @@ class _Events:
         await self._write(self._shape.ending(self._conversation.usage()), last=True)
 
     async def _consume(self, answer: ResponseChoice, delta: AnswerDelta) -> None:
-        if not answer.begun:
+        if not answer.begun and not delta.prompt_computed:
             await self._open(answer, delta)
         usage = self._conversation.usage() if self._ask.continuous_usage else None
         event = self._shape.event(answer, delta, usage)

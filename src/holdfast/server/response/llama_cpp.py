@@ -123,10 +123,12 @@ class WithLlamaMembers:
     def opening(self, answer: ResponseChoice, usage: Usage | None) -> Iterable[bytes]:
         self._first_s = time.monotonic()
         if self._members.progress and not answer.index % self._ask.params.n:
-            yield self._progress(answer)
+            yield self._progress(answer, self._prompt_tokens(answer), self._first_s)
         yield from self._inner.opening(answer, usage)
 
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
+        if delta.prompt_computed:
+            return self._progress(answer, delta.prompt_computed, time.monotonic())
         self._count(answer, delta)
         event = self._inner.event(answer, delta, usage)
         if not event or not (self._members.timings or (answer.timing and self._members.prompt is not None)):
@@ -170,8 +172,8 @@ class WithLlamaMembers:
     def _prompt_tokens(self, answer: ResponseChoice) -> int:
         return len(self._ask.prompts[answer.index // self._ask.params.n])
 
-    def _progress(self, answer: ResponseChoice) -> bytes:
-        """One event, when the whole prompt was computed: steps of it are not told."""
+    def _progress(self, answer: ResponseChoice, processed: int, now_s: float) -> bytes:
+        """After each step that computed a part of the prompt, and when all of it was."""
         total, chat = self._prompt_tokens(answer), self._ask.prompt_field == "messages"
         choice: dict[str, Any] = {"index": answer.index, **({"delta": {}} if chat else {"text": ""})}
         told = {
@@ -183,8 +185,8 @@ class WithLlamaMembers:
             "prompt_progress": {
                 "total": total,
                 "cache": answer.cached_tokens,
-                "processed": total,
-                "time_ms": (self._first_s - self._begun_s) * 1000,
+                "processed": processed,
+                "time_ms": (now_s - self._begun_s) * 1000,
             },
         }
         return b"data: " + encode(told) + b"\n\n"

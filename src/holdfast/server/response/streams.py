@@ -104,6 +104,7 @@ class Conversation:
                 priority=ask.priority,
                 cache_salt=ask.cache_salt,
                 adapter=ask.adapter,
+                progress=ask.stream and ask.members is not None and ask.members.progress,
             )
         beams = replace(ask.beams, max_tokens=max(min(params.max_tokens or room, room), 1))
         search = BeamStream(
@@ -156,6 +157,10 @@ class Conversation:
     async def _follow_one(self, position: int, consume: Consumer) -> None:
         meter, first = self._meters[position], position * self._ask.params.n
         async for delta in self._streams[position]:
+            if delta.prompt_computed:
+                self.answers[first].cached_tokens = delta.cached_tokens
+                await consume(self.answers[first], delta)
+                continue
             if delta.prompt_logprobs is not None:
                 await self.answers[first].of_prompt.take(delta.prompt_logprobs)
                 if not delta.token_ids and delta.finish_reason is None:

@@ -94,7 +94,7 @@ class Common(msgspec.Struct, kw_only=True):
     timings_per_token: bool | None = None
     """llama.cpp's: its `timings` in every event and in the body."""
     return_progress: bool | None = None
-    """llama.cpp's: `prompt_progress` in a stream, once the prompt was computed."""
+    """llama.cpp's: `prompt_progress` in a stream, after each step that computes a part of the prompt."""
     verbose: bool | None = None
     """llama.cpp's: `__verbose`, with the prompt as the template has rendered it."""
 
