@@ -28,9 +28,11 @@ STORED_AS: Mapping[str, tuple[str, ...]] = {
     "gguf": (),
     "int4": ("int4",),
     "moe_wna16": ("awq", "gptq"),
+    "auto-round": ("awq", "gptq"),
+    "inc": ("awq", "gptq"),
 }
 """Names that say how a checkpoint is stored, and the methods (`QuantSpec.method`) that each is true of."""
-READ_FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4")
+READ_FORMATS = ("awq", "gptq", "auto-round", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4")
 """Of safetensors, as their configs name them."""
 MADE_WHILE_LOADING = ("fp8", "int4")
 """Of these, what an unquantized checkpoint is turned into."""
@@ -41,12 +43,17 @@ KERNEL_NAMES: Mapping[str, str] = {
     "gpt_oss_mxfp4": "mxfp4",
 }  # fmt: skip
 """vLLM's names that choose a kernel, or how far a scale reaches, for one of those."""
-_SPELLINGS = {"compressed_tensors": "compressed-tensors", "bnb": "bitsandbytes", "nf4": "bitsandbytes"}
+_SPELLINGS = {
+    "compressed_tensors": "compressed-tensors",
+    "auto_round": "auto-round",
+    "bnb": "bitsandbytes",
+    "nf4": "bitsandbytes",
+}
 _GGUF_TYPE = re.compile(r"(?:i?q|tq)\d\w*")
 _AS_STORED = ("", "auto", "none", "null")
 _UNREAD = frozenset({
-    "aqlm", "auto-round", "bitblas", "deepspeedfp", "experts_int8", "fp_quant", "gptq_marlin_24", "hqq", "humming",
-    "inc", "int8", "int8_per_channel_weight_only", "ipex", "modelopt", "modelopt_fp4", "modelopt_mixed",
+    "aqlm", "bitblas", "deepspeedfp", "experts_int8", "fp_quant", "gptq_marlin_24", "hqq", "humming",
+    "int8", "int8_per_channel_weight_only", "ipex", "modelopt", "modelopt_fp4", "modelopt_mixed",
     "modelopt_mxfp8", "mxfp6", "mxfp8", "neuron_quant", "nvfp4", "online", "petit_nvfp4", "qqq", "quark", "rtn",
     "squeezellm", "torchao", "tpu_int8",
 })  # fmt: skip

@@ -261,7 +261,8 @@ class Runner:
                 hidden = decoder.forward(batch, kv, layers=layers)
             activations = peak.grown_bytes - scratch
             with peak:
-                self._sample(hidden, batch)
+                # Rows that follow would use the same memory again.
+                self._sample(hidden[: len(self._logits)], batch)
                 deque(self._score(batch), maxlen=0)
             del batch, hidden  # What was only needed for the step is given back like the rest of it.
         self._buffers.known[:] = 0

@@ -5,6 +5,7 @@ Knows methods, bits and exceptions; not how bytes lie on disk or in memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from holdfast.units import shorten
 Method = Literal["awq", "gptq", "fp8", "int8", "int4", "bitsandbytes", "mxfp4"]
 Granularity = Literal["tensor", "channel", "group", "block"]
 Inputs = Literal["plain", "fp8", "int8"]
-_METHODS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
+_METHODS = ("awq", "gptq", "auto-round", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
 INSTEAD = (
     "use this model in AWQ, GPTQ, FP8, compressed-tensors W4A16 or W8A8, bitsandbytes NF4, as a GGUF file, or"
     " unquantized with --quantization int4 or fp8"
@@ -26,6 +27,7 @@ INSTEAD = (
 _FORMS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
 """Of compressed-tensors: how it may be stored; mixed-precision says it of each group."""
 _MAX_PATTERNS, _MAX_GROUPS = 65536, 256
+_PLAIN_BITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ def _from_config(config: Fields) -> QuantSpec | None:
         return _awq(table)
     if method == "gptq":
         return _gptq(table)
+    if method in ("auto-round", "auto_round"):
+        return _auto_round(table)
     if method in ("fp8", "fbgemm_fp8"):
         return _fp8(table, method)
     if method == "compressed-tensors":
@@ -198,6 +202,51 @@ def _dynamic(table: Fields, rules: Fields, base: QuantSpec) -> QuantSpec:
         others=tuple(schemes),
         lacking=unread,
         reach_field="" if schemes else base.reach_field,
+    )
+
+
+def _auto_round(table: Fields) -> QuantSpec:
+    """AutoRound packs as GPTQ or AWQ do. Which blocks it left alone besides, the weights themselves tell."""
+    packing, kind = table.text("packing_format", default="auto_round:auto_gptq"), table.text("data_type", default="int")
+    layout = packing.removeprefix("auto_round:")
+    if layout not in ("auto_gptq", "auto_awq") or kind != "int":
+        needed = "auto_round:auto_gptq or auto_round:auto_awq, with whole numbers (data_type int)"
+        raise table.wrong("packing_format", needed, f"{shorten(packing)} with data_type {shorten(kind)}")
+    awq = layout == "auto_awq"
+    base = _gptq_scheme(table, QuantSpec(method="awq" if awq else "gptq", bits=4, zeros_less_one=not awq))
+    extra = table.table("extra_config")
+    found = base if extra is None else _extra_config(table, extra, base)
+    if awq and any(scheme.bits != 4 for scheme in (found, *found.others)):
+        found = replace(found, lacking=("AWQ of other than 4 bits",))
+    return found
+
+
+def _extra_config(table: Fields, extra: Fields, base: QuantSpec) -> QuantSpec:
+    """Of AutoRound: modules that have other bits, 16 where they are plain."""
+    skipped: list[str] = []
+    others: dict[QuantSpec, tuple[str, ...]] = {}
+    for written in extra.values:
+        told = extra.table(written)
+        # As in vLLM: a name, or a pattern that is searched for.
+        module = written if re.fullmatch(r"[\w.-]+", written) else f"re:.*{written}"
+        if told is None:
+            continue
+        if told.integer("bits", high=64, default=base.bits) >= _PLAIN_BITS:
+            skipped.append(module)
+        else:
+            scheme = _gptq_scheme(told, base)
+            others[scheme] = (*others.get(scheme, ()), module)
+    named = [replace(scheme, targets=modules) for scheme, modules in others.items()]
+    for patterns in (tuple(skipped), *others.values()):
+        _read_patterns(table, "extra_config", patterns)
+    unread = [word for scheme in (base, *named) for word in scheme.lacking]
+    return replace(
+        base,
+        head_converted=any("lm_head" in modules for modules in others.values()),
+        not_converted=tuple(skipped),
+        others=tuple(named),
+        lacking=tuple(dict.fromkeys(unread)),
+        reach_field="" if named else base.reach_field,
     )
 
 

@@ -16,6 +16,7 @@ from holdfast.execution.device import lean_products, packs_weights, set_threads
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory
 from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.sampling.sampler import Sampler
 from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.records import BlockCopy, Row, SamplingParams, SequenceStart, StepPlan, TableWrite
@@ -110,6 +111,23 @@ def test_the_profile_run_leaves_no_trace(
     oracle.assert_greedy(driver.tokens[0], 1)
     with pytest.raises(EngineError):
         driver.runner.execute(StepPlan(step_id=0, rows=[Row(slots - 1, 5, 250, False)]))
+
+
+def test_the_profile_run_samples_one_turn_of_rows(
+    oracles: Callable[..., Any], driver_for: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further turns would take time at every start, and no more memory."""
+    monkeypatch.setattr("holdfast.footprint.cpu.LOGITS_BYTES", 4 * 300 * 2)
+    runner, turns = driver_for(oracles("Llama"), slots=7).runner, list[int]()
+    sample = Sampler.sample
+
+    def counted(sampler: Sampler, logits: torch.Tensor, *others: Any) -> Any:
+        turns.append(len(logits))
+        return sample(sampler, logits, *others)
+
+    monkeypatch.setattr(Sampler, "sample", counted)
+    runner.profile_run()
+    assert turns == [2]
 
 
 def test_a_step_is_heard_of_after_each_layer(oracles: Callable[..., Any], driver_for: Callable[..., Any]) -> None:

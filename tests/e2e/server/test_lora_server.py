@@ -92,6 +92,7 @@ def test_named_at_start_and_loaded_while_it_runs(server: Any, folder: Path) -> N
     assert list(cards(server)) == ["tiny", "sql"]
     assert cards(server)["sql"]["parent"] == "tiny"
     assert cards(server)["tiny"]["parent"] is None
+    assert [card["aliases"] for card in cards(server).values()] == [["tiny"], ["sql"]]
     alone = {name: say(server, name) for name in ("sql", "tiny")}
     with pytest.raises(openai.NotFoundError):
         say(server, "law")

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import numpy
 import pytest
+from tiny_gguf import write_tiny_gguf
 
 from holdfast.checkpoints import extra_tensors, from_path, locate, match, open_checkpoint, spec_of
-from holdfast.checkpoints.sources.resolve import overridden
+from holdfast.checkpoints.sources import builtin, cache
+from holdfast.checkpoints.sources.resolve import locate_headers, overridden
+from holdfast.config import EngineConfig
+from holdfast.engine.startup.build import find_model
 from holdfast.errors import CheckpointError, ConfigurationError, ModelNotFoundError, UnknownArchitectureError
 
 Folder = Callable[..., Path]
@@ -184,3 +188,17 @@ def test_values_in_place_of_those_of_a_config(model_folder: Folder) -> None:
     assert overridden(nested, {"text_config": {"a": 3}}).config == {"text_config": {"a": 3, "b": 2}}
     with pytest.raises(ConfigurationError, match=r"no config\.json"):
         overridden(replace(files, config=None), {"rope_theta": 7.0})
+
+
+def test_a_copy_of_a_built_in_model_is_hashed_for_its_sampling_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "model.gguf"
+    write_tiny_gguf(copy)
+    first = builtin.BUILTINS[0]
+    parts = (replace(first.parts[0], size=copy.stat().st_size),)
+    same = replace(first, parts=parts, sha256=cache.sha256_of(copy))
+    monkeypatch.setattr(builtin, "BUILTINS", (same,))
+    assert locate_headers(str(copy)).generation_config == same.sampling
+    monkeypatch.setattr(cache, "sha256_of", lambda *_, **__: pytest.fail("hashed by an engine, which samples as told"))
+    assert find_model(EngineConfig(model=str(copy)), advice=False).files.generation_config is None

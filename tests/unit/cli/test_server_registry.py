@@ -115,14 +115,14 @@ def test_another_users_folder_is_not_trusted(folder: Path, tmp_path: Path) -> No
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     folder.symlink_to(elsewhere)
-    with pytest.raises(PermissionError):
+    with pytest.raises(PermissionError, match="not a folder"):
         Registration(server())
     folder.unlink()
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
     (folder / "1.json").write_text("{}")
     assert running_servers() == []
-    with pytest.raises(PermissionError):
+    with pytest.raises(PermissionError, match=f"other users may enter it: chmod 700 {folder}"):
         Registration(server())
 
 

@@ -28,7 +28,7 @@ def test_names_as_people_write_them(written: str, kept: str | None) -> None:
     assert EngineConfig.from_arguments(quantization=written).asked_quantization == kept
 
 
-@pytest.mark.parametrize("written", ["aqlm", "hqq", "nvfp4", "modelopt_fp4", "auto_round", 4, True])
+@pytest.mark.parametrize("written", ["aqlm", "hqq", "nvfp4", "modelopt_fp4", "torchao", 4, True])
 def test_what_is_not_read_is_refused_with_what_runs(written: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         EngineConfig.from_arguments(quantization=written)

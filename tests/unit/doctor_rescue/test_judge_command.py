@@ -33,6 +33,14 @@ def test_what_fits_is_healthy() -> None:
     assert found.command == f"vllm serve {LLAMA} --max-model-len 8192"
 
 
+def test_holdfast_is_judged_for_one_of_several_gpus() -> None:
+    [finding] = _judged("holdfast serve Qwen/Qwen3-32B", gpu="rtx3090x2").findings
+    assert finding.fix is not None
+    assert finding.fix.command == "holdfast serve Qwen/Qwen3-32B-AWQ"
+    fixes = [finding.fix, *finding.alternatives]
+    assert not any("2 x" in fix.why or "-tp" in fix.changes for fix in fixes)
+
+
 @pytest.mark.parametrize("program", ["vllm serve", MODULE])
 def test_a_context_that_does_not_fit_gets_the_longest_that_does(program: str) -> None:
     found = _judged(f"{program} {LLAMA} --max-model-len 131072 --port 9000")

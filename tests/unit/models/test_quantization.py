@@ -146,6 +146,8 @@ def test_plain_weights_have_none() -> None:
         (compressed(num_bits=4, type="float"), "type"),
         (compressed(num_bits=4, strategy="spiral"), "strategy"),
         (compressed(num_bits=4, strategy="tensor"), "strategy"),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:llm_compressor"}, "llm_compressor"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "mx_fp"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:(("]}, "modules_to_not_convert"),
@@ -232,6 +234,34 @@ def test_dynamic_rules_of_gptq_are_followed() -> None:
     assert not found.converts("model.layers.0.self_attn.k_proj.weight")
     with pytest.raises(CheckpointError, match="dynamic"):
         quantized(quant_method="gptq", bits=4, dynamic={"-:(a+)+$": {}})
+
+
+def test_auto_round_is_gptq_or_awq_by_its_packing() -> None:
+    told = {"bits": 4, "group_size": 64, "sym": True}
+    as_gptq = quantized(quant_method="gptq", desc_act=False, **told)
+    assert quantized(quant_method="auto-round", packing_format="auto_round:auto_gptq", **told) == as_gptq
+    assert quantized(quant_method="auto-round", **told) == as_gptq
+    as_awq = quantized(quant_method="awq", bits=4, group_size=64, zero_point=False)
+    assert quantized(quant_method="auto-round", packing_format="auto_round:auto_awq", **told) == as_awq
+    assert from_config({**LLAMA, "quantization_config": {"quant_method": "auto-round", **told}}).runnable
+
+
+def test_modules_of_auto_round_that_have_other_bits() -> None:
+    extra = {
+        "model.layers.0.mlp.up_proj": {"bits": 16, "data_type": "float"},
+        r"model\.layers\.1\..*k_proj": {"bits": 16},
+        "model.layers.1.mlp.down_proj": {"bits": 8, "group_size": 32},
+        "lm_head": {"bits": 4},
+    }
+    found = quantized(quant_method="auto-round", bits=4, group_size=64, sym=True, extra_config=extra)
+    for name, bits in (("0.mlp.up", None), ("1.mlp.up", 4), ("1.self_attn.k", None), ("1.mlp.down", 8)):
+        scheme = found.scheme_of(f"model.layers.{name}_proj.weight")
+        assert (None if scheme is None else scheme.bits) == bits
+    assert found.converts("lm_head.weight")
+    eight = quantized(
+        quant_method="auto-round", bits=4, group_size=64, packing_format="auto_round:auto_awq", extra_config=extra
+    )
+    assert eight.lacking == ("AWQ of other than 4 bits",)
 
 
 def test_exceptions_are_names_parts_of_names_and_patterns() -> None:

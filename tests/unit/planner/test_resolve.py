@@ -12,12 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from holdfast.checkpoints.sources import builtin
+from holdfast.checkpoints.validation.match import UNANNOUNCED
 from holdfast.errors import CheckpointError, ConfigurationError, HoldfastError, ModelNotFoundError
 from holdfast.models import catalogue, describe_config
 from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.models.model_sources import holdfast_source
 from holdfast.planner.models.quantize import METHODS, quantized_as
 from holdfast.planner.models.resolve import Resolved, resolve_model
 from holdfast.planner.sizing.sharded_weights import total_bytes, weights_of
@@ -157,6 +161,37 @@ def test_a_config_that_contradicts_is_refused_by_name(
         resolve_model(str(model_folder(**change)))
     assert named in str(caught.value)
     assert caught.value.code in ("HF230", "HF240")
+
+
+W8A16 = {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}, "targets": ["Linear"]}
+
+
+def test_a_missing_scale_is_refused_by_its_name(model_folder: Callable[..., Path]) -> None:
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": W8A16}}
+    folder = model_folder(quantization_config=config)
+    stored: dict[str, Any] = {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        stored[name] = array
+        if name.endswith("_proj.weight"):
+            stored[name] = array.astype(numpy.int8)
+            stored[f"{name}_scale"] = numpy.ones((len(array), 1), numpy.float32)
+    save_file(stored, folder / "model.safetensors")
+    assert resolve_model(str(folder)).model.spec.runnable
+    del stored["model.layers.0.mlp.up_proj.weight_scale"]
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks 1 of the 11 tensors") as caught:
+        resolve_model(str(folder))
+    assert caught.value.needed == "model.layers.0.mlp.up_proj.weight_scale"
+
+
+def test_packed_weights_without_a_config_say_what_serve_says(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder()
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        stored[name.replace(".weight", ".qweight")] = numpy.zeros((4, len(stored.pop(name))), numpy.int32)
+    save_file(stored, folder / "model.safetensors")
+    (said,) = holdfast_source(resolve_model(str(folder)).model).lacks
+    assert UNANNOUNCED in said
 
 
 def test_weights_of_another_family_are_refused(model_folder: Callable[..., Path]) -> None:

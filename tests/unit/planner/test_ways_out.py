@@ -97,10 +97,10 @@ def test_the_context_offered_is_the_longest(ask: Ask) -> None:
     assert not fit(longer).fits
 
 
-def test_70b_on_24_gb_needs_two_bits_more_gpus_or_tiers(ask: Ask) -> None:
+def test_70b_on_24_gb_needs_more_gpus_tiers_or_two_bits(ask: Ask) -> None:
     found = fit(ask("llama-3-70b", "rtx4090", ram_bytes=64 * GIB))
     assert not found.fits
-    assert kinds(found) == ["quantization", "more_gpus", "tiers", "bigger_gpu", "smaller_model"]
+    assert kinds(found) == ["more_gpus", "tiers", "bigger_gpu", "quantization", "smaller_model"]
     (tiers,) = only(found, "tiers")
     assert tiers.tiers is not None
     assert tiers.tiers.one is not None

@@ -65,3 +65,15 @@ def test_cards_do_not_become_chips(ask: Ask) -> None:
     for here in ("rtx4090", "mi210"):
         for way in ways(ask("llama-3.1-70b", here), "bigger_gpu"):
             assert not gpus.find_group(str(way.settings["gpu"])).gpu.unified
+
+
+def test_a_card_of_the_same_size_is_not_a_bigger_one(ask: Ask) -> None:
+    """A 3090 reports 51 MiB more than a 4090: room for a few hundred tokens."""
+    longest = fit(ask("llama-3.1-8b", "rtx4090")).longest_tokens
+    (way,) = ways(ask("llama-3.1-8b", "rtx4090", max_model_len=longest + 64), "bigger_gpu")
+    assert way.settings["gpu"] == "rtx5090"
+
+
+def test_fewer_bits_that_fit_need_no_bigger_card(ask: Ask) -> None:
+    (way,) = ways(ask("qwen3-32b", "rtx4090"), "bigger_gpu")
+    assert "model" not in way.settings

@@ -82,3 +82,13 @@ def test_a_cpu_has_them_all_and_says_which_is_fast(ask: Ask, cpu: Callable[..., 
     assert methods[:2] == ["fp8", "int4"]
     assert set(methods[2:]) == {"Q8_0", "Q4_1", "Q4_0"}
     assert all("a GGUF of as many bits is faster" in (way.note or "") for way in ways[:2])
+
+
+def test_of_an_fp8_checkpoint_what_its_model_is_published_in_or_made_into(ask: Ask) -> None:
+    """Qwen3-30B-A3B-FP8 takes 29 GiB; four bits of the same model fit a card of 24."""
+    first, made = quantized(ask("qwen3-30b-a3b-fp8", "rtx4090"))
+    assert first.settings == {"model": "Qwen/Qwen3-30B-A3B-GPTQ-Int4"}
+    assert made.settings == {"model": "Qwen/Qwen3-30B-A3B", "quantization": "int4"}
+    assert first.available
+    assert made.available
+    assert "of Qwen/Qwen3-30B-A3B" in made.change

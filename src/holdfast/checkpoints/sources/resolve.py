@@ -75,14 +75,15 @@ def locate_headers(
     progress: bool = True,
     patience_s: float | None = None,
     cache: Path | None = None,
+    advice: bool = True,
 ) -> ModelFiles:
     """The same, good for counting: of a hub's model only headers are fetched, and nothing is kept.
 
     Without a hub (offline, out of reach, or without a first answer within `patience_s`) what an earlier download left
-    is taken.
+    is taken. `advice`: False where nobody asks how the model is best sampled, for which a file may have to be hashed.
     """
     name = DEFAULT_MODEL if model is None else model
-    files = _here(name, progress=progress)
+    files = _here(name, progress=progress, advice=advice)
     if files is not None:
         return files
     from holdfast.checkpoints.sources import remote_headers
@@ -93,11 +94,11 @@ def locate_headers(
     return found if isinstance(found, ModelFiles) else from_path(found, name=name, kind="hub", wanted=wanted)
 
 
-def _here(name: str, *, progress: bool) -> ModelFiles | None:
+def _here(name: str, *, progress: bool, advice: bool = True) -> ModelFiles | None:
     """The model when it is a path or built in."""
     path = Path(name).expanduser()
     if name and path.exists():
-        files, entry = from_path(path, name=name), builtin.of_file(path)
+        files, entry = from_path(path, name=name), builtin.of_file(path) if advice else None
         # The same file is sampled alike, whether it is named or pointed to.
         return files if entry is None else replace(files, generation_config=dict(entry.sampling))
     entry = builtin.find(name)

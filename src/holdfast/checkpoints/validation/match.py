@@ -27,23 +27,33 @@ def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """
     unannounced = require_quantization(spec, checkpoint.tensors) if checkpoint.format == "safetensors" else ()
     require_no_more(spec, checkpoint)
+    found, missing = find_tensors(spec, checkpoint)
+    if missing:
+        raise lacking(missing, spec, checkpoint, UNANNOUNCED if unannounced else _FIX)
+    return found
+
+
+def find_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], list[str]]:
+    """As `match`, with the names of what is missing instead of a refusal."""
     found: dict[str, StoredTensor] = {}
     missing: list[str] = []
     for tensor in spec.tensors:
-        stored, lacking = _find(tensor, spec, checkpoint)
+        stored, name = _find(tensor, spec, checkpoint)
         if stored is not None:
             found[tensor.name] = stored
         elif not tensor.optional:
-            missing.append(lacking)
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} of the {len(spec.tensors)} tensors that its config requires",
-            needed=", ".join(missing[:3]) + more,
-            found=f"{len(checkpoint.tensors)} tensors, such as " + ", ".join(list(checkpoint.tensors)[:3]),
-            fix=UNANNOUNCED if unannounced else _FIX,
-        )
-    return found
+            missing.append(name)
+    return found, missing
+
+
+def lacking(missing: list[str], spec: ModelSpec, checkpoint: Checkpoint, fix: str = _FIX) -> CheckpointError:
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return CheckpointError(
+        f"the checkpoint lacks {len(missing)} of the {len(spec.tensors)} tensors that its config requires",
+        needed=", ".join(missing[:3]) + more,
+        found=f"{len(checkpoint.tensors)} tensors, such as " + ", ".join(list(checkpoint.tensors)[:3]),
+        fix=fix,
+    )
 
 
 def _find(tensor: TensorSpec, spec: ModelSpec, checkpoint: Checkpoint) -> tuple[StoredTensor | None, str]:

@@ -91,11 +91,13 @@ def _left_by(found: StoredTensor) -> frozenset[str]:
     return frozenset({found.layout, *(end for end in PACKED_ENDINGS if found.name.endswith(end))})
 
 
-def _other_method(method: str, found: StoredTensor) -> CheckpointError:
+def _other_method(method: str, found: StoredTensor, shape: tuple[int, ...] | None = None) -> CheckpointError:
+    """`shape`: that the method gives what has a name of its own, but lies otherwise."""
+    named = " or ".join(sorted(_WRITES[method]))
     return CheckpointError(
         f"the weights are not quantized with {method}, as config.json says",
-        needed=f"tensors of {method}: " + " or ".join(sorted(_WRITES[method])),
-        found=f"{found.name} in {found.layout}",
+        needed=f"tensors of {method}: {named if shape is None else f'{list(shape)}'}",
+        found=f"{found.name} in {found.layout}" + ("" if shape is None else f", {list(found.shape)}"),
         fix=_FIX,
         field="quant_method",
     )
@@ -134,7 +136,7 @@ def _require_turned_so(packing: Packing, quants: tuple[int, ...], found: StoredT
     if packing.method == "gptq":
         columns, rows = quants[0] * WORD_BITS // packing.bits, quants[1]
         if found.shape == (columns, rows // in_a_word):
-            raise _other_method("gptq", found)
+            raise _other_method("gptq", found, quants)
         for bits in (2, 3, 4, 8):
             if found.shape == (columns * bits // WORD_BITS, rows):
                 raise CheckpointError(
@@ -148,7 +150,7 @@ def _require_turned_so(packing: Packing, quants: tuple[int, ...], found: StoredT
     columns, rows = quants[0], quants[1] * in_a_word
     # Some write AWQ as [out, in / 8].
     if found.shape == (columns // in_a_word, rows) and found.shape != (rows, columns // in_a_word):
-        raise _other_method("awq", found)
+        raise _other_method("awq", found, quants)
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shlex
 import stat
 import tempfile
 import time
@@ -146,21 +147,34 @@ def _candidates() -> list[Path]:
 
 def _writable_folder() -> Path:
     """The first that is ours alone. What another user has put in the way in a shared folder is passed over."""
-    tried = _candidates()
-    for folder in tried:
+    refused = []
+    for folder in _candidates():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
-            if _is_ours(folder) and os.access(folder, os.W_OK):
-                return folder
-    raise PermissionError(f"no folder for running servers can be used: {', '.join(map(str, tried))}")
+        problem = _problem(folder)
+        if problem is None and os.access(folder, os.W_OK):
+            return folder
+        refused.append(f"{folder} ({problem or 'it cannot be written to'})")
+    raise PermissionError(f"no folder for running servers can be used: {', '.join(refused)}")
 
 
 def _is_ours(folder: Path) -> bool:
+    return _problem(folder) is None
+
+
+def _problem(folder: Path) -> str | None:
+    """Why it is not a folder of this user alone."""
     try:
         status = folder.lstat()
     except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+        return "it cannot be made"
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is not a folder"
+    if status.st_uid != os.getuid():
+        return "it belongs to another user"
+    if status.st_mode & 0o077:
+        return f"other users may enter it: chmod 700 {shlex.quote(str(folder))}"
+    return None
 
 
 def _read(path: Path) -> RunningServer | None:

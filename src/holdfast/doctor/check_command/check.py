@@ -282,8 +282,8 @@ def _answered(
     findings += too_many_replicas(command, told)
     said = {one.cause for one in findings}
     for warning in told.warnings:
-        if warning.code == _IDLE and told.fits:
-            continue  # Nothing is wrong with that: it is said beside the plan.
+        if warning.code == _IDLE and (told.fits or command.engine == "holdfast"):
+            continue  # Nothing is wrong with that, and it is said beside the plan; Holdfast takes one GPU in any case.
         if warning.code in _WARNED and _WARNED[warning.code][0] not in said:
             findings.append(_warned(command, warning))
     return findings, told, split

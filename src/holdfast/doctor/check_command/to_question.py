@@ -49,9 +49,9 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
         value = command.value(profile(command.engine).spelling(setting) or "")
         if value is not None and value.lower() not in ("auto", "-1"):
             given[setting.replace("-", "_")] = value
-    if command.engine != "holdfast":
-        given.setdefault("tensor_parallel_size", "1")
-        given.setdefault("pipeline_parallel_size", "1")
+    # Every engine takes one GPU where nothing is said of more.
+    given.setdefault("tensor_parallel_size", "1")
+    given.setdefault("pipeline_parallel_size", "1")
     if command.has("enable-lora"):
         given["enable_lora"] = True
     elif command.engine != "holdfast":

@@ -18,6 +18,7 @@
 #include "attention_tiles.h"
 #include "float8.h"
 #include "parallel.h"
+#include "plain_numbers.h"
 
 #define PIECE_KEYS 128
 #define SPARE_KEYS (2 * STEP_KEYS)
@@ -87,7 +88,11 @@ static void widen(const attention *wanted, const uint8_t *stored, float *out, lo
         memcpy(out, stored, (size_t)dim * sizeof(float));
     } else if (wanted->stored == F16) {
         const _Float16 *halves = (const _Float16 *)stored;
-        for (long i = 0; i < dim; i++) out[i] = (float)halves[i];
+        long i = 0;
+#if defined(__F16C__) /* gcc would convert one at a time */
+        for (; i + LANES <= dim; i += LANES) store(out + i, load_numbers(stored, i, F16));
+#endif
+        for (; i < dim; i++) out[i] = (float)halves[i];
     } else if (wanted->stored == E4M3) {
         for (long i = 0; i < dim; i++) out[i] = float8_value(stored[i], E4M3);
     } else if (wanted->stored == E5M2) {

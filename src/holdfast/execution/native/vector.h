@@ -71,9 +71,26 @@ typedef const float *four;
 ALWAYS_INLINE four load_four(const float *from) { return from; }
 #endif
 
+#if defined(__AVX__)
+/* The sums of lanes that are four apart. gcc takes lanes one by one where it is left to add them up. */
+ALWAYS_INLINE __m128 folded(vec value) {
+#if LANES == 16
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)value),
+                                _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)value, 1)));
+#else
+    __m256 half = (__m256)value;
+#endif
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+#endif
+
 ALWAYS_INLINE float sum_of(vec value) {
 #if LANES == 4 && defined(__aarch64__)
     return vaddvq_f32((float32x4_t)value);
+#elif defined(__AVX__)
+    __m128 four = folded(value);
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 #else
     float total = 0;
     UNROLL for (int lane = 0; lane < LANES; lane++) total += value[lane];
@@ -119,6 +136,10 @@ ALWAYS_INLINE void sums_of_four(const vec *total, float *sums) {
     float32x4_t low = vpaddq_f32((float32x4_t)total[0], (float32x4_t)total[1]);
     float32x4_t high = vpaddq_f32((float32x4_t)total[2], (float32x4_t)total[3]);
     vst1q_f32(sums, vpaddq_f32(low, high));
+#elif defined(__AVX__)
+    __m128 low = _mm_hadd_ps(folded(total[0]), folded(total[1]));
+    __m128 high = _mm_hadd_ps(folded(total[2]), folded(total[3]));
+    _mm_storeu_ps(sums, _mm_hadd_ps(low, high));
 #else
     UNROLL for (int i = 0; i < 4; i++) sums[i] = sum_of(total[i]);
 #endif

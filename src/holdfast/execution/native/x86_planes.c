@@ -113,7 +113,7 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int w
         scales[b] = scales_of(planes, bundle + b * bundle_bytes, bundle_bytes);
         here[b] = (weights_part){.scales = scale + b, .added = scale + b};
     }
-    shape_tiles(plain);
+    shape_tiles();
     for (int i = 0; i < wide * rows; i++) totals[i] = (vec){0};
     for (long block = 0; block < blocks; block++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
         UNROLL for (int b = 0; b < wide; b++) {

@@ -7,7 +7,7 @@
  * A tile of weights stands against tiles of high digits and of low ones; the two products of a group of columns make the
  * very sums that pairs make (x86_sums.h), and the same float operations follow: the same results, bit for bit.
  *
- *   tiles 0, 1: products of high and low digits, of the first bundle or group; 2, 3: of the second
+ *   tiles 0, 1: products of high and low digits, of the first bundle; 2, 3: of the second
  *   tiles 4, 5: digits of x; tiles 6, 7: weights */
 #ifndef HOLDFAST_X86_TILES_H
 #define HOLDFAST_X86_TILES_H
@@ -20,7 +20,7 @@
 
 typedef int8_t signed_bytes __attribute__((vector_size(VECTOR_BYTES)));
 
-/* What tiles leave: [digit, then bundle or group][row][output]. */
+/* What tiles leave: [digit, then bundle][row][output]. */
 typedef struct {
     _Alignas(64) ivec of[4][TILE_HEIGHT];
 } tile_products;
@@ -35,12 +35,11 @@ typedef struct {
 /* gcc does not know that tiles read memory. */
 ALWAYS_INLINE void finish_stores(void) { __asm__ volatile("" : : : "memory"); }
 
-ALWAYS_INLINE void shape_tiles(enum layout plain) {
-    const int groups = short_groups(plain) ? 2 : 1;
+ALWAYS_INLINE void shape_tiles(void) {
     tile_shapes shapes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        shapes.rows[tile] = tile < 6 ? TILE_HEIGHT : BLOCK_ELEMENTS / 4 / groups;
-        shapes.row_bytes[tile] = tile == 4 || tile == 5 ? BLOCK_ELEMENTS / groups : VECTOR_BYTES;
+        shapes.rows[tile] = tile < 6 ? TILE_HEIGHT : BLOCK_ELEMENTS / 4;
+        shapes.row_bytes[tile] = tile == 4 || tile == 5 ? BLOCK_ELEMENTS : VECTOR_BYTES;
     }
     finish_stores();
     __asm__ volatile("" : : "r"(&shapes) : "memory");
@@ -56,7 +55,7 @@ ALWAYS_INLINE void lay_out(const weights_part *part, enum layout plain, uint8_t 
 }
 
 /* Products of 16 rows of x, which begin at `x`, with what lies in tiles 6 and 7. */
-ALWAYS_INLINE void multiply_tiles(const uint8_t *x, int wide, enum layout plain, tile_products *out) {
+ALWAYS_INLINE void multiply_tiles(const uint8_t *x, int wide, tile_products *out) {
     const long step = 2 * BLOCK_ELEMENTS;
     _tile_zero(0);
     _tile_zero(1);
@@ -64,19 +63,15 @@ ALWAYS_INLINE void multiply_tiles(const uint8_t *x, int wide, enum layout plain,
     _tile_dpbssd(0, 4, 6);
     _tile_loadd(5, x + BLOCK_ELEMENTS, step);
     _tile_dpbssd(1, 5, 6);
-    if (wide == 2 || short_groups(plain)) {
+    if (wide == 2) {
         _tile_zero(2);
         _tile_zero(3);
-        if (short_groups(plain)) {
-            _tile_loadd(4, x + 16, step);
-            _tile_loadd(5, x + BLOCK_ELEMENTS + 16, step);
-        }
         _tile_dpbssd(2, 4, 7);
         _tile_dpbssd(3, 5, 7);
     }
     _tile_stored(0, out->of[0], sizeof(ivec));
     _tile_stored(1, out->of[1], sizeof(ivec));
-    if (wide == 2 || short_groups(plain)) {
+    if (wide == 2) {
         _tile_stored(2, out->of[2], sizeof(ivec));
         _tile_stored(3, out->of[3], sizeof(ivec));
     }
@@ -89,25 +84,19 @@ ALWAYS_INLINE vec added_product(const tile_products *from, int pair, int row, ve
 }
 
 /* The products of some rows to their totals, in the order of add_group. */
-ALWAYS_INLINE void add_products(const tile_products *from, const weights_part *parts, int wide, enum layout plain,
-                                int minimum, const row_head *heads, int rows, vec *totals, long stride) {
+ALWAYS_INLINE void add_products(const tile_products *from, const weights_part *parts, int wide, int minimum,
+                                const row_head *heads, int rows, vec *totals, long stride) {
     for (int r = 0; r < rows; r++) {
         UNROLL for (int b = 0; b < wide; b++) {
-            vec total = totals[b * stride + r];
-            total = added_product(from, b, r, parts[b].scales[0], heads + r, total);
-            if (short_groups(plain)) total = added_product(from, 1, r, parts[b].scales[1], heads + r, total);
-            if (minimum && !short_groups(plain)) total += parts[b].added[0] * heads[r].sum;
-            if (minimum && short_groups(plain)) {
-                total += parts[b].added[0] * (heads[r].sum - heads[r].second_sum);
-                total += parts[b].added[1] * heads[r].second_sum;
-            }
+            vec total = added_product(from, b, r, parts[b].scales[0], heads + r, totals[b * stride + r]);
+            if (minimum) total += parts[b].added[0] * heads[r].sum;
             totals[b * stride + r] = total;
         }
     }
 }
 
-/* 32 columns of `wide` bundles with all rows of a panel; `wide` is 1 where groups are short. While the tiles of 16 rows are
- * multiplied, the products of the 16 before are added. */
+/* 32 columns with one scale, of `wide` bundles, with all rows of a panel. While the tiles of 16 rows are multiplied, the
+ * products of the 16 before are added. */
 ALWAYS_INLINE void add_by_tiles(const weights_part *parts, int wide, enum layout plain, int minimum, const uint8_t *x,
                                 const row_head *heads, int rows, vec *totals, long stride) {
     tile_products products[2];
@@ -115,19 +104,16 @@ ALWAYS_INLINE void add_by_tiles(const weights_part *parts, int wide, enum layout
     UNROLL for (int b = 0; b < wide; b++) lay_out(parts + b, plain, laid[b]);
     finish_stores();
     _tile_loadd(6, laid[0], VECTOR_BYTES);
-    if (short_groups(plain))
-        _tile_loadd(7, laid[0] + LAID_BYTES / 2, VECTOR_BYTES);
-    else if (wide == 2)
-        _tile_loadd(7, laid[1], VECTOR_BYTES);
-    multiply_tiles(x, wide, plain, products);
+    if (wide == 2) _tile_loadd(7, laid[1], VECTOR_BYTES);
+    multiply_tiles(x, wide, products);
     for (int first = 0, turn = 0; first < rows; first += TILE_HEIGHT, turn ^= 1) {
         const int count = rows - first < TILE_HEIGHT ? rows - first : TILE_HEIGHT;
         if (first + TILE_HEIGHT < rows)
-            multiply_tiles(x + 2 * BLOCK_ELEMENTS * (first + TILE_HEIGHT), wide, plain, products + (turn ^ 1));
+            multiply_tiles(x + 2 * BLOCK_ELEMENTS * (first + TILE_HEIGHT), wide, products + (turn ^ 1));
         if (count == TILE_HEIGHT) /* so that the usual loop has a constant length */
-            add_products(products + turn, parts, wide, plain, minimum, heads + first, TILE_HEIGHT, totals + first, stride);
+            add_products(products + turn, parts, wide, minimum, heads + first, TILE_HEIGHT, totals + first, stride);
         else
-            add_products(products + turn, parts, wide, plain, minimum, heads + first, count, totals + first, stride);
+            add_products(products + turn, parts, wide, minimum, heads + first, count, totals + first, stride);
     }
 }
 

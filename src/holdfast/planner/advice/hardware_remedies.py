@@ -44,6 +44,8 @@ RAM_STEPS_TRIED = 8
 """What a larger budget holds takes a little more itself."""
 RAM_SIZES_GIB = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 ONLY_HOLDFAST_MAKES = frozenset(MADE_WHILE_LOADING["holdfast"]) - frozenset(MADE_WHILE_LOADING["vllm"])
+BIGGER = 1.05
+"""Cards of one size report a little more or less."""
 SMALLER_MODELS_TRIED, LONGER_MODELS_TRIED = 6, 24
 TIERS_NOTE = (
     "an estimate of what a server with offloading would need and reach, not something to run: Holdfast has no"
@@ -164,6 +166,8 @@ def bigger_gpu(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Chan
         return
     one_gpu = len(found.question.machine.devices) == 1
     before, (whole, *quantized) = len(offered), _models(found, one_gpu=one_gpu)
+    if any(way.available and way.meets_request and way.kind == "quantization" for way in offered):
+        quantized = []  # Fewer bits fit the GPU that is there.
     last = quantized[-1:]
     published = [one for one in quantized if one[0] and one[0].published and bits(one[0]) == bits(last[0][0] or one[0])]
     for variant, question in (whole, *(published[:1] or last)):
@@ -176,7 +180,8 @@ def _bigger(question: Question, variant: Variant | None, below_bytes: int | None
     first, alone = devices[0].gpu, _alone(devices[0])
     chip = _chip(first) if alone and first is not None else None
     many = 1 if alone else len(devices)
-    least = max(least_bytes(question) // many, *(device.total_bytes for device in devices))
+    own = max(device.total_bytes for device in devices)
+    least = max(least_bytes(question) // many, int(own * BIGGER))
     what = "" if variant is None else f" with {variant.label}"
 
     def nearness(gpu: Gpu) -> tuple[object, ...]:

@@ -33,6 +33,7 @@ from holdfast.planner.models.variants import (
     HOLDFAST_GGUF_TYPES,
     TWO_BIT_GGUF_TYPES,
     Variant,
+    base_of,
     derived_variants,
     is_plain,
     lower_variants,
@@ -81,7 +82,7 @@ def _variants(key: Same[Question]) -> list[Variant]:
     question = key.held
     model, gpus = question.model, [device.gpu for device in question.machine.devices]
     if not is_plain(model):
-        return []
+        return _of_base(question)
     if question.engine == "llama.cpp":
         return list(derived_variants(model, GGUF_TYPES))
     if question.machine.kind == "cpu":
@@ -96,6 +97,20 @@ def _variants(key: Same[Question]) -> list[Variant]:
         return list(derived_variants(model, GGUF_TYPES))
     made = [one for one in derived_variants(model, _made_methods(question, ready)) if _can_be_made(one, gpus)]
     return [*ready, *made, *derived_variants(model, files)]
+
+
+def _of_base(question: Question) -> list[Variant]:
+    """Of a quantized checkpoint: what its unquantized model is published in, or made into, with fewer bits than it has.
+    Files that have to be made are told elsewhere."""
+    stored, base = question.model.spec.quantization, base_of(question.model)
+    if stored is None or base is None or question.engine == "llama.cpp":
+        return []
+    found = _variants(Same(replace(question, model=base)))
+    return [
+        one if one.published else replace(one, label=f"{one.label}, of {base.name}", made_of=base.name)
+        for one in found
+        if _is_ready(one) and bits(one) < stored.bits
+    ]
 
 
 def _made_methods(question: Question, ready: Sequence[Variant]) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
     configuration (utilization, context, sequences, idle GPUs) - FP8 KV - a quantized variant: one that is published,
     one that is made while loading, a file that has to be made; with FP8 KV where neither is enough, below four bits
-    where nothing yet is - more GPUs - tiers - a bigger GPU or more RAM - what serves only part of the traffic - a
-    smaller model, last
+    where nothing yet is - more GPUs - tiers - a bigger GPU or more RAM - a file to be made that this engine cannot
+    read - what serves only part of the traffic - a smaller model, last
 
     requests longer than the model can read: shorter ones - a model of the same kin that reads them
 
@@ -50,7 +50,9 @@ from holdfast.planner.advice.remedy import (
     too_long,
 )
 from holdfast.planner.advice.search import first_that_fits
+from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.fit.search import Plan, fit
+from holdfast.planner.models.model_sources import holdfast_source
 from holdfast.units import counted
 
 UTILIZATIONS = (0.85, USUAL_UTILIZATION, 0.92, MOST_UTILIZATION)
@@ -249,10 +251,18 @@ def ways_out(found: Plan) -> tuple[Remedy, ...]:
     if found.fits:
         return ()
     ways = _search(found, TABLE)
+    if found.question.engine is None:
+        ways.sort(key=_is_unread)
     if found.question.traffic is not None:
         # Traffic that is stated is to be served: what lets some of it wait comes after what does not.
         ways.sort(key=lambda way: not way.meets_request)
     return (*ways, *_search(found, LAST))
+
+
+def _is_unread(way: Remedy) -> bool:
+    """A file that nobody has yet, and that this engine could not read on GPUs it runs on: after what can be had."""
+    ours = lacks_engine("holdfast", [rank.device.gpu for rank in way.fit.ranks]) is None
+    return ours and not way.available and bool(holdfast_source(way.fit.question.model).lacks)
 
 
 def _search(found: Plan, rows: Iterable[RemedyRow]) -> list[Remedy]:

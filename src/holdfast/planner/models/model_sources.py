@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from holdfast.checkpoints import ENGINE_LAYOUTS
 from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.select_files import quantization_of
-from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
+from holdfast.checkpoints.validation.match import UNANNOUNCED
+from holdfast.checkpoints.validation.stored_dtypes import PACKED_ENDINGS, PLAIN_LAYOUTS
 from holdfast.config.quantization import MADE_WHILE_LOADING as MADE_BY_HOLDFAST
 from holdfast.models import QuantSpec, catalogue
 from holdfast.planner.inputs.question import PlannedModel
@@ -81,6 +82,8 @@ def _unread_layouts(model: PlannedModel) -> tuple[str, ...]:
     """Of what is stored in blocks; how packed matrices of safetensors lie, their spec says."""
     if model.spec.quantization is not None or not model.spec.runnable:
         return ()
+    if model.format != "gguf" and any(name.endswith(PACKED_ENDINGS) for name in model.stored or ()):
+        return (f"Holdfast does not read it: {UNANNOUNCED}",)
     layouts = {tensor.layout for tensor in (model.stored or {}).values()}
     unknown = ", ".join(sorted(layouts - set(ENGINE_LAYOUTS)))
     return (f"Holdfast does not support {unknown} yet",) if unknown else ()

@@ -41,9 +41,8 @@ _OTHER_SPELLINGS = {
     **{name: method for name, method in KERNEL_NAMES.items() if method in _SPECS},
     "w4a16": "int4", "w8a8": "int8", "compressed-tensors": "int4", "bitsandbytes": "nf4", "bnb": "nf4",
 }  # fmt: skip
-_SAME_METHOD = {name: STORED_AS[name] for name in ("compressed-tensors", "bitsandbytes", "mxfp4", "moe_wna16")} | {
-    "mxfp4_moe": STORED_AS["mxfp4"]
-}
+_STORED_NAMES = ("compressed-tensors", "bitsandbytes", "mxfp4", "moe_wna16", "auto-round", "inc")
+_SAME_METHOD = {name: STORED_AS[name] for name in _STORED_NAMES} | {"mxfp4_moe": STORED_AS["mxfp4"]}
 METHODS = (*_SPECS, *KINDS)
 
 

@@ -29,6 +29,7 @@ from holdfast.checkpoints import (
 )
 from holdfast.checkpoints.sources import builtin
 from holdfast.checkpoints.sources.select_files import quantization_of
+from holdfast.checkpoints.validation.match import find_tensors, lacking
 from holdfast.errors import CheckpointError, ConfigurationError, ModelAccessError, ModelError, ModelNotFoundError
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, catalogue
@@ -241,8 +242,10 @@ def _canonical(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[ModelSpec, Mapp
         unread = any(tensor.layout not in ENGINE_LAYOUTS for tensor in checkpoint.tensors.values())
         return spec, None if unread else match(spec, checkpoint)
     try:
-        canonical = match(spec, checkpoint)
+        canonical, missing = find_tensors(spec, checkpoint)
     except CheckpointError as error:
         return replace(spec, unsupported=(f"{OF_QUANTIZATION} {error.message}",)), None
+    if missing:
+        raise lacking(missing, spec, checkpoint)  # Nobody can read what is not there.
     held = held_or_not(spec, canonical)
     return held, canonical if held.runnable else None

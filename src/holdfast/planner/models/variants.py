@@ -126,6 +126,11 @@ def unquantized(model: PlannedModel) -> PlannedModel | None:
     quantization = model.spec.quantization
     if model.made_as is not None or (quantization is not None and quantization.method == "fp8"):
         return as_plain(model)
+    return base_of(model)
+
+
+def base_of(model: PlannedModel) -> PlannedModel | None:
+    """The catalogue's unquantized model that this quantized one was made of."""
     entry = entry_of(model)
     if entry is None or model.origin == "file":
         return None

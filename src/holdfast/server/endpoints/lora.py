@@ -116,6 +116,7 @@ class LoraEndpoints:
                 "id": one.ref.name,
                 "created": one.loaded_s,
                 "root": one.ref.name,
+                "aliases": [one.ref.name],
                 "parent": one.parent or base["id"],
             }
             for one in self._adapters.listed
