@@ -19,7 +19,7 @@ from holdfast.execution.gpu.cuda.int4_experts import (
     ExpertCut,
     against_int4_experts,
     expert_cut,
-    layout_macros,
+    expert_macros,
     multiply_int4,
 )
 from holdfast.execution.gpu.cuda.module import text
@@ -128,7 +128,7 @@ def test_what_is_left_to_triton(
 @pytest.mark.skipif(not compiler.available(), reason="libnvrtc is not installed")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
 def test_compiled_for_other_gpus(capability: tuple[int, int]) -> None:
-    macros = layout_macros(LAYOUTS["zeros"], 128, torch.float16)
+    macros = expert_macros(LAYOUTS["zeros"], 128, torch.float16)
     for cut in (FEW, MORE):
         given = compiler.options(capability, dict(cut.defines(macros, 0, 1)))
         assert compiler.compile_source(text("int4_experts"), given)

@@ -78,15 +78,18 @@ class ProductCut:
         return self.stages * (-(-stage // 1024) * 1024) + (self.along - 1) * self.tile * self.rows * 4
 
 
-def layout_macros(layout: ScaledLayout, columns: int, dtype: torch.dtype) -> Macros:
-    group = layout.group or columns
+def code_macros(layout: ScaledLayout, dtype: torch.dtype) -> Macros:
+    """What decoding depends on."""
     return (
-        ("GROUPS", max(BLOCK_COLUMNS // group, 1)),
         ("SCALE_BYTES", 4 if layout.scales == "float32" else 2),
         ("SCALE_HALF", int(layout.scales == "float16")),
         ("ZEROS", int(layout.zeros)),
         ("HALF", int(dtype == torch.float16)),
     )
+
+
+def layout_macros(layout: ScaledLayout, columns: int, dtype: torch.dtype) -> Macros:
+    return ("GROUPS", max(BLOCK_COLUMNS // (layout.group or columns), 1)), *code_macros(layout, dtype)
 
 
 @cache

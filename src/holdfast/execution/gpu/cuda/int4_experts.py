@@ -11,15 +11,20 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.compiler import cubin
+from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS
+from holdfast.execution.gpu.cuda.int4 import code_macros
 from holdfast.execution.gpu.cuda.module import Kernel, Macros, Module, against_gpu, text
-from holdfast.execution.triton_kernels.experts.launch import Activation, ExpertAssignments, Gates, gates_of
+from holdfast.execution.triton_kernels.experts.launch import (
+    GATES_IN_MATRIX,
+    Activation,
+    ExpertAssignments,
+    Gates,
+    gates_of,
+)
 from holdfast.execution.triton_kernels.experts.planes import ScaledPlanes
 from holdfast.execution.triton_kernels.experts.tiles import most_tiles
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
-UNIT_COLUMNS = 128
-"""That are multiplied at a time, and have one scale."""
-SLAB_ROWS = 16
 MOST_EXPERTS = 1024
 """A warp reads the lengths of all lines."""
 
@@ -62,7 +67,7 @@ def expert_cut(pairs: int, experts: int, columns: int) -> ExpertCut | None:
         return None
     if average > FEW_AVERAGE:
         return MORE
-    return FEW if columns // UNIT_COLUMNS % FEW.units == 0 else FEW_ODD
+    return FEW if columns // BLOCK_COLUMNS % FEW.units == 0 else FEW_ODD
 
 
 def against_int4_experts(
@@ -75,21 +80,15 @@ def against_int4_experts(
     group = layout.group or columns
     if layout.codes != "int4" or layout.group_rows != 1 or layout.scales == "uint8":
         return f"codes are {layout}"
-    if outputs % (2 * SLAB_ROWS) or columns % UNIT_COLUMNS:
-        return f"experts of {outputs} x {columns} are not whole tiles of {2 * SLAB_ROWS} x {UNIT_COLUMNS}"
-    if group % UNIT_COLUMNS:
+    if outputs % (2 * SLAB_ROWS) or columns % BLOCK_COLUMNS:
+        return f"experts of {outputs} x {columns} are not whole tiles of {2 * SLAB_ROWS} x {BLOCK_COLUMNS}"
+    if group % BLOCK_COLUMNS:
         return f"groups have {group} columns"
     return f"there are {experts} experts" if experts > MOST_EXPERTS else None
 
 
-def layout_macros(layout: ScaledLayout, experts: int, dtype: torch.dtype) -> Macros:
-    return (
-        ("EXPERTS", experts),
-        ("SCALE_BYTES", 4 if layout.scales == "float32" else 2),
-        ("SCALE_HALF", int(layout.scales == "float16")),
-        ("ZEROS", int(layout.zeros)),
-        ("HALF", int(dtype == torch.float16)),
-    )
+def expert_macros(layout: ScaledLayout, experts: int, dtype: torch.dtype) -> Macros:
+    return ("EXPERTS", experts), *code_macros(layout, dtype)
 
 
 @cache
@@ -117,8 +116,8 @@ def multiply_int4(
     if x.stride(0) % 8 or x.data_ptr() % 16 or out.stride(0) % 2 or out.data_ptr() % 4:
         raise EngineError("inputs of a product do not begin at whole lines", found=f"stride {x.stride(0)}")
     code, where = gates_of(activation, gates)
-    kernel = _kernel(cut, layout_macros(matrix.layout, experts, x.dtype), code, where)
-    across = -(-outputs // (cut.warps * (16 if where == 1 else 32)))
+    kernel = _kernel(cut, expert_macros(matrix.layout, experts, x.dtype), code, where)
+    across = -(-outputs // (cut.warps * (16 if where == GATES_IN_MATRIX.value else 32)))
     kernel(
         (most_tiles(pairs // per_token, per_token, experts, cut.rows) * across, 1, 1), x, matrix.codes, matrix.scales,
         matrix.zeros, out, lines.counts, lines.pairs, outputs, columns, matrix.layout.group or columns, x.stride(0),
@@ -131,7 +130,7 @@ def compile_expert_products(
     layout: ScaledLayout, experts: int, dtype: torch.dtype, capability: tuple[int, int]
 ) -> None:
     """Side by side, all that products with experts may want: what is then loaded lies in the cache."""
-    macros = layout_macros(layout, experts, dtype)
+    macros = expert_macros(layout, experts, dtype)
     wanted = [cut.defines(macros, 0, gates) for cut in (FEW, FEW_ODD, MORE) for gates in (0, 1)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: cubin(text("int4_experts"), capability, dict(one)), wanted))
