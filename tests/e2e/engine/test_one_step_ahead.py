@@ -200,14 +200,15 @@ def test_tokens_after_a_failure_are_left_to_the_scheduler(built, service, monkey
     requests = [held(place) for place in range(5)]
     plain = run(formed(core_with(built, 0, 120), service), requests, {})
     core = formed(core_with(built, 1, 120), service)
-    calls, real = itertools.count(), type(built.runner).submit
+    calls, injected, real = itertools.count(), list[StepFailure](), type(built.runner).submit
 
     def submit(runner, plan, masks=None):
         step = real(runner, plan, masks)
         victims = [row for row in plan.rows if row.samples and core.scheduler._running[-1].slot == row.slot]
-        if next(calls) == 20 and victims:
-            failure = StepFailure(slot=victims[0].slot, failure=Failure.of(EngineError("no memory")))
-            step._result = msgspec.structs.replace(step.result(), failures=[failure])
+        # On a busy machine a mask is late now and then, and the last one is not in that step: then in the next.
+        if next(calls) >= 20 and victims and not injected:
+            injected.append(StepFailure(slot=victims[0].slot, failure=Failure.of(EngineError("no memory"))))
+            step._result = msgspec.structs.replace(step.result(), failures=list(injected))
         return step
 
     monkeypatch.setattr(type(built.runner), "submit", submit)
