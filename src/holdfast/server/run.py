@@ -18,7 +18,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from starlette.applications import Starlette
 from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
-from holdfast.server.app import close_app
+from holdfast.server.app import close_app, watched
 from holdfast.server.http import connection
 from holdfast.server.http.accept import Accepting, allow_connections
 from holdfast.server.http.middleware import Tally
@@ -203,7 +203,8 @@ async def serve(
     life = _Life(engine, server, drain_timeout_s, patience, on_fatal or _say)
     with _removed_at_end(listener), life.hearing_signals() if handle_signals else contextlib.nullcontext():
         try:
-            return await life.run(listener, on_ready, throughput)
+            with watched(app) as watching:
+                return await life.run(listener, on_ready, throughput, watching)
         finally:
             close_app(app)
             log.info("stopped: %s", life.story(app.state.tally))
@@ -246,11 +247,14 @@ class _Life:
         listener: socket.socket,
         on_ready: Callable[[], None] | None,
         throughput: ThroughputLog | None,
+        watching: Coroutine[Any, Any, None] | None,
     ) -> int:
         listening = asyncio.create_task(self._server.serve(sockets=[listener]))
         beside = [asyncio.create_task(self._patience.run())]
         if throughput is not None:
             beside.append(asyncio.create_task(throughput.run()))
+        if watching is not None:
+            beside.append(asyncio.create_task(watching))
         try:
             return await self._live(listening, on_ready)
         finally:

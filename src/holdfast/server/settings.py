@@ -36,6 +36,8 @@ class ServerSettings:
     """Whether /tokenizer_info is answered: a chat template may be its maker's secret."""
     disable_docs: bool = False
     """No /docs, no /openapi.json."""
+    ui: bool = True
+    """Whether the page is served at / and /ui."""
     public_metrics: bool = False
     """Whether /metrics is answered without a key, as in vLLM."""
     allowed_origins: tuple[str, ...] = ()

@@ -136,6 +136,7 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         public_metrics=server_config.public_metrics,
         strict_fields=server_config.strict_fields,
         disable_docs=server_config.disable_docs,
+        ui=server_config.ui,
         enable_tokenizer_info_endpoint=server_config.enable_tokenizer_info_endpoint,
         force_include_usage=server_config.enable_force_include_usage,
         enable_sleep_mode=engine_config.enable_sleep_mode,

@@ -25,6 +25,7 @@ from holdfast.server.anthropic.schema import (
 from holdfast.server.endpoints.llama_cpp import AppliedTemplate, InputTokens
 from holdfast.server.endpoints.lora import LoadBody, UnloadBody
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
+from holdfast.server.http.paths import UI_STATE
 from holdfast.server.openai_responses.schema import (
     PASSED,
     DeletedResponse,
@@ -54,6 +55,7 @@ from holdfast.server.schema.pooling import (
 )
 from holdfast.server.schema.requests import ChatBody, CompletionBody, Message, Usage
 from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
+from holdfast.server.ui.state import UiState
 
 VERSION = "3.1.0"
 _TEXT_ALONE = {"input", "return_token_strs"}
@@ -181,8 +183,14 @@ LORA_OPERATIONS = (
 )  # fmt: skip
 
 
-def document(version: str, *, with_key: bool, lora: bool, strict: bool = False) -> dict[str, Any]:
-    operations = OPERATIONS + (LORA_OPERATIONS if lora else ())
+UI_OPERATIONS = (
+    Operation(path=UI_STATE, method="get", summary="What the page at / shows: memory, requests, the last hour",
+              answer=UiState, refusals=(400,)),
+)  # fmt: skip
+
+
+def document(version: str, *, with_key: bool, lora: bool, ui: bool = True, strict: bool = False) -> dict[str, Any]:
+    operations = OPERATIONS + (LORA_OPERATIONS if lora else ()) + (UI_OPERATIONS if ui else ())
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, with_key)
