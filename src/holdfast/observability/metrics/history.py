@@ -16,7 +16,7 @@ from holdfast.records import EngineStats
 
 INTERVAL_S = 5.0
 SAMPLES = 720
-"""An hour of them, 100 KB."""
+"""An hour of them, 0.4 MB."""
 SHARES = (0.5, 0.95)
 
 FIELDS = (
