@@ -98,6 +98,7 @@ def test_the_map_shows_what_is_planned_measured_and_free(browser: Chromium, laun
     page = browser.open(server.url + "/")
     page.wait(TILES)
     page.wait("document.querySelectorAll('.tier tbody tr').length > 5")
+    page.click("#tiers summary")
     text = page.text("#tiers")
     assert "RAM" in text
     assert all(name in text for name in ("kv_pool", "front", "unaccounted", "free"))

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.cli.commands.running import top
 from holdfast.cli.main import main
-from holdfast.cli.servers.state_screen import Look, screen_lines
+from holdfast.cli.servers.state_screen import ServerLook, screen_lines
 from holdfast.engine.fake import FakeEngine
 from holdfast.server.run import bind
 from holdfast.server.ui.state import RequestsState, RequestState, UiState
@@ -111,7 +111,7 @@ def test_lines_fit_the_terminal_and_steer_nothing(launch) -> None:
         generated_tokens=2, max_tokens=3, ttft_s=0.1, tokens_per_s=5.0,
     )  # fmt: skip
     many = msgspec.structs.replace(state, requests=RequestsState(open=1000, shown=[request] * 100))
-    look = Look("http://x", "ready", "", state=many, memory=many.memory)
+    look = ServerLook("http://x", "ready", "", state=many, memory=many.memory)
     lines = screen_lines(look, width=100, rows=24, blocks=False)
     assert len(lines) == 24
     assert "\x1b" not in "".join(line.plain for line in lines)

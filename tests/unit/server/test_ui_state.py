@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.observability.metrics.registry import ServingMetrics
-from holdfast.records import AnswerDelta, EngineInfo, EngineStats
+from holdfast.records import AnswerDelta, EngineStats
 from holdfast.server.settings import ServerSettings
 from holdfast.server.ui.machine import Holder, MachineTier, MachineWatch, look
 from holdfast.server.ui.notices import LogNotices, notices
@@ -55,12 +55,8 @@ def sample(**figures: float) -> dict[str, float | None]:
 
 
 def told(engine: FakeEngine, recent: list[dict[str, float | None]], *machine: MachineTier) -> list[tuple[str, str]]:
-    info = EngineInfo(
-        **{name: getattr(engine.info, name) for name in EngineInfo.__struct_fields__ if name != "lowered"},
-        lowered=["max_model_len = 4,096 (planner): it fits"],
-    )
-    found = notices(engine, info, engine.memory(), recent, machine, LogNotices())
-    return [(notice.text, notice.fix or "") for notice in found if "lowered" not in notice.text]
+    found = notices(engine, engine.info, engine.memory(), recent, machine, LogNotices())
+    return [(notice.text, notice.fix or "") for notice in found]
 
 
 def test_what_a_queue_waits_for_is_one_notice_with_a_flag() -> None:
@@ -76,7 +72,7 @@ def test_what_a_queue_waits_for_is_one_notice_with_a_flag() -> None:
     assert fix.startswith("--max-num-seqs 16")
 
 
-def test_what_lowers_and_what_ends_the_engine_is_told() -> None:
+def test_an_engine_that_fails_and_ram_that_runs_short_are_told() -> None:
     engine = FakeEngine()
     engine.restarts, engine.hangs = 2, 1
     [(text, _)] = told(engine, [])
@@ -89,15 +85,26 @@ def test_what_lowers_and_what_ends_the_engine_is_told() -> None:
     ]
 
 
+def test_what_holds_now_is_not_told_again_as_a_line_of_the_log() -> None:
+    heard, engine = LogNotices(), FakeEngine()
+    info = msgspec.structs.replace(engine.info, lowered=["x = 1"])
+    for text in ("lowered to fit in memory: x = 1", "another"):
+        heard.emit(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
+    found = notices(engine, info, None, [], [], heard)
+    assert [notice.text for notice in found] == ["lowered to fit in memory: x = 1", "another"]
+    assert found[0].fix
+
+
 def test_warnings_of_the_log_are_kept_without_paths_and_bounded() -> None:
     heard, logger = LogNotices(), logging.Logger("x")
     logger.addHandler(heard)
     logger.info("nothing")
     for number in range(30):
         logger.warning("%d: cannot read /srv/models/secret.gguf", number)
-    logger.error("x" * 9999)
+    logger.error("it ended [HF411] " + "x" * 9999)
     assert len(heard.kept) == 20
     assert heard.kept[0].text == "11: cannot read (a file)"
+    assert (heard.kept[0].fix, heard.kept[-1].fix) == (None, "holdfast explain HF411")
     assert (heard.kept[-1].level, len(heard.kept[-1].text) < 500) == ("error", True)
 
 

@@ -339,6 +339,8 @@ def _log_ready(engine: Engine, settings: ServerSettings, reach: _Reach) -> None:
         log.info("Ready: %s (try: %s %s/v1/models)", reach.socket_path, curl, url)
         return
     log.info("Decisions and all memory: %sholdfast ps -v %s", key, url)
+    if settings.ui:
+        log.info("To watch and try it: %s/ in a browser, or %sholdfast top %s", url, key, url)
     if reach.loopback:
         safely = "" if needs_key else " --api-key KEY"
         log.info("Reached from this machine only; else --host 0.0.0.0%s", safely)

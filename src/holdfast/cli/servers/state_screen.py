@@ -33,7 +33,7 @@ REQUEST_HEAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ServerLook:
     """What is known of one server at one moment."""
 
     url: str
@@ -52,12 +52,12 @@ class Look:
         return {"url": self.url, "status": self.status, "reason": self.reason or None} | known
 
 
-def screen_lines(look: Look, *, width: int, rows: int | None = None, blocks: bool = True) -> list[Text]:
+def screen_lines(look: ServerLook, *, width: int, rows: int | None = None, blocks: bool = True) -> list[Text]:
     """`rows`: as many at most. `blocks`: whether the terminal has more than ASCII."""
     return list(islice(_lines(look, width, blocks), rows))
 
 
-def _lines(look: Look, width: int, blocks: bool) -> Iterator[Text]:
+def _lines(look: ServerLook, width: int, blocks: bool) -> Iterator[Text]:
     state = look.state
     names = "" if state is None or state.model is None else ", ".join(map(printable, state.model.names))
     yield Text.assemble(
@@ -84,7 +84,7 @@ def _lines(look: Look, width: int, blocks: bool) -> Iterator[Text]:
     yield Text("")
 
 
-def _numbers(look: Look, state: UiState) -> Iterator[Text]:
+def _numbers(look: ServerLook, state: UiState) -> Iterator[Text]:
     load, samples = state.load, _named(state)
     last = samples[-1] if samples else {}
     prompt, generated = look.rates or (last.get("prompt_tokens_per_s"), last.get("generation_tokens_per_s"))

@@ -6,6 +6,7 @@ Rules over numbers that are there anyway; the doctor looks closer (`holdfast doc
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,6 +25,7 @@ LOG_CHARS = 400
 LOOK_BACK_S = 60.0
 """Of what is said of the load: a moment's burst is none."""
 KV_FULL, KV_SPARE, RAM_SHORT = 0.95, 0.5, 0.03
+_CODE = re.compile(r"\bHFW?\d{2,3}\b")
 
 Samples = Sequence[Mapping[str, float | None]]
 
@@ -51,7 +53,9 @@ class LogNotices(logging.Handler):
             self.handleError(record)
             return
         level = ERROR if record.levelno >= logging.ERROR else WARNING
-        self.kept.append(Notice(level=level, text=text, time_s=round(record.created, 1)))
+        code = _CODE.search(text)
+        fix = None if code is None else f"holdfast explain {code[0]}"
+        self.kept.append(Notice(level=level, text=text, fix=fix, time_s=round(record.created, 1)))
 
 
 def notices(
@@ -62,14 +66,15 @@ def notices(
     machine: Sequence[MachineTier],
     log: LogNotices,
 ) -> list[Notice]:
-    """What holds now, then the newest lines of the log."""
-    return [
+    """What holds now, then the newest lines of the log that do not say the same."""
+    now = [
         *_of_state(engine),
         *([] if info is None else _of_load(info, engine.stats(), recent)),
         *_of_memory(ledger, machine),
         *([] if info is None else _of_plan(info)),
-        *reversed(log.kept),
     ]
+    said = {notice.text for notice in now}
+    return [*now, *(line for line in reversed(log.kept) if line.text not in said)]
 
 
 def _of_state(engine: Engine) -> Iterator[Notice]:

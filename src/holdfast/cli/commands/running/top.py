@@ -16,7 +16,7 @@ import msgspec
 from holdfast.cli.commands.running.ps import ask
 from holdfast.cli.output import say, say_json
 from holdfast.cli.servers.reach import DEFAULT_URL, KEY_VARIABLE, ServerAddress, addresses_of
-from holdfast.cli.servers.state_screen import Look, screen_lines
+from holdfast.cli.servers.state_screen import ServerLook, screen_lines
 from holdfast.errors import ConfigurationError
 from holdfast.observability.ledger import Ledger
 from holdfast.observability.metrics.history import SAMPLES, Sample
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     return READY if all(look.status == "ready" for look in looks) else NOT_READY
 
 
-def _watch(watched: WatchedServers, interval_s: float) -> list[Look]:
+def _watch(watched: WatchedServers, interval_s: float) -> list[ServerLook]:
     from rich.console import Console, Group
     from rich.live import Live
 
@@ -108,7 +108,7 @@ class WatchedServers:
         for one in self._known.values():
             one.close()
 
-    def look(self) -> list[Look]:
+    def look(self) -> list[ServerLook]:
         addresses = addresses_of(self._urls) or [ServerAddress(DEFAULT_URL)]
         for gone in self._known.keys() - {address.url for address in addresses}:
             self._known.pop(gone).close()
@@ -131,7 +131,7 @@ class WatchedServer:
     def close(self) -> None:
         self._client.close()
 
-    def look(self) -> Look:
+    def look(self) -> ServerLook:
         import httpx
 
         url, base = self._address.url, self._address.base
@@ -139,21 +139,21 @@ class WatchedServer:
         try:
             answer = self._client.get(f"{base}/ui/state", params={"since": since})
         except httpx.HTTPError as error:
-            return Look(url, "unreachable", str(error) or type(error).__name__)
+            return ServerLook(url, "unreachable", str(error) or type(error).__name__)
         if answer.status_code in NEEDS_A_KEY:
-            return Look(url, "locked", f"it needs a key: set {KEY_VARIABLE}")
+            return ServerLook(url, "locked", f"it needs a key: set {KEY_VARIABLE}")
         if answer.status_code != OK:
             return self._without_state()
         try:
             state = msgspec.json.decode(answer.content, type=UiState)
         except (msgspec.MsgspecError, ValueError) as error:
-            return Look(url, "unknown", f"its state cannot be read: {error}")
+            return ServerLook(url, "unknown", f"its state cannot be read: {error}")
         if self._last is not None and self._last.server.id != state.server.id:
             self._last, self._samples = None, []  # Another run: its samples are numbered anew.
             return self.look()
         return self._gathered(state)
 
-    def _without_state(self) -> Look:
+    def _without_state(self) -> ServerLook:
         """Of one without a page: what /health and /memory say."""
         told = ask(self._client, self._address.base)
         why = (
@@ -162,9 +162,9 @@ class WatchedServer:
         memory = None
         with contextlib.suppress(msgspec.MsgspecError, ValueError):
             memory = None if told["memory"] is None else msgspec.convert(told["memory"], Ledger)
-        return Look(self._address.url, told["status"], why, memory=memory)
+        return ServerLook(self._address.url, told["status"], why, memory=memory)
 
-    def _gathered(self, state: UiState) -> Look:
+    def _gathered(self, state: UiState) -> ServerLook:
         last, self._last = self._last, state
         before_s, self._looked_s = self._looked_s, time.monotonic()
         self._samples = [*self._samples, *state.history.samples][-SAMPLES:]
@@ -177,4 +177,4 @@ class WatchedServer:
                 (state.load.generation_tokens_total - last.load.generation_tokens_total) / elapsed_s,
             )
         shown = msgspec.structs.replace(state, history=whole)
-        return Look(self._address.url, state.server.status, "", state=shown, memory=state.memory, rates=rates)
+        return ServerLook(self._address.url, state.server.status, "", state=shown, memory=state.memory, rates=rates)

@@ -62,13 +62,12 @@ function makeTier() {
   const table = (...names) => element("table", {},
     element("thead", {}, element("tr", {}, ...names.map((name) => element("th", { scope: "col" }, name)))), element("tbody"));
   return element("div", { class: "tier" }, element("h3"), element("p", { class: "quiet" }), row("device"), row("planned"), row("measured"),
-    // On a phone the bars alone come first.
-    element("details", matchMedia("(min-width: 600px)").matches ? { open: "" } : {}, element("summary", {}, "Terms and holders"),
+    element("ul", { class: "legend" }), element("details", {}, element("summary", {}, "Terms, and who holds the rest"),
       element("div", { class: "tables" }, table("this server", "planned", "measured"), table("the rest", "", "now"))));
 }
 
 function updateTier(view, tier) {
-  const [title, text, device, planned, measured, details] = view.children;
+  const [title, text, device, planned, measured, legend, details] = view.children;
   const total = tier.now?.total_bytes ?? tier.total_bytes, held = tier.measured_bytes;
   const free = tier.now?.free_bytes ?? null;
   const others = free === null ? null : Math.max(0, total - free - held);
@@ -88,6 +87,15 @@ function updateTier(view, tier) {
   const longest = Math.max(sum, held);
   bar(planned.lastChild, "planned", longest, terms.map((term) => [term.term, term.planned_bytes]), null);
   bar(measured.lastChild, "measured", longest, scaled(terms, held), null);
+
+  const chips = [...terms.filter((term) => term.measured_bytes > 0).map((term) => [term.term, term.measured_bytes]),
+    ...(others === null ? [] : [["others", others], ["free", free]])];
+  fill(legend, chips, () => element("li", {}, element("span", { class: "swatch", "aria-hidden": "true" }), element("span"), element("b")),
+    (chip, [term, size]) => {
+      chip.firstChild.className = `swatch term-${known(term)}`;
+      setText(chip.children[1], `${term} `);
+      setText(chip.children[2], bytes(size));
+    });
 
   const [ours, theirs] = details.querySelectorAll("tbody");
   ours.parentNode.hidden = terms.length === 0;
