@@ -13,12 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from chromium import Chromium, Page, program
 from fake_server import FakeServer
 
 from holdfast.engine.fake import FakeEngine, say
+from holdfast.engine.requests.adapters import Loaded
+from holdfast.records import AdapterRef, EngineInfo
 from holdfast.server.run import bind
 
 pytestmark = pytest.mark.skipif(
@@ -147,6 +151,49 @@ def test_a_chat_streams_with_its_settings_and_its_logprobs(browser: Chromium, la
     assert page.run("[...document.querySelectorAll('.t')].indexOf(document.querySelector('.pointed'))") >= 1
     assert page.problems() == []
     keep(page, "chat")
+
+
+class Wordy(FakeEngine):
+    """One whose plan says things that would do harm as HTML."""
+
+    @property
+    def info(self) -> EngineInfo:
+        lines = ["dtype = <img src=x onerror=alert(1)> (model): why", "max_num_seqs = 4 (planner): <b>memory</b>"]
+        return msgspec.structs.replace(super().info, decisions=lines, lowered=lines[1:])
+
+
+def test_decisions_warnings_and_adapters_are_shown_as_text(browser: Chromium, launch: Launch) -> None:
+    known = [Loaded(AdapterRef("<i>sql</i>", 1, "/srv/sql", ""), "base", None, 0)]
+    engine = Wordy()
+    server = launch(engine, adapters=SimpleNamespace(listed=known, named=lambda name: known[0].ref))
+    page = browser.open(server.url + "/")
+    page.wait(TILES)
+    page.run("document.querySelectorAll('details').forEach((one) => { one.open = true })")
+    assert "dtype = <img src=x onerror=alert(1)> (model): why" in page.text("#decision-list")
+    assert "<b>memory</b>" in page.text("#notice-list")
+    assert "fix: " in page.run("getComputedStyle(document.querySelector('#notice-list code'), '::before').content")
+    assert "holdfast plan MODEL" in page.text("#notice-list code")
+    assert page.text("#adapter-list").startswith("<i>sql</i> idle, of base")
+    assert page.run("[...document.querySelector('#chat-model').options].map((one) => one.value)") == [
+        "fake",
+        "<i>sql</i>",
+    ]
+    assert page.run("document.querySelectorAll('main b img, main img, #notice-list b, #adapter-list i').length") == 0
+    assert page.problems() == []
+
+
+def test_a_model_without_a_chat_template_completes_text(browser: Chromium, launch: Launch) -> None:
+    engine = FakeEngine(say(" a time"))
+    engine._tokenizer.chat_template = None
+    page = browser.open(launch(engine).url + "/")
+    page.wait("document.querySelector('#chat-title').textContent === 'Completion'")
+    page.type("#prompt", "Once upon")
+    page.press("Enter")
+    page.wait("document.querySelector('#chat-status').textContent.includes('stop')")
+    assert page.run(f"document.querySelector('{ANSWER}').textContent") == " a time"
+    assert bytes(token for token in engine.received[-1][0] if token < 256).decode() == "Once upon"
+    page.point(f"{ANSWER} .t:nth-child(2)")
+    page.wait("!document.querySelector('#token').hidden")
 
 
 def test_an_answer_is_stopped_and_a_refusal_is_shown(browser: Chromium, launch: Launch) -> None:

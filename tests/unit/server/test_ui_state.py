@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from holdfast.engine.fake import FakeEngine
+from holdfast.engine.requests.adapters import Loaded
 from holdfast.observability.metrics.registry import ServingMetrics
-from holdfast.records import AnswerDelta, EngineStats
+from holdfast.records import AdapterRef, AnswerDelta, EngineStats
 from holdfast.server.settings import ServerSettings
 from holdfast.server.ui.machine import Holder, MachineTier, MachineWatch, look
 from holdfast.server.ui.notices import LogNotices, notices
@@ -76,7 +78,7 @@ def test_an_engine_that_fails_and_ram_that_runs_short_are_told() -> None:
     engine = FakeEngine()
     engine.restarts, engine.hangs = 2, 1
     [(text, _)] = told(engine, [])
-    assert text == "the engine process was restarted 2 times, of these 1 because it hung"
+    assert text == "restarts of the engine process: 2, 1 of them because it hung"
     engine.die("it fell over")
     assert told(engine, [])[0][0] == "it fell over"
     short = ram(1, Holder(name="postgres", pid=7, held_bytes=90))
@@ -129,6 +131,19 @@ async def test_a_look_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monkey
     while not (found := await watch.tiers([], "ram")):
         await asyncio.sleep(0.01)
     assert (found, looks) == ([ram()], ["ram"])
+
+
+async def test_adapters_are_told_with_what_they_do_and_without_paths() -> None:
+    listed = [
+        Loaded(AdapterRef(name, number, "/srv/x", ""), "/srv/models/base", None, 0) for number, name in enumerate("ab")
+    ]
+    engine = FakeEngine()
+    await engine.start()
+    engine.stats = lambda: EngineStats(running_adapters=["b"])  # type: ignore[method-assign]
+    settings = ServerSettings(served_model_names=("m",), adapters=SimpleNamespace(listed=listed))  # type: ignore[arg-type]
+    state = await StateKeeper(engine, settings, metrics()).state()
+    assert [(one.name, one.base, one.running) for one in state.adapters] == [("a", "base", False), ("b", "base", True)]
+    assert b"/srv" not in msgspec.json.encode(state.adapters)
 
 
 async def test_all_that_ask_within_a_second_share_one_look() -> None:

@@ -84,8 +84,8 @@ def _of_state(engine: Engine) -> Iterator[Notice]:
     elif engine.sleeping:
         yield Notice(level=NOTE, text="the engine is sleeping and holds no memory", fix="POST /wake_up")
     if engine.restarts:
-        times = counted(engine.restarts, "time")
-        text = f"the engine process was restarted {times}, of these {engine.hangs} because it hung"
+        hung = f", {engine.hangs} of them because it hung" if engine.hangs else ""
+        text = f"restarts of the engine process: {engine.restarts}{hung}"
         yield Notice(level=WARNING, text=text, fix="holdfast doctor LOG says why, of the server's log")
 
 
