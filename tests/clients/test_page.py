@@ -22,8 +22,11 @@ from fake_server import FakeServer
 
 from holdfast.engine.fake import FakeEngine, say
 from holdfast.engine.requests.adapters import Loaded
-from holdfast.records import AdapterRef, EngineInfo
+from holdfast.observability.ledger import ProcessMemory, make_ledger
+from holdfast.records import AdapterRef, EngineInfo, EngineStats, MemoryTerm
 from holdfast.server.run import bind
+from holdfast.server.ui.machine import Holder, MachineTier
+from holdfast.units import GIB
 
 pytestmark = pytest.mark.skipif(
     program() is None, reason="Chromium is not installed (Debian: apt-get install chromium)"
@@ -151,6 +154,43 @@ def test_a_chat_streams_with_its_settings_and_its_logprobs(browser: Chromium, la
     assert page.run("[...document.querySelectorAll('.t')].indexOf(document.querySelector('.pointed'))") >= 1
     assert page.problems() == []
     keep(page, "chat")
+
+
+def test_each_device_has_its_own_map(browser: Chromium, launch: Launch) -> None:
+    """Two GPUs, the engine on the second, and RAM, of which nothing was planned."""
+    engine = FakeEngine()
+    report = engine.info.memory
+    assert report is not None
+    server = launch(engine)
+    terms = [
+        MemoryTerm(tier="vram", term=name, planned_bytes=8 * GIB, measured_bytes=8 * GIB)
+        for name in ("weights", "kv_pool")
+    ]
+    on_gpu = msgspec.structs.replace(report, tier="vram", terms=terms, budget_bytes=20 * GIB, held_bytes=17 * GIB)
+    info = msgspec.structs.replace(engine.info, memory=on_gpu)
+    front = ProcessMemory(name="front", pid=1, resident_bytes=GIB, peak_bytes=GIB)
+    server.call(lambda: setattr(engine, "memory", lambda: make_ledger(info, EngineStats(), [front])))
+    comfy = Holder(name="comfy", pid=7, held_bytes=5 * GIB)
+    tiers = [
+        MachineTier(tier=tier, name=name, total_bytes=24 * GIB, free_bytes=2 * GIB, ours=ours, holders=holders)
+        for tier, name, ours, holders in (
+            ("ram", "RAM", True, []), ("vram", "GPU 0: L4", False, [comfy]), ("vram", "GPU 1: L4", True, [comfy]),
+        )
+    ]  # fmt: skip
+    server._app.state.ui._machine._look = lambda own_pids, tier: tiers
+    page = browser.open(server.url + "/")
+    page.wait("document.querySelectorAll('.tier').length === 3")
+    assert page.run("[...document.querySelectorAll('.tier h3')].map((one) => one.textContent)") == [
+        "GPU 1: L4", "RAM", "GPU 0: L4",
+    ]  # fmt: skip
+    first, second, third = page.run("[...document.querySelectorAll('.tier > p')].map((one) => one.textContent)")
+    assert first.startswith("17.0 GiB held by this server, 16.0 GiB planned, of a budget of 20.0 GiB; others hold 5.00")
+    assert second.startswith("1.00 GiB held by this server; others hold 21.0 GiB")
+    assert third.startswith("0 B held by this server; others hold 22.0 GiB")
+    page.click(".tier summary")
+    assert "comfy" in page.text(".tier")
+    assert "unaccounted" in page.text(".tier")
+    keep(page, "gpus")
 
 
 class Wordy(FakeEngine):

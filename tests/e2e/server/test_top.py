@@ -12,7 +12,9 @@ from holdfast.cli.main import main
 from holdfast.cli.servers.state_screen import ServerLook, screen_lines
 from holdfast.engine.fake import FakeEngine
 from holdfast.server.run import bind
+from holdfast.server.ui.machine import Holder, MachineTier
 from holdfast.server.ui.state import RequestsState, RequestState, UiState
+from holdfast.units import GIB
 
 
 def looked(server) -> UiState:
@@ -118,3 +120,15 @@ def test_lines_fit_the_terminal_and_steer_nothing(launch) -> None:
     assert "".join(line.plain for line in lines).isascii()
     whole = screen_lines(look, width=100)
     assert whole[-2].plain.strip() == "the oldest 100 of 1,000"
+
+
+def test_devices_of_which_nothing_is_planned_are_shown_too(launch) -> None:
+    state = looked(launch())
+    gpu = MachineTier(
+        tier="vram", name="GPU 0: L4", total_bytes=8 * GIB, free_bytes=2 * GIB, ours=False,
+        holders=[Holder(name="comfy", pid=7, held_bytes=None)],
+    )  # fmt: skip
+    look = ServerLook("http://x", "ready", "", state=msgspec.structs.replace(state, machine=[gpu]), memory=state.memory)
+    text = "\n".join(line.plain for line in screen_lines(look, width=100))
+    assert "GPU 0: L4  0 B held; others 6.00 GiB, free 2.00 GiB of 8.00 GiB" in text
+    assert "others: comfy (pid 7) -" in text

@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.engine.requests.adapters import Loaded
+from holdfast.hardware.nvidia import GpuProcess, NvidiaGpu, NvidiaMachine
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import AdapterRef, AnswerDelta, EngineStats
 from holdfast.server.settings import ServerSettings
@@ -114,6 +115,22 @@ def test_this_machine_is_looked_at() -> None:
     (found,) = look([], "ram")
     assert 0 < found.free_bytes < found.total_bytes
     assert found.ours
+
+
+def test_of_several_gpus_the_engine_is_on_one_and_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {0: (GpuProcess(7, "comfy", 30), GpuProcess(8, "quake", None)), 1: (GpuProcess(5, "python", 60),)}
+    gpus = tuple(
+        NvidiaGpu(index=index, uuid=str(index), name="L4", total_bytes=100, free_bytes=40, processes=processes)
+        for index, processes in held.items()
+    )
+    monkeypatch.setattr("holdfast.server.ui.machine.probe", lambda: NvidiaMachine(gpus=gpus))
+    first, second = look([5], "vram")[1:]
+    assert (first.name, first.ours, second.ours) == ("GPU 0: L4", False, True)
+    assert [(one.name, one.held_bytes) for one in first.holders] == [("comfy", 30), ("quake", None)]
+    assert second.holders == []
+    # In a container the driver's pids are others: the engine takes the first.
+    assert [tier.ours for tier in look([99], "vram")] == [True, True, False]
+    assert len(look([5], "ram")) == 1
 
 
 async def test_a_look_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,11 @@ def _lines(look: ServerLook, width: int, blocks: bool) -> Iterator[Text]:
         machine = [] if state is None else state.machine
         for tier in look.memory.tiers:
             yield from _tier(look.memory, tier, machine, width, blocks)
-        yield _pages(look.memory, width, blocks)
+        planned = {tier.tier for tier in look.memory.tiers}
+        for one in machine:
+            if one.tier not in planned or not one.ours:
+                yield from _unplanned(look.memory, one, width, blocks)
+        yield _pages(look.memory, blocks)
     if state is not None:
         yield from _hour(state, width, blocks)
         yield from _notices(state)
@@ -147,9 +151,22 @@ def _tier(memory: Ledger, tier: TierMemory, machine: Sequence[MachineTier], widt
     yield Text("    " + "   ".join([head] * min(across, len(cells))), "bright_black")
     for place in range(0, len(cells), across):
         yield Text("    " + "   ".join(cells[place : place + across]))
-    holders = [] if now is None else now.holders
-    if holders:
-        shown = (f"{printable(one.name)} (pid {one.pid}) {_measured(one.held_bytes)}" for one in holders)
+    yield from [] if now is None else _holders(now, width)
+
+
+def _unplanned(memory: Ledger, tier: MachineTier, width: int, blocks: bool) -> Iterator[Text]:
+    """What else the machine has: RAM beside a GPU, GPUs that the engine is not on."""
+    held = sum(process.resident_bytes for process in memory.processes) if tier.tier == "ram" else 0
+    others = max(0, tier.total_bytes - tier.free_bytes - held)
+    said = f"{format_bytes(held)} held; others {format_bytes(others)}, free {format_bytes(tier.free_bytes)}"
+    yield Text.assemble((f"  {printable(tier.name)}  ", "bold"), f"{said} of {format_bytes(tier.total_bytes)}")
+    yield _bar([held, 0, others], tier.total_bytes, width - 4, blocks)
+    yield from _holders(tier, width)
+
+
+def _holders(tier: MachineTier, width: int) -> Iterator[Text]:
+    if tier.holders:
+        shown = (f"{printable(one.name)} (pid {one.pid}) {_measured(one.held_bytes)}" for one in tier.holders)
         yield Text(shorten("    others: " + ", ".join(shown), width), "bright_black")
 
 
@@ -168,7 +185,7 @@ def _bar(parts: Sequence[float], total: float, width: int, blocks: bool) -> Text
     return bar.append(glyphs[FREE] * left, COLOURS[FREE])
 
 
-def _pages(memory: Ledger, width: int, blocks: bool) -> Text:
+def _pages(memory: Ledger, blocks: bool) -> Text:
     kv = memory.kv
     idle = max(0, kv.blocks_touched - kv.blocks_used)
     bar = _bar([kv.blocks_used, idle], kv.blocks, 30, blocks)

@@ -101,7 +101,7 @@ function updateTier(view, tier) {
   ours.parentNode.hidden = terms.length === 0;
   fill(ours, terms.map((term) => [term.term, term.term, ABOUT[term.term] ?? "", bytes(term.planned_bytes), bytes(term.measured_bytes)]), makeTermRow, updateTermRow);
   fill(theirs, [...holders.map((holder) => ["others", holder.name, `pid ${holder.pid}`, "", bytes(holder.held_bytes)]),
-    ...(free === null ? [] : [["others", "all others", "with the system", "", bytes(others)], ["free", "free", "", "", bytes(free)]])], makeTermRow, updateTermRow);
+    ...(free === null ? [] : [["others", "in all", "with the system", "", bytes(others)], ["free", "free", "", "", bytes(free)]])], makeTermRow, updateTermRow);
 }
 
 const makeTermRow = () => element("tr", {},
