@@ -31,7 +31,7 @@ from holdfast.server.endpoints.docs_page import POLICY, page
 from holdfast.server.endpoints.invocations import Invocations
 from holdfast.server.endpoints.llama_cpp import LlamaCpp, aliases
 from holdfast.server.endpoints.lora import LoraEndpoints
-from holdfast.server.endpoints.memory import memory_endpoint
+from holdfast.server.endpoints.memory import MemoryEndpoint
 from holdfast.server.endpoints.openapi import document
 from holdfast.server.endpoints.pooling.embeddings import Embeddings
 from holdfast.server.endpoints.pooling.prompt_vectors import PromptVectors
@@ -105,7 +105,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/metrics/", plain.metrics, methods=["GET"]),
-        Route("/memory", memory_endpoint(engine), methods=["GET"]),
+        *MemoryEndpoint(engine, settings).routes,
         *Sleeping(engine, settings).routes,
         *LlamaCpp(engine, settings, workers, pool).routes,
     ]

@@ -24,6 +24,7 @@ from holdfast.server.anthropic.schema import (
 )
 from holdfast.server.endpoints.llama_cpp import AppliedTemplate, InputTokens
 from holdfast.server.endpoints.lora import LoadBody, UnloadBody
+from holdfast.server.endpoints.memory import MemoryBody
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.paths import UI_STATE
 from holdfast.server.openai_responses.schema import (
@@ -166,6 +167,8 @@ OPERATIONS = (
     Operation(path="/load", method="get", summary="Number of unfinished requests"),
     Operation(path="/metrics", method="get", summary="Prometheus metrics", kind="text/plain"),
     Operation(path="/memory", method="get", summary="Planned and measured memory", answer=Ledger, refusals=(503,)),
+    Operation(path="/memory", method="post", summary="Change the memory budget", body=MemoryBody, answer=Ledger,
+              refusals=(400, 403, 408, 413, 415, 500, 503)),
     Operation(path="/reset_prefix_cache", method="post", summary="Reset the prefix cache", refusals=(400,),
               query=(("reset_running_requests", ("false",)), ("reset_external", ("false",)))),
     Operation(path="/sleep", method="post", summary="Release the engine's memory (--enable-sleep-mode)",
