@@ -27,7 +27,7 @@ from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.sampling.sampler import Masks, Sampler
 from holdfast.execution.transformer import Transformer
-from holdfast.execution.weights.load import Weights
+from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.cpu import logits_rows
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
@@ -112,6 +112,12 @@ class Runner:
     @property
     def adapters_bytes(self) -> int:
         return 0 if self._adapters is None else self._adapters.nbytes
+
+    @property
+    def layer_slots_bytes(self) -> int:
+        """Of layers that do not stay in memory."""
+        slots = self._decoder.weights.slots
+        return 0 if slots is None else slots.nbytes
 
     @property
     def attention_backend(self) -> str:
@@ -293,6 +299,8 @@ class Runner:
         """Gives everything back to the system; the runner cannot be used afterwards."""
         if self._adapters is not None:
             self._adapters.close()
+        if self._transformer is not None and (slots := self._transformer.weights.slots) is not None:
+            slots.close()
         self._transformer = self._adapters = None
         self._kv = None
         self._logits = torch.empty(0)

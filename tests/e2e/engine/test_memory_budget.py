@@ -7,10 +7,14 @@ import os
 import signal
 
 import httpx
+import pytest
 
+from holdfast import LLM, SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
+from holdfast.errors import HoldfastError
+from holdfast.records import EngineInfo
 from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
 from holdfast.units import MIB, parse_bytes
@@ -73,3 +77,29 @@ def test_a_budget_is_changed_while_answers_go_on() -> None:
             runner.run(_breathes(engine, http))
         finally:
             runner.run(engine.stop())
+
+
+def test_a_model_larger_than_its_budget_is_read_from_a_disk(tmp_path) -> None:
+    """By itself, once there is a folder; as few layers as need be, and the same tokens."""
+    small = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    config = EngineConfig(**small)
+    plan = plan_model(config, find_model(config))
+    needed = sum(size for term, size in plan.terms.items() if term != "kv_pool")
+    needed += (1 + plan.engine.layout.peak_blocks(512, 64)) * plan.engine.layout.page_bytes
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+    def answers(**settings: object) -> tuple[list[str], EngineInfo]:
+        with LLM(**small, **settings) as llm:
+            return [one.outputs[0].text for one in llm.generate(PROMPTS, greedy, use_tqdm=False)], llm.info
+
+    plain, _ = answers()
+    found, info = answers(ram=needed - 50 * MIB, nvme_path=str(tmp_path))
+    assert found == plain
+    assert info.memory is not None
+    (nvme,) = info.memory.below
+    assert 50 * MIB < nvme.terms[0].planned_bytes < 81 * MIB  # All layers are as much.
+    assert any(line.startswith("streamed_layers = ") for line in info.lowered)
+    for refused in ({}, {"nvme_path": str(tmp_path), "nvme": 4 * MIB}, {"nvme_path": str(tmp_path / "missing")}):
+        with pytest.raises(HoldfastError):
+            LLM(**small, ram=needed - 50 * MIB, **refused)
+    assert list(tmp_path.iterdir()) == []

@@ -49,6 +49,12 @@ class MemoryBudget:
         """How it serves from then on: so does whatever process is started after this one. `send`: False when there is
         no process to be told."""
         refuse_tier(now.info.memory, tier)
+        if now.plan.engine.streamed is not None:
+            raise UnsupportedOptionError(
+                "the memory budget cannot be changed while layers are read from a disk",
+                fix="restart with another --ram",
+                field=tier,
+            )
         config, plan = await asyncio.to_thread(with_budget, now, budget_bytes)
         self._answer = asyncio.get_running_loop().create_future()
         if not send(protocol.ResizeKV(plan.engine.blocks)):

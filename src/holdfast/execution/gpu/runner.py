@@ -37,7 +37,7 @@ from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
-from holdfast.execution.weights.load import Weights
+from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
