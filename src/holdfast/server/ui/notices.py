@@ -130,6 +130,6 @@ def _of_plan(info: EngineInfo) -> Iterator[Notice]:
     for line in info.lowered:
         yield Notice(
             level=WARNING,
-            text=f"lowered to fit in memory: {line}",
+            text=without_paths(f"lowered to fit in memory: {line}"),
             fix="holdfast plan MODEL shows what helps, and what it costs",
         )
