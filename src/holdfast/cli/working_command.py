@@ -131,8 +131,10 @@ def _named_model(words: list[str], parse: Parse) -> str | None:
     try:
         _, arguments = parse(words)
     except ConfigurationError as error:
-        # As it was read but for these.
-        rest = [word for word in words if _flag_of(word) not in {_flag_of(one) for one in error.unknown}]
+        # As it was read but for these. Behind a flag that is only misspelt stands its value, not a model.
+        rest = _respelled(words, error)
+        if rest == words:
+            rest = [word for word in words if _flag_of(word) not in {_flag_of(one) for one in error.unknown}]
         return None if rest == words else _named_model(rest, parse)
     return arguments.model_positional or getattr(arguments, "model", None)
 
