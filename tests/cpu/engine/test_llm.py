@@ -431,6 +431,26 @@ def test_what_is_no_prompt_or_no_params_is_said(llm, prompts, params, field) -> 
     assert refused.value.field == field
 
 
+def test_requests_are_queued_and_waited_for(llm) -> None:
+    """As by vLLM's enqueue: in the order of the prompts, whichever ends first."""
+    greedy, short = (SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (6, 2))
+    expected = llm.generate(["One two three", "Four five"], [greedy, short])
+    names = llm.enqueue(["One two three", "Four five"], [greedy, short])
+    names += llm.enqueue("One two three", short)
+    with pytest.raises(RequestError):
+        llm.enqueue(["fine", {"prompts": 3}], greedy)
+    assert llm.llm_engine.get_num_unfinished_requests() == 3
+    found = llm.wait_for_completion()
+    assert [output.request_id for output in found] == names
+    texts = [output.outputs[0].text for output in expected]
+    assert [output.outputs[0].text for output in found[:2]] == texts
+    assert llm.wait_for_completion() == []
+    for name in ("collective_rpc", "update_weights", "get_weight_version"):
+        with pytest.raises(UnsupportedOptionError, match=name):
+            getattr(llm, name)()
+    assert (llm.get_world_size(), llm.reset_mm_cache()) == (1, None)
+
+
 def test_an_engine_that_is_stepped_by_hand(llm) -> None:
     """Requests come while others run, each told as it asked, and give what `generate` gives."""
     engine, greedy = llm.llm_engine, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

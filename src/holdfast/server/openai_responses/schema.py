@@ -12,7 +12,8 @@ PASSED = frozenset(
     {
         "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "enable_thinking", "frequency_penalty",
         "ignore_eos", "include_reasoning", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens",
-        "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k",
+        "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens", "stop", "stop_token_ids",
+        "structured_outputs", "top_k",
     }
 )  # fmt: skip
 """Fields of a chat that are taken here too, with the same meaning, as in vLLM."""
