@@ -62,6 +62,13 @@ def test_vllm_takes_the_whole_context_where_none_is_set() -> None:
     assert _judged(f"vllm serve {LLAMA} --max-model-len auto").healthy
 
 
+@pytest.mark.parametrize("flag", ["--language-model-only", """--limit-mm-per-prompt '{"image": 0, "video": 0}'"""])
+def test_no_room_is_kept_for_images_that_are_not_taken(flag: str) -> None:
+    command = "vllm serve Qwen/Qwen3-VL-30B-A3B-Instruct --max-model-len 130000"
+    assert not _judged(command, "h100-80").healthy
+    assert _judged(f"{command} {flag}", "h100-80").healthy
+
+
 def test_a_forgotten_tensor_parallel_size_is_named_once() -> None:
     found = _judged("vllm serve meta-llama/Llama-3.1-70B-Instruct --max-model-len 8192", "h100-80x4")
     [finding] = found.findings
