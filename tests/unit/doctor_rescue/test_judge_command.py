@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
+from tiny_gguf import write_tiny_gguf
 
 from holdfast.doctor.check_command.check import CommandMachine, judge, judge_command
 from holdfast.doctor.check_command.flags import flag_findings, known_flags
@@ -353,6 +355,15 @@ def test_sglang_divides_what_is_free_at_start_by_its_static_share(share: float |
 )  # fmt: skip
 def test_what_is_said_of_the_budget_has_the_pool_and_the_draft(flags: str, pool: str) -> None:
     assert pool in _judged(f"vllm serve {LLAMA} --max-model-len 8192 {flags}").seen[0]
+
+
+def test_a_draft_file_of_llama_cpp_is_planned(tmp_path: Path) -> None:
+    write_tiny_gguf(file := tmp_path / "tiny.gguf")
+    drafting = _judged(f"llama-server -m {file} -md {file} -c 128 -ngl 99")
+    assert drafting.healthy
+    assert ", draft " in drafting.seen[0]
+    assert not drafting.missing
+    assert "--model-draft" in _judged(f"llama-server -m {file} -md {file}.gone -c 128 -ngl 99").missing[0]
 
 
 @pytest.mark.parametrize(
