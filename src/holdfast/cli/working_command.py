@@ -154,7 +154,8 @@ def refused_start(words: list[str], parse: Parse) -> HoldfastError | None:
     """Why these words would not start a server, as far as that can be known without loading."""
     from holdfast.engine.startup.build import find_model, plan_model
     from holdfast.engine.startup.select_device import settle_device
-    from holdfast.footprint.cpu import FRONT_BYTES
+    from holdfast.footprint.cpu import front_bytes
+    from holdfast.records.sampling import WHOLE_VOCABULARY
 
     try:
         serve, arguments = parse(words)
@@ -162,7 +163,7 @@ def refused_start(words: list[str], parse: Parse) -> HoldfastError | None:
         engine = settle_device(engine)
         if _is_here(engine):
             model = find_model(engine, progress=False)
-            plan_model(engine, model, front_bytes=FRONT_BYTES)
+            plan_model(engine, model, front_bytes=front_bytes(engine.max_logprobs == WHOLE_VOCABULARY))
             serve.server_settings(engine, server, model)
     except ModelError:
         return None  # Nothing that a flag could change.

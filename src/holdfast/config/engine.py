@@ -200,8 +200,9 @@ class EngineConfig:
     )
     max_logprobs: int = setting(
         MOST_LOGPROBS,
-        "log-probabilities of other tokens that a request may ask for with each token, 20 at most",
-        or_auto("max_logprobs", whole(0, MOST_LOGPROBS), MOST_LOGPROBS),
+        "log-probabilities of other tokens that a request may ask for with each token, 20 at most; -1: of a prompt's"
+        " tokens, on a CPU, also those of the whole vocabulary (prompt_logprobs: -1), in 728 MiB more of memory",
+        or_auto("max_logprobs", whole(-1, MOST_LOGPROBS), MOST_LOGPROBS),
     )
     scheduling_policy: str = setting("fcfs", "fcfs, or priority (lower values first)", choice("fcfs", "priority"))
     max_queued_requests: int = setting(

@@ -132,7 +132,7 @@ def test_every_setting_that_only_tunes_vllm_is_taken_and_told() -> None:
         (["--reasoning-parser", "gemma4"], "reasoning_parser", None),
         (["--api-server-count=4"], "api_server_count", 1),
         (["--max-logprobs", "100"], "max_logprobs", 20),
-        (["--max-logprobs", "-1"], "max_logprobs", 20),
+        (["--tokenizer-mode", "deepseek_v32"], "tokenizer_mode", "auto"),
         (["--no-enable-chunked-prefill"], "enable_chunked_prefill", False),
     ],
 )

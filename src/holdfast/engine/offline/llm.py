@@ -27,13 +27,14 @@ from holdfast.engine.offline.pooling import PoolingMethods, Prompt
 from holdfast.engine.offline.profiling import ProfileMethods
 from holdfast.engine.offline.queued import QueuedMethods
 from holdfast.engine.offline.stepped import SteppedEngine
-from holdfast.engine.offline.unsupported import AbsentMethods
+from holdfast.engine.offline.unsupported import AbsentMethods, EmptyMethods
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
 from holdfast.engine.requests.embedding import PARAMS
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.structured_output import StructuredOutput
+from holdfast.engine.requests.whole_vocabulary import is_whole, with_whole_vocabulary
 from holdfast.engine.startup.build import (
     build_core,
     find_model,
@@ -80,7 +81,7 @@ Message = Mapping[str, Any]
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 
 
-class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, AbsentMethods):
+class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMethods, AbsentMethods):
     """All keyword arguments are settings of `holdfast serve`, spelled with underscores: see EngineConfig."""
 
     @in_python()
@@ -143,6 +144,8 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, AbsentMeth
         ]
         for run, request in zip(runs, adapters_of_runs, strict=True):
             run.output.lora_request = request
+        if any(map(is_whole, chosen)):  # A step has room for one of these.
+            return [output for run in runs for output in self._run([run], use_tqdm)]
         return self._run(runs, use_tqdm)
 
     def chat(
@@ -352,6 +355,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, AbsentMeth
     ) -> _Run:
         text, ids = self._read_prompt(prompt)
         params = params.checked()  # Scripts change theirs, also between two calls.
+        params = with_whole_vocabulary(params, ids, self._found.spec.vocab_size, self._config.max_logprobs)
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer", fix="leave skip_tokenizer_init out", field="stop")
         name = str(next(self._names))

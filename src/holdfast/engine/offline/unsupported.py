@@ -14,16 +14,18 @@ _WEIGHTS_STAY = "weights are read once, from files"
 _OTHER_WEIGHTS = "sleep(), write the new files in place of the old ones, wake_up()"
 
 
-class AbsentMethods:
-    def reward(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("reward", _NO_REWARD, "classify(prompts) with a model that rewards whole texts")
-
+class EmptyMethods:
     def get_world_size(self, include_dp: bool = True) -> int:
         """One device computes everything."""
         return 1
 
     def reset_mm_cache(self) -> None:
         """Of images and audio, which no prompt has."""
+
+
+class AbsentMethods:
+    def reward(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("reward", _NO_REWARD, "classify(prompts) with a model that rewards whole texts")
 
     def init_weight_transfer_engine(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("init_weight_transfer_engine", _WEIGHTS_STAY, _OTHER_WEIGHTS)
