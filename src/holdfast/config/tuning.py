@@ -139,6 +139,8 @@ TUNING: Mapping[str, str] = {
 
 MOST_LOGPROBS = 20
 """That one token can have beside it."""
+LEAST_VOCABULARY = 32_000
+"""A --max-logprobs from here on means as many as there are tokens."""
 _BACKENDS = frozenset({"flash_attn", "flashinfer", "triton_attn", "flex_attention", "cpu_attn", "xformers"})
 """vLLM's kernels of attention, as some write them; in capitals any name is one of vLLM's."""
 _TOOL_FORMATS = frozenset(_each("", """
@@ -173,7 +175,7 @@ def taken_value(name: str, value: Any) -> str | None:
         value = str(value).lower()
     if not isinstance(value, str):
         return None
-    if name == "max_logprobs" and value.isdigit() and int(value) > MOST_LOGPROBS:
+    if name == "max_logprobs" and value.isdecimal() and MOST_LOGPROBS < int(value) < LEAST_VOCABULARY:
         return VALUES[name][1]
     if name == "attention_backend":
         named = value.upper() != "TORCH_SDPA" and (value.isupper() or value in _BACKENDS)
