@@ -20,7 +20,8 @@ from holdfast.execution.kv_store import LARGEST, KVStore
 from holdfast.execution.ops import ops_for
 from holdfast.execution.runner import Runner
 from holdfast.execution.transformer import Transformer
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite

@@ -18,7 +18,8 @@ from holdfast.execution.gpu.layers.experts import ExpertGpuMaker
 from holdfast.execution.gpu.layers.linear import Scratch
 from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack
 from holdfast.execution.layers.linear import DenseLinear
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint import experts as expert_sizes
 from holdfast.footprint.scaled_layouts import ScaledLayout

@@ -25,7 +25,8 @@ from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.execution.layers import linear
 from holdfast.execution.layers.linear import QuantizedLinear
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.models import from_config
 from holdfast.records import EngineOutput, SamplingParams
 

@@ -16,7 +16,7 @@ from holdfast.execution.gpu.layers.mlp import GatedGpuMlp, MlpBuffers
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear, RoundedWorkspace
 from holdfast.execution.layers.linear import DenseLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.ops.reference import activate
-from holdfast.execution.weights.load import GatedWeights
+from holdfast.execution.weights.decoder_weights import GatedWeights
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.rounded import GROUP, workspace_bytes
 from holdfast.footprint.scaled_layouts import ScaledLayout

@@ -9,7 +9,7 @@ import torch
 from quantized_files import Format
 
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights.load import Weights
+from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite

@@ -17,7 +17,8 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache import KVCache
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config

@@ -193,6 +193,16 @@ class EngineConfig:
         optional(memory),
         metavar="SIZE",
     )
+    nvme_path: str | None = setting(
+        None,
+        "folder on a fast disk for layers that do not fit in RAM, which are read for every step (CPU); the file has no "
+        "name, and is gone when the server ends",
+        optional(text),
+        metavar="DIR",
+    )
+    nvme: int | None = setting(
+        None, "maximum size of that file, such as 40GiB; default: what is free there", optional(memory), metavar="SIZE"
+    )
     kv_cache_memory_bytes: int | None = setting(
         None,
         "size of the KV cache, such as 4GiB; default: all that is left of the budget on a GPU, at most 4 GiB on a CPU",
@@ -291,6 +301,20 @@ class EngineConfig:
                 field="vram",
             )
 
+        if self.nvme is not None and self.nvme_path is None:
+            raise ConfigurationError(
+                "nvme is the size of a file, but there is no folder for it",
+                needed="nvme_path as well",
+                fix="--nvme-path DIR",
+                field="nvme",
+            )
+        if self.nvme_path is not None and self.device == "cuda":
+            raise ConfigurationError(
+                "nvme_path is for layers that do not fit in RAM; on a GPU all layers stay in its memory so far",
+                needed="device cpu",
+                fix="leave --nvme-path out, or --device cpu",
+                field="nvme_path",
+            )
         self._check_lora()
         if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
             raise ConfigurationError(

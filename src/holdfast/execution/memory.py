@@ -8,17 +8,25 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from types import TracebackType
 
 import torch
 
+from holdfast.errors import EngineError
 from holdfast.hardware import resident
+
+ALIGNED_BYTES = 256
+"""Where tensors begin that lie beside others: what kernels ask for at most."""
 
 OWN_PAGES_BYTES = 256 * 1024
 """Tensors from this size on get pages of their own."""
+
+MAP_NORESERVE = 0x4000
+"""Of Linux, on x86 and on Arm."""
 
 ARM_KEEPS_S, ARM_LARGE_BYTES = 0.11, 64 << 20
 
@@ -34,6 +42,41 @@ def exact_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
+
+
+MakeTensor = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
+"""As `exact_tensor` does it, or somewhere else."""
+
+
+class Arena:
+    """Tensors one behind the other in `memory`, a tensor of bytes. Nothing is given back but all of it at once."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self.used_bytes = memory, 0
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        first = -(-self.used_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        last = first + prod(shape) * dtype.itemsize
+        if device != self._memory.device or last > len(self._memory):
+            raise EngineError(
+                "a layer does not fit the memory that was set aside for it",
+                needed=f"{last:,} bytes on {device}",
+                found=f"{len(self._memory):,} on {self._memory.device}",
+            )
+        self.used_bytes = last
+        return self._memory[first:last].view(dtype).view(tuple(shape))
+
+
+def reserved_memory(nbytes: int) -> mmap.mmap | None:
+    """Addresses for so many bytes, which take memory as they are touched; None: the system does not give them, as under
+    a limit of addresses (ulimit -v) or without overcommit."""
+    if not sys.platform.startswith("linux"):
+        return None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    try:
+        return mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
+    except OSError:
+        return None
 
 
 class PeakMemory:

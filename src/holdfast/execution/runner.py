@@ -27,7 +27,7 @@ from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.sampling.sampler import Masks, Sampler
 from holdfast.execution.transformer import Transformer
-from holdfast.execution.weights.load import Weights
+from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.cpu import logits_rows
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
@@ -114,6 +114,12 @@ class Runner:
         return 0 if self._adapters is None else self._adapters.nbytes
 
     @property
+    def layer_slots_bytes(self) -> int:
+        """Of layers that do not stay in memory."""
+        slots = self._decoder.weights.slots
+        return 0 if slots is None else slots.nbytes
+
+    @property
     def attention_backend(self) -> str:
         return self._decoder.attention.name
 
@@ -134,10 +140,20 @@ class Runner:
             raise EngineError("the runner is closed")
         return self._transformer
 
-    def back_kv(self, blocks: int) -> None:
-        """Allocates the pool anew, the null page included; what the old one held is gone."""
+    def back_kv(self, blocks: int, most_blocks: int | None = None) -> None:
+        """Allocates the pool anew, the null page included; what the old one held is gone. `most_blocks`: it may grow to
+        so many."""
         self._kv = None
-        self._kv = KVStore(self.layout, blocks, self.device, self.kv_dtype)
+        self._kv = KVStore(self.layout, blocks, self.device, self.kv_dtype, most_blocks=most_blocks)
+
+    @property
+    def most_blocks(self) -> int:
+        """Pages that the pool may grow to."""
+        return self.kv.most_blocks
+
+    def resize_kv(self, blocks: int) -> None:
+        """Nothing is kept of pages beyond; those before stay as they are."""
+        self.kv.resize(blocks)
 
     @property
     def kv_scales(self) -> KVScales:
@@ -170,6 +186,8 @@ class Runner:
         decoder, kv = self._decoder, self.kv
         with torch.inference_mode(), lean_products(self.dtype, self.device):
             self._buffers.apply(plan, kv.blocks)
+            if plan.copies:
+                kv.move(plan.copies)
             arrived = [] if self._adapters is None else self._adapters.follow(plan)
             for start in plan.starts:
                 self._sampler.start(start)
@@ -281,6 +299,8 @@ class Runner:
         """Gives everything back to the system; the runner cannot be used afterwards."""
         if self._adapters is not None:
             self._adapters.close()
+        if self._transformer is not None and (slots := self._transformer.weights.slots) is not None:
+            slots.close()
         self._transformer = self._adapters = None
         self._kv = None
         self._logits = torch.empty(0)

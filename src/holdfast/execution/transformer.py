@@ -19,7 +19,7 @@ from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, Heads, Ops, StepBuffers
-from holdfast.execution.weights.load import LayerWeights, Norm, Weights
+from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import MLP_TILE, sums_apart
 from holdfast.footprint.experts import mlp_width
 from holdfast.kvcache.groups import KVLayout
@@ -106,7 +106,10 @@ class Transformer:
             fused.begin(step, kv)
         # A prompt's chunk: of the last layer, only sampling rows need more than their keys and values.
         cut = layers is None and not len(batch.scored_tokens) and len(batch.sampling_tokens) < batch.token_count
+        slots = self.weights.slots
         for index, layer in enumerate(self.weights.layers[:-1] if cut else self.weights.layers[:layers]):
+            if slots is not None:
+                slots.begin(index)
             if fused is not None:
                 group, place = self._places[index]
                 scales, center = self.kv_scales.of(index), self.kv_scales.center(index)
@@ -115,6 +118,8 @@ class Transformer:
                 self._attend(index, step, batch, kv)
                 self._add_attended(layer, step.attended, step.stream, step)
                 self._feed_forward(layer, self._mlps[index], step.stream, step)
+            if slots is not None:
+                slots.end(index)
             if self._beat is not None:
                 self._beat()
         sampling = step.stream.index_select(0, batch.sampling_tokens)
@@ -223,12 +228,16 @@ class Transformer:
 
     def _finish(self, sampling: torch.Tensor, step: StepBuffers, batch: StepBatch, kv: KVStore) -> None:
         """The last layer: all tokens leave their keys and values, the rest is added to the sampling rows alone."""
-        layer = self.weights.layers[-1]
-        self._attend(len(self.weights.layers) - 1, step, batch, kv)
+        layer, last, slots = self.weights.layers[-1], len(self.weights.layers) - 1, self.weights.slots
+        if slots is not None:
+            slots.begin(last)
+        self._attend(last, step, batch, kv)
         if len(sampling):
             self._place(batch.adapted_sampling)
             self._add_attended(layer, step.attended.index_select(0, batch.sampling_tokens), sampling, step)
             self._feed_forward(layer, self._mlps[-1], sampling, step)
+        if slots is not None:
+            slots.end(last)
 
     def _add_attended(
         self, layer: LayerWeights, attended: torch.Tensor, stream: torch.Tensor, step: StepBuffers

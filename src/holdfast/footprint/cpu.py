@@ -157,29 +157,50 @@ def weights_bytes(
 ) -> int:
     """`stored` by canonical name; None for dummy weights. `compiled`: products come from compiled kernels. `quantize`:
     plain matrices of linear layers become this while they are loaded."""
-    return _weights_bytes(Same(spec), Same(stored), dtype, expand, compiled, quantize)
+    return sum(_bytes_by_layer(Same(spec), Same(stored), dtype, expand, compiled, quantize).values())
+
+
+def layer_bytes(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    *,
+    dtype: str,
+    expand: bool,
+    compiled: bool = False,
+    quantize: Quantize | None = None,
+) -> tuple[int, ...]:
+    """The same of each layer."""
+    found = _bytes_by_layer(Same(spec), Same(stored), dtype, expand, compiled, quantize)
+    return tuple(found[f"layers.{layer.index}"] for layer in spec.layers)
 
 
 Stored = Mapping[str, StoredTensor] | None
 
 
 @lru_cache(maxsize=64)
-def _weights_bytes(
+def _bytes_by_layer(
     model: Same[ModelSpec], files: Same[Stored], dtype: str, expand: bool, compiled: bool, quantize: Quantize | None
-) -> int:
-    total, fused = 0, defaultdict[str, list[tuple[TensorSpec, ScaledLayout]]](list)
+) -> Mapping[str, int]:
+    """By `layers.3`; what is of no layer by another name."""
+    total, fused = Counter[str](), defaultdict[str, list[tuple[TensorSpec, ScaledLayout]]](list)
     held = _held(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled, quantize=quantize)
     for tensor, kept, layout in held:
+        layer = _layer_of(tensor.name)
         if isinstance(layout, ScaledLayout):
-            total += layout.bytes_for(*_rows_and_columns(tensor))
+            total[layer] += layout.bytes_for(*_rows_and_columns(tensor))
             if (joined := _joined(tensor)) is not None:
                 fused[joined].append((tensor, layout))
         elif layout in ELEMENT_BYTES or kept is None:
-            total += tensor.elements * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
+            total[layer] += tensor.elements * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
         else:
-            total += kept.nbytes
-    # Matrices that are multiplied as one share one scale of their inputs.
-    return total - sum(_shared_bytes(parts) for parts in fused.values())
+            total[layer] += kept.nbytes
+    for joined, parts in fused.items():  # Matrices that are multiplied as one share one scale of their inputs.
+        total[_layer_of(joined)] -= _shared_bytes(parts)
+    return total
+
+
+def _layer_of(name: str) -> str:
+    return ".".join(name.split(".", 2)[:2])
 
 
 def _rows_and_columns(tensor: TensorSpec) -> tuple[int, int]:

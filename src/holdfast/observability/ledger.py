@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.records import EngineInfo, EngineStats, MemoryReport, MemoryTerm
+from holdfast.records import EngineInfo, EngineStats, LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import format_bytes
 
 VERSION = 1
@@ -113,7 +113,7 @@ def asleep_ledger(info: EngineInfo, processes: Sequence[ProcessMemory]) -> Ledge
         return None
     held = sum(process.resident_bytes for process in processes) if report.tier == "ram" else 0
     terms = [msgspec.structs.replace(term, measured_bytes=held if term.term == "front" else 0) for term in report.terms]
-    return _ledger(info, EngineStats(), list(processes), terms, held)
+    return _ledger(info, EngineStats(), list(processes), terms, held, asleep=True)
 
 
 def _device_terms(report: MemoryReport, held: int) -> list[MemoryTerm]:
@@ -124,14 +124,21 @@ def _device_terms(report: MemoryReport, held: int) -> list[MemoryTerm]:
 
 
 def _ledger(
-    info: EngineInfo, stats: EngineStats, processes: list[ProcessMemory], terms: list[MemoryTerm], held: int
+    info: EngineInfo,
+    stats: EngineStats,
+    processes: list[ProcessMemory],
+    terms: list[MemoryTerm],
+    held: int,
+    *,
+    asleep: bool = False,
 ) -> Ledger:
     report = info.memory
     assert report is not None
+    below = [] if asleep else report.below
     return Ledger(
         model=info.model,
-        tiers=[_tier(report, held)],
-        terms=terms,
+        tiers=[_tier(report, held), *map(_lower_tier, below)],
+        terms=[*terms, *(term for tier in below for term in tier.terms)],
         processes=processes,
         kv=KVMemory(
             page_bytes=report.page_bytes,
@@ -153,6 +160,19 @@ def _tier(report: MemoryReport, resident: int) -> TierMemory:
         budget_bytes=report.budget_bytes,
         planned_bytes=sum(term.planned_bytes for term in report.terms),
         measured_bytes=resident,
+    )
+
+
+def _lower_tier(tier: LowerTier) -> TierMemory:
+    planned = sum(term.planned_bytes for term in tier.terms)
+    return TierMemory(
+        tier=tier.tier,
+        total_bytes=tier.total_bytes,
+        free_bytes=tier.free_bytes,
+        limited_by=tier.limited_by,
+        budget_bytes=planned,
+        planned_bytes=planned,
+        measured_bytes=sum(term.measured_bytes or 0 for term in tier.terms),
     )
 
 

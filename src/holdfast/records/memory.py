@@ -16,6 +16,17 @@ class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
     """None: not measured yet."""
 
 
+class LowerTier(msgspec.Struct, frozen=True, kw_only=True):
+    """One that holds what does not fit above it."""
+
+    tier: str
+    total_bytes: int
+    free_bytes: int
+    limited_by: str
+    """Where it is."""
+    terms: list[MemoryTerm]
+
+
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of one tier, at the moment the engine became ready."""
 
@@ -36,3 +47,4 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Planned for the peak of loading, before there is a KV pool."""
     loading_peak_bytes: int
     """Measured: the most the process held until its weights were in place."""
+    below: list[LowerTier] = []

@@ -33,7 +33,8 @@ from holdfast.execution.layers.experts import (
 from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.ops import reference
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.cpu import weights_bytes
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ExpertsSpec, ModelSpec, from_config, from_gguf

@@ -18,7 +18,8 @@ from holdfast.checkpoints.formats import gguf as gguf_files
 from holdfast.execution import native
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, TensorSpec, from_gguf
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, TableWrite

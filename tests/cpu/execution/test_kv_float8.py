@@ -26,8 +26,9 @@ from holdfast.execution import native
 from holdfast.execution.kv_scales import SEQUENCES, TOKENS, Calibration, KVScales
 from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.kv_scales import stored_kv_scales
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.models import ModelSpec
 from holdfast.models.registry import describe_config
 from holdfast.records import SamplingParams

@@ -33,8 +33,9 @@ from holdfast.execution import native
 from holdfast.execution.layers.experts import BlockStack, DenseStack, QuantizedStack
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.memory import PeakMemory
+from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.dummy import fill_dummy_codes
-from holdfast.execution.weights.load import Loader, Weights, load_weights
+from holdfast.execution.weights.load import Loader, load_weights
 from holdfast.execution.weights.packed import PackedSource
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.cpu import STAGING_BYTES, weights_bytes

@@ -21,7 +21,8 @@ from holdfast.checkpoints.formats import safetensors
 from holdfast.execution import native
 from holdfast.execution.layers.linear import QuantizedLinear, StackedLinear
 from holdfast.execution.runner import Runner, RunnerLimits
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.execution.weights.products_by import torch_share
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config, from_gguf

@@ -48,7 +48,7 @@ from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
-from holdfast.records import EngineInfo, MemoryReport, MemoryTerm
+from holdfast.records import EngineInfo, LowerTier, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.units import shorten
 
@@ -262,6 +262,7 @@ def build_core(
     `own_threads`: the process is ours alone, so that torch may be left one thread where it has little to do."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
+        from holdfast.engine.startup.streamed_layers import layer_slots, lower_tiers
         from holdfast.execution import native
         from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, set_threads, warm_up
         from holdfast.execution.lora.slots import LoraLimits
@@ -283,6 +284,7 @@ def build_core(
         warm_up(DTYPES[plan.dtype], CPU)
         before = _held()
         progress("load", 0, 0)
+        slots = layer_slots(config, plan)
         weights = load_weights(
             model.spec,
             checkpoint,
@@ -292,7 +294,10 @@ def build_core(
             compiled=plan.engine.compiled,
             quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
+            slots=slots,
         )
+    if slots is not None:
+        plan = replace(plan, decisions=(*plan.decisions, slots.decision()))
     if own_threads and plan.engine.compiled_attention and not config.lora_places:
         set_threads(config.threads or processor().cores, torch_share(weights))
     limits = RunnerLimits.of(plan.limits, config.lora_places)
@@ -314,8 +319,8 @@ def build_core(
     profile = runner.profile_run()
     profile_run_s = time.monotonic() - began_s
     plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
-    plan, report = _settled(plan, runner, profile, before, loaded)
-    runner.back_kv(plan.engine.blocks)
+    plan, report = _settled(plan, runner, profile, before, loaded, lower_tiers(config, plan))
+    runner.back_kv(plan.engine.blocks, _most_blocks(plan))
     core = EngineCore(_scheduler(config, plan), runner)
     return core, _info(config, model, plan, runner, report, profile_run_s)
 
@@ -334,6 +339,13 @@ def _build_on_gpu(
     return core, _info(config, model, plan, runner, report)
 
 
+def _most_blocks(plan: Plan) -> int:
+    """Pages that a budget may ever give the pool: more would be of no use, or is not there."""
+    layout, limits = plan.engine.layout, plan.limits
+    useful = layout.blocks_side_by_side(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
+    return min(1 + useful, memory().total_bytes // layout.page_bytes)
+
+
 def _held() -> Resident:
     return resident() or Resident(0, 0)
 
@@ -347,11 +359,12 @@ def _still_fits(plan: Plan) -> Plan:
 
 
 def _settled(
-    plan: Plan, runner: Runner, profile: ProfileRun, before: Resident, loaded: Resident
+    plan: Plan, runner: Runner, profile: ProfileRun, before: Resident, loaded: Resident, below: list[LowerTier]
 ) -> tuple[Plan, MemoryReport]:
     """The pool by what is measured, and the books of it."""
     measured = {
         "weights": runner.weights_bytes,
+        "layer_slots": runner.layer_slots_bytes,
         "scratch": profile.scratch_bytes,
         "activations": profile.activations_bytes,
         "logits": profile.logits_bytes,
@@ -383,6 +396,7 @@ def _settled(
         given_back_bytes=profile.given_back_bytes,
         loading_bytes=plan.loading_bytes,
         loading_peak_bytes=loaded.peak_bytes,
+        below=below,
     )
     return settled, report
 

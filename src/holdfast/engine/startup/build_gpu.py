@@ -24,7 +24,8 @@ from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
-from holdfast.execution.weights.load import Weights, load_weights
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, settle_pool

@@ -23,7 +23,7 @@ from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.triton_kernels import layer as kernels
-from holdfast.execution.weights.load import LayerWeights, Norm, Weights
+from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import sums_apart
 from holdfast.footprint.experts import mlp_width
 from holdfast.kvcache.groups import KVLayout

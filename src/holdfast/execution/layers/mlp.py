@@ -12,7 +12,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.layers.experts import ExpertMaker, ExpertWeights
 from holdfast.execution.ops import Ops
-from holdfast.execution.weights.load import GatedWeights, PlainWeights, Weights
+from holdfast.execution.weights.decoder_weights import GatedWeights, PlainWeights, Weights
 from holdfast.models import ModelSpec
 
 

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from holdfast.execution.weights.load import Weights
+from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.models import ModelSpec, RopeSpec
 
 

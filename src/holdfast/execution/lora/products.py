@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.layers.linear import Linear
-from holdfast.execution.weights.load import GatedWeights, LayerWeights, MlpWeights, PlainWeights
+from holdfast.execution.weights.decoder_weights import GatedWeights, LayerWeights, MlpWeights, PlainWeights
 
 Places = numpy.typing.NDArray[numpy.int32]
 """Of each row, the place of its adapter; -1: it has none."""

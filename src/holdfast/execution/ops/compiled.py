@@ -20,7 +20,7 @@ from holdfast.execution.ops.interface import (
     StepBuffers,
     StepRows,
 )
-from holdfast.execution.weights.load import GatedWeights, LayerWeights
+from holdfast.execution.weights.decoder_weights import GatedWeights, LayerWeights
 from holdfast.kvcache.groups import KVGroup
 
 

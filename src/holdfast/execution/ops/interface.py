@@ -14,7 +14,7 @@ from holdfast.execution.kv_store import KVStore
 from holdfast.kvcache.groups import KVGroup
 
 if TYPE_CHECKING:
-    from holdfast.execution.weights.load import LayerWeights
+    from holdfast.execution.weights.decoder_weights import LayerWeights
 
 Integers = numpy.typing.NDArray[numpy.int64]
 Activation = Literal["silu", "gelu", "gelu_tanh"]

@@ -14,7 +14,7 @@ import torch
 from holdfast.checkpoints import StoredTensor
 from holdfast.execution.layers.experts import BlockStack, DenseStack, ExpertWeights, QuantizedStack, SharedExpert, Stack
 from holdfast.execution.layers.linear import Linear
-from holdfast.execution.memory import exact_tensor
+from holdfast.execution.memory import MakeTensor
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
@@ -36,6 +36,8 @@ class ExpertLoader(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def make(self) -> MakeTensor: ...
     @property
     def compiled(self) -> bool: ...
 
@@ -96,7 +98,7 @@ def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
     if blocks:
         return _blocks(loader, names, layout)
     experts, columns, rows = _sizes(loader, names)
-    matrix = QuantizedMatrix(layout, experts * sum(rows), columns, loader.device)
+    matrix = QuantizedMatrix(layout, experts * sum(rows), columns, loader.device, loader.make)
     first = 0
     for part, name in enumerate(names):
         for expert in range(experts):
@@ -109,7 +111,7 @@ def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
 
 def _scaled(loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout, blocks: bool) -> Stack:
     experts, columns, rows = _sizes(loader, names)
-    matrix = ScaledMatrix(layout, experts * sum(rows), columns, loader.device)
+    matrix = ScaledMatrix(layout, experts * sum(rows), columns, loader.device, loader.make)
     first = 0
     for part, name in enumerate(names):
         for expert in loader.experts_in_turn(name):
@@ -123,7 +125,7 @@ def _scaled(loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout, 
 
 def _dense(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
     experts, columns, rows = _sizes(loader, names)
-    weight = exact_tensor((experts, sum(rows), columns), loader.dtype, loader.device)
+    weight = loader.make((experts, sum(rows), columns), loader.dtype, loader.device)
     for name, part in zip(names, torch.split(weight, rows, dim=1), strict=True):
         loader.fill_experts(part, loader.tensors[name])
     if not blocks:
@@ -134,7 +136,7 @@ def _dense(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
 def _blocks(loader: ExpertLoader, names: tuple[str, ...], layout: str) -> Stack:
     experts, _, rows = _sizes(loader, names)
     row_bytes = loader.stored[names[0]].nbytes // (experts * rows[0])
-    target = exact_tensor((experts, sum(rows), row_bytes), torch.uint8, loader.device)
+    target = loader.make((experts, sum(rows), row_bytes), torch.uint8, loader.device)
     for name, part in zip(names, torch.split(target, rows, dim=1), strict=True):
         for expert in range(experts):
             part[expert].copy_(loader.read_expert(name, expert).view(-1, row_bytes))

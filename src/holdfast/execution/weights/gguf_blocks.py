@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.errors import CheckpointError
-from holdfast.execution.memory import exact_tensor
+from holdfast.execution.memory import MakeTensor, exact_tensor
 from holdfast.execution.weights.gguf_block_types import KINDS, BlockKind, fill_elements, group_scales, spread
 from holdfast.execution.weights.gguf_fragments import (
     TILE_ROWS,
@@ -41,7 +41,9 @@ QUANTIZED_LAYOUTS = frozenset(KINDS)
 class QuantizedMatrix:
     """A [rows, columns] matrix that stays quantized. Rows can be filled piece by piece while loading."""
 
-    def __init__(self, layout: str, rows: int, columns: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: str, rows: int, columns: int, device: torch.device, make: MakeTensor = exact_tensor
+    ) -> None:
         self._kind = kind = KINDS[layout]
         if columns % kind.elements:
             raise CheckpointError(
@@ -52,20 +54,20 @@ class QuantizedMatrix:
         """All of it, once it was woven: the planes below are then no more."""
         blocks, pieces = columns // kind.elements, columns // BLOCK_ELEMENTS
         quant_type, width, high = _planes(kind)
-        self.quants = exact_tensor((rows, pieces, width), quant_type, device)
-        self.high = exact_tensor((rows, pieces, high), torch.int32, device) if high else None
+        self.quants = make((rows, pieces, width), quant_type, device)
+        self.high = make((rows, pieces, high), torch.int32, device) if high else None
         self._together: torch.Tensor | None = None
         """What has the scales, minimums and small ones, where they may become one plane."""
         small = kind.small_at
         self.small: torch.Tensor | None
         self.minimums: torch.Tensor | None
         if kind.minimum_at is not None and against_fragments_of(layout, rows) is None:
-            self._together = exact_tensor((rows * blocks * 16,), torch.uint8, device)
+            self._together = make((rows * blocks * 16,), torch.uint8, device)
             self.small, self.scales, self.minimums = SmallPlanes.within(self._together, rows)
             return
-        self.scales = exact_tensor((rows, blocks, 1), torch.float16, device)
-        self.minimums = None if kind.minimum_at is None else exact_tensor((rows, blocks, 1), torch.float16, device)
-        self.small = None if small is None else exact_tensor((rows, blocks, small[1] - small[0]), torch.uint8, device)
+        self.scales = make((rows, blocks, 1), torch.float16, device)
+        self.minimums = None if kind.minimum_at is None else make((rows, blocks, 1), torch.float16, device)
+        self.small = None if small is None else make((rows, blocks, small[1] - small[0]), torch.uint8, device)
 
     @property
     def nbytes(self) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,8 +19,17 @@ from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
-from holdfast.execution.memory import PeakMemory, exact_tensor, trim_memory
+from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
+from holdfast.execution.streaming.layer_slots import LayerSlots
+from holdfast.execution.weights.decoder_weights import (
+    GatedWeights,
+    LayerWeights,
+    MlpWeights,
+    Norm,
+    PlainWeights,
+    Weights,
+)
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import load_experts
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
@@ -55,108 +63,6 @@ Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-class MlpWeights(Protocol):
-    """What `mlp.make_mlps` builds the MLP of a layer from, by its type."""
-
-    @property
-    def linears(self) -> tuple[Linear, ...]: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GatedWeights:
-    gate_up: Linear
-    """Gate beside up."""
-    down: Linear
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.gate_up, self.down
-
-    @property
-    def nbytes(self) -> int:
-        return self.gate_up.nbytes + self.down.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class PlainWeights:
-    up: Linear
-    down: Linear
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        return self.up, self.down
-
-    @property
-    def nbytes(self) -> int:
-        return self.up.nbytes + self.down.nbytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """Norms that a model's decoder has not got are None."""
-
-    attn_norm: Norm | None
-    qkv: Linear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    """[head dim], or [heads · head dim] where a token's heads are normed together."""
-    o: Linear
-    post_attn_norm: Norm | None
-    mlp_norm: Norm | None
-    mlp: MlpWeights
-    post_mlp_norm: Norm | None
-
-    @property
-    def nbytes(self) -> int:
-        norms = (self.attn_norm, self.post_attn_norm, self.mlp_norm, self.post_mlp_norm, self.query_norm, self.key_norm)
-        return sum(part.nbytes for part in (*norms, self.qkv, self.o, self.mlp) if part is not None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    dtype: torch.dtype
-    """Of activations, and of every matrix that is not quantized."""
-    embed: DenseLinear | QuantizedLinear | BlockMatrix
-    layers: tuple[LayerWeights, ...]
-    final_norm: Norm
-    head: Linear
-    """The embedding itself where they are tied."""
-    classifier: torch.Tensor | None
-    """[labels, hidden] in float32, of a model that classifies."""
-    rope_freqs: torch.Tensor | None
-    """What a checkpoint divides rotary frequencies by."""
-    rope_freqs_long: torch.Tensor | None
-    """The same for contexts beyond those the model was first made for, where it has two."""
-    layouts: tuple[str, ...]
-    """How the matrices lie in memory: number types, and quantized layouts that were kept."""
-
-    def rope_factors(self, context: int, original: int) -> torch.Tensor | None:
-        """`context`: the longest that a sequence may get; `original`: what the model was first made for."""
-        return self.rope_freqs_long if self.rope_freqs_long is not None and context > original else self.rope_freqs
-
-    @property
-    def nbytes(self) -> int:
-        total = self.embed.nbytes + self.final_norm.nbytes
-        if self.head is not self.embed:
-            total += self.head.nbytes
-        if self.classifier is not None:
-            total += self.classifier.nbytes
-        return total + sum(layer.nbytes for layer in self.layers)
-
-
 def load_weights(
     spec: ModelSpec,
     checkpoint: Checkpoint | None,
@@ -168,6 +74,7 @@ def load_weights(
     progress: Progress | None = None,
     pack: bool | None = None,
     quantize: Quantize | None = None,
+    slots: LayerSlots | None = None,
 ) -> Weights:
     """`expand`: quantized matrices become `dtype`, but for those whose inputs are rounded; otherwise they stay as they
     are stored. No checkpoint: dummies. `quantize`: what plain matrices of linear layers become.
@@ -175,11 +82,11 @@ def load_weights(
     `compiled`: what stays as it is stored is multiplied by compiled kernels (float32 on a CPU that has them).
 
     `pack`: dense matrices are reordered for oneDNN (by default where that is faster); it needs one matrix more
-    at the peak.
+    at the peak. `slots`: for layers that do not stay in memory.
     """
     packed = packs_weights(dtype, device) if pack is None else pack
     before = PeakMemory.resident_bytes()
-    loader = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize)
+    loader = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots)
     with torch.inference_mode(), loader.readers:
         weights = loader.load()
     here = weights.nbytes if device.type == "cpu" else 0
@@ -202,12 +109,15 @@ class Loader:
         pack: bool,
         progress: Progress | None,
         quantize: Quantize | None,
+        slots: LayerSlots | None,
     ) -> None:
         self.spec, self.checkpoint = spec, checkpoint
         self.dtype, self.device, self.progress = dtype, device, progress
         self.expand, self.compiled, self.pack, self.quantize = expand, compiled, pack, quantize
         self.tensors = {tensor.name: tensor for tensor in spec.tensors}
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
+        self.slots = slots
+        self.make: MakeTensor = exact_tensor
         self.done = 0
         self.layouts: set[str] = set()
         self.readers = ThreadPoolExecutor(READERS, "reader")
@@ -218,7 +128,7 @@ class Loader:
     def load(self) -> Weights:
         embed = self.linear("embed")
         assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
-        layers = tuple(self.layer(layer) for layer in self.spec.layers)
+        layers = tuple(self.placed(layer) for layer in self.spec.layers)
         return Weights(
             dtype=self.dtype,
             embed=embed,
@@ -229,7 +139,20 @@ class Loader:
             rope_freqs=self.vector("rope_freqs", torch.float32) if self.has("rope_freqs") else None,
             rope_freqs_long=self.vector("rope_freqs_long", torch.float32) if self.has("rope_freqs_long") else None,
             layouts=tuple(sorted(self.layouts)),
+            slots=self.slots,
         )
+
+    def placed(self, layer: LayerSpec) -> LayerWeights:
+        """In memory of its own, or in a slot from which it then goes to the disk."""
+        if self.slots is None or layer.index not in self.slots:
+            return self.layer(layer)
+        self.make = self.slots.arena(layer.index).tensor
+        try:
+            made = self.layer(layer)
+        finally:
+            self.make = exact_tensor
+        self.slots.keep(layer.index)
+        return made
 
     def classifier(self, embed: DenseLinear | QuantizedLinear | BlockMatrix) -> torch.Tensor | None:
         """Stored, or made of rows of the head for tokens, which is not kept."""
@@ -287,7 +210,7 @@ class Loader:
     def vector(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = self.tensors[name]
         kept = torch.float32 if tensor.wide else dtype or self.dtype
-        target = torch.empty(tensor.shape, dtype=kept, device=self.device)
+        target = self.make(tensor.shape, kept, self.device)
         self.fill(target, tensor)
         return target
 
@@ -305,14 +228,15 @@ class Loader:
             compiled = self.compiled and layout.compiles(columns)
             return matrix.compiled(bias) if compiled else QuantizedLinear(matrix, self.dtype, bias)
         if layout is None:
-            weight = exact_tensor((sum(rows), columns), self.dtype, self.device)
+            weight = self.make((sum(rows), columns), self.dtype, self.device)
             for name, part in zip(names, torch.split(weight, rows), strict=True):
                 self.fill(part, self.tensors[name])
-            # The embedding is also looked up by rows, which a packed matrix cannot give.
-            return PackedLinear(weight, bias) if self.pack and names != ("embed",) else DenseLinear(weight, bias)
+            # The embedding is also looked up by rows, which a packed matrix cannot give, nor does it lie in a slot.
+            packed = self.pack and names != ("embed",) and self.make is exact_tensor
+            return PackedLinear(weight, bias) if packed else DenseLinear(weight, bias)
         if self.compiled:
             return self.blocks(names, rows, layout, bias)
-        stored = QuantizedMatrix(layout, sum(rows), columns, self.device)
+        stored = QuantizedMatrix(layout, sum(rows), columns, self.device, self.make)
         first = 0
         for name, count in zip(names, rows, strict=True):
             stored.fill_rows(first, self.read(name).to(self.device), self.row_order(self.tensors[name]))
@@ -322,7 +246,7 @@ class Loader:
 
     def scaled(self, names: tuple[str, ...], rows: list[int], layout: ScaledLayout) -> ScaledMatrix:
         """Codes and scales, rows one below the other."""
-        matrix = ScaledMatrix(layout, sum(rows), self.tensors[names[0]].shape[1], self.device)
+        matrix = ScaledMatrix(layout, sum(rows), self.tensors[names[0]].shape[1], self.device, self.make)
         first = 0
         for name, count in zip(names, rows, strict=True):
             self.fill_scaled(matrix, first, name)
@@ -399,7 +323,7 @@ class Loader:
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
         row_bytes = self.stored[names[0]].nbytes // rows[0]
-        target = exact_tensor((sum(rows), row_bytes), torch.uint8, self.device)
+        target = self.make((sum(rows), row_bytes), torch.uint8, self.device)
         for name, part in zip(names, torch.split(target, rows), strict=True):
             stored, order = self.read(name).view(-1, row_bytes), self.row_order(self.tensors[name])
             part.copy_(stored if order is None else stored.index_select(0, order))
@@ -410,7 +334,7 @@ class Loader:
         """One vector for fused matrices; zeros for those of them that have none."""
         if not any(self.has(f"{name}_bias") for name in names):
             return None
-        bias = torch.zeros(sum(rows), dtype=self.dtype, device=self.device)
+        bias = self.make((sum(rows),), self.dtype, self.device).zero_()
         for name, part in zip(names, torch.split(bias, rows), strict=True):
             if self.has(f"{name}_bias"):
                 self.fill(part, self.tensors[f"{name}_bias"])

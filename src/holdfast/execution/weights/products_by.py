@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack, Stack
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
-from holdfast.execution.weights.load import MlpWeights, Weights
+from holdfast.execution.weights.decoder_weights import MlpWeights, Weights
 
 _BY_TORCH = (DenseLinear, PackedLinear, QuantizedLinear, DenseStack, QuantizedStack)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.errors import CheckpointError, EngineError
-from holdfast.execution.memory import exact_tensor
+from holdfast.execution.memory import MakeTensor, exact_tensor
 from holdfast.execution.native import ScaledBlockMatrix
 from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
 
@@ -25,7 +25,9 @@ INT4_ZERO = 8
 class ScaledMatrix:
     """[rows, columns]. `order` and `inputs` are None where the layout has none."""
 
-    def __init__(self, layout: ScaledLayout, rows: int, columns: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: ScaledLayout, rows: int, columns: int, device: torch.device, make: MakeTensor = exact_tensor
+    ) -> None:
         whole = PIECE if layout.four_bits else 1
         if columns % whole or (layout.group and columns % layout.group):
             raise CheckpointError(
@@ -37,8 +39,7 @@ class ScaledMatrix:
         self.in_fragments = False
         """Rearranged for tensor cores (gpu/cuda/fragments.py): read by kernels of their own, and not here any more."""
         made = {
-            plane.name: exact_tensor(plane.shape, getattr(torch, plane.dtype), device)
-            for plane in layout.planes(rows, columns)
+            plane.name: make(plane.shape, getattr(torch, plane.dtype), device) for plane in layout.planes(rows, columns)
         }
         self.codes, self.scales = made["codes"], made["scales"]
         self.zeros, self.order, self.inputs = made.get("zeros"), made.get("order"), made.get("inputs")

@@ -18,6 +18,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu, lora
 from holdfast.footprint.cpu import BOOK_BYTES, Limits
 from holdfast.footprint.identity_key import Same
+from holdfast.footprint.streamed import StreamedLayers, streamed_layers
 from holdfast.footprint.structured_output import forms_bytes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
@@ -73,6 +74,8 @@ class CpuCount:
     expand: bool
     compiled: bool
     """Products with what is kept as stored are computed by compiled kernels, in float32."""
+    streamed: StreamedLayers | None
+    """Layers that do not stay in memory."""
     loading_terms: Mapping[str, int]
     """At the peak of loading, before any of the terms of a step."""
     fixed_terms: Mapping[str, int]
@@ -189,11 +192,17 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     assert weights is not None, "asked of what runs_on_cpu says this engine runs"
     spec, stored = weights.spec, weights.stored
     compiled, step = question.machine.compiled_kernels and dtype == "float32", limits.max_num_batched_tokens
+    streamed = None
+    if settings.streamed_layers:
+        by_layer = weights.by_layer(dtype=dtype, expand=expand, compiled=compiled)
+        streamed = streamed_layers(by_layer, settings.streamed_layers)
     held = {
         "front": settings.front_bytes,
         "framework": cpu.FRAMEWORK_BYTES,
         "libraries": cpu.LIBRARIES_BYTES,
-        "weights": weights.nbytes(dtype=dtype, expand=expand, compiled=compiled),
+        "weights": weights.nbytes(dtype=dtype, expand=expand, compiled=compiled)
+        - (0 if streamed is None else streamed.weights_bytes),
+        "layer_slots": 0 if streamed is None else streamed.slots_bytes,
     }
     held = {name: size for name, size in held.items() if size}
     scratch = adapters = 0
@@ -220,6 +229,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         layout=cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question)),
         expand=expand,
         compiled=compiled,
+        streamed=streamed,
         loading_terms={**held, "staging": cpu.staging_bytes(stored) + weights.quantizing_bytes},
         fixed_terms={
             **held, "scratch": scratch, "activations": activations, "adapters": adapters, "logits": 0, "buffers": 0,
@@ -284,7 +294,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
         utilization=question.utilization,
         limits=replace(limits, max_model_len=settings.max_model_len or longest),
         ranks=(rank,),
-        weights_bytes=count.loading_terms["weights"],
+        weights_bytes=count.loading_terms["weights"] + (0 if count.streamed is None else count.streamed.weights_bytes),
         weights_dtype=count.weights_dtype,
         weights_as=count.dtype,
         required_tokens=tokens,
@@ -302,6 +312,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             quantize=count.weights.quantize,
             weights_format=count.weights.format or count.weights_dtype,
             compiled=count.compiled,
+            streamed=count.streamed,
             compiled_attention=_compiled_attention(settings, count.compiled),
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
             prompt_tokens_beside=prompt_tokens_beside(_active_parameters(Same(spec)), question.machine.cores, step),

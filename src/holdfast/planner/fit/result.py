@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from holdfast.footprint.cpu import Limits
 from holdfast.footprint.layouts import Quantize
+from holdfast.footprint.streamed import StreamedLayers
 from holdfast.kvcache.groups import KVLayout
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import USEFUL_TOKENS, Device, Question
@@ -112,6 +113,8 @@ class EngineChoices:
     compiled: bool = False
     """Products with what is kept as stored are computed by compiled kernels, in float32."""
     compiled_attention: bool = False
+    streamed: StreamedLayers | None = None
+    """Layers that are read from a disk for every step."""
     short: bool = False
     """Less was given than the model allows or than is usual, for want of memory."""
     gpu: GpuChoice | None = None

@@ -143,6 +143,8 @@ class Settings:
     """Of the KV pool; None: what is left of the budget, or the default."""
     lora_copies: int = 0
     """Adapters that are kept in addition to those in slots."""
+    streamed_layers: int = 0
+    """Layers that are read from a disk for every step."""
     structured_output: bool = True
     front_bytes: int = FRONT_BYTES
     """Of the process in front of the engine's, out of the same budget."""

@@ -21,6 +21,7 @@ from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Question, settings_of
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
+from holdfast.planner.serve.streamed import with_streamed_layers
 from holdfast.planner.sizing.default_limits import beside_decision, check_step
 from holdfast.units import format_bytes
 
@@ -76,6 +77,8 @@ def make_cpu_plan(
             decisions=(_budget(tried, machine), *wanted.decisions),
         )
         found = fit(question)
+        if not found.fits and tried.nvme_path is not None:
+            found = with_streamed_layers(found, tried)
         if not found.fits:
             raise refusals.does_not_fit(found)
         return found

@@ -52,6 +52,11 @@ class EngineWeights:
             self.spec, self.stored, dtype=dtype, expand=expand, compiled=compiled, quantize=self.quantize
         )
 
+    def by_layer(self, *, dtype: str, expand: bool = False, compiled: bool = False) -> tuple[int, ...]:
+        return cpu.layer_bytes(
+            self.spec, self.stored, dtype=dtype, expand=expand, compiled=compiled, quantize=self.quantize
+        )
+
     @property
     def quantized(self) -> bool:
         """Some of it is, in memory too unless it is expanded."""

@@ -21,7 +21,7 @@ from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear
 from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.ops.interface import Activation
 from holdfast.execution.triton_kernels import layer as kernels
-from holdfast.execution.weights.load import GatedWeights, MlpWeights, PlainWeights, Weights
+from holdfast.execution.weights.decoder_weights import GatedWeights, MlpWeights, PlainWeights, Weights
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 

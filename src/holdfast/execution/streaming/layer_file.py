@@ -1,0 +1,110 @@
+"""Layers of a model in a file on a fast disk, as they lie in memory: written once while loading, then read again and
+again past the page cache, which would only push out what it just read.
+
+The file has no name: however the process ends, nothing is left of it. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from holdfast.errors import EngineError
+from holdfast.units import format_bytes
+
+PIECE_BYTES = 4 << 20
+"""Read at once by one thread."""
+DEPTH = 8
+"""Pieces that are being read at the same time: what a disk needs to be busy."""
+READ_TRIES, BEFORE_RETRY_S = 3, 0.05
+"""Of a piece that the disk gave an error for: some are of the moment."""
+
+ReadInto = Callable[[int, memoryview, int], int]
+
+
+class LayerFile:
+    """`places` of equal size, one a layer: whole pages. `read`: for tests of what a disk may do."""
+
+    def __init__(self, folder: Path, places: int, place_bytes: int, read: ReadInto | None = None) -> None:
+        self.place_bytes, self.nbytes, self._read = place_bytes, places * place_bytes, read or _pread
+        self.direct = True
+        self._file = self._open(folder)
+        self._threads = ThreadPoolExecutor(DEPTH, "layer-reader")
+
+    def _open(self, folder: Path) -> int:
+        try:
+            free = shutil.disk_usage(folder).free
+            if free < self.nbytes:
+                raise _failed(f"there is not enough room in {folder}", self.nbytes, f"{format_bytes(free)} free")
+            file = self._unnamed(folder)
+            os.posix_fallocate(file, 0, self.nbytes)
+        except OSError as error:
+            raise _failed(f"cannot keep layers in {folder}", self.nbytes, error.strerror or str(error)) from error
+        return file
+
+    def _unnamed(self, folder: Path) -> int:
+        """Past the page cache where the file system can, as tmpfs cannot."""
+        try:
+            return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
+                raise
+        self.direct = False
+        file, name = tempfile.mkstemp(dir=folder)
+        os.unlink(name)
+        return file
+
+    def write(self, place: int, memory: mmap.mmap) -> None:
+        view = memoryview(memory)
+        for first in range(0, self.place_bytes, PIECE_BYTES):
+            piece = view[first : min(first + PIECE_BYTES, self.place_bytes)]
+            try:
+                written = os.pwrite(self._file, piece, place * self.place_bytes + first)
+            except OSError as error:
+                raise _failed("a layer could not be written", self.nbytes, error.strerror or str(error)) from error
+            if written != len(piece):
+                raise _failed("a layer could not be written", self.nbytes, f"{written} of {len(piece)} bytes were")
+
+    def read(self, place: int, memory: mmap.mmap) -> list[Future[None]]:
+        """Begins to; it is there when all of these are done."""
+        view = memoryview(memory)
+        return [
+            self._threads.submit(
+                self._read_piece,
+                view[first : min(first + PIECE_BYTES, self.place_bytes)],
+                place * self.place_bytes + first,
+            )
+            for first in range(0, self.place_bytes, PIECE_BYTES)
+        ]
+
+    def _read_piece(self, piece: memoryview, offset: int) -> None:
+        for attempt in range(READ_TRIES):
+            try:
+                found = self._read(self._file, piece, offset)
+            except OSError as error:
+                if attempt == READ_TRIES - 1:
+                    raise _failed("a layer could not be read", len(piece), error.strerror or str(error)) from error
+                time.sleep(BEFORE_RETRY_S)
+                continue
+            if found == len(piece):
+                return
+        raise _failed("a layer could not be read", len(piece), f"{found} bytes")
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        os.close(self._file)
+
+
+def _pread(file: int, piece: memoryview, offset: int) -> int:
+    return os.preadv(file, [piece], offset)
+
+
+def _failed(what: str, needed: int, found: str) -> EngineError:
+    return EngineError(what, code="HF443", needed=format_bytes(needed), found=found, fix="--nvme-path on another disk")

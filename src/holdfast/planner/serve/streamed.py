@@ -1,0 +1,68 @@
+"""The plan of a model that is larger than RAM: as few layers as need be are read from a disk for every step."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.observability.decisions import Decision
+from holdfast.planner.fit.result import Plan
+from holdfast.planner.fit.search import fit
+from holdfast.planner.sizing.kv_cost import largest
+from holdfast.units import format_bytes
+
+STREAMED_TOKENS = 8192
+"""Of context that layers make room for where none was asked for: more would cost every token of every answer time."""
+
+
+def with_streamed_layers(found: Plan, config: EngineConfig) -> Plan:
+    """`found` does not fit; nor does what is returned, where streaming does not help."""
+    assert config.nvme_path is not None
+    question, layers = found.question, len(found.question.model.spec.layers)
+    total, free = _room(config.nvme_path)
+
+    def planned(streamed: int, length: int | None) -> Plan:
+        settings = replace(question.settings, streamed_layers=streamed, max_model_len=length)
+        return fit(replace(question, settings=settings))
+
+    asked = question.settings.max_model_len
+    if not planned(layers, asked).fits:
+        return found
+    wanted = asked or min(question.model.spec.max_position, STREAMED_TOKENS)
+    length = wanted if planned(layers, wanted).fits else None
+    resident = largest(0, layers - 1, lambda resident: planned(layers - resident, length).fits)
+    plan = planned(layers - resident, asked)
+    streamed = plan.engine.streamed
+    assert streamed is not None
+    room = free if config.nvme is None else min(free, config.nvme)
+    if streamed.file_bytes > room:
+        raise DoesNotFitError(
+            f"the layers that do not fit in RAM do not fit in {config.nvme_path} either",
+            needed=f"{format_bytes(streamed.file_bytes)} for {len(streamed.layers)} of {layers} layers",
+            found=f"{format_bytes(free)} free of {format_bytes(total)}"
+            + ("" if config.nvme is None else f", of which --nvme allows {format_bytes(config.nvme)}"),
+            fix="--nvme-path on a larger disk, or a larger --nvme or --ram",
+            field="nvme_path",
+        )
+    reason = f"the others fit in RAM; these are read from {config.nvme_path} for every step"
+    value = f"{len(streamed.layers)} of {layers}, {format_bytes(streamed.weights_bytes)}"
+    return replace(
+        plan, decisions=(*plan.decisions, Decision("streamed_layers", value, reason, "planner", lowered=True))
+    )
+
+
+def _room(folder: str) -> tuple[int, int]:
+    """Bytes of the disk, and those that are free."""
+    try:
+        found = shutil.disk_usage(Path(folder))
+    except OSError as error:
+        raise ConfigurationError(
+            f"--nvme-path: {error.strerror or error}: {folder}",
+            needed="a folder on a fast disk",
+            fix=f"mkdir -p {folder}",
+            field="nvme_path",
+        ) from error
+    return found.total, found.free

@@ -1,0 +1,150 @@
+"""Layers that are read from a disk for every step: the same tokens as without, whatever the disk does."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.engine.startup.build import build_core, find_model, plan_model
+from holdfast.errors import EngineError
+from holdfast.execution.memory import Arena
+from holdfast.execution.streaming import layer_file
+from holdfast.execution.streaming.layer_file import LayerFile
+from holdfast.footprint.streamed import StreamedLayers, streamed_layers
+from holdfast.planner.sizing.engine_weights import EngineWeights
+from holdfast.records import Request, SamplingParams
+
+PAGE = mmap.PAGESIZE
+
+
+def answers(model: Path, streamed: int, folder: Path, **settings: object) -> tuple[list[list[int]], list[str]]:
+    """Greedy, of some prompts at once; and what was decided."""
+    config = EngineConfig(
+        model=str(model), load_format="dummy", skip_tokenizer_init=True, threads=1, max_num_seqs=4,
+        max_num_batched_tokens=32, max_model_len=96, kv_cache_memory_bytes=4 << 20, nvme_path=str(folder), **settings,
+    )  # fmt: skip
+    found = find_model(config)
+    plan = plan_model(config, found)
+    weights = EngineWeights(found.spec, None, plan.engine.quantize)
+    by_layer = weights.by_layer(dtype=plan.dtype, expand=plan.engine.expand_weights, compiled=plan.engine.compiled)
+    placed = streamed_layers(by_layer, streamed) if streamed else None
+    plan = replace(plan, own=replace(plan.engine, streamed=placed))
+    core, info = build_core(config, found, lambda stage, done, total: None, plan)
+    for name in range(3):
+        prompt = list(range(10, 30 + 11 * name))
+        core.add(
+            Request(request_id=str(name), prompt_token_ids=prompt, params=SamplingParams(temperature=0, max_tokens=12))
+        )
+    told: dict[str, list[int]] = {}
+    while core.has_work:
+        for output in core.step():
+            told.setdefault(output.request_id, []).extend(output.token_ids)
+    core.close()
+    assert info.memory is not None
+    below = [term for tier in info.memory.below for term in tier.terms]
+    assert [(term.term, term.planned_bytes) for term in below] == ([("weights", placed.file_bytes)] if placed else [])
+    return [told[name] for name in sorted(told)], info.decisions
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": "bfloat16"}, {"quantization": "int4"}, {"quantization": "fp8"}], ids=str
+)
+def test_answers_are_those_of_a_model_in_memory(tiny_model, tmp_path, settings) -> None:
+    layers = len(find_model(EngineConfig(model=str(tiny_model), load_format="dummy")).spec.layers)
+    plain, _ = answers(tiny_model, 0, tmp_path, **settings)
+    for streamed in {1, layers - 1, layers}:
+        found, decisions = answers(tiny_model, streamed, tmp_path, **settings)
+        assert found == plain
+        assert any(line.startswith("nvme_read = ") for line in decisions)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("layers", "streamed"), [(1, 1), (7, 3), (24, 19), (80, 40), (5, 0)])
+def test_streamed_layers_are_spread(layers: int, streamed: int) -> None:
+    sizes = [100_000 + 10 * layer for layer in range(layers)]
+    placed = streamed_layers(sizes, streamed)
+    assert len(placed.layers) == streamed
+    assert placed.weights_bytes == sum(sizes[layer] for layer in placed.layers)
+    gaps = [second - first for first, second in zip(placed.layers, placed.layers[1:], strict=False)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+    if streamed:
+        assert placed.place_bytes % PAGE == 0
+        assert placed.place_bytes >= max(sizes[layer] for layer in placed.layers)
+
+
+class Disk:
+    """What reads give: an error, fewer bytes, or nothing for a while, each so many times."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = list(faults)
+
+    def __call__(self, file: int, piece: memoryview, offset: int) -> int:
+        fault = self.faults.pop() if self.faults else ""
+        if fault == "error":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if fault == "slow":
+            time.sleep(0.02)
+        return os.preadv(file, [piece[: 512 if fault == "short" else len(piece)]], offset)
+
+
+def filled(folder: Path, disk: Disk) -> tuple[LayerFile, list[bytes]]:
+    file = LayerFile(folder, 3, 8 * PAGE, disk)
+    contents = [random.randbytes(8 * PAGE) for _ in range(3)]
+    memory = mmap.mmap(-1, 8 * PAGE)
+    for place, content in enumerate(contents):
+        memory[:] = content
+        file.write(place, memory)
+    return file, contents
+
+
+@pytest.mark.parametrize("faults", [(), ("error",), ("short", "error"), ("slow",) * 6], ids=str)
+def test_what_is_read_is_what_was_written(tmp_path, faults, monkeypatch) -> None:
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", 4 * PAGE)
+    file, contents = filled(tmp_path, Disk(*faults))
+    memory = mmap.mmap(-1, 8 * PAGE)
+    for place in (2, 0, 1, 1):
+        memory[:] = bytes(8 * PAGE)
+        for piece in file.read(place, memory):
+            piece.result()
+        assert memory[:] == contents[place]
+    file.close()
+
+
+@pytest.mark.parametrize("fault", ["error", "short"])
+def test_a_disk_that_does_not_give_it_is_an_error(tmp_path, fault) -> None:
+    file, _ = filled(tmp_path, Disk(*[fault] * 3))
+    (piece,) = file.read(0, mmap.mmap(-1, 8 * PAGE))
+    with pytest.raises(EngineError, match="HF443"):
+        piece.result()
+    file.close()
+
+
+def test_a_disk_without_room_is_refused(tmp_path) -> None:
+    with pytest.raises(EngineError, match="not enough room"):
+        LayerFile(tmp_path, 1 << 20, 1 << 40)
+    with pytest.raises(EngineError, match="HF443"):
+        LayerFile(tmp_path / "missing", 1, PAGE)
+
+
+def test_an_arena_hands_out_what_it_has() -> None:
+    arena, cpu = Arena(torch.zeros(1024, dtype=torch.uint8)), torch.device("cpu")
+    first, second = arena.tensor((3, 5), torch.float32, cpu), arena.tensor((7,), torch.int8, cpu)
+    first.fill_(1.0)
+    second.fill_(-1)
+    assert first.sum() == 15
+    assert (second.data_ptr() - first.data_ptr(), arena.used_bytes) == (256, 263)
+    with pytest.raises(EngineError, match="set aside"):
+        arena.tensor((1024,), torch.uint8, cpu)
+
+
+def test_nothing_is_streamed_without_a_layer() -> None:
+    assert streamed_layers([10, 20], 0) == StreamedLayers((), 0, 0)
