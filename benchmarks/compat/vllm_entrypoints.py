@@ -69,11 +69,12 @@ def main() -> int:
         if not (tests / name).exists():
             print(f"not in this checkout: {name}")
     command = [sys.executable, "-m", "pytest", "--noconftest", "-c", os.devnull, f"--rootdir={known.checkout}"]
-    command += ["-p", "benchmarks.compat.vllm_plugin", "-p", "tests.entrypoints.conftest", "-p", "no:cacheprovider"]
+    # Not by its package: a whole checkout of vLLM has a package `benchmarks` too.
+    command += ["-p", "vllm_plugin", "-p", "tests.entrypoints.conftest", "-p", "no:cacheprovider"]
     command += ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function"]
     command += ["--import-mode=importlib", "--continue-on-collection-errors", "-q", "--tb=line", "-rfE"]
     command += [*further, *there]
-    path = os.pathsep.join([str(known.checkout.resolve()), str(ROOT), str(ROOT / "src")])
+    path = os.pathsep.join([str(known.checkout.resolve()), str(Path(__file__).parent), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": path, "COMPAT_MODEL": known.model}
     if known.server:
         environment["COMPAT_SERVER"] = known.server

@@ -131,8 +131,10 @@ def _named_model(words: list[str], parse: Parse) -> str | None:
     try:
         _, arguments = parse(words)
     except ConfigurationError as error:
-        # As it was read but for these.
-        rest = [word for word in words if _flag_of(word) not in {_flag_of(one) for one in error.unknown}]
+        # As it was read but for these. Behind a flag that is only misspelt stands its value, not a model.
+        rest = _respelled(words, error)
+        if rest == words:
+            rest = [word for word in words if _flag_of(word) not in {_flag_of(one) for one in error.unknown}]
         return None if rest == words else _named_model(rest, parse)
     return arguments.model_positional or getattr(arguments, "model", None)
 
@@ -152,7 +154,8 @@ def refused_start(words: list[str], parse: Parse) -> HoldfastError | None:
     """Why these words would not start a server, as far as that can be known without loading."""
     from holdfast.engine.startup.build import find_model, plan_model
     from holdfast.engine.startup.select_device import settle_device
-    from holdfast.footprint.cpu import FRONT_BYTES
+    from holdfast.footprint.cpu import front_bytes
+    from holdfast.records.sampling import WHOLE_VOCABULARY
 
     try:
         serve, arguments = parse(words)
@@ -160,7 +163,7 @@ def refused_start(words: list[str], parse: Parse) -> HoldfastError | None:
         engine = settle_device(engine)
         if _is_here(engine):
             model = find_model(engine, progress=False)
-            plan_model(engine, model, front_bytes=FRONT_BYTES)
+            plan_model(engine, model, front_bytes=front_bytes(engine.max_logprobs == WHOLE_VOCABULARY))
             serve.server_settings(engine, server, model)
     except ModelError:
         return None  # Nothing that a flag could change.

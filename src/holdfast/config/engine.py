@@ -22,7 +22,7 @@ from holdfast.config.setting import (
     tokens_or_auto,
     whole,
 )
-from holdfast.config.tuning import MOST_LOGPROBS, or_auto
+from holdfast.config.tuning import LEAST_VOCABULARY, MOST_LOGPROBS, or_auto
 from holdfast.errors import ConfigurationError
 
 GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
@@ -60,6 +60,12 @@ def _attention_backend(field: str, value: Any) -> str:
     if isinstance(value, str) and value.upper() == "TORCH_SDPA":
         return "torch"
     return str(choice("auto", "compiled", "torch")(field, value))
+
+
+def _told(field: str, value: Any) -> int:
+    """-1 is the whole vocabulary, and so is any number that is as large as one."""
+    number = whole(-1, 1 << 24)(field, value)
+    return -1 if number >= LEAST_VOCABULARY else whole(-1, MOST_LOGPROBS)(field, number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +216,9 @@ class EngineConfig:
     )
     max_logprobs: int = setting(
         MOST_LOGPROBS,
-        "log-probabilities of other tokens that a request may ask for with each token, 20 at most",
-        or_auto("max_logprobs", whole(0, MOST_LOGPROBS), MOST_LOGPROBS),
+        "log-probabilities of other tokens that a request may ask for with each token, 20 at most; -1: of a prompt's"
+        " tokens, on a CPU, also those of the whole vocabulary (prompt_logprobs: -1), in 728 MiB more of memory",
+        or_auto("max_logprobs", _told, MOST_LOGPROBS),
     )
     scheduling_policy: str = setting("fcfs", "fcfs, or priority (lower values first)", choice("fcfs", "priority"))
     max_queued_requests: int = setting(

@@ -160,6 +160,9 @@ class PlanConfig:
         metavar="JSON",
         flags=("-sc",),
     )
+    language_model_only: bool = setting(
+        False, "text alone: keep no memory for images; their encoder's weights are counted all the same", flag
+    )
     enable_expert_parallel: bool = setting(
         False, "give each GPU of a tensor-parallel group whole experts instead of a part of every one", flag
     )

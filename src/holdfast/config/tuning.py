@@ -139,6 +139,8 @@ TUNING: Mapping[str, str] = {
 
 MOST_LOGPROBS = 20
 """That one token can have beside it."""
+LEAST_VOCABULARY = 32_000
+"""A --max-logprobs from here on means as many as there are tokens."""
 _BACKENDS = frozenset({"flash_attn", "flashinfer", "triton_attn", "flex_attention", "cpu_attn", "xformers"})
 """vLLM's kernels of attention, as some write them; in capitals any name is one of vLLM's."""
 _TOOL_FORMATS = frozenset(_each("", """
@@ -152,16 +154,17 @@ _REASONING_FORMATS = frozenset(_each("", """
 """))  # fmt: skip
 """Names of vLLM's parsers for architectures that are not served: the model is refused by its own name. Those of models
 that are served and write in a format that is not parsed are not among them: answers would be others."""
+_TOKENIZERS = frozenset({"hf", "slow", "mistral", "deepseek_v32", "deepseek_v4", "inkling", "kimi_k3"})
 _COUNTS = frozenset(str(count) for count in range(2, 257))
 VALUES: Mapping[str, tuple[frozenset[str], str]] = {
     "load_format": (frozenset({"runai_streamer", "fastsafetensors", "instanttensor", "mistral"}), FILES),
-    "tokenizer_mode": (frozenset({"hf", "slow", "mistral"}), "the tokenizer.json that comes with the model is used"),
+    "tokenizer_mode": (_TOKENIZERS, "the tokenizer.json that comes with the model is used"),
     "config_format": (frozenset({"mistral"}), "the model's config.json is read"),
     "tool_call_parser": (_TOOL_FORMATS, "calls in that format are not parsed; the chat template decides the format"),
     "reasoning_parser": (_REASONING_FORMATS, "the chat template decides how reasoning is marked"),
     "enable_chunked_prefill": (frozenset({"false", "0", "no", "off"}), "prompts longer than a step come in chunks"),
     "api_server_count": (_COUNTS, ONE_PROCESS),
-    "max_logprobs": (frozenset({"-1"}), "a request may ask for up to 20: memory is planned for so many"),
+    "max_logprobs": (frozenset(), "a request may ask for up to 20: memory is planned for so many"),
 }
 """The same of single values, for settings that are there."""
 
@@ -172,7 +175,7 @@ def taken_value(name: str, value: Any) -> str | None:
         value = str(value).lower()
     if not isinstance(value, str):
         return None
-    if name == "max_logprobs" and value.isdigit() and int(value) > MOST_LOGPROBS:
+    if name == "max_logprobs" and value.isdecimal() and MOST_LOGPROBS < int(value) < LEAST_VOCABULARY:
         return VALUES[name][1]
     if name == "attention_backend":
         named = value.upper() != "TORCH_SDPA" and (value.isupper() or value in _BACKENDS)

@@ -32,6 +32,7 @@ from holdfast.footprint.layouts import BLOCK_COLUMNS, Quantize, memory_layout
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, TensorSpec
+from holdfast.records.sampling import SCORED_ENTRIES
 from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,6 +50,10 @@ right after an installation (large folios: 171 MiB on x86 for what takes 93 MiB 
 TOLD_ENTRIES = 2**18
 """Log-probabilities of prompts that the front holds at a time: 4,096 tokens with 20 each three times, or 131,072 with
 one. A request for more is refused, requests together wait for each other."""
+
+WHOLE_VOCABULARY_ENTRIES = 2**22
+"""The same where requests may ask for the whole vocabulary (--max-logprobs -1): 85 tokens of 49,152 each. Such a
+request has all of it to itself."""
 
 TOLD_ENTRY_BYTES = 160
 """Of each of them: about 75 as JSON, more with long words, and as much again while it waits as the engine told it."""
@@ -84,6 +89,16 @@ FRONT_BYTES = (
 """236 MiB. 93 with SmolLM2's tokenizer and nobody there; the rest is for connections (7 KiB each), what is asked and
 larger vocabularies, 16 for bodies on their way, 16 for stored responses, 40 for what is told of prompts, 28 for what is
 kept of answers and 16 for what waits in streams."""
+
+
+def front_bytes(whole_vocabulary: bool) -> int:
+    """With what is told of prompts where requests may ask for the whole vocabulary: JSON in the front, and what one
+    step's row is as objects, in both processes."""
+    if not whole_vocabulary:
+        return FRONT_BYTES
+    more = (WHOLE_VOCABULARY_ENTRIES - TOLD_ENTRIES) * TOLD_ENTRY_BYTES
+    return FRONT_BYTES + more + 2 * SCORED_ENTRIES * WAITING_ENTRY_BYTES
+
 
 LOGITS_BYTES = 8 * MIB
 """Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""

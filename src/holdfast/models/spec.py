@@ -129,13 +129,17 @@ class EncoderSpec:
     """Of the largest image, all at once."""
     tokens: int
     """That the text model gets for them."""
+    outputs: int = 1
+    """Vectors of each of these tokens: more than one where layers in between hand over theirs too."""
+    kept_columns: int = 0
+    """Of one patch, beside what a layer takes, from the first layer to the last: its pixels, its position."""
 
     @property
     def live_columns(self) -> int:
         """Of one patch, at the widest: the stream, a norm, what goes into attention or the MLP and comes out of it;
-        and queries, keys and values, or what lies between the projections of the MLP."""
+        and queries, keys and values, or what lies between the projections of the MLP; and what is kept."""
         between = (3 if self.gated else 2) * self.intermediate_size
-        return 4 * self.hidden_size + max(3 * self.hidden_size, between)
+        return 4 * self.hidden_size + max(3 * self.hidden_size, between) + self.kept_columns
 
 
 LayerKind = Literal["full", "window", "latent", "state", "shared", "none"]

@@ -86,6 +86,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
             rope_scaling=config.rope_scaling,
             spec_method=config.spec_method,
             speculative_config=config.speculative_config,
+            text_only=config.language_model_only,
         ),
         traffic=_with_length(share_of_a_replica(wanted, config), config.max_model_len or model.spec.max_position),
         decisions=(*resolved.decisions, *changed, *found.decisions, *shared, *divided, *said),

@@ -23,6 +23,11 @@ GREEDY_BELOW = 1e-5
 LEAST_PENALTY = 0.0001
 """By less logits would be divided into what is no number any more."""
 MAX_LOGPROBS = 20
+WHOLE_VOCABULARY = -1
+"""Of prompt_logprobs: as many as there are tokens; whether that may be asked for is the engine's to say."""
+SCORED_ENTRIES = 2**18
+"""Log-probabilities of a prompt that one row of a step tells, where a token has more than 20 of them; of one token at
+least."""
 LOGPROBS_NEEDED = f"from 0 to {MAX_LOGPROBS}; -1, the whole vocabulary, is more than memory is planned for"
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -265,9 +270,9 @@ class SamplingParams(msgspec.Struct, metaclass=_Spelling, kw_only=True, omit_def
             "left out, or sent with logprobs",
         )
         need(
-            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+            self.prompt_logprobs is None or self.prompt_logprobs >= WHOLE_VOCABULARY,
             "prompt_logprobs",
-            LOGPROBS_NEEDED,
+            f"from 0 to {MAX_LOGPROBS}, or -1: the whole vocabulary",
         )
         need(len(self.stop_strings) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
         need(

@@ -35,9 +35,14 @@ _BLANK = re.compile(
     r"(?:[ \t\r\n]|\\[nrts ]|\\x(?:20|0[9aAdD])|\\u00(?:20|0[9aAdD])|\[(?!\^)|\]|\((?:\?:)?|[)|?*+]|\{\d+(?:,\d*)?\})+"
 )
 """A regular expression of JSON's white space and nothing else."""
-_BACKENDS = (None, "auto", "guidance", "llguidance")
+_BACKENDS = frozenset({"auto", "guidance", "llguidance", "xgrammar", "outlines", "lm-format-enforcer"})
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 OPTIONS = (*_SWITCHES, "whitespace_pattern", "backend")
+
+
+def is_backend(name: str) -> bool:
+    """Whether it is one of vLLM's; options may stand behind a colon (xgrammar:no-fallback)."""
+    return isinstance(name, str) and name.partition(":")[0] in _BACKENDS
 
 
 class StructuredOutputsParams(
@@ -60,7 +65,7 @@ class StructuredOutputsParams(
     disable_fallback: bool = False
     """There is one backend here, and none to fall back to."""
     backend: str | None = None
-    """Of older vLLM; "auto" and "guidance" say what is done anyway."""
+    """Of older vLLM, which has several; here one makes what any of them is asked for."""
     asked_as: str | None = None
     """The field in which a client wrote it: errors call it so."""
 
@@ -83,7 +88,7 @@ class StructuredOutputsParams(
         for name in ("json_object", *_SWITCHES):
             if not isinstance(value := getattr(self, name), bool) and not (name == "json_object" and value is None):
                 raise _wrong(name, "True or False", value)
-        if self.backend not in _BACKENDS:
+        if self.backend is not None and not is_backend(self.backend):
             raise UnsupportedOptionError(
                 f"structured outputs are not made with {shorten(str(self.backend))!r} here",
                 fix="leave backend out",

@@ -179,7 +179,7 @@ class Scheduler:
     def _plan_row(self, draft: Draft, sequence: Sequence, pending: int, *, may_preempt: bool = True) -> None:
         """As many of its pending tokens as budget and pages allow; maybe none."""
         kv, book, start = self.kv, sequence.book, sequence.scheduled
-        count = min(pending, draft.budget)
+        count = min(pending, draft.budget, sequence.tokens_at_once(start))
         if count == 0:
             return
         if kv.release_outside_window(book, start):
@@ -276,6 +276,7 @@ class Scheduler:
         sequence.computed = prefix.tokens
         enter(self._running, sequence)
         count = min(sequence.pending, draft.budget, kv.reach(book) - prefix.tokens)
+        count = min(count, sequence.tokens_at_once(prefix.tokens))
         assert count > 0, f"{sequence.request.request_id} was admitted without a page to write to"
         kv.grow(book, prefix.tokens + count)
         writes = [TableWrite(sequence.slot, group, 0, list(table)) for group, table in enumerate(book.tables)]

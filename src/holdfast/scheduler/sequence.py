@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from holdfast.kvcache import SequenceBlocks
 from holdfast.records import FinishReason, Request, Row, SequenceStart
+from holdfast.records.sampling import MAX_LOGPROBS, SCORED_ENTRIES
 
 
 class Status(enum.Enum):
@@ -110,6 +111,13 @@ class Sequence:
             adapter=request.adapter,
             adapter_place=self.adapter_place,
         )
+
+    def tokens_at_once(self, start: int) -> int:
+        """The most of a step from there on: fewer where each is told with a whole vocabulary."""
+        told = self.request.params.prompt_logprobs or 0
+        if told <= MAX_LOGPROBS or start >= self.to_score:
+            return len(self.tokens)
+        return max(1, SCORED_ENTRIES // (told + 1))
 
     def row(self, start: int, count: int, samples: bool) -> Row:
         first, end = max(start, self.scored), min(start + count, self.to_score)

@@ -55,7 +55,7 @@ from holdfast.server.http.request_metrics import Counting
 from holdfast.server.openai_responses.endpoints import response_routes
 from holdfast.server.openai_responses.store import ResponseStore
 from holdfast.server.request.llama_cpp import read_native
-from holdfast.server.request.logprob_budget import LogprobBudget
+from holdfast.server.request.logprob_budget import LogprobBudget, told_entries
 from holdfast.server.request.parse import read_chat, read_completion
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
@@ -84,7 +84,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
 
     metrics = _metrics(engine, settings)
     engine.on_step(metrics.observe_step)
-    room = LogprobBudget(most_waiting=settings.max_queued_requests)
+    room = LogprobBudget(told_entries(settings.max_logprobs), settings.max_queued_requests)
     workers, pool = TemplateWorkers(), TokenizePool()
     store = ResponseStore()
     vectors = PromptVectors(engine, settings, metrics, room, workers, pool)

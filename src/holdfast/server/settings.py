@@ -65,7 +65,9 @@ class ServerSettings:
     root_path: str = ""
     """In front of every path, where the proxy before us does not strip it; both spellings are answered."""
     max_logprobs: int = MAX_LOGPROBS
-    """Beside one token, that a request may ask for."""
+    """Beside one token, that a request may ask for. -1: 20, and of a prompt's tokens the whole vocabulary."""
+    vocabulary: int = 0
+    """Tokens of the model."""
     tokens_as_ids: bool = False
     """Whether tokens in log-probabilities are written as token_id:ID where a request does not say."""
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

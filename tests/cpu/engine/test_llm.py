@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ def llm(tiny_model):
         tensor_parallel_size=1,
         kv_cache_memory_bytes="16MiB",
         dtype="float32",
+        max_logprobs=-1,
     ) as made:
         yield made
 
@@ -429,6 +431,42 @@ def test_what_is_no_prompt_or_no_params_is_said(llm, prompts, params, field) -> 
     with pytest.raises(RequestError) as refused:
         llm.generate(prompts, params)
     assert refused.value.field == field
+
+
+def test_the_whole_vocabulary_of_a_prompt(llm) -> None:
+    """More tokens than a step tells so, and two prompts, of which a step has room for one."""
+    prompts = [{"prompt_token_ids": [*range(500, 507)]}, {"prompt_token_ids": [600, 601]}]
+    greedy = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20)
+    few, whole = llm.generate(prompts, greedy), llm.generate(prompts, greedy.replace(prompt_logprobs=-1))
+    assert [len(output.prompt_logprobs) for output in whole] == [7, 2]
+    for some, all_of in zip(few, whole, strict=True):
+        assert some.outputs[0].token_ids == all_of.outputs[0].token_ids
+        for entry, told in zip(some.prompt_logprobs[1:], all_of.prompt_logprobs[1:], strict=True):
+            assert len(told) == llm._found.spec.vocab_size
+            assert sum(math.exp(one.logprob) for one in told.values()) == pytest.approx(1, abs=1e-3)
+            assert all(told[token].logprob == pytest.approx(one.logprob, abs=1e-5) for token, one in entry.items())
+    with pytest.raises(UnsupportedOptionError, match="one such prompt"):
+        llm.llm_engine.add_request("many", prompts[0], greedy.replace(prompt_logprobs=-1))
+
+
+def test_requests_are_queued_and_waited_for(llm) -> None:
+    """As by vLLM's enqueue: in the order of the prompts, whichever ends first."""
+    greedy, short = (SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (6, 2))
+    expected = llm.generate(["One two three", "Four five"], [greedy, short])
+    names = llm.enqueue(["One two three", "Four five"], [greedy, short])
+    names += llm.enqueue("One two three", short)
+    with pytest.raises(RequestError):
+        llm.enqueue(["fine", {"prompts": 3}], greedy)
+    assert llm.llm_engine.get_num_unfinished_requests() == 3
+    found = llm.wait_for_completion()
+    assert [output.request_id for output in found] == names
+    texts = [output.outputs[0].text for output in expected]
+    assert [output.outputs[0].text for output in found[:2]] == texts
+    assert llm.wait_for_completion() == []
+    for name in ("collective_rpc", "update_weights", "get_weight_version"):
+        with pytest.raises(UnsupportedOptionError, match=name):
+            getattr(llm, name)()
+    assert (llm.get_world_size(), llm.reset_mm_cache()) == (1, None)
 
 
 def test_an_engine_that_is_stepped_by_hand(llm) -> None:

@@ -59,7 +59,7 @@ def answer(response: httpx.Response) -> tuple[str, str]:
         {"response_format": FORMAT},
         {"guided_json": SCHEMA},
         {"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": " ?"},
-        {"structured_outputs": {"json": SCHEMA}, "guided_decoding_backend": "auto"},
+        {"structured_outputs": {"json": SCHEMA}, "guided_decoding_backend": "xgrammar"},
     ],
 )
 def test_every_way_to_ask_for_a_schema(server: Any, body: dict[str, Any]) -> None:

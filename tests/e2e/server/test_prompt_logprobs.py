@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from deadlines import PATIENCE_S
 
 from holdfast.engine.fake import FakeEngine
+from holdfast.engine.fake.tokenizer import VOCABULARY
 from holdfast.errors import OverloadedError
 from holdfast.footprint.cpu import TOLD_ENTRIES, TOLD_ENTRY_BYTES
 from holdfast.records import Logprob
@@ -41,6 +43,19 @@ app = create_app(engine, ServerSettings(served_model_names=("fake",)))
 ready = lambda: print(listener.getsockname()[1], flush=True)
 asyncio.run(serve(app, engine, listener=listener, on_ready=ready, handle_signals=False))
 """
+
+
+def test_the_whole_vocabulary_where_the_server_allows_it(launch: Any) -> None:
+    body = {"prompt": "abc", "max_tokens": 1, "prompt_logprobs": -1}
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "prompt_logprobs": -1}
+    with httpx.Client(base_url=launch(max_logprobs=-1, vocabulary=600).url, timeout=PATIENCE_S) as http:
+        for path, asked in ((COMPLETIONS, body), (CHAT, chat)):
+            told = http.post(path, json=asked).json()
+            assert len((told.get("prompt_logprobs") or told["choices"][0]["prompt_logprobs"])[1]) == VOCABULARY
+        for wrong in ({"prompt": ["a", "b"]}, {"prompt": "a" * 9000}, {"prompt_logprobs": 21}, {"logprobs": -1}):
+            assert http.post(COMPLETIONS, json={**body, **wrong}).status_code == 400
+    with httpx.Client(base_url=launch().url, timeout=PATIENCE_S) as http:
+        assert http.post(COMPLETIONS, json=body).json()["error"]["param"] == "prompt_logprobs"
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def test_values_that_ask_for_nothing_are_accepted(http, path):
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
-        ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"guided_regex": "a", "guided_decoding_backend": "yacc"}, "guided_decoding_backend"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),

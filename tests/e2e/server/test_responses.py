@@ -70,6 +70,9 @@ def test_items_of_thoughts_text_and_calls_are_the_same_whole_and_streamed(agents
     assert (called.type, called.name, called.arguments) == ("function_call", "weather", ARGUMENTS)
     assert told.usage.output_tokens_details.reasoning_tokens == len("<think>Let me see.</think>\n\n")
     assert told.tools[0].name == "weather"
+    hidden = {"include_reasoning": False}
+    quiet = client.responses.create(model="fake", input="hi", tools=[WEATHER], store=False, extra_body=hidden)
+    assert [item.type for item in quiet.output] == ["message", "function_call"]
     with client.responses.stream(model="fake", input="hi", tools=[WEATHER], store=False) as stream:
         events = list(stream)
         final = stream.get_final_response()

@@ -75,6 +75,8 @@ def test_every_endpoint_takes_them(http, strict, path):
     assert (answered.status_code, answered.headers[HEADER]) == (200, "nobody_knows")
     assert post(strict, path, nobody_knows=1).status_code == 400
     assert HEADER not in post(http, path).headers
+    of_vllm = post(strict, path, request_id="mine").status_code
+    assert of_vllm == (400 if path.endswith("tokenize") else 200)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

@@ -87,6 +87,7 @@ def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[s
         ("--api-kye secret M", None),
         ("M --max-num-seqs -1 --port 99999", "M"),
         ("--port 99999", ""),
+        ("--prot 8106 --gpu-memory-utilization 1.5", "--port 8106 --gpu-memory-utilization 0.9"),
     ],
 )
 def test_a_misspelt_flag_is_renamed_and_nothing_that_guards_is_dropped(

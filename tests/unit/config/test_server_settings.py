@@ -132,7 +132,8 @@ def test_every_setting_that_only_tunes_vllm_is_taken_and_told() -> None:
         (["--reasoning-parser", "gemma4"], "reasoning_parser", None),
         (["--api-server-count=4"], "api_server_count", 1),
         (["--max-logprobs", "100"], "max_logprobs", 20),
-        (["--max-logprobs", "-1"], "max_logprobs", 20),
+        (["--max-logprobs", "31999"], "max_logprobs", 20),
+        (["--tokenizer-mode", "deepseek_v32"], "tokenizer_mode", "auto"),
         (["--no-enable-chunked-prefill"], "enable_chunked_prefill", False),
     ],
 )
@@ -141,6 +142,13 @@ def test_values_of_vllms_that_are_read_as_auto(words: list[str], name: str, valu
     engine, server = serve.read_settings(parsed)
     assert getattr(engine if hasattr(engine, name) else server, name) == value
     assert flag_name(name) in (serve.said_of(parsed) or "")
+
+
+@pytest.mark.parametrize("number", ["-1", "151936"])
+def test_a_number_as_large_as_a_vocabulary_is_all_of_it(number: str) -> None:
+    _, parsed = parse_command_line(["serve", "--max-logprobs", number])
+    assert serve.read_settings(parsed)[0].max_logprobs == -1
+    assert "--max-logprobs" not in (serve.said_of(parsed) or "")
 
 
 def test_settings_of_vllms_that_do_what_they_say() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
+from tiny_gguf import write_tiny_gguf
 
 from holdfast.doctor.check_command.check import CommandMachine, judge, judge_command
 from holdfast.doctor.check_command.flags import flag_findings, known_flags
@@ -60,6 +62,13 @@ def test_a_context_that_does_not_fit_gets_the_longest_that_does(program: str) ->
 def test_vllm_takes_the_whole_context_where_none_is_set() -> None:
     assert [one.cause for one in _judged(f"vllm serve {LLAMA}").findings] == ["kv_cache_too_small_for_max_len"]
     assert _judged(f"vllm serve {LLAMA} --max-model-len auto").healthy
+
+
+@pytest.mark.parametrize("flag", ["--language-model-only", """--limit-mm-per-prompt '{"image": 0, "video": 0}'"""])
+def test_no_room_is_kept_for_images_that_are_not_taken(flag: str) -> None:
+    command = "vllm serve Qwen/Qwen3-VL-30B-A3B-Instruct --max-model-len 130000"
+    assert not _judged(command, "h100-80").healthy
+    assert _judged(f"{command} {flag}", "h100-80").healthy
 
 
 def test_a_forgotten_tensor_parallel_size_is_named_once() -> None:
@@ -346,6 +355,15 @@ def test_sglang_divides_what_is_free_at_start_by_its_static_share(share: float |
 )  # fmt: skip
 def test_what_is_said_of_the_budget_has_the_pool_and_the_draft(flags: str, pool: str) -> None:
     assert pool in _judged(f"vllm serve {LLAMA} --max-model-len 8192 {flags}").seen[0]
+
+
+def test_a_draft_file_of_llama_cpp_is_planned(tmp_path: Path) -> None:
+    write_tiny_gguf(file := tmp_path / "tiny.gguf")
+    drafting = _judged(f"llama-server -m {file} -md {file} -c 128 -ngl 99")
+    assert drafting.healthy
+    assert ", draft " in drafting.seen[0]
+    assert not drafting.missing
+    assert "--model-draft" in _judged(f"llama-server -m {file} -md {file}.gone -c 128 -ngl 99").missing[0]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,12 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
     assert settled(machine()) == "cpu"
 
 
+def test_a_gpu_tells_no_whole_vocabulary() -> None:
+    asked = EngineConfig.from_arguments(max_logprobs=-1)
+    assert settle_device(asked, here=machine(gpu()), build=CUDA_BUILD).max_logprobs == 20
+    assert settle_device(asked, here=machine(), build=CUDA_BUILD).max_logprobs == -1
+
+
 PROBLEMS = {
     "HF121": (machine(), CUDA_BUILD, "hides all"),
     "HF122": (machine(gpu(capability=(7, 5)), gpu(1, capability=(6, 1))), CUDA_BUILD, "7.5"),

@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast.config.plan import PlanConfig
 from holdfast.footprint.cpu import Limits
 from holdfast.models import EncoderSpec, catalogue, describe_config
+from holdfast.planner.api import question_of
 from holdfast.planner.compat.vllm_release import parse_vllm
 from holdfast.planner.engines.vllm_command import vllm_terms
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.report.answer import answer
-from holdfast.planner.sizing.terms import activations_bytes, encoder_bytes, encoder_images
+from holdfast.planner.sizing.terms import ENCODER_UNCERTAINTY, activations_bytes, encoder_bytes, encoder_images
+from holdfast.units import GIB
 
 Ask = Callable[..., Question]
 
@@ -35,7 +38,19 @@ def terms(found: Plan, rank: int = 0) -> dict[str, int]:
         ),
         # 280 tokens, each of 3 x 3 patches.
         ("gemma-4-31b", EncoderSpec(hidden_size=1152, intermediate_size=4304, gated=True, patches=2520, tokens=280)),
-        ("qwen3.5-27b", None),
+        # 16,777,216 pixels of a preprocessor_config.json in squares of 16, four to a token; three layers hand over too.
+        (
+            "qwen3-vl-30b-a3b",
+            EncoderSpec(
+                hidden_size=1152,
+                intermediate_size=4304,
+                gated=False,
+                patches=65_536,
+                tokens=16_384,
+                outputs=4,
+                kept_columns=1152 + 3 * 1536,
+            ),
+        ),
         ("llama-3.1-8b", None),
     ],
 )
@@ -69,6 +84,16 @@ def test_it_takes_what_activations_do_not_have_and_what_it_hands_on() -> None:
     activations = activations_bytes(spec, limits, "bfloat16", 1, range(len(spec.layers)))
     assert encoder_bytes(spec, limits, "bfloat16", activations) == live - activations + handed
     assert encoder_bytes(spec, limits, "bfloat16", 2 * live) == handed
+
+
+def test_the_largest_image_of_qwen(ask: Ask) -> None:
+    """vLLM's trial image took 2.6 GiB of Qwen3-VL-30B beyond its activations; the plan says so within its interval."""
+    found = fit(ask("qwen3-vl-30b-a3b", "h100-80"))
+    taken = terms(found)["encoder"] / GIB
+    assert taken == pytest.approx(2.08, abs=0.01)
+    assert taken < 2.6 < taken * (1 + ENCODER_UNCERTAINTY)
+    text = question_of(PlanConfig.from_arguments(model="qwen3-vl-30b-a3b", gpu="h100-80", language_model_only=True))
+    assert "encoder" not in terms(fit(text))
 
 
 def test_it_is_a_term_with_an_interval_and_a_reason(ask: Ask) -> None:

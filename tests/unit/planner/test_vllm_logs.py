@@ -200,6 +200,18 @@ def test_a_draft_model_is_counted_beside_the_model() -> None:
         assert not drafting.commands["holdfast"].available
 
 
+def test_a_draft_model_of_llama_cpp_is_counted_and_named() -> None:
+    asked: dict[str, Any] = {"gpu": "rtx4090", "quantization": "Q4_K_M", "max_model_len": 8192, "engine": "llama.cpp"}
+    alone, drafting = plan("qwen3-8b", **asked), plan("qwen3-8b", speculative_config=DRAFT, **asked)
+    small = plan("qwen3-0.6b", **{**asked, "quantization": None}).fit.ranks[0]
+    rank, before = drafting.fit.ranks[0], alone.fit.ranks[0]
+    assert rank.kv.growing_bytes - before.kv.growing_bytes == small.kv.growing_bytes
+    assert {term.name: term.nbytes for term in small.terms}["weights"] == rank.terms[-1].nbytes
+    assert drafting.fit.kv_tokens < alone.fit.kv_tokens
+    assert " -md ./TO-BE-MADE/" in drafting.commands["llama.cpp"].text
+    assert "with the draft model's" in str(drafting)
+
+
 @pytest.mark.parametrize("written", ["5", "{}", '{"method": 3}', '{"method": "eagle3"}', "[" * 9999])
 def test_speculation_that_cannot_be_planned_is_refused(written: str) -> None:
     with pytest.raises(ConfigurationError) as refused:

@@ -5,6 +5,7 @@ import numpy
 import pytest
 
 from holdfast import SamplingParams
+from holdfast.engine.requests.whole_vocabulary import with_whole_vocabulary
 from holdfast.errors import RequestError, UnknownParameterError, UnsupportedOptionError
 from holdfast.records import Request
 
@@ -37,7 +38,7 @@ def test_as_the_founding_code_writes_it() -> None:
         ("logprobs", 21), ("stop", [""]), ("stop", ["x"] * 65), ("seed", 2**63), ("logit_bias", {1: 101.0}),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("stop_token_ids", list(range(1001))),
         ("allowed_token_ids", []), ("allowed_token_ids", list(range(4097))), ("bad_words", ["a"] * 129),
-        ("bad_words", [" "]), ("bad_words", ["a" * 1025]), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
+        ("bad_words", [" "]), ("bad_words", ["a" * 1025]), ("prompt_logprobs", -2),
     ],
 )  # fmt: skip
 def test_out_of_range_names_the_field(field: str, value: object) -> None:
@@ -47,12 +48,21 @@ def test_out_of_range_names_the_field(field: str, value: object) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-def test_vllms_number_for_the_whole_vocabulary_is_refused_by_its_meaning(field: str) -> None:
+def test_vllms_number_for_the_whole_vocabulary_is_of_prompts() -> None:
     with pytest.raises(
-        RequestError, match=f"{field} is -1; .* the whole vocabulary, is more than memory is planned for"
+        RequestError, match=r"logprobs is -1; .* the whole vocabulary, is more than memory is planned for"
     ):
-        SamplingParams(**{field: -1})
+        SamplingParams(logprobs=-1)
+    asked = SamplingParams(prompt_logprobs=-1)
+    assert with_whole_vocabulary(asked, [5, 6], 300, -1).prompt_logprobs == 300
+    for params, vocabulary, most in (
+        (asked, 300, 20),
+        (SamplingParams(prompt_logprobs=21), 300, -1),
+        (asked, 2**22, -1),
+    ):
+        with pytest.raises(RequestError) as caught:
+            with_whole_vocabulary(params, [5, 6], vocabulary, most)
+        assert caught.value.field == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(

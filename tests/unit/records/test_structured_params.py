@@ -157,7 +157,8 @@ def test_sampling_params_refuse_what_is_no_form(given: dict[str, Any], field: st
     assert caught.value.field == field
 
 
-def test_another_backend_is_refused() -> None:
-    assert StructuredOutputsParams(regex="a", backend="auto").kind == "regex"
+def test_a_backend_of_vllm_s_is_taken_and_another_refused() -> None:
+    for backend in ("auto", "outlines", "xgrammar:no-fallback"):
+        assert StructuredOutputsParams(regex="a", backend=backend).kind == "regex"
     with pytest.raises(UnsupportedOptionError):
-        StructuredOutputsParams(regex="a", backend="outlines")
+        StructuredOutputsParams(regex="a", backend="yacc")

@@ -144,8 +144,9 @@ def _run(
     from holdfast.engine.startup.plan_lines import log_plan
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
-    from holdfast.footprint.cpu import FRONT_BYTES
+    from holdfast.footprint.cpu import front_bytes
     from holdfast.observability.logs import set_up_logging
+    from holdfast.records.sampling import WHOLE_VOCABULARY
     from holdfast.server.app import create_app
 
     set_up_logging(server_config.level)
@@ -160,7 +161,8 @@ def _run(
         said = f"{total:,} of {total:,} lines answered{failed}; nothing left to do"
         print(f"holdfast: {said}", file=sys.stderr)
         return 0
-    plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
+    front = front_bytes(engine_config.max_logprobs == WHOLE_VOCABULARY)
+    plan = plan_model(engine_config, model, front_bytes=front, engine_pid=early.pid)
     log_plan(model.files.name, plan)
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)

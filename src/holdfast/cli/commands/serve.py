@@ -161,6 +161,7 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         unlogged_paths=frozenset(server_config.disable_access_log_for_endpoints),
         root_path=server_config.root_path,
         max_logprobs=engine_config.max_logprobs,
+        vocabulary=model.spec.vocab_size,
         tokens_as_ids=server_config.return_tokens_as_token_ids,
         default_chat_template_kwargs=server_config.default_chat_template_kwargs or {},
         version=holdfast.__version__,
@@ -251,8 +252,9 @@ def _run(
     from holdfast.engine.startup.plan_lines import log_plan
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
-    from holdfast.footprint.cpu import FRONT_BYTES
+    from holdfast.footprint.cpu import front_bytes
     from holdfast.observability.logs import ThroughputLog, set_up_logging
+    from holdfast.records.sampling import WHOLE_VOCABULARY
     from holdfast.server.app import create_app
     from holdfast.server.http.tls import tls_of
     from holdfast.server.run import bind, bind_unix
@@ -282,7 +284,8 @@ def _run(
     model = find_model(engine_config)
     entry.found(names=server_config.served_model_name or (model.files.name,), path=model.files.path)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
-    plan = plan_model(engine_config, model, front_bytes=FRONT_BYTES, engine_pid=early.pid)
+    front = front_bytes(engine_config.max_logprobs == WHOLE_VOCABULARY)
+    plan = plan_model(engine_config, model, front_bytes=front, engine_pid=early.pid)
     log_plan(model.files.name, plan)
     tokenizer = open_tokenizer(engine_config, model)
     engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)

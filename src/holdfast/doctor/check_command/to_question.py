@@ -59,6 +59,7 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
     if command.engine == "vllm":
         switches = ("enable-expert-parallel", "enforce-eager")
         given |= {switch.replace("-", "_"): True for switch in switches if command.has(switch)}
+        given["language_model_only"] = _takes_no_images(command)
     if command.engine == "llama.cpp":
         given |= _llama_context(command)
     method = quantization_of(command, _is_quantized(command.model))
@@ -106,6 +107,11 @@ def without_draft(question: Question) -> Question:
     spec = question.model.spec
     alone = replace(spec, unsupported=tuple(one for one in spec.unsupported if one != DRAFT_MODEL))
     return replace(question, model=replace(question.model, spec=alone, draft=None))
+
+
+def _takes_no_images(command: ServerCommand) -> bool:
+    limits = (command.value("limit-mm-per-prompt") or "").replace(" ", "").replace('"', "")
+    return command.has("language-model-only") or bool(re.search(r"\bimage[:=]0\b", limits))
 
 
 def replicas(command: ServerCommand) -> int:

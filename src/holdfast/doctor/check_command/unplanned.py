@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
@@ -30,7 +31,9 @@ _MADE_BY_HOLDFAST = {method: method for method in MADE_WHILE_LOADING} | {
     name: method for name, method in KERNEL_NAMES.items() if method in MADE_WHILE_LOADING
 }
 _CHECKPOINT_METHODS = ("awq", "gptq", "compressed-tensors", "modelopt", "fbgemm", "gguf", "quark", "hqq", "marlin")
-_SPECULATIVE = ("speculative-config", "speculative-model", "speculative-draft-model-path", "speculative-algorithm")
+_SPECULATIVE = (
+    "speculative-config", "speculative-model", "speculative-draft-model-path", "speculative-algorithm", "model-draft",
+)  # fmt: skip
 _HARMLESS = {"load-format": ("auto", "safetensors", "runai_streamer"), "n-gpu-layers": ("all", "auto")}
 SPARE_SHARE = 0.02
 """Of the free memory, beyond what one sequence takes."""
@@ -86,8 +89,10 @@ def _speculative_config(command: ServerCommand) -> dict[str, Any] | None:
 
 
 def draft_model(command: ServerCommand) -> str | None:
-    """Of vLLM's and SGLang's commands; None: none is loaded, or the catalogue does not know it."""
+    """None: none is loaded, or neither the catalogue knows it nor, for llama.cpp, is the file here."""
     name = _draft_name(command)
+    if command.engine == "llama.cpp":
+        return name if name is not None and Path(name).expanduser().is_file() else None
     if name is None or command.engine not in ("vllm", "sglang"):
         return None
     return name if weights_bytes_of(name) is not None else None
@@ -95,7 +100,8 @@ def draft_model(command: ServerCommand) -> str | None:
 
 def _draft_name(command: ServerCommand) -> str | None:
     settings = _speculative_config(command) or {}
-    name = settings.get("model") or command.value("speculative-model") or command.value("speculative-draft-model-path")
+    flags = ("speculative-model", "speculative-draft-model-path", "model-draft")
+    name = settings.get("model") or next(filter(None, map(command.value, flags)), None)
     return name if isinstance(name, str) else None
 
 

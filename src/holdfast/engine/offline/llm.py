@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.config import EngineConfig
 from holdfast.config.profiler import read_profiler_config
@@ -25,14 +25,16 @@ from holdfast.engine.interface import check_wake_tags
 from holdfast.engine.offline.beams import BeamMethods
 from holdfast.engine.offline.pooling import PoolingMethods, Prompt
 from holdfast.engine.offline.profiling import ProfileMethods
+from holdfast.engine.offline.queued import QueuedMethods
 from holdfast.engine.offline.stepped import SteppedEngine
-from holdfast.engine.offline.unsupported import AbsentMethods
+from holdfast.engine.offline.unsupported import AbsentMethods, EmptyMethods
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
 from holdfast.engine.requests.embedding import PARAMS
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.structured_output import StructuredOutput
+from holdfast.engine.requests.whole_vocabulary import is_whole, with_whole_vocabulary
 from holdfast.engine.startup.build import (
     build_core,
     find_model,
@@ -70,13 +72,16 @@ from holdfast.text.structured.wire import GrammarCost
 from holdfast.text.tokenizer.tokenizer import Tokenizer
 from holdfast.text.tools.prompt import shown_in
 
+if TYPE_CHECKING:
+    from holdfast.engine.arg_utils import EngineArgs
+
 log = logging.getLogger("holdfast")
 
 Message = Mapping[str, Any]
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 
 
-class LLM(PoolingMethods, BeamMethods, ProfileMethods, AbsentMethods):
+class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMethods, AbsentMethods):
     """All keyword arguments are settings of `holdfast serve`, spelled with underscores: see EngineConfig."""
 
     @in_python()
@@ -111,6 +116,10 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, AbsentMethods):
 
     info: EngineInfo
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        return cls(**engine_args.settings())
+
     @in_python()
     def generate(
         self,
@@ -125,8 +134,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, AbsentMethods):
         """One RequestOutput a prompt, in order. A prompt that cannot be taken raises before anything is computed."""
         if prompt_token_ids is not None:
             prompts = [{"prompt_token_ids": ids} for ids in prompt_token_ids]
-        listed = _as_list(prompts)
-        chosen = _one_each(self._defaults if sampling_params is None else sampling_params, len(listed))
+        listed, chosen = self._asked(prompts, sampling_params)
         self._check_priority(priority, len(listed))
         adapters = self._adapters.one_each(lora_request, len(listed))
         adapters_of_runs = lora_request if isinstance(lora_request, Sequence) else [lora_request] * len(listed)
@@ -136,6 +144,8 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, AbsentMethods):
         ]
         for run, request in zip(runs, adapters_of_runs, strict=True):
             run.output.lora_request = request
+        if any(map(is_whole, chosen)):  # A step has room for one of these.
+            return [output for run in runs for output in self._run([run], use_tqdm)]
         return self._run(runs, use_tqdm)
 
     def chat(
@@ -152,29 +162,51 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, AbsentMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """One conversation, or several. `tools` are shown to the model; its calls are in its text, as it wrote them."""
+        template = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        prompts = self._chat_prompts(messages, template)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def _asked(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        listed = _as_list(prompts)
+        return listed, _one_each(self._defaults if sampling_params is None else sampling_params, len(listed))
+
+    def _chat_prompts(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], template: Mapping[str, Any]
+    ) -> list[Prompt]:
+        """`template`: what `chat` takes that makes up its prompts, by name."""
         if not messages:
             raise RequestError("there are no messages", needed="at least one", field="messages")
         several = [messages] if isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
-        template = tokenizer.template_source(chat_template, tools)
+        tools, continued = template.get("tools"), bool(template.get("continue_final_message"))
+        source = tokenizer.template_source(template.get("chat_template"), tools)
         texts = [
             str(
                 tokenizer.apply_chat_template(
-                    *shown_in(template, conversation, tools),
+                    *shown_in(source, conversation, tools),
                     tokenize=False,
-                    chat_template=template,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message,
-                    continue_final_message=continue_final_message,
-                    **dict(chat_template_kwargs or {}),
+                    chat_template=source,
+                    add_generation_prompt=template.get("add_generation_prompt", True) and not continued,
+                    continue_final_message=continued,
+                    **dict(template.get("chat_template_kwargs") or {}),
                 )
             )
             for conversation in several
         ]
         # The template writes bos itself.
-        prompts = [
+        return [
             {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def _pool(
         self, prompts: Prompt | Sequence[Prompt], show_progress: bool
@@ -323,6 +355,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, AbsentMethods):
     ) -> _Run:
         text, ids = self._read_prompt(prompt)
         params = params.checked()  # Scripts change theirs, also between two calls.
+        params = with_whole_vocabulary(params, ids, self._found.spec.vocab_size, self._config.max_logprobs)
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer", fix="leave skip_tokenizer_init out", field="stop")
         name = str(next(self._names))

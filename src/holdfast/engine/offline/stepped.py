@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from holdfast.engine.requests.whole_vocabulary import is_whole
 from holdfast.errors import HoldfastError, RequestError, UnsupportedOptionError
 from holdfast.records import CompletionOutput, LoRARequest, RequestOutput, SamplingParams
 from holdfast.records.beams import RequestOutputKind
@@ -43,6 +44,12 @@ class SteppedEngine:
         if not isinstance(params, SamplingParams):
             raise UnsupportedOptionError(
                 f"{type(params).__name__} is not supported here: an engine generates", fix="LLM.embed", field="params"
+            )
+        if is_whole(params):
+            raise UnsupportedOptionError(
+                "prompt_logprobs=-1 is not supported here: a step has room for one such prompt",
+                fix="LLM.generate",
+                field="prompt_logprobs",
             )
         if request_id in self._runs:
             raise RequestError(f"there is already a request {request_id}", field="request_id")

@@ -1,4 +1,5 @@
-"""vLLM's methods of `LLM` that are not there, refused with the reason. Owns no state."""
+"""vLLM's methods of `LLM` that are not there, refused with the reason, and those that have nothing to do. Owns no
+state."""
 
 from __future__ import annotations
 
@@ -9,9 +10,43 @@ from holdfast.errors import UnsupportedOptionError
 _NO_REWARD = "it needs a reward for every token, and only the last token is pooled"
 
 
+_WEIGHTS_STAY = "weights are read once, from files"
+_OTHER_WEIGHTS = "sleep(), write the new files in place of the old ones, wake_up()"
+
+
+class EmptyMethods:
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """One device computes everything."""
+        return 1
+
+    def reset_mm_cache(self) -> None:
+        """Of images and audio, which no prompt has."""
+
+
 class AbsentMethods:
     def reward(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("reward", _NO_REWARD, "classify(prompts) with a model that rewards whole texts")
+
+    def init_weight_transfer_engine(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("init_weight_transfer_engine", _WEIGHTS_STAY, _OTHER_WEIGHTS)
+
+    def start_weight_update(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("start_weight_update", _WEIGHTS_STAY, _OTHER_WEIGHTS)
+
+    def start_draft_weight_update(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("start_draft_weight_update", _WEIGHTS_STAY, _OTHER_WEIGHTS)
+
+    def update_weights(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("update_weights", _WEIGHTS_STAY, _OTHER_WEIGHTS)
+
+    def update_weight_version(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("update_weight_version", _WEIGHTS_STAY, _OTHER_WEIGHTS)
+
+    def get_weight_version(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("get_weight_version", _WEIGHTS_STAY, _OTHER_WEIGHTS)
+
+    def finish_weight_update(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("finish_weight_update", _WEIGHTS_STAY, _OTHER_WEIGHTS)
 
     def collective_rpc(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("collective_rpc", "the engine has no worker processes to call", "leave it out")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from holdfast.errors import ContextLengthError, OverloadedError, RequestError, UnsupportedOptionError
 from holdfast.models import ModelSpec
 from holdfast.records import AdapterRef, Request, SamplingParams
+from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY
 from holdfast.records.structured import StructuredOutputsParams
 from holdfast.text.structured.checker import is_cheap
 from holdfast.text.structured.client import check_model
@@ -53,6 +54,8 @@ class Admission:
                 f"this model ({self.spec.architecture}) classifies texts and cannot generate any",
                 fix="POST /classify, /score or /rerank; in Python LLM.classify or LLM.score",
             )
+        if params.prompt_logprobs == WHOLE_VOCABULARY:  # A number by now, where it may be asked for.
+            raise RequestError("prompt_logprobs is -1", needed=f"from 0 to {MAX_LOGPROBS}", field="prompt_logprobs")
         # The length first: it bounds what the other checks cost.
         params = params.replace(max_tokens=self._output_limit(len(prompt_token_ids), params))
         prompt = self._whole_ids("prompt", prompt_token_ids)

@@ -12,6 +12,7 @@ from holdfast.hardware import processor
 from holdfast.hardware.nvidia import NvidiaMachine, probe
 from holdfast.hardware.torch_build import TorchBuild, torch_build
 from holdfast.planner.serve.gpu_plan import too_old
+from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY
 
 log = logging.getLogger("holdfast")
 
@@ -29,6 +30,9 @@ def settle_device(
         log.warning(
             "dtype bfloat16: this CPU has no bfloat16 instructions, and emulation is many times slower; leave dtype out"
         )
+    if settled.device == "cuda" and settled.max_logprobs == WHOLE_VOCABULARY:
+        log.warning("max_logprobs -1: on a GPU a request may ask for up to %d, of prompts too", MAX_LOGPROBS)
+        return replace(settled, max_logprobs=MAX_LOGPROBS)
     return settled
 
 

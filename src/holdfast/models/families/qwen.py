@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.models.families.qwen_vision import qwen_vision
+from holdfast.models.families.qwen_vision import qwen_encoder, qwen_vision
 from holdfast.models.fields import MAX_LAYERS
 from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import DecoderSpec, LayerSpec, ModelSpec
@@ -50,6 +50,7 @@ def describe(source: ModelDescription) -> ModelSpec:
         layers=[LayerSpec(index=index, window=window) for index, window in enumerate(windows)],
         tensors=[*tensors.found, *(qwen_vision(outer) if whole else ())],
         decoder=DecoderSpec(query_key_norm="head" if third else "none"),
+        encoder=qwen_encoder(outer) if whole else None,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.models.families.qwen_moe import qwen_experts, read_experts, sparse_layers
-from holdfast.models.families.qwen_vision import qwen_vision
+from holdfast.models.families.qwen_vision import qwen_encoder, qwen_vision
 from holdfast.models.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape
 from holdfast.models.spec import ExpertsSpec, LayerSpec, ModelSpec, StateSpec, TensorSpec
@@ -84,6 +84,7 @@ def describe(source: ModelDescription) -> ModelSpec:
         layers=layers,
         tensors=[*tensors.found, *_draft(source, shape, experts, bias=bias), *(qwen_vision(outer) if whole else ())],
         features=features,
+        encoder=qwen_encoder(outer) if whole else None,
     )
 
 

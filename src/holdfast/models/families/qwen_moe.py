@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.models.families.qwen import windows_if_used
-from holdfast.models.families.qwen_vision import qwen_vision
+from holdfast.models.families.qwen_vision import qwen_encoder, qwen_vision
 from holdfast.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.source import ModelDescription, build_spec, read_shape
 from holdfast.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, ModelSpec
@@ -56,7 +56,8 @@ def describe(source: ModelDescription) -> ModelSpec:
     ]
     decoder = DecoderSpec(query_key_norm="head" if third else "none")
     found = [*tensors.found, *(qwen_vision(outer) if whole else ())]
-    return build_spec(source, shape, family=FAMILY, layers=layers, tensors=found, decoder=decoder)
+    encoder = qwen_encoder(outer) if whole else None
+    return build_spec(source, shape, family=FAMILY, layers=layers, tensors=found, decoder=decoder, encoder=encoder)
 
 
 def _windows(source: ModelDescription, count: int, third: bool) -> tuple[int | None, ...]:

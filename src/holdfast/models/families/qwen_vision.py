@@ -1,13 +1,17 @@
-"""The vision tower of Qwen3-VL and Qwen3.5: its tensors, for counting only. Ranks share its matrices."""
+"""The vision tower of Qwen3-VL and Qwen3.5: its tensors and its largest image, for counting only. Ranks share its
+matrices."""
 
 from __future__ import annotations
 
 from holdfast.models.fields import MAX_LAYERS, MAX_WIDTH, Fields
 from holdfast.models.source import ModelDescription
-from holdfast.models.spec import TensorSpec
+from holdfast.models.spec import EncoderSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
 STEM = "model.visual."
+LARGEST_IMAGE_PIXELS = 2**24
+"""longest_edge of the preprocessor_config.json that these models are published with; config.json does not say it.
+vLLM tries an image of that size when it starts: 16,384 tokens, as its logs print."""
 
 
 def qwen_vision(source: ModelDescription) -> list[TensorSpec]:
@@ -42,6 +46,29 @@ def qwen_vision(source: ModelDescription) -> list[TensorSpec]:
         _linear(tensors, f"{name}.linear_fc1", merged, merged, axis=0)
         _linear(tensors, f"{name}.linear_fc2", out, merged, axis=1)
     return tensors.found
+
+
+def qwen_encoder(source: ModelDescription) -> EncoderSpec:
+    config = source.fields.table("vision_config") or Fields({}, where="config.json")
+    hidden = config.integer("hidden_size", high=MAX_WIDTH, default=1152)
+    patch = config.integer("patch_size", high=1 << 12, default=16)
+    patches = max(1, LARGEST_IMAGE_PIXELS // patch**2)
+    frames, channels = (
+        config.integer("temporal_patch_size", high=64, default=2),
+        config.integer("in_channels", high=64, default=3),
+    )
+    depth = config.integer("depth", high=MAX_LAYERS, default=27)
+    stacked = config.integers("deepstack_visual_indexes", low=0, high=depth - 1, most=depth) or ()
+    return EncoderSpec(
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH, default=4304),
+        gated=False,
+        patches=patches,
+        tokens=max(1, patches // config.integer("spatial_merge_size", high=64, default=2) ** 2),
+        outputs=1 + len(stacked),
+        # Pixels in float32, as the processor gives them, and in the compute dtype.
+        kept_columns=hidden + 3 * channels * frames * patch**2,
+    )
 
 
 def _linear(tensors: TensorList, name: str, *shape: int, axis: int | None = None) -> None:

@@ -269,26 +269,19 @@ def _not_counted(fit: Plan) -> Iterator[Said]:
         yield f"not counted: {', '.join(fit.question.model.spec.not_counted)}", None
 
 
-QWEN_TOWER = "vision.patch_embed.proj"
-"""A tensor of the vision towers of Qwen3-VL and its successors."""
-TRIED_IMAGE = (
-    "; vLLM tries one image when it starts, whether any come or not (logs of such models: 16,384 tokens; 2.6 GiB with"
-    " Qwen3-VL-30B)"
-)
-
-
 def _inputs_not_counted(fit: Plan) -> Iterator[Said]:
     """Of which it is not known how large they are."""
+    if fit.question.settings.text_only:
+        return
     spec = fit.question.model.spec
     towers = " ".join(spec.not_counted)
     seen = any(tensor.part == "vision" for tensor in spec.tensors) or "vision tower" in towers
     inputs = [*(["images"] if seen and spec.encoder is None else []), *(["sound"] if "audio tower" in towers else [])]
-    tried = any(tensor.name == QWEN_TOWER for tensor in spec.tensors)
     if inputs:
         yield (
             f"for {' and '.join(inputs)} at most the weights of their encoders are counted: the config does not"
             " say how large inputs may be, so encoder activations, and what engines reserve for them, are not"
-            f" counted{TRIED_IMAGE if tried else ''}",
+            " counted",
             'for text only, vLLM tries fewer with --limit-mm-per-prompt \'{"image": 0, "video": 0}\'; for other'
             " inputs leave 1 to 5 GB free: --gpu-memory-utilization",
         )

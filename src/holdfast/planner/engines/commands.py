@@ -37,7 +37,7 @@ from holdfast.planner.engines.vllm_command import USUAL_BLOCK_TOKENS, vllm_comma
 from holdfast.planner.fit.search import DEFAULT_UTILIZATION, Plan
 from holdfast.planner.fit.search import fit as fit_again
 from holdfast.planner.inputs.question import PlannedModel
-from holdfast.planner.models.model_sources import holdfast_source, llama_source, near_gguf, torch_source
+from holdfast.planner.models.model_sources import ModelSource, holdfast_source, llama_source, near_gguf, torch_source
 from holdfast.planner.models.quantize import as_plain, quantized_as
 from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import format_bytes
@@ -206,6 +206,10 @@ def sglang_fraction(fit: Plan) -> float:
 # llama.cpp
 
 
+_LLAMA_DRAFT = {"-m": "-md", "-hf": "-hfd"}
+"""Of a draft model in place of the model. Of a repository it takes no file's name, but its quantization."""
+
+
 def _llama_command(planned: Plan, sequences: int) -> Command:
     on_gpu = planned.question.machine.kind == "gpu"
     source = llama_source(planned.question.model, planned.weights_dtype)
@@ -227,12 +231,16 @@ def _llama_command(planned: Plan, sequences: int) -> Command:
         "flash_attn": "on" if kv_type == "q8_0" else None,
         "split_mode": "layer" if split else None,
     }
+    draft = planned.question.model.draft
+    drafted = ModelSource(name="", flags={}) if draft is None else llama_source(draft, planned.weights_dtype)
+    settings |= {_LLAMA_DRAFT[flag]: value for flag, value in drafted.flags.items() if flag in _LLAMA_DRAFT}
+    notes += drafted.notes
     if split:
         notes.append("it splits whole layers over the GPUs instead of each layer")
     if slots > 1:
         notes.append(f"-c is shared by all slots: {each:,} tokens each")
     text = line("llama.cpp", source.name, settings)
-    return Command(engine="llama.cpp", text=text, available=source.ready, notes=tuple(notes))
+    return Command(engine="llama.cpp", text=text, available=source.ready and drafted.ready, notes=tuple(notes))
 
 
 def _as_llama_takes_it(planned: Plan) -> Plan:

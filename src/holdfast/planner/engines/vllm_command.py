@@ -52,6 +52,8 @@ from holdfast.planner.sizing.terms import adapters_bytes, gpu_terms
 from holdfast.units import GIB, format_bytes
 
 USUAL_BLOCK_TOKENS = 16
+NO_IMAGES = '{"image": 0, "video": 0}'
+"""For --limit-mm-per-prompt: vLLM then tries none when it starts. Of releases that have --language-model-only too."""
 MARLIN_CAPABILITY = (8, 0)
 
 
@@ -201,10 +203,15 @@ def _others(found: Plan, source: ModelSource, vllm: Vllm) -> dict[str, object]:
         "enable_expert_parallel": True if asked.expert_parallel else None,
         **_stretching(found, vllm),
         "speculative_config": _speculation(found),
+        "limit_mm_per_prompt": NO_IMAGES if asked.text_only and _sees(found) else None,
         "enable_lora": True if asked.max_loras else None,
         "max_loras": asked.max_loras or None,
         "max_lora_rank": (lora_rank(asked.max_lora_rank, vllm) or asked.max_lora_rank) if asked.max_loras else None,
     }
+
+
+def _sees(found: Plan) -> bool:
+    return any(tensor.part == "vision" for tensor in found.question.model.spec.tensors)
 
 
 def _speculation(found: Plan) -> str | None:

@@ -129,6 +129,7 @@ def _share(
         )
         return tuple(found), cost, ()
     whose = counted_for(question, device, every)
+    drafting = model if model.draft is not None and stage == stages - 1 else None
     if whose == "llama.cpp":
         loras = settings.max_loras, settings.max_lora_rank
         found = byte_terms.llama_gpu_terms(
@@ -138,7 +139,7 @@ def _share(
             vendor="nvidia" if device.gpu is None else device.gpu.vendor,
             adapters=byte_terms.adapters_bytes(spec, dtype, layers, *loras, tensor_parallel),
         )
-        return tuple(found), cost, ()
+        return *_with_draft(drafting, found, cost, AS_STORED, stored_kv, tensor_parallel), ()
     if whose == "holdfast":
         held = _own_bytes(question, every) or held
         layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
@@ -179,16 +180,17 @@ def _share(
         unified=gpu is not None and gpu.unified and gpu.vendor == "nvidia",
         sorts=vllm.has("sorts-vocabulary"),
     )
-    drafts = model.draft is not None and stage == stages - 1
-    return *_with_draft(model if drafts else None, found, cost, dtype, stored_kv, tensor_parallel), ()
+    return *_with_draft(drafting, found, cost, dtype, stored_kv, tensor_parallel), ()
 
 
 def _with_draft(
     model: PlannedModel | None, terms: list[Term], cost: KVCost, dtype: str, stored_kv: str, tensor_parallel: int
 ) -> tuple[tuple[Term, ...], KVCost]:
     """`model` None: it has no draft model here."""
-    if model is None:
+    if model is None or model.draft is None:
         return tuple(terms), cost
+    if dtype == AS_STORED and model.draft.stored is None:
+        dtype = model.draft.spec.stored_dtype
     weights = draft_weights(model, dtype=dtype, tensor_parallel=tensor_parallel)
     more = draft_token_bytes(model, element_bytes=KV_ELEMENT_BYTES[stored_kv], tensor_parallel=tensor_parallel)
     return (*terms, Term("draft", weights)), replace(cost, growing_bytes=cost.growing_bytes + more)

@@ -185,7 +185,7 @@ def encoder(found: Plan) -> Iterator[Decision]:
     reason = (
         f"{images} of {spec.encoder.patches:,} patches at once, beyond the activations, and the"
         f" {spec.encoder.tokens:,} tokens of each image: as many as engines reserve for a step of {step:,} tokens;"
-        " not needed for text only"
+        " not needed for text only (--language-model-only)"
     )
     yield Decision("encoder", format_bytes(kept), reason, "model")
 

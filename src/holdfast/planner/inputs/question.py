@@ -134,6 +134,8 @@ class Settings:
     """Draft layers are among the model's."""
     speculative_config: str | None = None
     """As it was written: what it loads is with the model already."""
+    text_only: bool = False
+    """No images come: the model has no encoder that room is kept for."""
     expand_weights: str = "auto"
     """Of this engine on a CPU, as is what follows: auto, always or never."""
     attention_backend: str = "auto"

@@ -1,4 +1,5 @@
-"""A model as a server is told to use it: positions stretched by YaRN, a draft beside it, whole experts on each rank.
+"""A model as a server is told to use it: positions stretched by YaRN, no images, a draft beside it, whole experts on
+each rank.
 
 Changes shapes only; what that costs is counted elsewhere.
 """
@@ -27,6 +28,8 @@ def adjusted(model: PlannedModel, config: PlanConfig) -> tuple[PlannedModel, tup
         spec = _stretched(spec, config.rope_scaling)
         reason = f"positions stretched by YaRN; {model.spec.max_position:,} without"
         said.append(Decision("rope_scaling", f"{spec.max_position:,} tokens", reason, "set"))
+    if config.language_model_only:
+        spec = replace(spec, encoder=None)
     model, drafted = with_speculation(model if spec is model.spec else replace(model, spec=spec), config)
     if config.enable_expert_parallel:
         model = replace(model, spec=with_whole_experts(model.spec))

@@ -227,7 +227,9 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
     fixed = answer.kv_bytes_fixed_per_sequence
     each = f"KV {format_bytes(answer.kv_bytes_per_token)} per token ({found.kv_dtype})"
     if found.kv_bytes_per_token > answer.kv_bytes_per_token:
-        each += f", {format_bytes(found.kv_bytes_per_token)} with the copies on all ranks"
+        drafts = answer.question.model.draft is not None
+        more = "the draft model's" if drafts else "the copies on all ranks"
+        each += f", {format_bytes(found.kv_bytes_per_token)} with {more}"
     each += f", and {format_bytes(fixed)} per sequence" if fixed else ""
     yield from wrapped(f"{each}; the pool holds {counted(found.kv_tokens, 'token')}", width, "")
     if answer.max_model_len:

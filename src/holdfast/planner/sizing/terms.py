@@ -211,7 +211,8 @@ def encoder_bytes(spec: ModelSpec, limits: Limits, dtype: str, activations: int)
         return 0
     images, element = encoder_images(spec, limits), DTYPE_BYTES[dtype]
     live = images * spec.encoder.patches * spec.encoder.live_columns * element
-    return max(0, live - activations) + images * spec.encoder.tokens * spec.hidden_size * element
+    handed = images * spec.encoder.tokens * spec.encoder.outputs * spec.hidden_size * element
+    return max(0, live - activations) + handed
 
 
 def logits_bytes(spec: ModelSpec, limits: Limits, dtype: str, activations: int, *, sorts: bool = False) -> int:

@@ -6,13 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.server.schema.requests import Small, StreamOptions
+from holdfast.server.schema.requests import RequestId, Small, StreamOptions
 
 PASSED = frozenset(
     {
         "allowed_token_ids", "bad_words", "cache_salt", "chat_template_kwargs", "enable_thinking", "frequency_penalty",
-        "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens", "presence_penalty", "priority",
-        "repetition_penalty", "seed", "skip_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k",
+        "ignore_eos", "include_reasoning", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens",
+        "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens", "stop", "stop_token_ids",
+        "structured_outputs", "top_k",
     }
 )  # fmt: skip
 """Fields of a chat that are taken here too, with the same meaning, as in vLLM."""
@@ -56,6 +57,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
+    request_id: RequestId | None = None
+    """vLLM's; ids of responses are made here, since whoever knows one may read it."""
 
 
 class CachedDetails(msgspec.Struct, kw_only=True):

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from holdfast.errors import OverloadedError, RequestError
-from holdfast.footprint.cpu import KEPT_ENTRIES, TOLD_ENTRIES
+from holdfast.footprint.cpu import KEPT_ENTRIES, TOLD_ENTRIES, WHOLE_VOCABULARY_ENTRIES
+from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY
 
 OF_A_TOKEN = 2
 """Entries that a kept token counts for beside its log-probabilities."""
@@ -23,19 +24,32 @@ def prompt_logprob_entries(prompt_lengths: list[int], likeliest: int, copies: in
     return sum(prompt_lengths) * (likeliest + 1) * copies
 
 
-def check_told(prompt_lengths: list[int], likeliest: int, copies: int, field: str) -> int:
-    """prompt_logprob_entries, unless they are more than the plan has memory for."""
+def told_entries(max_logprobs: int) -> int:
+    """Of prompts, at a time. `max_logprobs`: of the server."""
+    return WHOLE_VOCABULARY_ENTRIES if max_logprobs == WHOLE_VOCABULARY else TOLD_ENTRIES
+
+
+def check_told(prompt_lengths: list[int], likeliest: int, copies: int, field: str, limit: int = TOLD_ENTRIES) -> int:
+    """prompt_logprob_entries, unless they are more than the plan has memory for: `limit`. Whoever asks for the whole
+    vocabulary takes all of it, so that a step has one such row."""
     entries = prompt_logprob_entries(prompt_lengths, likeliest, copies)
-    if entries <= TOLD_ENTRIES:
-        return entries
+    if likeliest > MAX_LOGPROBS and len(prompt_lengths) > 1:
+        raise RequestError(
+            f"{field} of the whole vocabulary is told of one prompt at a time; there are {len(prompt_lengths)}",
+            needed="one prompt",
+            fix="a request for each prompt",
+            field=field,
+        )
+    if entries <= limit:
+        return limit if likeliest > MAX_LOGPROBS else entries
     tokens, shapes = sum(prompt_lengths), " in two formats" if copies == 2 else ""
-    most = TOLD_ENTRIES // (tokens * copies) - 1
+    most = limit // (tokens * copies) - 1
     fewer = f"{field} of at most {most}, " if most >= 0 else ""
     raise RequestError(
         f"{field} asks for {entries} logprobs ({tokens} prompt tokens, {likeliest} + 1 for each{shapes}); "
-        f"the limit of this server is {TOLD_ENTRIES} at a time",
+        f"the limit of this server is {limit} at a time",
         needed=f"{entries} logprobs",
-        found=f"at most {TOLD_ENTRIES}",
+        found=f"at most {limit}",
         fix=f"{fewer}shorter prompts, or fewer of them in one request",
         field=field,
     )

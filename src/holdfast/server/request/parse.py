@@ -165,8 +165,8 @@ async def chat_request(
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_logprobs(logprobs, "top_logprobs", settings.max_logprobs)
     logprobs = shown_logprobs(body, logprobs, settings.max_logprobs)
+    check_prompt_logprobs(body, settings)
     params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
-    check_prompt_logprobs(body, settings.max_logprobs)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
     chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, size_bytes, workers, pool, cut)
@@ -226,7 +226,7 @@ async def completion_request(
     """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
     check_logprobs(body.logprobs, "logprobs", settings.max_logprobs)
-    check_prompt_logprobs(body, settings.max_logprobs)
+    check_prompt_logprobs(body, settings)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
         raise unsupported("echo", "echo with logprobs and n cannot be streamed; leave stream out")
     if engine.tokenizer is None:
@@ -474,7 +474,7 @@ def _ask(
         echoes=echoes,
         echoes_alone=alone,
         first_tokens=first_tokens,
-        prompt_logprob_entries=prompt_logprob_entries(body, prompts, params, echoed=first_tokens is not None),
+        prompt_logprob_entries=prompt_logprob_entries(body, prompts, params, settings, echoed=first_tokens is not None),
         params=params,
         default_max_tokens=body.max_tokens is None,
         bytes_of=bytes_of,

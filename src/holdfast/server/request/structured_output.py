@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import RequestError
-from holdfast.records.structured import KINDS, OPTIONS, StructuredOutputsParams
+from holdfast.records.structured import KINDS, OPTIONS, StructuredOutputsParams, is_backend
 from holdfast.server.schema.fields import unsupported
 from holdfast.server.schema.requests import Common
 from holdfast.units import shorten
@@ -27,7 +27,6 @@ GUIDED = {
     "json_schema": "json",
 }
 """Older names of vLLM and those of llama.cpp, and vLLM's newer ones."""
-BACKENDS = ("auto", "guidance", "llguidance")
 
 
 def form_of(body: Common, switches: Mapping[str, bool] | None = None) -> StructuredOutputsParams | None:
@@ -48,7 +47,7 @@ def _requested(body: Common) -> StructuredOutputsParams | None:
         names.remove("grammar")
     if body.response_format is not None and body.response_format.get("type") == "text":
         names.remove("response_format")
-    if body.guided_decoding_backend not in (None, *BACKENDS):
+    if body.guided_decoding_backend is not None and not is_backend(body.guided_decoding_backend):
         raise unsupported("guided_decoding_backend", "there is only one structured output backend; leave it out")
     if len(names) > 1:
         raise RequestError(

@@ -11,10 +11,11 @@ from holdfast.engine.requests.beam_search import one_token
 from holdfast.errors import RequestError
 from holdfast.records import SamplingParams
 from holdfast.records.beams import BeamSearchParams
-from holdfast.records.sampling import MAX_LOGPROBS
-from holdfast.server.request.logprob_budget import check_told
+from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY
+from holdfast.server.request.logprob_budget import check_told, told_entries
 from holdfast.server.schema.fields import unsupported
 from holdfast.server.schema.requests import Common
+from holdfast.server.settings import ServerSettings
 
 _NOT_WITH_BEAMS = (
     "stop", "stop_token_ids", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
@@ -24,6 +25,8 @@ _NOT_WITH_BEAMS = (
 
 
 def check_logprobs(count: int | None, field: str, most: int) -> None:
+    """`most`: that this server allows; -1 is of prompts."""
+    most = MAX_LOGPROBS if most == WHOLE_VOCABULARY else most
     if count == -1:
         named = "" if field == "prompt_logprobs" else ", or logprob_token_ids for the tokens that matter"
         raise RequestError(
@@ -45,25 +48,33 @@ def shown_logprobs(body: Common, asked: int | None, most: int) -> int | None:
         return asked
     if asked is None:
         raise RequestError("logprob_token_ids needs logprobs", needed="logprobs", field="logprob_token_ids")
-    most = min(most, MAX_LOGPROBS - 1)
+    most = MAX_LOGPROBS - 1 if most == WHOLE_VOCABULARY else min(most, MAX_LOGPROBS - 1)
     if len(named) > most:
         raise RequestError(f"logprob_token_ids has {len(named)} ids; at most {most}", field="logprob_token_ids")
     return len(named) + 1
 
 
-def check_prompt_logprobs(body: Common, most: int) -> None:
-    check_logprobs(body.prompt_logprobs, "prompt_logprobs", most)
+def check_prompt_logprobs(body: Common, settings: ServerSettings) -> None:
+    """-1 becomes as many as the vocabulary has, where the server allows that."""
+    most = settings.max_logprobs
+    if body.prompt_logprobs == most == WHOLE_VOCABULARY:
+        body.prompt_logprobs = settings.vocabulary
+    else:
+        check_logprobs(body.prompt_logprobs, "prompt_logprobs", most)
     if body.prompt_logprobs is not None and body.stream:
         raise unsupported("prompt_logprobs", "it cannot be streamed; leave stream out")
 
 
-def prompt_logprob_entries(body: Common, prompts: list[list[int]], params: SamplingParams, *, echoed: bool) -> int:
+def prompt_logprob_entries(
+    body: Common, prompts: list[list[int]], params: SamplingParams, settings: ServerSettings, *, echoed: bool
+) -> int:
     if params.prompt_logprobs is None:
         return 0
     # An echo shows them in OpenAI's shape; what is not a stream, in vLLM's.
     copies = int(echoed) + int(not body.stream)
     field = "logprobs" if echoed else "prompt_logprobs"
-    return check_told([len(prompt) for prompt in prompts], params.prompt_logprobs, copies, field)
+    lengths, limit = [len(prompt) for prompt in prompts], told_entries(settings.max_logprobs)
+    return check_told(lengths, params.prompt_logprobs, copies, field, limit)
 
 
 def check_bias_ids(keys: Iterable[str]) -> None:

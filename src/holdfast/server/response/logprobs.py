@@ -124,16 +124,23 @@ class PromptLogprobs:
             self.echoed.add_first(echoed_first)
 
     async def take(self, entries: Sequence[dict[int, Logprob] | None]) -> None:
-        """Piece by piece: others go on between two of them."""
+        """Piece by piece: others go on between two of them. A token that is told with its whole vocabulary is one by
+        itself, and is written in a thread."""
         start = 0
+        # What stands first may be the None of the first token; the others are as wide as the last.
+        width = len(entries[-1] or ()) if entries else 0
         while start < len(entries):
-            # What stands first may be the None of the first token; the widest place tells how many make a piece.
-            width = len(entries[min(start + 1, len(entries) - 1)] or ())
             stop = start + max(1, PIECE_ENTRIES // max(1, width))
-            self._add(entries[start:stop])
+            if width > PIECE_ENTRIES:
+                await asyncio.to_thread(self._add_between, entries, start, stop)
+            else:
+                self._add(entries[start:stop])
             start = stop
             if start < len(entries):
                 await asyncio.sleep(0)
+
+    def _add_between(self, entries: Sequence[dict[int, Logprob] | None], start: int, stop: int) -> None:
+        self._add(entries[start:stop])
 
     def _add(self, piece: Sequence[dict[int, Logprob] | None]) -> None:
         if self.listed is not None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from holdfast.server.schema.requests import PROMPT_SCHEMA, Small, Usage
+from holdfast.server.schema.requests import PROMPT_SCHEMA, RequestId, Small, Usage
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -19,6 +19,8 @@ class PoolingCommon(msgspec.Struct, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     priority: Small = 0
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    request_id: RequestId | None = None
+    """vLLM's; ids of these responses are made here. X-Request-Id is repeated, and logged."""
 
 
 class EmbeddingBody(PoolingCommon, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+RequestId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
 Small = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 """Fits the engine's integers; whether the value makes sense is SamplingParams' to say."""
 
@@ -89,7 +90,7 @@ class Common(msgspec.Struct, kw_only=True):
     priority: Small = 0
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] = ""
     add_special_tokens: bool | None = None
-    request_id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")] | None = None
+    request_id: RequestId | None = None
     """Becomes part of the answer's id; it need not be unique."""
     timings_per_token: bool | None = None
     """llama.cpp's: its `timings` in every event and in the body."""
