@@ -97,7 +97,8 @@ def _diagnosis(log: LogState) -> Diagnosis:
     figures = _new(log, "figures", findings)
     findings += figures
     died = any(run.died for run in log.final_runs) and not any(one.rule.kind == "fatal" for one in candidates)
-    unknown = _unexplained(log, missing) if not findings or advice or died else None
+    lives_on = not ready and all(one.rule.kind in ("running", "advice") for one in candidates)
+    unknown = _unexplained(log, missing) if not findings or advice or died or lives_on else None
     if unknown is not None:
         findings = [unknown, *findings]
         phase = next((run.unexplained_phase for run in log.final_runs if run.unexplained_phase), phase)
@@ -143,7 +144,8 @@ def _candidates(log: LogState) -> list[Candidate]:
             said_better = any(name in run.events for name in event.rule.yields_to)
             ended = event.trace is not None and event.trace.ended
             answered = event.rule.kind == "hint" and (ended or run.named)
-            if not run.tags.isdisjoint(event.rule.without) or _killed_after_an_error(run, event):
+            elsewhere = bool(event.rule.needs) and run.tags.isdisjoint(event.rule.needs)
+            if elsewhere or not run.tags.isdisjoint(event.rule.without) or _killed_after_an_error(run, event):
                 continue
             if said_better or answered or event.times < event.rule.least or _outlived(run, event):
                 continue

@@ -1,0 +1,123 @@
+"""Whole logs that were read wrongly: what a server survived is not told as its end, nor its end as a good one."""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.doctor import diagnose, diagnose_lines
+from holdfast.doctor.findings import Diagnosis
+
+START = (
+    "(APIServer pid=7) INFO 01-10 10:00:00 [api_server.py:1839] vLLM API server version 0.11.0\n"
+    "(APIServer pid=7) INFO 01-10 10:00:00 [utils.py:233] non-default args: {'model': 'Qwen/Qwen3-8B'}\n"
+    "(EngineCore_0 pid=9) INFO 01-10 10:00:09 [gpu_model_runner.py:1953] Starting to load model Qwen/Qwen3-8B...\n"
+)
+CORE = "(EngineCore_0 pid=9) ERROR 01-10 10:01:00 [core.py:700] "
+NO_BLOCKS = (
+    "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the"
+    " engine (this flag also controls CPU memory reservation on the CPU backend, despite its name)."
+)
+
+
+def _read(text: str) -> Diagnosis:
+    return diagnose_lines(text.splitlines(), "log")
+
+
+def test_kv_of_a_cpu_is_told_as_ram() -> None:
+    cpu = "(Worker pid=36) INFO 08-18 02:57:12 [cpu_worker.py:235] Explicitly set (0.0/11.65) GiB for KV cache on node 0.\n"
+    first = _read(START + cpu + CORE + NO_BLOCKS).findings[0]
+    assert first.cause == "no_memory_for_kv_blocks"
+    assert "RAM" in first.what and "GPU" not in first.what
+    assert first.fix is not None and first.fix.command is not None
+    assert first.fix.command.startswith("VLLM_CPU_KVCACHE_SPACE=4 vllm serve Qwen/Qwen3-8B")
+
+
+def test_newer_words_about_the_cpu_make_no_cpu_of_a_gpu() -> None:
+    first = _read(START + CORE + NO_BLOCKS).findings[0]
+    assert "of the GPU" in first.what
+
+
+def test_no_number_of_gpus_is_made_of_a_share_that_the_log_does_not_tell() -> None:
+    lines = (
+        "INFO 12-07 23:25:20 [gpu_model_runner.py:2007] Model loading took 8.4890 GiB and 54.733318 seconds\n"
+        "INFO 12-07 23:25:59 [gpu_worker.py:276] Available KV cache memory: -6.24 GiB\n"
+        "ERROR 12-07 23:25:59 [core.py:700] ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.\n"
+    )
+    unknown = _read(lines).findings[0].fix
+    assert unknown is not None and "--gpu-memory-utilization" in unknown.changes
+    told = _read(START + lines).findings[0].fix
+    assert told is not None and told.changes == {"--tensor-parallel-size": "2"}  # The card holds the weights at least.
+
+
+def test_what_runs_slower_is_not_told_before_what_it_died_of() -> None:
+    slow = "(EngineCore_0 pid=9) INFO 01-10 10:00:20 [cuda.py:270] Using Triton backend on V1 engine.\n"
+    first = _read(START + slow + CORE + "FrobnicationError: the frobs do not match").findings[0]
+    assert "FrobnicationError" in first.what
+    experts = _read(
+        START + slow.replace("cuda.py:270] Using Triton backend on V1 engine.", "mxfp4.py:164] Using Triton backend")
+    )
+    assert [one.cause for one in experts.findings] in ([], ["not_ready_yet"])
+
+
+def test_an_import_that_was_only_warned_of_is_not_the_end() -> None:
+    warned = "(EngineCore_0 pid=9) WARNING 06-11 01:28:03 [import_utils.py:408] "
+    text = (
+        f"{START}{warned}Module vllm.third_party.deep_gemm was found but failed to import\n"
+        f"{warned}ImportError: cannot import name '_C' from partially initialized module 'vllm.third_party.deep_gemm'\n"
+        f"{warned}FrobnicationError: not here\n"
+        f"{CORE}RuntimeError: Unsupported max_mma_kv: 0\n"
+    )
+    first = _read(text).findings[0]
+    assert "max_mma_kv" in first.what and first.confidence == "low"
+
+
+def test_code_of_a_traceback_is_never_quoted_as_the_error() -> None:
+    text = (
+        f"{START}{CORE}EngineCore failed to start.\n"
+        f"{CORE}    result = run_method(self.driver_worker, method)\n"
+        f"{CORE}             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^\n"
+        f"{CORE}RuntimeError: cutlass_gemm_caller, Error Internal\n"
+    )
+    assert "the first error is: RuntimeError: cutlass" in _read(text).findings[0].what
+
+
+def test_a_class_that_could_not_be_looked_into_is_no_bad_setting() -> None:
+    text = (
+        f"{START}(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "(APIServer pid=1)   Value error, Model architectures ['Gemma4ForConditionalGeneration'] failed to be inspected."
+        " Please check the logs for more details. [type=value_error]\n"
+    )
+    assert [one.cause for one in _read(text).findings] == ["arch_unsupported"]
+
+
+def test_what_sglang_makes_after_its_pool_lacks_what_the_share_left() -> None:
+    text = (
+        "[2026-06-11 05:11:58 TP1] Memory pool end. avail mem=0.49 GB\n"
+        "[2026-06-11 05:11:58 TP0] Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "/srv/sglang/python/sglang/srt/layers/attention/flashinfer_backend.py", line 202, in __init__\n'
+        "    global_workspace_buffer = torch.empty(\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 384.00 MiB. GPU 0 has a total capacity of 23.56 GiB of which 338.75 MiB is free. Including non-PyTorch memory, this process has 23.06 GiB memory in use. Of the allocated memory 22.33 GiB is allocated by PyTorch, and 210.78 MiB is reserved by PyTorch but unallocated.\n"
+    )
+    assert _read(text).findings[0].cause == "cuda_graph_capture_oom"
+
+
+def test_an_engine_that_died_before_its_last_answer_is_not_well() -> None:
+    text = (
+        "(EngineCore_DP0 pid=275) ERROR 06-25 14:34:27 [core.py:1008] RuntimeError: the model was not executed\n"
+        "(APIServer pid=41) ERROR 06-25 14:34:27 [async_llm.py:710] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.\n"
+        '(APIServer pid=41) INFO:     172.17.0.1:42160 - "POST /v1/chat/completions HTTP/1.1" 200 OK\n'
+        "(APIServer pid=41) INFO:     Shutting down\n"
+        "(APIServer pid=41) INFO:     Application shutdown complete.\n"
+    )
+    found = _read(text)
+    assert not found.healthy
+    assert "the model was not executed" in found.findings[0].what
+
+
+def test_words_of_compose_itself_are_no_failure_beside_a_server_that_serves(tmp_path: Path) -> None:
+    served = 'ollama-1  | time=2026-05-31T11:13:33.151Z level=INFO source=routes.go:1864 msg="Listening on [::]:11434 (version 0.24.0)"\n'
+    log = tmp_path / "compose.log"
+    log.write_text("[+] up 6/6\nunexpected EOF\n" + f"{served}app-1     | INFO:     Waiting\n" * 12)
+    assert not [one for one in diagnose([str(log)]).findings if one.cause == "corrupt_download"]
