@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from holdfast.doctor import diagnose, diagnose_lines
 from holdfast.doctor.findings import Diagnosis
 
@@ -29,9 +31,10 @@ def test_kv_of_a_cpu_is_told_as_ram() -> None:
     cpu = "(Worker pid=36) INFO 08-18 02:57:12 [cpu_worker.py:235] Explicitly set (0.0/11.65) GiB for KV cache on node 0.\n"
     first = _read(START + cpu + CORE + NO_BLOCKS).findings[0]
     assert first.cause == "no_memory_for_kv_blocks"
-    assert "RAM" in first.what and "GPU" not in first.what
-    assert first.fix is not None and first.fix.command is not None
-    assert first.fix.command.startswith("VLLM_CPU_KVCACHE_SPACE=4 vllm serve Qwen/Qwen3-8B")
+    assert "RAM" in first.what
+    assert "GPU" not in first.what
+    assert first.fix is not None
+    assert str(first.fix.command).startswith("VLLM_CPU_KVCACHE_SPACE=4 vllm serve Qwen/Qwen3-8B")
 
 
 def test_newer_words_about_the_cpu_make_no_cpu_of_a_gpu() -> None:
@@ -46,9 +49,11 @@ def test_no_number_of_gpus_is_made_of_a_share_that_the_log_does_not_tell() -> No
         "ERROR 12-07 23:25:59 [core.py:700] ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.\n"
     )
     unknown = _read(lines).findings[0].fix
-    assert unknown is not None and "--gpu-memory-utilization" in unknown.changes
+    assert unknown is not None
+    assert "--gpu-memory-utilization" in unknown.changes
     told = _read(START + lines).findings[0].fix
-    assert told is not None and told.changes == {"--tensor-parallel-size": "2"}  # The card holds the weights at least.
+    assert told is not None
+    assert told.changes == {"--tensor-parallel-size": "2"}  # The card holds the weights at least.
 
 
 def test_what_runs_slower_is_not_told_before_what_it_died_of() -> None:
@@ -70,7 +75,8 @@ def test_an_import_that_was_only_warned_of_is_not_the_end() -> None:
         f"{CORE}RuntimeError: Unsupported max_mma_kv: 0\n"
     )
     first = _read(text).findings[0]
-    assert "max_mma_kv" in first.what and first.confidence == "low"
+    assert "max_mma_kv" in first.what
+    assert first.confidence == "low"
 
 
 def test_code_of_a_traceback_is_never_quoted_as_the_error() -> None:
@@ -121,3 +127,39 @@ def test_words_of_compose_itself_are_no_failure_beside_a_server_that_serves(tmp_
     log = tmp_path / "compose.log"
     log.write_text("[+] up 6/6\nunexpected EOF\n" + f"{served}app-1     | INFO:     Waiting\n" * 12)
     assert not [one for one in diagnose([str(log)]).findings if one.cause == "corrupt_download"]
+
+
+def test_buffers_of_a_step_are_not_told_as_the_kv_cache() -> None:
+    text = (
+        "deep-seek-1  | llama_kv_cache_init:      CUDA1 KV buffer size =  1005.79 MiB\n"
+        "deep-seek-1  | ggml_backend_cuda_buffer_type_alloc_buffer: allocating 9866.00 MiB on device 1: cudaMalloc failed: out of memory\n"
+        "deep-seek-1  | ggml_gallocr_reserve_n: failed to allocate CUDA1 buffer of size 10345253120\n"
+        "deep-seek-1  | llama_kv_cache_update_impl: failed to allocate compute buffers\n"
+    )
+    assert [one.cause for one in _read(text).findings] == ["activation_oom_runtime"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "llama-server: /src/llama-sampler.cpp:1094: void llama_sampler_dist_apply(llama_sampler*): Assertion `found' failed.",
+        "llama_model_load: llama_model_load: unknown tensor '' in model file",
+        "ollama.service: Main process exited, code=dumped, status=11/SEGV",
+        "[2023-07-11 15:20:41,680 E 42067 42067] logging.cc:97: Unhandled exception: St13runtime_error. what(): NCCL Error 5: invalid usage",
+        'time=2024-08-26T09:53:44.346Z level=ERROR source=sched.go:451 msg="error loading llama server" error="llama runner process has terminated: signal: terminated"',
+    ],
+)
+def test_what_ended_a_program_is_never_passed_over(line: str) -> None:
+    found = _read(line)
+    assert not found.healthy
+    assert found.findings
+
+
+def test_a_model_that_ollama_does_not_know_stays_so_beside_one_that_it_loads() -> None:
+    text = (
+        'time=2026-04-27T00:25:42.261+06:00 level=INFO source=routes.go:1718 msg="Listening on 127.0.0.1:11435 (version 0.17.4)"\n'
+        "llama_model_load: error loading model: error loading model architecture: unknown model architecture: 'gemma4'\n"
+        'time=2026-04-27T00:31:20.073+06:00 level=INFO source=server.go:1376 msg="llama runner started in 3.10 seconds"\n'
+        '[GIN] 2026/04/27 - 00:31:29 | 200 |    9.1207635s |       127.0.0.1 | POST     "/api/generate"\n'
+    )
+    assert "gemma4" in _read(text).findings[0].what

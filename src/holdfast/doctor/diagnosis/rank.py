@@ -147,7 +147,7 @@ def _candidates(log: LogState) -> list[Candidate]:
             elsewhere = bool(event.rule.needs) and run.tags.isdisjoint(event.rule.needs)
             if elsewhere or not run.tags.isdisjoint(event.rule.without) or _killed_after_an_error(run, event):
                 continue
-            if said_better or answered or event.times < event.rule.least or _outlived(run, event):
+            if said_better or answered or event.times < event.rule.least or _outlived(log, run, event):
                 continue
             found.append(_candidate(log, event))
     if not found:
@@ -190,8 +190,10 @@ def _without_shadows(found: list[Candidate]) -> list[Candidate]:
     return [one for one in found if one.confidence == "high" or one.rule.kind != "fatal"]
 
 
-def _outlived(run: Run, event: Event) -> bool:
+def _outlived(log: LogState, run: Run, event: Event) -> bool:
     """Said before the server was ready, and it became ready: it did not matter."""
+    if event.rule.lasting and log.engine == "ollama":
+        return False
     return event.rule.kind in ("fatal", "hint") and run.ready and not event.ready
 
 

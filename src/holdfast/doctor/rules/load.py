@@ -111,6 +111,8 @@ class Rule(Entry, frozen=True, kw_only=True):
     """Tags of the run without one of which these words mean something else."""
     severe: bool = False
     """Means nothing in a line that is logged as a warning or less: the program went on without it."""
+    lasting: bool = False
+    """Of a model for good: that Ollama loaded another one later does not undo it."""
     effect: bool = False
     """Most often follows from something else: named after it."""
     least: int = 1
