@@ -163,3 +163,40 @@ def test_a_model_that_ollama_does_not_know_stays_so_beside_one_that_it_loads() -
         '[GIN] 2026/04/27 - 00:31:29 | 200 |    9.1207635s |       127.0.0.1 | POST     "/api/generate"\n'
     )
     assert "gemma4" in _read(text).findings[0].what
+
+
+def test_an_argument_that_is_missing_is_not_told_as_one_too_many() -> None:
+    [finding] = _read(
+        "usage: vllm serve <model_tag> [options]\nvllm serve: error: the following arguments are required: model_tag"
+    ).findings
+    assert "lacks what this version requires: model_tag" in finding.what
+    assert finding.fix is not None
+    assert finding.fix.changes == {}
+
+
+def test_a_gpu_that_is_too_old_is_not_sent_to_another_type() -> None:
+    text = (
+        f"{START}Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your Tesla P100-PCIE-16GB GPU has compute capability 6.0.\n"
+        "RuntimeError: GPUs with compute capability below 7.0 are not supported.\n"
+    )
+    assert [one.cause for one in _read(text).findings] == ["kernel_image_missing"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        " actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons at node (ID: abd4",
+        "CRITICAL 02-25 11:11:34 launcher.py:101] MQLLMEngine is already dead, terminating server process",
+        "Worker VllmWorkerProcess pid 4711 died, exit code: -15",
+    ],
+)
+def test_words_of_a_death_are_never_passed_over(line: str) -> None:
+    served = 'INFO:     172.27.0.4:60994 - "POST /v1/chat/completions HTTP/1.0" 200 OK\n'
+    found = _read(START + served + line)
+    assert not found.healthy
+    assert found.findings
+
+
+def test_a_slower_all_reduce_is_only_a_warning() -> None:
+    warned = "[2025-11-01 16:50:36 TP1] Setup Custom allreduce failed with CUDART error: peer access is not supported between these two devices. To silence this warning, specify --disable-custom-all-reduce explicitly.\n"
+    assert not [one for one in _read(warned).findings if one.cause == "gpu_topology"]
