@@ -200,3 +200,28 @@ def test_words_of_a_death_are_never_passed_over(line: str) -> None:
 def test_a_slower_all_reduce_is_only_a_warning() -> None:
     warned = "[2025-11-01 16:50:36 TP1] Setup Custom allreduce failed with CUDART error: peer access is not supported between these two devices. To silence this warning, specify --disable-custom-all-reduce explicitly.\n"
     assert not [one for one in _read(warned).findings if one.cause == "gpu_topology"]
+
+
+def test_a_class_that_vllm_has_is_not_told_as_unknown() -> None:
+    known = "ValueError: Model architectures ['LlamaForCausalLM'] are not supported for now."
+    found = _read(
+        START
+        + "ERROR 10-26 11:35:32 registry.py:267] Error in inspecting model architecture 'LlamaForCausalLM'\n"
+        + known
+    )
+    assert "install is broken" in found.findings[0].what
+    assert found.findings[0].confidence != "high"
+    new = _read(START + known.replace("Llama", "Newest")).findings[0]
+    assert (new.cause, new.confidence) == ("arch_unsupported", "high")
+
+
+def test_small_weights_are_not_said_to_fill_a_gpu() -> None:
+    text = (
+        "INFO 03-10 08:07:20 [gpu_model_runner.py:1067] Model loading took 0.2389 GB and 0.977005 seconds\n"
+        "ERROR 03-10 08:07:20 [core.py:302] ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine.\n"
+    )
+    first = _read(text).findings[0]
+    assert "other processes" in first.what
+    assert "0.90" not in first.what
+    assert first.fix is not None
+    assert str(first.fix.command).startswith("nvidia-smi")

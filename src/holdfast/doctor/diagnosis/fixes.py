@@ -66,7 +66,7 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     numbers["offload_asked"] = offloaded or 0.0
     told = {**numbers, **log.numbers, **event.numbers}
     if log.settings.whole or "utilization_set" in numbers or "utilization" in log.numbers:
-        told["share_told"] = 1.0
+        told["share_told"] = told.get("utilization", 0.0)
     if log.engine == "llama.cpp":
         told |= layers_that_fit(told)
     if log.engine == "tgi":
