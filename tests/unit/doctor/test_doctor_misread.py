@@ -225,3 +225,29 @@ def test_small_weights_are_not_said_to_fill_a_gpu() -> None:
     assert "0.90" not in first.what
     assert first.fix is not None
     assert str(first.fix.command).startswith("nvidia-smi")
+
+
+def test_no_type_is_offered_that_the_message_rules_out() -> None:
+    served = "vllm serve gaunernst/gemma-3-27b-it-int4-awq --dtype bfloat16\n"
+    line = "Value error, torch.bfloat16 is not supported for quantization method awq. Supported dtypes: [torch.float16] [type=value_error]"
+    gemma = _read(served + line).findings[0].fix
+    assert gemma is not None
+    assert gemma.changes == {}
+    qwen = _read(served.replace("gaunernst/gemma-3-27b-it-int4-awq", "Qwen/Qwen3-8B-AWQ") + line).findings[0].fix
+    assert qwen is not None
+    assert qwen.changes == {"--dtype": "float16"}
+
+
+@pytest.mark.parametrize(("needed", "has", "said"), [(80, 75, "pip install --upgrade vllm"), (75, 70, "GPTQ")])
+def test_awq_is_not_offered_to_a_gpu_that_cannot_run_it(needed: int, has: int, said: str) -> None:
+    fix = (
+        _read(
+            START
+            + f"ValueError: The quantization method awq is not supported for the current GPU. Minimum capability: {needed}. Current capability: {has}."
+        )
+        .findings[0]
+        .fix
+    )
+    assert fix is not None
+    assert said in f"{fix.why} {fix.command}"
+    assert has == 75 or "AWQ" not in fix.why
