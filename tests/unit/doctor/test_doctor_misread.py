@@ -251,3 +251,59 @@ def test_awq_is_not_offered_to_a_gpu_that_cannot_run_it(needed: int, has: int, s
     assert fix is not None
     assert said in f"{fix.why} {fix.command}"
     assert has == 75 or "AWQ" not in fix.why
+
+
+def test_ranks_of_several_nodes_are_not_cut_to_one() -> None:
+    line = "AssertionError: local_world_size (16) must be less than or equal to the number of visible devices (8)."
+    served = "vllm serve a/b --tensor-parallel-size 16"
+    ray = _read(f"{served} --distributed-executor-backend ray\n{line}").findings[0]
+    assert ray.confidence == "medium"
+    assert ray.fix is not None
+    assert ray.fix.changes == {}
+    one = _read(f"{served}\n{line}").findings[0].fix
+    assert one is not None
+    assert one.changes == {"--tensor-parallel-size": "8"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ValueError: Tensor parallel size (2) exceeds available GPUs (1)",
+        "AssertionError: please ensure that world_size (2) is less than than max local gpu count (1)",
+    ],
+)
+def test_more_ranks_than_gpus_is_known_in_every_wording(line: str) -> None:
+    assert _read(START + line).findings[0].what == "2 GPUs were requested, and 1 are there."
+
+
+def test_a_hub_that_cannot_be_reached_is_not_told_as_a_model_that_is_not_there() -> None:
+    text = (
+        "huggingface_hub.utils._errors.LocalEntryNotFoundError: An error happened while trying to locate the file on the Hub\n"
+        "OSError: We couldn't connect to 'https://huggingface.co' to load this file, couldn't find it in the cached files and it looks like a/b is not the path to a directory containing a file named config.json.\n"
+    )
+    assert "cannot be reached" in _read(START + text).findings[0].what
+
+
+def test_kv_in_ram_that_is_refused_is_told_as_kv() -> None:
+    text = (
+        "ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 137438953504\n"
+        "llama_kv_cache_init: failed to allocate buffer for kv cache\n"
+    )
+    assert _read(text).findings[0].cause == "kv_cache_too_small_for_max_len"
+    assert _read(text.splitlines()[0]).findings[0].cause == "host_ram_oom"
+
+
+@pytest.mark.parametrize(
+    ("model", "width", "said"),
+    [
+        ("/models/DeepSeek-R1-BF16", 576, "quantization_config"),
+        ("/models/DeepSeek-R1", 576, "--tp 16"),
+        ("/models/Qwen3.5-FP8", 8, "newer release"),
+    ],
+)
+def test_a_smaller_split_is_offered_only_where_it_helps(model: str, width: int, said: str) -> None:
+    served = f"python3 -m sglang.launch_server --model-path {model} --tp 32 --trust-remote-code\n"
+    line = f"ValueError: Weight output_partition_size = {width} is not divisible by weight quantization block_n = 128."
+    fix = _read(served + line).findings[0].fix
+    assert fix is not None
+    assert said in f"{fix.why} {fix.command}"

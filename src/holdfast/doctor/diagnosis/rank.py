@@ -141,11 +141,11 @@ def _candidates(log: LogState) -> list[Candidate]:
     found: list[Candidate] = []
     for run in log.judged_runs():
         for event in run.events.values():
-            said_better = any(name in run.events for name in event.rule.yields_to)
+            better = [run.events[name] for name in event.rule.yields_to if name in run.events]
+            said_better = any(_applies(run, one.rule) for one in better)
             ended = event.trace is not None and event.trace.ended
             answered = event.rule.kind == "hint" and (ended or run.named)
-            elsewhere = bool(event.rule.needs) and run.tags.isdisjoint(event.rule.needs)
-            if elsewhere or not run.tags.isdisjoint(event.rule.without) or _killed_after_an_error(run, event):
+            if not _applies(run, event.rule) or _killed_after_an_error(run, event):
                 continue
             if said_better or answered or event.times < event.rule.least or _outlived(log, run, event):
                 continue
@@ -165,6 +165,12 @@ def _candidates(log: LogState) -> list[Candidate]:
     known = [one for one in kept if one.rule.kind != "hint"]
     serious = any(one.rule.kind != "advice" for one in known)
     return _without_shadows(known if serious else kept)
+
+
+def _applies(run: Run, rule: Rule) -> bool:
+    """Whether the message means this in such a run: one on a CPU, one over several nodes."""
+    needed = not rule.needs or not run.tags.isdisjoint(rule.needs)
+    return needed and run.tags.isdisjoint(rule.without)
 
 
 def _passed_over(log: LogState) -> list[Candidate]:
