@@ -307,3 +307,34 @@ def test_a_smaller_split_is_offered_only_where_it_helps(model: str, width: int, 
     fix = _read(served + line).findings[0].fix
     assert fix is not None
     assert said in f"{fix.why} {fix.command}"
+
+
+def test_a_flag_that_is_set_is_not_offered_again() -> None:
+    line = "ValueError: The repository for a/b contains custom code which must be executed to correctly load the model. You can avoid this prompt in future by passing the argument `trust_remote_code=True`.\n"
+    told = "engine.py :43 vLLM config: {'model': 'a/b', 'trust_remote_code': True, 'max_model_len': 32000}\n"
+    assert _read(told + line).findings[0].confidence == "medium"
+    plain = _read(START + line).findings[0]
+    assert plain.fix is not None
+    assert "--trust-remote-code" in plain.fix.changes
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("ValueError: At most 1 image(s) may be provided in one request.", "bad_flag"),
+        (
+            "ValueError: 'max_tokens' or 'max_completion_tokens' is too large: 32000",
+            "context_length_exceeded_request",
+        ),
+        ("ray.exceptions: Task was killed due to the node running low on memory.", "host_ram_oom"),
+    ],
+)
+def test_a_known_message_does_not_end_as_not_known(line: str, cause: str) -> None:
+    assert _read(START + f"ERROR 10-27 09:04:47 serving_chat.py:156] {line}\n").findings[0].cause == cause
+
+
+def test_a_config_of_another_copy_is_not_told_as_a_flag() -> None:
+    line = "ValueError: Quantization method specified in the model config (fp8) does not match the quantization method specified in the `quantization` argument (gguf)."
+    found = _read(START + line).findings[0]
+    assert "config.json" in found.what
+    assert found.confidence == "medium"
