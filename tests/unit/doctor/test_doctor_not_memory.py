@@ -55,7 +55,7 @@ def test_a_driver_that_does_not_start_is_told_by_its_number(line: str, cause: st
          "vllm serve Qwen/Qwen3-8B --kv-cache-dtype fp8"),
         ("ValueError: FP8 block quantization is not supported with group size 64", "", "other", None),
         ("ValueError: The quantization method fp8 is not supported for the current GPU. Minimum capability: 80. Current capability: 75.",
-         "", "dtype_unsupported_gpu", None),
+         "", "dtype_unsupported_gpu", "pip install --upgrade vllm"),
         ("ValueError: The quantization method gptq_marlin is not supported for the current GPU. Minimum capability: 80. Current capability: 75.",
          ", 'quantization': 'gptq_marlin'", "dtype_unsupported_gpu", "vllm serve Qwen/Qwen3-8B --quantization gptq --dtype half"),
     ],

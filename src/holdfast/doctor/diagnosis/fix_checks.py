@@ -97,6 +97,8 @@ def _spelled(facts: Facts, changes: Changes, say: Say) -> Changes | None:
 def _number_type(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     overflows = any(name in (facts.model or "").lower() for name in _NOT_IN_HALF)
     if changes.get("--dtype") in ("half", "float16") and overflows:
+        if "awq" in (facts.model or "").lower():
+            return None  # Its kernels compute in float16 alone.
         changes["--dtype"] = "float32"
         say("float16 overflows with this model, so the engine refuses it: float32 runs on this GPU")
     return changes

@@ -43,6 +43,7 @@ _SPELLED_TOO = {"tensor-parallel-size": ("tp",), "max-input-tokens": ("max-input
 _OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
 """Without one of these nothing can be reckoned of KV, and no model need be looked up."""
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
+_SIXTEEN_BIT = re.compile(r"(?i)(?<![a-z0-9])(?:bf16|fp16|bfloat16|float16)(?![a-z0-9])")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)")
 FLAGS_NAMED = 16
 """Of a message that names flags, so many are put right: a line may be anything."""
@@ -62,9 +63,12 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     if _GGUF_FOLDER.search(log.settings.model or ""):
         numbers["gguf_folder"] = 1
     numbers["hub_name"] = float(_HUB_NAME.fullmatch(log.settings.model or "MODEL/NAME") is not None)
+    numbers["sixteen_bit"] = float(_SIXTEEN_BIT.search(log.settings.model or "") is not None)
     offloaded = log.settings.number("cpu-offload-gb")
     numbers["offload_asked"] = offloaded or 0.0
     told = {**numbers, **log.numbers, **event.numbers}
+    if log.settings.whole or "utilization_set" in numbers or "utilization" in log.numbers:
+        told["share_told"] = told.get("utilization", 0.0)
     if log.engine == "llama.cpp":
         told |= layers_that_fit(told)
     if log.engine == "tgi":

@@ -4,7 +4,8 @@ weights.
     vllm     share x GPU memory - weights - steps = KV    a shortage is a negative KV size in the log
     sglang   share x free at start = weights and KV       the log has free memory before and after the weights
 
-Where the log does not have the GPU's size, it is at least what the budget held. Arithmetic; knows no flag.
+Where the log does not have the GPU's size, it is at least what the budget held, and the weights, which were loaded; if
+it does not have the share either, nothing is reckoned. Arithmetic; knows no flag.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def _vllm(numbers: Mapping[str, float], one: float) -> tuple[float, float] | Non
     card = numbers.get("total_gib")
     if share is None or share <= 0:
         return None
-    if card is None and short is not None and weights is not None:
-        card = (weights - short) / share
+    if card is None and short is not None and weights is not None and "share_told" in numbers:
+        card = max((weights - short) / share, weights)
     if card is None or card <= 0:
         return None
     if short is not None:

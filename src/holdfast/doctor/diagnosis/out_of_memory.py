@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.doctor.evidence.log_state import SECOND, Event, LogState
+from holdfast.doctor.evidence.log_state import DIED_SERVING, SECOND, Event, LogState
 
 _PROCESS = re.compile(r"Process (\d+) has ([\d.]+) ([KMG]i?B) memory in use")
 _OURS = re.compile(r"this process has ([\d.]+) ([KMG]i?B) memory in use")
 _GIB = {"K": 2**-20, "M": 2**-10, "G": 1.0}
-DIED_SERVING = "died_serving"
-"""The tag of a run whose last words only a server that had begun to serve says."""
 _CAPTURE = "Capture cuda graph failed"
 _TGI_WARMUP = re.compile(r"\bwarmup\{|\bWarmup\(|Unable to warmup model|Method Warmup\b")
 """TGI's words around an error of its warm-up, whatever the log had told of its phase."""
@@ -98,6 +96,8 @@ def judge(event: Event, log: LogState) -> OomVerdict:
         phase, confidence = "serve", "medium"
     if phase is None and log.run.phase == "load" and not log.run.ready:
         phase, confidence = "load", "medium"  # The bar of the shards comes late, from another stream.
+    if log.engine == "sglang" and phase in ("profile", None) and not event.ready and "after_pool_gib" in log.numbers:
+        phase, confidence = "capture", "medium"  # The KV pool stands: what is made after it lacks what the share left.
     whole = "total_gib" in event.numbers and not event.numbers.keys().isdisjoint(("reserved_gib", "reserved_all_gib"))
     torn, placed = (False, False) if event.trace is None else (event.trace.torn, event.trace.phase is not None)
     several = not placed and len(log.engines.keys() - {"llama.cpp"}) > 1

@@ -97,7 +97,8 @@ def _diagnosis(log: LogState) -> Diagnosis:
     figures = _new(log, "figures", findings)
     findings += figures
     died = any(run.died for run in log.final_runs) and not any(one.rule.kind == "fatal" for one in candidates)
-    unknown = _unexplained(log, missing) if not findings or advice or died else None
+    lives_on = not ready and all(one.rule.kind in ("running", "advice") for one in candidates)
+    unknown = _unexplained(log, missing) if not findings or advice or died or lives_on else None
     if unknown is not None:
         findings = [unknown, *findings]
         phase = next((run.unexplained_phase for run in log.final_runs if run.unexplained_phase), phase)
@@ -140,12 +141,13 @@ def _candidates(log: LogState) -> list[Candidate]:
     found: list[Candidate] = []
     for run in log.judged_runs():
         for event in run.events.values():
-            said_better = any(name in run.events for name in event.rule.yields_to)
+            better = [run.events[name] for name in event.rule.yields_to if name in run.events]
+            said_better = any(_applies(run, one.rule) for one in better)
             ended = event.trace is not None and event.trace.ended
             answered = event.rule.kind == "hint" and (ended or run.named)
-            if not run.tags.isdisjoint(event.rule.without) or _killed_after_an_error(run, event):
+            if not _applies(run, event.rule) or _killed_after_an_error(run, event):
                 continue
-            if said_better or answered or event.times < event.rule.least or _outlived(run, event):
+            if said_better or answered or event.times < event.rule.least or _outlived(log, run, event):
                 continue
             found.append(_candidate(log, event))
     if not found:
@@ -163,6 +165,12 @@ def _candidates(log: LogState) -> list[Candidate]:
     known = [one for one in kept if one.rule.kind != "hint"]
     serious = any(one.rule.kind != "advice" for one in known)
     return _without_shadows(known if serious else kept)
+
+
+def _applies(run: Run, rule: Rule) -> bool:
+    """Whether the message means this in such a run: one on a CPU, one over several nodes."""
+    needed = not rule.needs or not run.tags.isdisjoint(rule.needs)
+    return needed and run.tags.isdisjoint(rule.without)
 
 
 def _passed_over(log: LogState) -> list[Candidate]:
@@ -188,8 +196,10 @@ def _without_shadows(found: list[Candidate]) -> list[Candidate]:
     return [one for one in found if one.confidence == "high" or one.rule.kind != "fatal"]
 
 
-def _outlived(run: Run, event: Event) -> bool:
+def _outlived(log: LogState, run: Run, event: Event) -> bool:
     """Said before the server was ready, and it became ready: it did not matter."""
+    if event.rule.lasting and log.engine == "ollama":
+        return False
     return event.rule.kind in ("fatal", "hint") and run.ready and not event.ready
 
 

@@ -59,7 +59,9 @@ class Services:
             return next(iter(every.values()))
         failed = {name: one for name, one in known.items() if not one.healthy and one.findings}
         # A program that is no inference server and complains is no answer, where a server has one.
-        serving = {name: one for name, one in failed.items() if one.engine is not None} or failed
+        serving = {name: one for name, one in failed.items() if one.engine is not None}
+        if not serving and not any(one.engine is not None for one in known.values()):
+            serving = failed
         ordered = sorted(
             serving, key=lambda name: (not _named(serving[name]), _SURE[serving[name].findings[0].confidence])
         )

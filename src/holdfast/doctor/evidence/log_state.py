@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast.doctor.evidence.error_lines import DIED, ERROR, FRAME, HEADER, MARKERS, MILD, OF_REQUEST, is_drawn
 from holdfast.doctor.evidence.holdfast_errors import BELOW_LINES, RULE, below, own_rule
 from holdfast.doctor.evidence.server_args import ServerArgs
 from holdfast.doctor.evidence.throughput_lines import Statistics
@@ -20,23 +21,6 @@ from holdfast.doctor.logs.line import Line
 from holdfast.doctor.rules.formulas import holds
 from holdfast.doctor.rules.load import Mark, Rule, captured, rulebook
 
-_FRAME = re.compile(r'^(?:.{0,120}?\|)?\s*(?:File "|File /|File <|-+> \d|\(?[\w/.-]+\.py:\d+\)?,? in\b)')
-_HEADER = "Traceback (most recent call last)"
-_ERROR = re.compile(
-    r"^(?:[\w.]+\.)?(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit)|Exception|AssertionError|StopIteration)(?::|$)"
-    r"|^(?:[a-z_]\w*\.)+(?:exc|exceptions|errors?)\.[A-Z]\w*(?::|$)"
-    r"|(?:Segmentation fault|core dumped|Aborted|Bus error|SIGSEGV|SIGABRT|panicked at|terminate called)"
-    r"|\b(?:ROCm|HIP|CUDA) error\b|HSA_STATUS_ERROR|error loading model: \S"
-)
-_DIED = re.compile(
-    r"Segmentation fault|core dumped|Aborted|SIGSEGV|SIGABRT|terminate called|\b(?:CUDA|HIP|ROCm) error\b"
-)
-_OF_REQUEST = re.compile(
-    r"HTTPException|CancelledError|ClientDisconnect|ValidationError|ExceptionGroup|Disconnect|Timeout"
-)
-"""Errors of one request or of its client: the server goes on."""
-_MARKERS = re.compile(r"^\s*[\^~]+\s*$")
-_CHAINED = re.compile(r"(?:The above exception was the direct cause|During handling of the above exception)")
 FRAMES_HELD = 200
 EVENTS_HELD = 200
 EVIDENCE_HELD = 4
@@ -54,6 +38,8 @@ SECOND = "second"
 """The tag of an engine in a process that had one before."""
 RECOVERED = "engine_recovered"
 """The rule that says of a failure that the server recovered from it."""
+DIED_SERVING = "died_serving"
+"""The tag of a run whose last words only a server that had begun to serve says."""
 STOPPED = "stopped"
 """The tag of a server that was told to end: what it says from then on is no failure."""
 
@@ -230,11 +216,11 @@ class LogState:
             self.engines[line.style] += line.style == OWN or line.style not in self.engines
         if any(pattern.search(line.text) for pattern in self._page.quoted):
             return False
-        if _HEADER in line.text:
+        if HEADER in line.text:
             self._trace(line, fresh=True)
             self._rules(line)
             return True
-        if _FRAME.match(line.text):
+        if FRAME.match(line.text):
             self._frame(line)
             return True
         if not self._page.tells and not self.settings.listing:
@@ -281,9 +267,9 @@ class LogState:
     def _is_code(self, line: Line) -> bool:
         """Of a traceback, printed line by line with a level before each."""
         trace = self._near(line)
-        if trace is None or trace.ended or _ERROR.match(line.text):
+        if trace is None or trace.ended or ERROR.match(line.text):
             return False
-        code = trace.code_next or line.text.startswith("    ") or _MARKERS.match(line.text) is not None
+        code = trace.code_next or line.text.startswith("    ") or MARKERS.match(line.text) is not None
         trace.code_next = False
         return code
 
@@ -360,7 +346,13 @@ class LogState:
         event.evidence = [*event.evidence[: EVIDENCE_HELD - 1], self._evidence(line)]
 
     def _came_up(self) -> None:
-        """What went wrong before did not matter."""
+        """What went wrong before did not matter; but a server that died serving, and answers what it had begun, was up
+        before the log begins."""
+        if DIED_SERVING in self.run.tags:
+            self.run.ready = True
+            for event in self.run.events.values():
+                event.ready = True
+            return
         self.run.ready, self.run.named, self.run.unexplained_phase = True, False, None
         self.run.first_named = None
         for seen in (self.run.unexplained, self.run.near, self.run.wrappers, self.run.traces):
@@ -377,6 +369,8 @@ class LogState:
         for rule in self._page.rules:
             foreign = rule.engines and engine is not None and engine not in rule.engines and self.engines[engine] > 1
             foreign = foreign and rule.id != RULE  # Its code leaves no doubt.
+            if rule.severe and line.level in MILD:
+                continue
             found = rule.match(line.text)
             if found is not None and (foreign or self._past(rule)):
                 self._pass_over(rule, line, found)
@@ -473,17 +467,19 @@ class LogState:
             if trace is not None:
                 trace.ended = True
             return True
-        severe = bool(text) and line.level in ("ERROR", "CRITICAL", "FATAL") and not _CHAINED.search(text)
-        error = _ERROR.search(text)
+        severe = line.level in ("ERROR", "CRITICAL", "FATAL") and not is_drawn(line.text)
+        error = ERROR.search(text)
+        if error is not None and error["name"] and line.level in MILD:
+            return False
         if severe or error is not None:
             named = error is not None
             self.run.named = self.run.named or named
             if trace is not None and named:
                 trace.ended = True
-            ended = trace is not None or severe or _DIED.search(text) is not None
-            if error is not None and ended and self.run.ready and not _OF_REQUEST.search(error[0]):
+            ended = trace is not None or severe or DIED.search(text) is not None
+            if error is not None and ended and self.run.ready and not OF_REQUEST.search(error[0]):
                 self.run.last_words = self.run.last_words or evidence
-            self.run.died = self.run.died or _DIED.search(text) is not None
+            self.run.died = self.run.died or DIED.search(text) is not None
             if named and self.run.first_named is None:
                 self.run.first_named = line.number
             if not self.run.unexplained:

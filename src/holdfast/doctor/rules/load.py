@@ -107,6 +107,12 @@ class Rule(Entry, frozen=True, kw_only=True):
     """Rules that say of the same failure what it was for."""
     without: tuple[str, ...] = ()
     """Tags of the run with which these words mean nothing."""
+    needs: tuple[str, ...] = ()
+    """Tags of the run without one of which these words mean something else."""
+    severe: bool = False
+    """Means nothing in a line that is logged as a warning or less: the program went on without it."""
+    lasting: bool = False
+    """Of a model for good: that Ollama loaded another one later does not undo it."""
     effect: bool = False
     """Most often follows from something else: named after it."""
     least: int = 1
