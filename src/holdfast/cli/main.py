@@ -33,6 +33,7 @@ COMMANDS = {
     "rm": "remove a downloaded model",
     "models": "list the models that are built in, cached and known",
     "plan": "show what fits before anything is loaded",
+    "bench": "put a server under load, and say whether it passes",
     "rescue": "run a server; if it fails, fix its command and restart it",
     "doctor": "explain why a server failed, and how to fix it",
     "explain": "explain an error code",
@@ -42,7 +43,7 @@ STORED = ("list", "models", "pull", "rm", "show")
 """Commands of the models on this machine, in a folder of their own."""
 NEAR = 0.6
 """How alike two flags are when one may be meant for the other."""
-JSON = ("plan", "models", "list", "show", "ps", "explain", "doctor")
+JSON = ("plan", "models", "list", "show", "ps", "explain", "doctor", "bench")
 """Commands with --json."""
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
 _JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")
@@ -113,8 +114,12 @@ def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Names
     """The module of a command, and its words as it wants them; raises for one that is not understood."""
     folder = "commands.stored" if given[0] in STORED else "commands"
     module = importlib.import_module(f"holdfast.cli.{folder}.{given[0].replace('-', '_')}")
+    program, words = f"holdfast {given[0]}", list(given[1:])
+    if hasattr(module, "chosen"):  # A command of several, each with words of its own.
+        other, words = module.chosen(words)
+        module, program = (module, program) if other is None else (other, f"{program} {given[1]}")
     parser = _Parser(
-        prog=f"holdfast {given[0]}",
+        prog=program,
         usage=getattr(module, "USAGE", None),
         description=module.HELP,
         epilog=module.EXAMPLES,
@@ -124,7 +129,7 @@ def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Names
     module.add_arguments(parser)
     # Words of a prompt may stand behind flags.
     parse = parser.parse_known_intermixed_args if given[0] == "run" else parser.parse_known_args
-    parsed, unknown = parse(spelled(joined(given[1:])))
+    parsed, unknown = parse(spelled(joined(words)))
     if unknown:
         known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
         near = _meant(unknown, parser)
