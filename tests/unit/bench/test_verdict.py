@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from made_up_answers import GAP_S, TTFT_S, answer
 
 from holdfast.bench.client.answers import TimedAnswer
 from holdfast.bench.client.worker import ClientReport
@@ -20,24 +21,6 @@ from holdfast.errors import ConfigurationError
 from holdfast.hardware import nvidia
 from holdfast.hardware.nvidia import GpuProcess, NvidiaGpu, NvidiaMachine
 from holdfast.units import GIB, MIB
-
-TOKENS, GAP_S, TTFT_S = 10, 0.02, 0.1
-
-
-def answer(sent_s: float, *, ttft_s: float = TTFT_S, gap_s: float = GAP_S, **changes: object) -> TimedAnswer:
-    made = TimedAnswer(
-        number=0,
-        intended_s=sent_s,
-        sent_s=sent_s,
-        first_s=sent_s + ttft_s,
-        end_s=sent_s + ttft_s + (TOKENS - 1) * gap_s,
-        gaps=array("f", [gap_s] * (TOKENS - 1)).tobytes(),
-        prompt_tokens=20,
-        output_tokens=TOKENS,
-        counted=True,
-    )
-    return msgspec.structs.replace(made, **changes)
-
 
 STEADY = [answer(0.05 * at) for at in range(400)]
 """Twenty seconds."""

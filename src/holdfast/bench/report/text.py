@@ -21,7 +21,7 @@ WIDTH = 12
 def lines(result: BenchResult) -> Iterator[str]:
     peak = result.peak
     yield f"{result.target.model} at {result.target.url}" + (f" ({result.engine})" if result.engine else "")
-    yield f"  {_load(result)}"
+    yield f"  {load_line(result)}"
     yield ""
     yield f"{'requests':<24}{peak.completed:,} answered, {peak.failed:,} failed, {peak.cancelled:,} cancelled" + (
         f", at most {peak.peak_in_flight:,} at once"
@@ -40,7 +40,9 @@ def lines(result: BenchResult) -> Iterator[str]:
             yield f"{words:<24}" + _row(found)
     for error in peak.errors:
         yield f"{'error':<24}{error.count:,} x {error.kind}{': ' + error.example if error.example else ''}"
-    yield from _memory(result)
+    if server := server_line(result):
+        yield ""
+        yield f"{'server':<24}{server}"
     yield from _points(result)
     yield ""
     for check in result.verdict.checks:
@@ -56,7 +58,7 @@ def lines(result: BenchResult) -> Iterator[str]:
         yield f"  {advice}"
 
 
-def _load(result: BenchResult) -> str:
+def load_line(result: BenchResult) -> str:
     load = result.load
     if load["loop"] == "closed":
         how = f"closed loop, {load['concurrency']} at once"
@@ -90,7 +92,8 @@ def _row(found: Percentiles) -> str:
     return "".join(f"{1e3 * value:>{WIDTH},.2f}" for value in values)
 
 
-def _memory(result: BenchResult) -> Iterator[str]:
+def server_line(result: BenchResult) -> str:
+    """What the server said of itself, or was seen to hold; empty: nothing."""
     samples = result.samples
     told = []
     for name, words in (("ram_bytes", "RAM"), ("vram_bytes", "VRAM")):
@@ -113,9 +116,7 @@ def _memory(result: BenchResult) -> Iterator[str]:
     power = [sample.power_w for sample in samples if sample.power_w is not None]
     if power:
         told.append(f"{sum(power) / len(power):,.0f} W on average")
-    if told:
-        yield ""
-        yield f"{'server':<24}{', '.join(told)}"
+    return ", ".join(told)
 
 
 def _points(result: BenchResult) -> Iterator[str]:

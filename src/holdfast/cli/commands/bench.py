@@ -27,6 +27,7 @@ from holdfast.units import shorten
 if TYPE_CHECKING:
     from holdfast.bench.client.answers import TimedAnswer
     from holdfast.bench.load.load import Load
+    from holdfast.bench.report.compare import Comparison
     from holdfast.bench.result import BenchResult
     from holdfast.bench.run import RunOptions
 
@@ -95,6 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     said = parser.add_argument_group("output")
     said.add_argument("--json", action="store_true", help="print JSON (docs/bench.md)")
     said.add_argument("--save", metavar="FILE", help="write the same JSON to a file")
+    said.add_argument("--html", metavar="FILE", help="write a page with plots, which needs no network")
+    said.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="two results of --save, or two servers under the same load"
+    )
     said.add_argument("--quiet", action="store_true", help="no progress on standard error")
     parser.add_argument("--serve-flags", default="", metavar='"FLAGS"', help="flags of the server that is started")
     parser.add_argument(
@@ -140,6 +145,8 @@ def _positive_float(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.compare is not None:
+        return _compare(arguments)
     if arguments.target is None:
         raise ConfigurationError(
             "nothing to benchmark was named",
@@ -152,6 +159,10 @@ def run(arguments: argparse.Namespace) -> int:
     document = as_json(result)
     if arguments.save:
         Path(arguments.save).write_text(json.dumps(document) + "\n", encoding="utf-8")
+    if arguments.html:
+        from holdfast.bench.report.page import page
+
+        Path(arguments.html).write_text(page(result), encoding="utf-8")
     if arguments.json:
         say_json(document)
     else:
@@ -161,7 +172,56 @@ def run(arguments: argparse.Namespace) -> int:
     return PASS if result.verdict.passed else FAIL
 
 
-def as_json(result: BenchResult) -> Any:
+def _compare(arguments: argparse.Namespace) -> int:
+    """Always 0: a difference is no fault."""
+    from holdfast.bench.report.compare import compare, compare_lines
+
+    if arguments.target is not None or arguments.html or arguments.save:
+        raise ConfigurationError(
+            "--compare takes two results or servers, and prints; it runs nothing else and keeps nothing",
+            fix="leave the address, --html and --save out; --json prints it for programs",
+            field="compare",
+        )
+    first, second = (_result_of(arguments, name) for name in arguments.compare)
+    found = compare(first, second, names=tuple(arguments.compare))
+    if arguments.json:
+        say_json(as_json(found))
+    else:
+        say(compare_lines(found))
+    return PASS
+
+
+def _result_of(arguments: argparse.Namespace, name: str) -> BenchResult:
+    """Of a file, or measured now at an address."""
+    import msgspec
+
+    from holdfast.bench.result import VERSION, BenchResult
+    from holdfast.cli.chat_backends import api_of
+
+    if _ADDRESS.fullmatch(name) and not Path(name).exists():
+        return measured(arguments, api_of(name, written="--compare").removesuffix("/v1/"), None)
+    try:
+        found = msgspec.json.decode(Path(name).read_bytes(), type=BenchResult)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(
+            f"--compare: {shorten(name)} cannot be read",
+            needed="a file of holdfast bench --save, or the address of a server",
+            found=str(error),
+            fix="holdfast bench URL --save a.json",
+            field="compare",
+        ) from error
+    if found.version != VERSION:
+        raise ConfigurationError(
+            f"--compare: {shorten(name)} is of another version",
+            needed=f"version {VERSION}",
+            found=str(found.version),
+            fix="run it again with this version of Holdfast",
+            field="compare",
+        )
+    return found
+
+
+def as_json(result: BenchResult | Comparison) -> Any:
     import msgspec
 
     return json.loads(msgspec.json.encode(result))
