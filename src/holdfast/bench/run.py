@@ -90,7 +90,8 @@ def make_result(
         if passed
         else advice(
             options.model or target.root or target.model,
-            engine=sampler.engine,
+            engine=sampler.engine or target.engine,
+            asked=(load.prompt.high, load.output.high),
             local=sampler.local,
             answers=answers,
             samples=samples,
@@ -102,7 +103,7 @@ def make_result(
         holdfast=holdfast.__version__,
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         target=target,
-        engine=sampler.engine,
+        engine=sampler.engine or target.engine,
         engine_settings=sampler.settings,
         load=described(load, options),
         phases=[{"name": phase.name, "seconds": _finite(phase.seconds)} for phase in load.phases],

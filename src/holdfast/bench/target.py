@@ -18,6 +18,8 @@ from holdfast.units import shorten
 
 FEW_WORDS, MORE_WORDS = 16, 144
 ASK_TIMEOUT_S = 120.0
+OWNERS = {"holdfast": "holdfast", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+"""What /v1/models says of who owns a model."""
 UNREACHABLE, REFUSED = "HF164", "HF165"
 
 
@@ -27,6 +29,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     root: str | None = None
     """What the server loaded, where it says so."""
     max_model_len: int | None = None
+    engine: str | None = None
+    """Who made the server, where it says so."""
 
 
 def find_target(url: str, key: str | None, model: str | None) -> Target:
@@ -65,6 +69,7 @@ def find_target(url: str, key: str | None, model: str | None) -> Target:
         model=model or str(entry.get("id", "")),
         root=root if isinstance(root, str) else None,
         max_model_len=length if isinstance(length, int) else None,
+        engine=OWNERS.get(str(entry.get("owned_by"))),
     )
 
 

@@ -12,6 +12,7 @@ from holdfast.bench.client.answers import TimedAnswer
 from holdfast.bench.measure.load_points import LoadPoint
 from holdfast.bench.measure.samples import ServerSample
 from holdfast.errors import HoldfastError
+from holdfast.units import MIB
 
 P99 = 99
 ENGINES = ("holdfast", "vllm", "sglang", "llama.cpp")
@@ -23,13 +24,15 @@ def advice(
     model: str,
     *,
     engine: str | None,
+    asked: tuple[int, int],
     local: bool,
     answers: Sequence[TimedAnswer],
     samples: Sequence[ServerSample],
     safe: LoadPoint | None,
     peak_in_flight: int,
 ) -> list[str]:
-    """Of a run that failed. Where nothing can be planned, why."""
+    """Of a run that failed. Where nothing can be planned, why. `asked`: tokens of prompts and outputs, for a server
+    that does not count them."""
     good = [answer for answer in answers if answer.good]
     if not good:
         return ["no flags can be told: nothing was answered; why: holdfast doctor URL, or its log"]
@@ -39,39 +42,42 @@ def advice(
     found = [f"send at most {safe.at_once} requests at once to one server, or add servers"] if fewer else []
     if not local:
         return [*found, "no flags can be planned here: the server is on another machine; there: holdfast plan MODEL"]
+    if engine not in ENGINES:
+        return [*found, "no flags can be told: the server does not say which engine it is"]
     prompt = int(np.percentile([answer.prompt_tokens for answer in good], P99))
     output = int(np.percentile([answer.output_tokens for answer in good], P99))
-    return found + planned_flags(
-        model, engine=engine, at_once=safe.at_once, prompt=prompt, output=output, samples=samples
-    )
+    lengths = (prompt or asked[0], output or asked[1])
+    return found + planned_flags(model, engine=engine, at_once=safe.at_once, lengths=lengths, samples=samples)
 
 
 def planned_flags(
-    model: str, *, engine: str | None, at_once: int, prompt: int, output: int, samples: Sequence[ServerSample]
+    model: str, *, engine: str, at_once: int, lengths: tuple[int, int], samples: Sequence[ServerSample]
 ) -> list[str]:
     from holdfast.planner.api import plan
 
-    name = engine if engine in ENGINES else "holdfast"
-    traffic: dict[str, Any] = {"concurrency": at_once, "prompt": max(1, prompt), "output": max(1, output)}
+    prompt, output = lengths
+    traffic: dict[str, Any] = {"concurrency": at_once, "prompt": prompt, "output": output, "max_num_seqs": at_once}
     try:
-        answer = plan(model, engine=name, max_num_seqs=at_once, **traffic, **_without_the_server(samples))
+        answer = plan(model, engine=engine, **traffic)
+        if not answer.fits and (without := _without_the_server(samples)):
+            answer = plan(model, engine=engine, **traffic, **without)
     except HoldfastError as error:
         return [f"no flags can be planned: {error.message}"]
-    lengths = f"{at_once} x {prompt + output:,} tokens"
-    command = answer.commands.get(name)
+    said = f"{at_once} x {prompt + output:,} tokens"
+    command = answer.commands.get(engine)
     if answer.fits and command is not None and command.text:
-        return [f"planned to hold {lengths}: {command.text}"]
+        return [f"planned to hold {said}: {command.text}"]
     if command is not None and command.text:
-        return [f"{lengths} do not fit as they are; planned to fit ({answer.commands_of}): {command.text}"]
-    return [f"{lengths} do not fit on this machine, and no setting changes that: holdfast plan {model} says more"]
+        return [f"{said} do not fit as they are; planned to fit ({answer.commands_of}): {command.text}"]
+    return [f"{said} do not fit on this machine, and no setting changes that: holdfast plan {model} says more"]
 
 
 def _without_the_server(samples: Sequence[ServerSample]) -> dict[str, Any]:
-    """What it holds now is free once it is started anew. Of a GPU nothing is known but by the driver, which the planner
-    asks itself: who holds its memory is left to people."""
+    """What it holds now is free once it is started anew. Of a GPU the planner asks the driver itself: who holds its
+    memory is left to people."""
     from holdfast.hardware.probe import memory
 
     held = next((sample.ram_bytes for sample in reversed(samples) if sample.ram_bytes is not None), None)
     if held is None or any(sample.vram_bytes is not None for sample in samples):
         return {}
-    return {"ram": str(int(BUDGET_SHARE * (memory().available_bytes + held)))}
+    return {"ram": f"{int(BUDGET_SHARE * (memory().available_bytes + held)) // MIB}MiB"}
