@@ -27,7 +27,7 @@ from holdfast.bench.target import Target
 
 DRIFT_LEAST_S = 5.0
 """A shorter peak has no fifths worth comparing."""
-BINS = 240
+BINS, FEWEST_BINS, SHORTEST_BIN_S, REQUESTS_OF_A_BIN = 240, 24, 0.1, 4
 HISTOGRAM_EDGES = tuple(1e-4 * 10 ** (place / 20) for place in range(121))
 """From 0.1 ms to 100 s, twenty to a power of ten."""
 
@@ -47,7 +47,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_bench(target: Target, load: Load, options: RunOptions, progress: Progress | None = None) -> BenchResult:
-    sampler = ServerSampler(load.url, options.api_key, every_s=options.sample_every_s)
+    sampler = ServerSampler(load.url, options.api_key, every_s=options.sample_every_s, certificate=load.certificate)
     sampler.start()
     try:
         with client_processes(load, options.workers) as clients:
@@ -198,7 +198,9 @@ def itl_histogram(answers: Sequence[TimedAnswer]) -> list[tuple[float, int]]:
 
 
 def timeline(answers: Sequence[TimedAnswer], start_s: float, last_s: float) -> Timeline:
-    bin_s = max(0.1, (last_s - start_s) / BINS) if last_s - start_s < BINS else (last_s - start_s) / BINS
+    # With some requests in each, so that a slow server's lines are no comb.
+    bins = min(BINS, max(FEWEST_BINS, len(answers) // REQUESTS_OF_A_BIN))
+    bin_s = max(SHORTEST_BIN_S, (last_s - start_s) / bins)
     count = max(1, math.ceil((last_s - start_s) / bin_s))
     edges = start_s + bin_s * np.arange(count + 1)
     times, weights = token_times(answers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.bench.client.wire import trusted
 from holdfast.bench.load.load import CHAT, Load
 from holdfast.bench.load.prompts import WORDS
 from holdfast.doctor.probe.metrics_page import OK, client_for, get
@@ -33,9 +34,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Who made the server, where it says so."""
 
 
-def find_target(url: str, key: str | None, model: str | None) -> Target:
+def find_target(url: str, key: str | None, model: str | None, certificate: str = "") -> Target:
     """`url`: scheme, host, port and perhaps a path, without /v1."""
-    with client_for(key) as client:
+    with client_for(key, trusted(certificate)) as client:
         reply = get(client, f"{url}/v1/models")
     if reply.status != OK and model is None:
         raise EngineError(
@@ -95,10 +96,13 @@ def _prompt_tokens(load: Load, words: int) -> int | None:
     body: dict[str, Any] = {"model": load.model, "max_tokens": 1, **load.extra_body}
     body |= {"messages": [{"role": "user", "content": text}]} if load.path == CHAT else {"prompt": text}
     base = load.url.rstrip("/").removesuffix("/v1")
-    verify: Any = False if load.certificate == "insecure" else load.certificate or True
     try:
         reply = httpx.post(
-            base + load.path, json=body, headers=dict(load.headers), timeout=ASK_TIMEOUT_S, verify=verify
+            base + load.path,
+            json=body,
+            headers=dict(load.headers),
+            timeout=ASK_TIMEOUT_S,
+            verify=trusted(load.certificate),
         )
     except (httpx.HTTPError, OSError) as error:
         raise EngineError(

@@ -120,8 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
             )
     url = (arguments.base_url or f"http://{arguments.host}:{arguments.port}").rstrip("/").removesuffix("/v1")
     key = os.environ.get("HOLDFAST_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    _wait_until_ready(url, key, arguments.ready_check_timeout_sec)
-    target = find_target(url, key, arguments.served_model_name or arguments.model)
+    certificate = "insecure" if arguments.insecure else ""
+    _wait_until_ready(url, key, certificate, arguments.ready_check_timeout_sec)
+    target = find_target(url, key, arguments.served_model_name or arguments.model, certificate)
     load = read_load(arguments, url, target.model, key)
     load = load if load.prompts else calibrated(load)
     if arguments.num_warmups:
@@ -235,11 +236,12 @@ def _phases(arguments: argparse.Namespace) -> tuple[Any, ...]:
     return (*parts, Phase("last", math.inf, end, end))
 
 
-def _wait_until_ready(url: str, key: str | None, seconds: int) -> None:
+def _wait_until_ready(url: str, key: str | None, certificate: str, seconds: int) -> None:
+    from holdfast.bench.client.wire import trusted
     from holdfast.doctor.probe.metrics_page import OK, client_for, get
 
     until = time.monotonic() + seconds
-    with client_for(key) as client:
+    with client_for(key, trusted(certificate)) as client:
         while time.monotonic() < until and get(client, f"{url}/v1/models").status != OK:
             time.sleep(READY_POLL_S)
 

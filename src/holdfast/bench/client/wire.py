@@ -192,7 +192,7 @@ class Connections:
         self._host = parts.hostname or "127.0.0.1"
         secure = parts.scheme == "https"
         self._port = parts.port or (443 if secure else 80)
-        self._tls = _trust(certificate) if secure else None
+        self._tls = trusted(certificate) if secure else None
         self._idle: list[StreamConnection] = []
         target = parts.path.rstrip("/").removesuffix("/v1") + path
         lines = [f"POST {target} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}"]
@@ -252,9 +252,13 @@ class Connections:
             connection.close()
 
 
-def _trust(certificate: str) -> ssl.SSLContext:
-    if certificate == "insecure":
+def trusted(certificate: str) -> ssl.SSLContext:
+    """What the system trusts, and a certificate of the server's own; "insecure": anything."""
+    if certificate != "insecure":
         context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if certificate:
+            context.load_verify_locations(certificate)
         return context
-    return ssl.create_default_context(cafile=certificate or None)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from holdfast.bench.client.wire import trusted
 from holdfast.doctor.probe.metrics_page import OK, client_for, get, read_metrics
 from holdfast.hardware import nvidia
 from holdfast.hardware.probe import memory, resident
@@ -62,15 +63,15 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
 class ServerSampler:
     """Between `start` and `stop` in a thread; `samples` grows."""
 
-    def __init__(self, url: str, key: str | None, *, every_s: float = EVERY_S, local: bool | None = None) -> None:
+    def __init__(self, url: str, key: str | None, *, every_s: float = EVERY_S, certificate: str = "") -> None:
         self.samples: list[ServerSample] = []
         self.engine: str | None = None
         self.settings: dict[str, str] = {}
         """Of vLLM's cache_config_info."""
         self._url, self._every_s = url.rstrip("/").removesuffix("/v1"), every_s
-        self._client = client_for(key)
+        self._client = client_for(key, trusted(certificate))
         self._pages = {"metrics": True, "memory": True}
-        self.local = is_local(url) if local is None else local
+        self.local = is_local(url)
         self._pids = server_pids(url) if self.local else []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -81,6 +82,7 @@ class ServerSampler:
     def stop(self) -> None:
         self._ended.set()
         self._thread.join(30)
+        self.samples.append(self.read())  # A short run has one at least, and the end of a long one is known.
         self._client.close()
 
     def _run(self) -> None:

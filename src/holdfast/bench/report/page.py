@@ -116,6 +116,8 @@ def over_time(result: BenchResult) -> list[Plot]:
     at = [(place + 0.5) * line.bin_s for place in range(len(line.in_flight))]
     seen = [sample.at_s for sample in samples]
 
+    touched = any(sample.kv_touched_bytes for sample in samples)
+
     def in_ms(values: Sequence[float | None]) -> list[float | None]:
         return [None if value is None else 1e3 * value for value in values]
 
@@ -143,7 +145,15 @@ def over_time(result: BenchResult) -> list[Plot]:
         (
             "Memory",
             "MiB",
-            [Series("RAM", seen, sampled("ram_bytes", 1 / MIB)), Series("VRAM", seen, sampled("vram_bytes", 1 / MIB))],
+            [
+                Series("RAM", seen, sampled("ram_bytes", 1 / MIB)),
+                Series("VRAM", seen, sampled("vram_bytes", 1 / MIB)),
+                Series(
+                    "RAM without KV cache",
+                    seen,
+                    sampled("steady_ram_bytes", 1 / MIB) if touched else [None] * len(seen),
+                ),
+            ],
         ),
         ("KV cache in use", "%", [Series("KV cache", seen, sampled("kv_share", 100.0))]),
         ("Power", "W", [Series("power", seen, sampled("power_w"))]),

@@ -253,7 +253,7 @@ def measured(arguments: argparse.Namespace, url: str, model: str | None) -> Benc
     from holdfast.bench.target import calibrated, find_target
 
     load, options = read_load(arguments, url)
-    target = find_target(url, options.api_key, arguments.model)
+    target = find_target(url, options.api_key, arguments.model, load.certificate)
     load = calibrated(_with(load, model=target.model))
     progress = None if arguments.quiet or not sys.stderr.isatty() else _StatusLine(load)
     try:
@@ -278,6 +278,7 @@ def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions
     from holdfast.units import parse_duration
 
     _refuse_contradictions(arguments)
+    _check_certificate(arguments.certificate)
     key = os.environ.get("HOLDFAST_API_KEY")
     phases, steps = _phases(arguments)
     concurrency = steps[-1] if steps else arguments.concurrency
@@ -306,7 +307,7 @@ def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions
         turns=arguments.turns,
         think_s=parse_duration(arguments.think, field="think"),
         cancel_share=parse_share(arguments.cancel, field="cancel"),
-        schema=_json_object(Path(arguments.schema).read_text(), "schema") if arguments.schema else None,
+        schema=_json_object(_text_of(arguments.schema), "schema") if arguments.schema else None,
         schema_share=parse_share(arguments.schema_share, field="schema-share"),
         adapters=tuple(arguments.lora),
         ignore_eos=arguments.ignore_eos,
@@ -353,6 +354,34 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
             fix="leave --endpoint or --turns out",
             field="turns",
         )
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"--schema: {shorten(path)} cannot be read",
+            found=str(error),
+            fix="a file with a JSON schema",
+            field="schema",
+        ) from error
+
+
+def _check_certificate(path: str) -> None:
+    import ssl
+
+    try:
+        if path:
+            ssl.create_default_context(cafile=path)
+    except OSError as error:  # ssl.SSLError is one.
+        raise ConfigurationError(
+            f"--certificate: {shorten(path)} cannot be read",
+            needed="a file with certificates in PEM format",
+            found=str(error),
+            fix="the server's --ssl-certfile",
+            field="certificate",
+        ) from error
 
 
 def _json_object(text: str, field: str) -> dict[str, Any]:
