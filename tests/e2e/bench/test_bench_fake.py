@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from fake_completions import FakeSettings, running_fake
@@ -153,7 +154,26 @@ def test_a_log_is_replayed_with_its_lengths_and_times(capsys: pytest.CaptureFixt
 def test_what_cannot_be_benchmarked_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2
     assert main(["bench", "http://127.0.0.1:9", "--rate", "1", "--find-knee"]) == 2
+    assert main(["bench", "http://127.0.0.1:9", "--burst", "4"]) == 2
+    assert main(["bench", "http://127.0.0.1:9", "--requests", "4", "--peak", "5s"]) == 2
+    assert main(["bench", "http://127.0.0.1:9", "--serve-flags", "--max-num-seqs 4"]) == 2
     assert main(["bench", "http://127.0.0.1:9", "--slo", "soon"]) == 2
     assert main(["bench", "http://127.0.0.1:9", "--peak", "soon"]) == 2
     assert main(["bench", "http://127.0.0.1:9"]) == 1
     assert "HF164" in capsys.readouterr().err
+
+
+def test_a_server_of_a_model_is_started_and_stopped(tiny_arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    model, *flags = tiny_arguments
+    words = ("--requests", "3", "--concurrency", "1", "--prompt", "20", "--output", "4")
+    _, found = bench(str(model), *words, "--serve-flags", " ".join(["", *map(str, flags)]), capsys=capsys)
+    assert (found["peak"]["completed"], found["engine"]) == (3, "holdfast")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(found["target"]["url"])
+
+
+def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "./no-such-model", "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert "HF166" in said
+    assert "no-such-model" in said

@@ -136,9 +136,8 @@ def _part(whole: int, share: WorkerShare) -> int:
 
 
 async def _until(moment_s: float) -> None:
-    left = moment_s - monotonic()
-    if left > 0:
-        await asyncio.sleep(left)
+    """Lets the loop read in any case: one that is behind would else never hear of an answer."""
+    await asyncio.sleep(max(0.0, moment_s - monotonic()))
 
 
 def allow_many_files() -> None:

@@ -9,6 +9,7 @@ In an open loop `ttft_intended` and `e2e_intended` count from when the request w
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -141,7 +142,7 @@ def figures(
         total_tokens_per_s=(tokens + prompts) / seconds,
         good_requests_per_s=None if within is None else len(within) / seconds,
         good_share=None if slo is None or not sent else sum(meets(answer, slo) for answer in sent) / len(sent),
-        peak_in_flight=peak_in_flight(sent),
+        peak_in_flight=peak_in_flight(answers, begin_s, end_s),
         errors=errors_of(sent),
         **latencies(good),
     )
@@ -189,9 +190,10 @@ def errors_of(answers: Sequence[TimedAnswer]) -> list[ErrorKind]:
     return [ErrorKind(kind=kind, count=count, example=examples.get(kind, "")) for kind, count in counts.most_common()]
 
 
-def peak_in_flight(answers: Sequence[TimedAnswer]) -> int:
-    """Over all processes."""
-    moments = [(answer.sent_s, 1) for answer in answers] + [(answer.end_s, -1) for answer in answers]
+def peak_in_flight(answers: Sequence[TimedAnswer], begin_s: float = -math.inf, end_s: float = math.inf) -> int:
+    """Over all processes, at any moment of that span."""
+    here = [answer for answer in answers if answer.end_s >= begin_s and answer.sent_s < end_s]
+    moments = [(max(answer.sent_s, begin_s), 1) for answer in here] + [(answer.end_s, -1) for answer in here]
     now = most = 0
     for _, change in sorted(moments):
         now += change

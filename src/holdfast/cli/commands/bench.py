@@ -54,7 +54,10 @@ environment: HOLDFAST_API_KEY for a server with a key
 exit codes: 0 pass, 1 fail, 2 usage error
 """
 AS_VLLM = ("serve", "throughput", "latency")
-DEFAULT_CONCURRENCY, DEFAULT_KNEE = 16, 64
+DEFAULT_CONCURRENCY, DEFAULT_KNEE, DEFAULT_BURST, DEFAULT_STEP = 16, 64, 8, "15s"
+DEFAULT_PROFILE = {"up": "1m", "peak": "5m", "down": "1m"}
+OF_A_LOAD = {"arrivals": "rate", "burst": "rate", "step": "find_knee", "speed": "traffic"}
+"""Settings that mean nothing without another."""
 PASS, FAIL = 0, 1
 _ADDRESS = re.compile(r"\d{1,5}|https?://.+|(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/.*)?")
 
@@ -74,17 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate", type=_positive_float, metavar="R", help="open loop: requests a second, sent in any case"
     )
     load.add_argument(
-        "--arrivals", choices=("poisson", "constant", "bursts"), default="poisson", help="of an open loop"
+        "--arrivals", choices=("poisson", "constant", "bursts"), help="of an open loop (default: poisson)"
     )
-    load.add_argument("--burst", type=_positive, default=8, metavar="N", help="requests of a burst (default: 8)")
-    load.add_argument("--up", default="1m", metavar="TIME", help="while load rises (default: 1m; ramp: 0s for none)")
-    load.add_argument("--peak", default="5m", metavar="TIME", help="at full load, which is judged (default: 5m)")
-    load.add_argument("--down", default="1m", metavar="TIME", help="while load falls (default: 1m)")
+    load.add_argument("--burst", type=_positive, metavar="N", help="requests of a burst (default: 8)")
+    load.add_argument("--up", metavar="TIME", help="while load rises (default: 1m; ramp: 0s for none)")
+    load.add_argument("--peak", metavar="TIME", help="at full load, which is judged (default: 5m)")
+    load.add_argument("--down", metavar="TIME", help="while load falls (default: 1m)")
     load.add_argument("--requests", type=_positive, metavar="N", help="end after so many, instead of after a time")
     load.add_argument("--find-knee", action="store_true", help="1, 2, 4 ... up to --concurrency (default: 64) at once")
-    load.add_argument("--step", default="15s", metavar="TIME", help="at each of these (default: 15s)")
+    load.add_argument("--step", metavar="TIME", help="at each of these (default: 15s)")
     load.add_argument("--traffic", metavar="FILE", help="replay an access log or any JSON lines with tokens and times")
-    load.add_argument("--speed", type=_positive_float, default=1.0, metavar="X", help="of the replay (default: 1)")
+    load.add_argument("--speed", type=_positive_float, metavar="X", help="of the replay (default: 1)")
     load.add_argument("--workers", type=_positive, default=1, metavar="N", help="client processes (default: 1)")
     load.add_argument("--timeout", default="600s", metavar="TIME", help="of one request (default: 600s)")
     load.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
@@ -292,10 +295,10 @@ def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions
         phases=phases,
         concurrency=concurrency,
         rate=arguments.rate,
-        arrivals=arguments.arrivals,
-        burst=arguments.burst,
+        arrivals=arguments.arrivals or "poisson",
+        burst=arguments.burst or DEFAULT_BURST,
         requests=arguments.requests,
-        replay=read_replay(arguments.traffic, speed=arguments.speed) if arguments.traffic else (),
+        replay=read_replay(arguments.traffic, speed=arguments.speed or 1.0) if arguments.traffic else (),
         timeout_s=parse_duration(arguments.timeout, field="timeout"),
         seed=arguments.seed,
         prompt=parse_lengths(arguments.prompt, field="prompt"),
@@ -330,10 +333,13 @@ def _phases(arguments: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
     if arguments.find_knee:
         most = arguments.concurrency or DEFAULT_KNEE
         steps = (*(level for power in range(20) if (level := 1 << power) < most), most)
-        return steps_profile(steps, parse_duration(arguments.step, field="step")), steps
+        return steps_profile(steps, parse_duration(arguments.step or DEFAULT_STEP, field="step")), steps
     if arguments.requests is not None:
         return (Phase(PEAK, float("inf")),), ()
-    up, peak, down = (parse_duration(getattr(arguments, name), field=name) for name in ("up", "peak", "down"))
+    up, peak, down = (
+        parse_duration(usual if getattr(arguments, name) is None else getattr(arguments, name), field=name)
+        for name, usual in DEFAULT_PROFILE.items()
+    )
     if not peak:
         raise ConfigurationError("--peak: no time is left to measure", fix="--peak 30s", field="peak")
     return default_profile(up, peak, down), ()
@@ -345,6 +351,17 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
     if len(given) > 1:
         raise ConfigurationError(
             f"{' and '.join(given)} are different loads", fix=f"leave all but {given[0]} out", field=given[1][2:]
+        )
+    for name, needed in OF_A_LOAD.items():
+        if getattr(arguments, name) is not None and not getattr(arguments, needed):
+            flag = f"--{needed.replace('_', '-')}"
+            raise ConfigurationError(f"--{name} is a part of {flag}", fix=f"{flag}, or leave it out", field=name)
+    other = next((name for name in ("requests", "find_knee", "traffic") if getattr(arguments, name)), None)
+    timed = next((name for name in DEFAULT_PROFILE if getattr(arguments, name) is not None), None)
+    if other is not None and timed is not None:
+        flag = f"--{other.replace('_', '-')}"
+        raise ConfigurationError(
+            f"{flag} decides how long the run is, and --{timed} would too", fix=f"leave --{timed} out", field=timed
         )
     if arguments.turns > 1 and not arguments.endpoint.endswith("/chat/completions"):
         raise ConfigurationError(
