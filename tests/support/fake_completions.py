@@ -88,6 +88,8 @@ class FakeServer:
         return (
             f"vllm:num_requests_running {self.running}\nvllm:num_requests_waiting {self.waiting}\n"
             "vllm:kv_cache_usage_perc 0.5\n"
+            f'vllm:request_queue_time_seconds_sum{{model="fake"}} {0.25 * self.count}\n'
+            f'vllm:request_queue_time_seconds_count{{model="fake"}} {self.count}\n'
         ).encode()
 
     async def _answer(self, asked: dict[str, Any], writer: asyncio.StreamWriter, received_s: float) -> None:

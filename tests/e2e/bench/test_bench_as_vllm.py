@@ -14,7 +14,7 @@ KEYS = {
     "date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate",
     "burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens",
     "request_throughput", "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
-    "max_concurrent_requests", "rtfx",
+    "max_concurrent_requests", "rtfx", "latencies", "queue_times",
 }  # fmt: skip
 DETAILS = {"input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors"}
 LATENCIES = {f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "std", "p99")}
@@ -38,6 +38,7 @@ def test_a_result_has_vllms_keys(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert found["request_goodput"] == pytest.approx(12 / found["duration"])
         said = capsys.readouterr().out
         assert "Successful requests:                     12" in said
+        assert "Maximum request concurrency:             3" in said
         assert "P99 ITL (ms):" in said
         words = (
             "--num-prompts",

@@ -100,6 +100,7 @@ def test_a_sound_server_passes_and_people_can_read_it(capsys: pytest.CaptureFixt
                 break
     assert code == 0, said
     assert "30 answered, 0 failed" in said
+    assert "250.0 ms in its queue on average" in said
     assert "\nPASS: " in said
     found = json.loads(kept.read_text())
     assert len(found["requests"]["ttft_s"]) == 30

@@ -79,6 +79,8 @@ def result_keys(
         "start_times": [one.sent_s - start_s for one in answers],
         "generated_texts": [""] * len(answers),
         "errors": [f"{one.error}: {one.said}" if one.error else "" for one in answers],
+        "latencies": [one.end_s - one.sent_s for one in answers],
+        "queue_times": [one.sent_s - one.intended_s for one in answers],
         "max_output_tokens_per_s": float(per_second.max()),
         "max_concurrent_requests": peak_in_flight(answers),
         "rtfx": 0.0,
@@ -142,9 +144,12 @@ def _ranks(arguments: argparse.Namespace) -> list[float]:
 
 def table(found: dict[str, Any], arguments: argparse.Namespace) -> Iterator[str]:
     yield "{:=^50}".format(" Serving Benchmark Result ")
+    at_once, rate = found["max_concurrency"], found["request_rate"]
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", found["completed"]),
         ("Failed requests:", found["failed"]),
+        *([("Maximum request concurrency:", at_once)] if at_once is not None else []),
+        *([("Request rate configured (RPS):", rate)] if rate != "inf" else []),
         ("Benchmark duration (s):", found["duration"]),
         ("Total input tokens:", found["total_input_tokens"]),
         ("Total generated tokens:", found["total_output_tokens"]),

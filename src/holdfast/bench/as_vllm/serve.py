@@ -138,8 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
         why = next((f"{answer.error}: {answer.said}" for answer in answers if answer.error), "no request was sent")
         raise EngineError("no request was answered", found=shorten(why, 300), fix="holdfast doctor URL")
     found = result_keys(answers, arguments, model=arguments.model or target.model, start_s=clients.start_s)
+    _save(found, arguments)  # First: who reads the table may leave.
     print("\n".join(table(found, arguments)))
-    _save(found, arguments)
     return 0
 
 

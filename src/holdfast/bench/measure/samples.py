@@ -30,6 +30,9 @@ from holdfast.hardware.probe import memory, resident
 
 EVERY_S = 1.0
 _RESIDENT = re.compile(rb"^process_resident_memory_bytes(?:\{.*\})? +([0-9.e+]+)", re.MULTILINE)
+_QUEUED = re.compile(
+    rb"^(?:vllm|sglang):(?:request_)?queue_time_seconds_(sum|count)(?:\{.*\})? +([0-9.e+-]+)", re.MULTILINE
+)
 METRICS = ("running", "waiting", "kv_share", "preemptions", "tokens", "prefix_asked", "prefix_found")
 
 
@@ -45,6 +48,9 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float | None = None
     prefix_asked: float | None = None
     prefix_found: float | None = None
+    queue_seconds: float | None = None
+    """That requests have waited in the server's queue since it started, and how many of them."""
+    queued: float | None = None
     ram_bytes: int | None = None
     kv_touched_bytes: int = 0
     """Of RAM, the part of the KV cache that was ever written: it grows to what was planned, and stays."""
@@ -120,6 +126,11 @@ class ServerSampler:
         page = read_metrics(body, 0.0)
         self.engine, self.settings = self.engine or page.engine, dict(page.settings) or self.settings
         found: dict[str, Any] = {name: page.figures[name] for name in METRICS if name in page.figures}
+        waits: dict[bytes, float] = {}
+        for kind, value in _QUEUED.findall(body):
+            waits[kind] = waits.get(kind, 0.0) + float(value)
+        if len(waits) == 2:
+            found |= {"queue_seconds": waits[b"sum"], "queued": waits[b"count"]}
         held = _RESIDENT.search(body)
         return found | ({"ram_bytes": int(float(held[1]))} if held else {})
 

@@ -106,6 +106,12 @@ def server_line(result: BenchResult) -> str:
     waiting = [sample.waiting for sample in samples if sample.waiting is not None]
     if waiting:
         told.append(f"at most {max(waiting):,.0f} waiting")
+    queue = [
+        (one.queue_seconds, one.queued) for one in samples if one.queue_seconds is not None and one.queued is not None
+    ]
+    if queue and queue[-1][1] > queue[0][1]:
+        mean_s = (queue[-1][0] - queue[0][0]) / (queue[-1][1] - queue[0][1])
+        told.append(f"{1e3 * mean_s:,.1f} ms in its queue on average")
     preempted = [sample.preemptions for sample in samples if sample.preemptions is not None]
     if preempted and preempted[-1] > preempted[0]:
         told.append(f"{preempted[-1] - preempted[0]:,.0f} preemptions")
