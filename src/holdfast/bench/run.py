@@ -66,7 +66,8 @@ def make_result(
     points = load_points(answers, allowed.objectives)
     safe = safe_point(points)
     begin_s, end_s = _window(load, options, safe, start_s, last_s)
-    samples = [sample for sample in sampler.samples if sample.at_s >= start_s]
+    before = [sample for sample in sampler.samples if sample.at_s < start_s]
+    samples = before[-1:] + sampler.samples[len(before) :]  # What counts up is counted from before the first request.
     steady = end_s - begin_s >= DRIFT_LEAST_S and level_at(load.phases, begin_s - start_s + 1e-6) > 0
     evidence = RunEvidence(
         peak=figures(answers, begin_s, end_s, slo=slo),

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
+import psutil
 import pytest
+from deadlines import PATIENCE_S
 from fake_completions import FakeSettings, running_fake
 
 from holdfast.bench.client.processes import client_processes
-from holdfast.bench.load.load import LengthRange, Load
+from holdfast.bench.client.worker import HEADER, MOMENT, WorkerOrder
+from holdfast.bench.load.load import LengthRange, Load, WorkerShare
 from holdfast.bench.load.profile import default_profile
 from holdfast.bench.measure.figures import latencies, percentiles
 from holdfast.cli.main import main
+from holdfast.errors import EngineError
+
+WORKER = "holdfast.bench.client.worker"
 
 ATTEMPTS = 12
 """A busy machine may keep either process from running; one undisturbed run among these proves the precision."""
@@ -178,3 +188,23 @@ def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().err
     assert "HF166" in said
     assert "no-such-model" in said
+
+
+def test_a_client_process_that_dies_is_told_and_one_without_a_reader_ends() -> None:
+    with running_fake(FakeSettings(ttft_s=(60, 60))) as fake:
+        load = Load(url=fake.url, phases=default_profile(0, 3600, 0), concurrency=2)
+        with client_processes(load, 1) as clients:
+            [process] = [one for one in psutil.Process().children() if WORKER in one.cmdline()]
+            process.kill()
+            with pytest.raises(EngineError, match="ended early"):
+                clients.wait(lambda: None)
+        alone = subprocess.Popen([sys.executable, "-m", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert alone.stdin is not None
+        assert alone.stdout is not None
+        order = msgspec.msgpack.encode(WorkerOrder(load, WorkerShare()))
+        alone.stdin.write(HEADER.pack(len(order)) + order + MOMENT.pack(time.monotonic()))
+        alone.stdin.flush()
+        alone.stdout.read(HEADER.size)
+        alone.stdout.close()  # As if who started it had been killed.
+        assert alone.wait(PATIENCE_S) == 1
+        alone.stdin.close()

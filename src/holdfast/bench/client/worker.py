@@ -9,6 +9,8 @@ A frame is 4 bytes of length, then msgpack.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import struct
 import sys
 import time
@@ -45,9 +47,13 @@ class WorkerFrame(msgspec.Struct, frozen=True):
 
 
 def send(frame: WorkerFrame) -> None:
+    """Ends the process where nobody reads any more: load that nobody asked for must not go on."""
     encoded = msgspec.msgpack.encode(frame)
-    sys.stdout.buffer.write(HEADER.pack(len(encoded)) + encoded)
-    sys.stdout.buffer.flush()
+    try:
+        sys.stdout.buffer.write(HEADER.pack(len(encoded)) + encoded)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os._exit(1)
 
 
 async def work(order: WorkerOrder) -> None:
@@ -55,9 +61,8 @@ async def work(order: WorkerOrder) -> None:
     shares, lags = [0.0], [0.0]
 
     def flush(report: ClientReport | None = None) -> None:
-        if waiting or report:
-            send(WorkerFrame(waiting, report))
-            waiting.clear()
+        send(WorkerFrame(waiting, report))
+        waiting.clear()
 
     async def flush_now_and_then() -> None:
         await asyncio.sleep(max(0.0, order.share.start_s - time.monotonic()) + FLUSH_S)
@@ -89,7 +94,8 @@ def main() -> None:
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         send(WorkerFrame([]))
         (start_s,) = MOMENT.unpack(read(MOMENT.size))
-        runner.run(work(WorkerOrder(order.load, msgspec.structs.replace(order.share, start_s=start_s))))
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is for who started it, and says enough there.
+            runner.run(work(WorkerOrder(order.load, msgspec.structs.replace(order.share, start_s=start_s))))
 
 
 if __name__ == "__main__":
