@@ -27,7 +27,7 @@ test: $(STAMPS)/dev test-tools ## linters and the test suite, about 15 minutes o
 test-all: $(STAMPS)/dev test-tools ## the same with the long tests: an hour or more
 	@scripts/check.sh all $(ARGS)
 
-test-clients: $(STAMPS)/dev ## real clients, each in its own environment (docs/clients.md); part of test-all
+test-clients: $(STAMPS)/dev ## real clients (docs/clients.md), and the page in a real Chromium; part of test-all
 	@$(VENV)/bin/python -m pytest tests/clients $(ARGS)
 
 test-tools: # nginx and curl, for the tests that need a real proxy and a real client

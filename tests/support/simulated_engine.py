@@ -96,6 +96,11 @@ class SimulatedRunner:
 
     def execute(self, plan: StepPlan, failing: int | None = None) -> StepResult:
         """`failing`: the row of this slot is not done, and who reads what it should have written gets nonsense."""
+        for copy in plan.copies:
+            self.pages[copy.target] = list(self.pages[copy.source])
+            spoiled = {offset for page, offset in self._spoiled if page == copy.source}
+            self._spoiled = {(page, offset) for page, offset in self._spoiled if page != copy.target}
+            self._spoiled |= {(copy.target, offset) for offset in spoiled}
         for start in plan.starts:
             self._begin(start)
         for write in plan.table_writes:
@@ -251,6 +256,17 @@ class SimulatedEngine:
         for output in outputs:
             self._hear(output)
         return outputs
+
+    def resize(self, blocks: int) -> None:
+        """As the engine's loop does it: when nothing is in flight."""
+        while self._plans:
+            self.execute()
+        new = blocks - len(self.runner.pages)
+        self.runner.pages += [[POISON] * self.runner.layout.block_tokens for _ in range(new)]
+        moving = self.scheduler.resize(blocks)
+        if moving is not None:
+            assert not self.scheduler.apply(self.runner.execute(moving), 0.0)
+        del self.runner.pages[blocks:]
 
     def finish(self, now_s: float = 0.0) -> None:
         """Runs until nothing is left to do."""

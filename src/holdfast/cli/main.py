@@ -26,6 +26,7 @@ COMMANDS = {
     "run": "chat with a model, serving it in the background",
     "chat": "chat with a model in the terminal",
     "ps": "list running servers and the memory they hold",
+    "top": "watch running servers: memory, requests, speed",
     "stop": "stop a running server",
     "pull": "download a model ahead of time",
     "list": "list the models on this machine",
@@ -39,11 +40,11 @@ COMMANDS = {
     "explain": "explain an error code",
 }
 
-STORED = ("list", "models", "pull", "rm", "show")
-"""Commands of the models on this machine, in a folder of their own."""
+FOLDERS = {"stored": ("list", "models", "pull", "rm", "show"), "running": ("ps", "stop", "top")}
+"""Of commands that have one: those of the models on this machine, and of servers that run."""
 NEAR = 0.6
 """How alike two flags are when one may be meant for the other."""
-JSON = ("plan", "models", "list", "show", "ps", "explain", "doctor", "bench")
+JSON = ("plan", "models", "list", "show", "ps", "top", "explain", "doctor", "bench")
 """Commands with --json."""
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
 _JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")
@@ -112,8 +113,8 @@ def _dispatched(given: list[str]) -> int:
 
 def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
     """The module of a command, and its words as it wants them; raises for one that is not understood."""
-    folder = "commands.stored" if given[0] in STORED else "commands"
-    module = importlib.import_module(f"holdfast.cli.{folder}.{given[0].replace('-', '_')}")
+    folder = next((f"{folder}." for folder, names in FOLDERS.items() if given[0] in names), "")
+    module = importlib.import_module(f"holdfast.cli.commands.{folder}{given[0].replace('-', '_')}")
     program, words = f"holdfast {given[0]}", list(given[1:])
     if hasattr(module, "chosen"):  # A command of several, each with words of its own.
         other, words = module.chosen(words)

@@ -100,7 +100,7 @@ class ServerConfig:
     )
     api_key: tuple[str, ...] = setting(
         (),
-        "require this key, or one of these (Authorization: Bearer KEY), except on /health, /ping and /version",
+        "require this key, or one of these (Authorization: Bearer KEY), but on /health, /ping, /version and the page",
         texts,
         metavar="KEY",
     )
@@ -214,6 +214,7 @@ class ServerConfig:
         False, "serve GET /tokenizer_info: special tokens and the chat template", flag
     )
     disable_docs: bool = setting(False, "do not serve /docs and /openapi.json", flag, flags=("--disable-fastapi-docs",))
+    ui: bool = setting(True, "serve the page to watch and try the server at / and /ui; --no-ui leaves it out", flag)
     enable_force_include_usage: bool = setting(
         False, "include usage at the end of every stream, even if not requested", flag
     )

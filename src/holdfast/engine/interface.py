@@ -130,6 +130,11 @@ class Engine(Protocol):
     async def reset_prefix_cache(self) -> None:
         """Forgets what is cached of prompts; requests that run keep what they hold."""
 
+    async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
+        """Of `tier` (ram, vram), from now on and after restarts; None: as it is by default. The KV pool is resized, and
+        answers go on. Raises DoesNotFitError for too small a budget, ConfigurationError for one that is not there,
+        UnsupportedOptionError for a tier that cannot be changed; nothing has changed then."""
+
     async def sleep(self, mode: str = "abort") -> None:
         """Gives weights, KV pages and all else of the engine back to the system. `mode`: what becomes of open requests:
         abort ends them with a SleepingError, wait lets them finish first. Raises EngineError when it is not ready."""

@@ -18,7 +18,7 @@ from holdfast.execution.lora.products import PlacedRows
 from holdfast.execution.ops import AttentionBackend, StepRows
 from holdfast.footprint.cpu import Limits
 from holdfast.kvcache.groups import KVLayout
-from holdfast.records import Row, SequenceStart, StepPlan, TableWrite
+from holdfast.records import BlockCopy, Row, SequenceStart, StepPlan, TableWrite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +173,8 @@ class SlotBuffers:
         return _RowOrder(order, starts[order], counts, firsts, int((counts == 1).sum()))
 
     def _check(self, plan: StepPlan, blocks: int) -> None:
-        if plan.copies:
-            raise _wrong("it copies blocks between tiers, and this runner has one tier", found=repr(plan.copies[0]))
+        for copy in plan.copies:
+            self._check_copy(copy, blocks)
         known = dict(enumerate(self.known.tolist()))
         for start in plan.starts:
             self._check_start(start)
@@ -192,6 +192,14 @@ class SlotBuffers:
             self._check_row(row, known, seen)
             seen.add(row.slot)
         self._check_pages(plan)
+
+    def _check_copy(self, copy: BlockCopy, blocks: int) -> None:
+        if copy.source_tier or copy.target_tier:
+            raise _wrong("it copies blocks between tiers, and this runner has one tier", found=repr(copy))
+        if not (0 < copy.source < blocks and 0 < copy.target < blocks and copy.before_step):
+            raise _wrong(
+                "it copies a page that is not there, or too late", needed=f"1 to {blocks - 1}", found=repr(copy)
+            )
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self._limits.max_num_seqs:

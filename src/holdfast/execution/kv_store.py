@@ -5,22 +5,54 @@
     token_rows [(block, place, key|value, token), head·dim]     what a step writes
 
 Pages in float8 hold what they are given, the largest finite number where that is exceeded; scales are the decoder's.
-Knows nothing of who owns which page. Page 0 is all zeros and never written.
+Addresses are reserved for the largest pool there may ever be; the system gives memory to a page when it is first
+touched, and takes it back when the pool becomes smaller. Knows nothing of who owns which page. Page 0 is all zeros and
+never written.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
+
 import torch
 
 from holdfast.errors import EngineError
+from holdfast.execution.memory import reserved_memory
 from holdfast.kvcache.groups import KVLayout
+from holdfast.records import BlockCopy
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest finite number of each type that needs scales; what is beyond it is kept as it."""
 
 
+COPIED_BYTES = 32 << 20
+"""Of pages that are moved, in memory of their own meanwhile."""
+
+
+def move_pages(pages: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
+    """`pages` [block, ...]. None of them is both read and written."""
+    whole = pages.view(torch.uint8)  # torch knows few operations on float8.
+    at_once = max(1, COPIED_BYTES // whole[0].nbytes)
+    for first in range(0, len(copies), at_once):
+        part = copies[first : first + at_once]
+        source, target = torch.tensor([(copy.source, copy.target) for copy in part], device=pages.device).unbind(1)
+        whole.index_copy_(0, target, whole.index_select(0, source))
+
+
 class KVStore:
-    def __init__(self, layout: KVLayout, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+    """`blocks`: pages that may be used. `most_blocks`: those that addresses are reserved for, on a CPU."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        blocks: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        most_blocks: int | None = None,
+    ) -> None:
         if dtype.itemsize != layout.element_bytes:
             raise EngineError(
                 "the KV layout was made for another dtype",
@@ -31,9 +63,18 @@ class KVStore:
             raise EngineError(
                 "a KV pool needs the null page and at least one more", needed="2 blocks", found=str(blocks)
             )
-        self.layout, self.blocks = layout, blocks
+        self.layout, self.blocks, self.most_blocks = layout, blocks, max(blocks, most_blocks or 0)
+        self._memory: mmap.mmap | None = None
+        if self.most_blocks > blocks:
+            self._memory = reserved_memory(self.most_blocks * layout.page_bytes)
+            if self._memory is None:
+                self.most_blocks = blocks
+        shape = (self.most_blocks, *layout.page_shape)
         # Not zeroed as a whole: the system backs a page of memory when it is first touched.
-        self.pages = torch.empty((blocks, *layout.page_shape), dtype=dtype, device=device)
+        if self._memory is None:
+            self.pages = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self.pages = torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape)).view(shape)
         self.pages[0].zero_()
         # torch knows few operations on float8: as bytes, all zeros are the same.
         self._whole = self.pages.view(torch.uint8) if dtype in LARGEST else self.pages
@@ -51,7 +92,23 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        return self.pages.nbytes
+        """Of pages that may be used."""
+        return self.blocks * self.layout.page_bytes
+
+    def resize(self, blocks: int) -> None:
+        """What pages beyond hold is lost, and its memory given back."""
+        if not 2 <= blocks <= self.most_blocks:
+            raise EngineError(
+                "the KV pool cannot have so many pages", needed=f"2 to {self.most_blocks}", found=str(blocks)
+            )
+        self.blocks = blocks
+        if self._memory is not None:
+            first = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            if first < len(self._memory):
+                self._memory.madvise(mmap.MADV_DONTNEED, first, len(self._memory) - first)
+
+    def move(self, copies: Sequence[BlockCopy]) -> None:
+        move_pages(self.pages, copies)
 
     def clear(self, pages: torch.Tensor) -> None:
         """Zeroes pages that are about to receive their first tokens and will not be full at once.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from math import prod
@@ -19,6 +20,9 @@ from holdfast.hardware import resident
 
 OWN_PAGES_BYTES = 256 * 1024
 """Tensors from this size on get pages of their own."""
+
+MAP_NORESERVE = 0x4000
+"""Of Linux, on x86 and on Arm."""
 
 ARM_KEEPS_S, ARM_LARGE_BYTES = 0.11, 64 << 20
 
@@ -34,6 +38,18 @@ def exact_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
+
+
+def reserved_memory(nbytes: int) -> mmap.mmap | None:
+    """Addresses for so many bytes, which take memory as they are touched; None: the system does not give them, as under
+    a limit of addresses (ulimit -v) or without overcommit."""
+    if not sys.platform.startswith("linux"):
+        return None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    try:
+        return mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
+    except OSError:
+        return None
 
 
 class PeakMemory:

@@ -134,10 +134,20 @@ class Runner:
             raise EngineError("the runner is closed")
         return self._transformer
 
-    def back_kv(self, blocks: int) -> None:
-        """Allocates the pool anew, the null page included; what the old one held is gone."""
+    def back_kv(self, blocks: int, most_blocks: int | None = None) -> None:
+        """Allocates the pool anew, the null page included; what the old one held is gone. `most_blocks`: it may grow to
+        so many."""
         self._kv = None
-        self._kv = KVStore(self.layout, blocks, self.device, self.kv_dtype)
+        self._kv = KVStore(self.layout, blocks, self.device, self.kv_dtype, most_blocks=most_blocks)
+
+    @property
+    def most_blocks(self) -> int:
+        """Pages that the pool may grow to."""
+        return self.kv.most_blocks
+
+    def resize_kv(self, blocks: int) -> None:
+        """Nothing is kept of pages beyond; those before stay as they are."""
+        self.kv.resize(blocks)
 
     @property
     def kv_scales(self) -> KVScales:
@@ -170,6 +180,8 @@ class Runner:
         decoder, kv = self._decoder, self.kv
         with torch.inference_mode(), lean_products(self.dtype, self.device):
             self._buffers.apply(plan, kv.blocks)
+            if plan.copies:
+                kv.move(plan.copies)
             arrived = [] if self._adapters is None else self._adapters.follow(plan)
             for start in plan.starts:
                 self._sampler.start(start)

@@ -3,8 +3,10 @@
 from holdfast.hardware.kernels import compiled_kernels, processor
 from holdfast.hardware.probe import (
     Memory,
+    MemoryHolder,
     Processor,
     Resident,
+    largest_holders,
     memory,
     memory_holders,
     resident,
@@ -13,9 +15,11 @@ from holdfast.hardware.probe import (
 
 __all__ = [
     "Memory",
+    "MemoryHolder",
     "Processor",
     "Resident",
     "compiled_kernels",
+    "largest_holders",
     "memory",
     "memory_holders",
     "processor",

@@ -271,6 +271,18 @@ class KVCache:
         for book in self._books:
             book.stale = book.entries > 0
 
+    def resize(self, blocks: int) -> dict[int, int]:
+        """To so many pages, the null page included, of which more must be there than are used. Returns which pages were
+        moved where: their content is to be copied before anything else is done with these books."""
+        if blocks > self.blocks_total:
+            self._pool.grow(blocks)
+            return {}
+        moved = self._pool.shrink(blocks)
+        self._index.move(moved)
+        for book in self._books:
+            book.tables = [[moved.get(page, page) for page in table] for table in book.tables]
+        return moved
+
     def check_invariants(self) -> None:
         """Recounts everything and raises AssertionError with what does not add up. Walks the whole pool."""
         self._pool.recount()

@@ -12,7 +12,8 @@
         ▲  release (not cached)                                │
         └──────────────────────────────────────────────────────┘
 
-Every operation takes constant time.
+Every operation takes constant time, but for those that change how many pages there are: new ones come behind the
+others, and the last ones go, what they hold having been moved to pages before them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class BlockPool:
         self._free = list(range(blocks - 1, NULL_PAGE, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.touched = 0
-        """Pages ever handed out. New ones go out in the order of their ids, so the highest id counts them."""
+        """Pages handed out since they came. New ones go out in the order of their ids: the highest id counts them."""
 
     @property
     def total(self) -> int:
@@ -86,9 +87,7 @@ class BlockPool:
             self.touched = max(self.touched, block.id)
         else:
             assert self._idle, "allocate was called on an empty pool"
-            block = self.blocks[self._idle.popitem(last=False)[0]]
-            self._evicted(block)
-            block.hash = None
+            block = self._evict()
         block.references = 1
         block.group = group
         block.state = BlockState.RESIDENT
@@ -136,6 +135,37 @@ class BlockPool:
         block.state = BlockState.RESIDENT
         self.release(block_id)
 
+    def grow(self, blocks: int) -> None:
+        """To so many pages, page 0 included. New ones are handed out when no other is free."""
+        assert blocks >= len(self.blocks), f"a pool of {len(self.blocks)} pages does not grow to {blocks}"
+        tier, new = self.blocks[NULL_PAGE].tier, range(len(self.blocks), blocks)
+        self.blocks += [Block(index, tier=tier) for index in new]
+        self._free[:0] = reversed(new)
+
+    def shrink(self, blocks: int) -> dict[int, int]:
+        """To so many pages, page 0 included: those that are used must be fewer. Returns, of pages that go and hold
+        something, which page holds it from now on. Of cached content of nobody the least recently used is evicted, as
+        much as there is no page for."""
+        used = self.total - self.available
+        assert used < blocks <= len(self.blocks), f"{used} pages of {len(self.blocks)} are used; {blocks} do not do"
+        assert all(block.state in (BlockState.FREE, BlockState.RESIDENT) for block in self.blocks[blocks:]), (
+            "in transfer"
+        )
+        while len(self._idle) > blocks - 1 - used:
+            self._make_free(self._evict())
+        self._free = [page for page in self._free if page < blocks]
+        moved = dict[int, int]()
+        for block in self.blocks[blocks:]:
+            if block.state is BlockState.RESIDENT:
+                target = self.blocks[self._free.pop()]
+                target.references, target.hash, target.group = block.references, block.hash, block.group
+                target.state = block.state
+                moved[block.id] = target.id
+        self._idle = OrderedDict.fromkeys(moved.get(page, page) for page in self._idle)
+        del self.blocks[blocks:]
+        self.touched = min(max((self.touched, *moved.values())), self.total)
+        return moved
+
     def recount(self) -> None:
         """Every page is in exactly one place. Raises AssertionError; walks the whole pool."""
         free, idle = set(self._free), set(self._idle)
@@ -152,6 +182,13 @@ class BlockPool:
             assert (block.state is BlockState.FREE) == (block.id in free), f"page {block.id}: state {block.state}"
             assert block.id not in free or block.hash is None, f"page {block.id} is free and has a hash"
             assert block.id not in idle or block.hash is not None, f"page {block.id} is idle without a hash"
+
+    def _evict(self) -> Block:
+        """The idle page that was used least recently; it is nobody's then."""
+        block = self.blocks[self._idle.popitem(last=False)[0]]
+        self._evicted(block)
+        block.hash = None
+        return block
 
     def _make_free(self, block: Block) -> None:
         block.state = BlockState.FREE

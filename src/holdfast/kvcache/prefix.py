@@ -8,7 +8,7 @@ It is a strong hash: whoever could make two prefixes collide could read another'
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 16
@@ -45,6 +45,11 @@ class PrefixIndex:
 
     def remove(self, group: int, key: bytes) -> None:
         del self._pages[group][key]
+
+    def move(self, moved: Mapping[int, int]) -> None:
+        """What lay in the first page of each pair lies in the second."""
+        for pages in self._pages:
+            pages.update([(key, moved[page]) for key, page in pages.items() if page in moved])
 
     def clear(self) -> None:
         for pages in self._pages:

@@ -37,7 +37,7 @@ from holdfast.scheduler.outputs import AdvanceGrammar, make_output, refused, tol
 from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
 from holdfast.scheduler.stats import figures
-from holdfast.scheduler.step_builder import Draft, PlannedRow, StepInFlight
+from holdfast.scheduler.step_builder import Draft, PlannedRow, StepInFlight, moving_plan
 
 
 class Scheduler:
@@ -459,6 +459,27 @@ class Scheduler:
         fresh = Scheduler(self.limits, kv)
         fresh._steps_total, fresh._preemptions_total = self._steps_total, self._preemptions_total
         return fresh
+
+    @property
+    def least_blocks(self) -> int:
+        """Pages, the null page included, that any request needs which was or will be taken."""
+        return 1 + self.kv.layout.peak_blocks(self.limits.max_model_len, self.limits.max_num_batched_tokens)
+
+    def resize(self, blocks: int) -> StepPlan | None:
+        """The pool has so many pages from now on, the null page included. A step without rows that moves what lies in
+        pages that go; None: there is nothing to move. Where there are too few pages for all who run, the youngest give
+        theirs back and wait. Nothing may be in flight."""
+        assert not self._in_flight, "apply what is in flight before the pool is resized"
+        assert blocks >= self.least_blocks, f"{blocks} pages are too few for one sequence of full length"
+        while self.kv.blocks_used >= blocks:
+            self._send_back(self._running[-1])
+        moved = self.kv.resize(blocks)
+        self._worth_admitting = True
+        if not moved:
+            return None
+        self._steps_total += 1
+        self._in_flight.append(StepInFlight(self._steps_total, []))
+        return moving_plan(self._steps_total, moved, self._running)
 
     def reset_prefix_cache(self) -> None:
         self.kv.reset_prefix_cache()

@@ -3,10 +3,12 @@ awaited. Decides nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import EngineError
-from holdfast.records import AdapterFetch, Row, SequenceStart, StepPlan, StepResult, TableWrite
+from holdfast.kvcache import Tier
+from holdfast.records import AdapterFetch, BlockCopy, Row, SequenceStart, StepPlan, StepResult, TableWrite
 from holdfast.scheduler.sequence import Sequence
 
 
@@ -81,3 +83,16 @@ class StepInFlight:
                 needed=f"{sampling} tokens and {sum(scored)} scores of prompts",
                 found=f"{len(result.token_ids)} tokens, {len(result.logprobs)} logprobs and {sum(counts)} scores",
             )
+
+
+def moving_plan(step_id: int, moved: Mapping[int, int], running: Iterable[Sequence]) -> StepPlan:
+    """A step without rows: pages change places, and who runs learns where its own are."""
+    return StepPlan(
+        step_id=step_id,
+        copies=[BlockCopy(0, Tier.DEVICE, source, Tier.DEVICE, target, True) for source, target in moved.items()],
+        table_writes=[
+            TableWrite(sequence.slot, group, 0, list(table))
+            for sequence in running
+            for group, table in enumerate(sequence.book.tables)
+        ],
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from holdfast.server.endpoints.docs_page import POLICY, page
 from holdfast.server.endpoints.invocations import Invocations
 from holdfast.server.endpoints.llama_cpp import LlamaCpp, aliases
 from holdfast.server.endpoints.lora import LoraEndpoints
-from holdfast.server.endpoints.memory import memory_endpoint
+from holdfast.server.endpoints.memory import MemoryEndpoint
 from holdfast.server.endpoints.openapi import document
 from holdfast.server.endpoints.pooling.embeddings import Embeddings
 from holdfast.server.endpoints.pooling.prompt_vectors import PromptVectors
@@ -63,27 +65,24 @@ from holdfast.server.response.llama_cpp import NativeShape, with_llama_members
 from holdfast.server.response.serialize import chat_shape, completion_shape
 from holdfast.server.schema.ignored import HEADER
 from holdfast.server.settings import ServerSettings
+from holdfast.server.ui.routes import ui_routes
+from holdfast.server.ui.state import StateKeeper, status_of
 
 server_log = logging.getLogger("holdfast.server")
 
 _OFF = frozenset({"false", "0", "no", "off"})
+_REASONS = {
+    "draining": "the server is shutting down",
+    "restarting": "the engine process exited and is being restarted",
+    "loading": "the model is loading",
+}
+"""Of a status of /health; a dead or hung engine has its own."""
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """Starts nothing: whoever runs the application starts the engine too (`server.run.serve` does both)."""
 
-    def info() -> EngineInfo | None:
-        return engine.info if engine.ready or engine.unresponsive is not None else None
-
-    metrics = ServingMetrics(
-        settings.served_model_names[0],
-        stats=engine.stats,
-        info=info,
-        memory=engine.memory,
-        sleeping=lambda: engine.sleeping,
-        restarts=lambda: (engine.restarts - engine.hangs, engine.hangs),
-        hung=lambda: engine.unresponsive is not None,
-    )
+    metrics = _metrics(engine, settings)
     engine.on_step(metrics.observe_step)
     room = LogprobBudget(most_waiting=settings.max_queued_requests)
     workers, pool = TemplateWorkers(), TokenizePool()
@@ -106,7 +105,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/metrics/", plain.metrics, methods=["GET"]),
-        Route("/memory", memory_endpoint(engine), methods=["GET"]),
+        *MemoryEndpoint(engine, settings).routes,
         *Sleeping(engine, settings).routes,
         *LlamaCpp(engine, settings, workers, pool).routes,
     ]
@@ -118,6 +117,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     routes += absent_routes(lora=lora is not None)
     routes += [] if lora is None else lora.routes
     routes += [] if settings.disable_docs else _documentation(settings, lora=lora is not None)
+    keeper = StateKeeper(engine, settings, metrics) if settings.ui else None
+    routes += [] if keeper is None else ui_routes(keeper, with_key=bool(settings.api_key or settings.api_key_file))
 
     async def refuse(request: Request, error: Exception) -> Response:
         failure = _as_failure(error)
@@ -144,10 +145,26 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.router.redirect_slashes = False
     app.state.metrics = metrics
     app.state.tally = tally
+    app.state.ui = keeper
     app.state.response_store = store
     app.state.template_workers = workers
     app.state.tokenize_pool = pool
     return app
+
+
+def _metrics(engine: Engine, settings: ServerSettings) -> ServingMetrics:
+    def info() -> EngineInfo | None:
+        return engine.info if engine.ready or engine.unresponsive is not None else None
+
+    return ServingMetrics(
+        settings.served_model_names[0],
+        stats=engine.stats,
+        info=info,
+        memory=engine.memory,
+        sleeping=lambda: engine.sleeping,
+        restarts=lambda: (engine.restarts - engine.hangs, engine.hangs),
+        hung=lambda: engine.unresponsive is not None,
+    )
 
 
 def _generating(
@@ -180,9 +197,24 @@ def close_app(app: Starlette) -> None:
     app.state.tokenize_pool.close()
 
 
+@contextlib.contextmanager
+def watched(app: Starlette) -> Iterator[Coroutine[Any, Any, None] | None]:
+    """While it is served, the page hears the log; what is given is to be run beside it, and takes its samples."""
+    keeper: StateKeeper | None = app.state.ui
+    if keeper is None:
+        yield None
+        return
+    logger = logging.getLogger("holdfast")
+    logger.addHandler(keeper.log)
+    try:
+        yield keeper.history.run()
+    finally:
+        logger.removeHandler(keeper.log)
+
+
 def _documentation(settings: ServerSettings, *, lora: bool) -> list[Route]:
     with_key = bool(settings.api_key or settings.api_key_file)
-    described = document(settings.version, with_key=with_key, lora=lora, strict=settings.strict_fields)
+    described = document(settings.version, with_key=with_key, lora=lora, ui=settings.ui, strict=settings.strict_fields)
 
     async def openapi(request: Request) -> Response:
         return json_response(described)
@@ -257,21 +289,14 @@ class _Plain:
 
     async def health(self, request: Request) -> Response:
         engine = self._engine
-        if engine.ready:
-            return json_response({"status": "ready"})
-        if engine.sleeping:  # Alive, as vLLM says of it; who must know asks /is_sleeping.
-            return json_response({"status": "sleeping"})
-        failure = engine.failure
-        if failure is not None:
-            body: dict[str, Any] = {"status": "dead", "reason": failure.message, "code": failure.code}
-        elif engine.draining:
-            body = {"status": "draining", "reason": "the server is shutting down"}
-        elif (hung := engine.unresponsive) is not None:
-            body = {"status": "hung", "reason": hung.message, "code": hung.code}
-        elif engine.restarts:
-            body = {"status": "restarting", "reason": "the engine process exited and is being restarted"}
-        else:
-            body = {"status": "loading", "reason": "the model is loading"}
+        body: dict[str, Any] = {"status": status_of(engine)}
+        if body["status"] in ("ready", "sleeping"):  # Alive, as vLLM says; who must know asks /is_sleeping.
+            return json_response(body)
+        failure = engine.failure or engine.unresponsive
+        if body["status"] in _REASONS:
+            body["reason"] = _REASONS[body["status"]]
+        elif failure is not None:
+            body |= {"reason": failure.message, "code": failure.code}
         if engine.starting:
             body["progress"] = engine.starting
         return json_response(body, UNAVAILABLE, {"Retry-After": str(self._settings.retry_after_s)})

@@ -18,7 +18,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from starlette.applications import Starlette
 from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.observability.logs import ThroughputLog
-from holdfast.server.app import close_app
+from holdfast.server.app import close_app, watched
 from holdfast.server.http import connection
 from holdfast.server.http.accept import Accepting, allow_connections
 from holdfast.server.http.middleware import Tally
@@ -177,13 +177,15 @@ async def serve(
     on_ready: Callable[[], None] | None = None,
     on_fatal: Callable[[BaseException], None] | None = None,
     throughput: ThroughputLog | None = None,
+    on_reload: Callable[[], Awaitable[None]] | None = None,
     handle_signals: bool = True,
     tls: ssl.SSLContext | None = None,
 ) -> int:
     """Serves an application of `create_app` until a signal or a failed start and returns the exit code; cancelling it
     ends it at once.
 
-    `on_fatal` says the error that ends the server; without one its message is printed. `listener` is from `bind`;
+    `on_fatal` says the error that ends the server; without one its message is printed. `on_reload` is called at
+    SIGUSR1. `listener` is from `bind`;
     without one it is bound here. Raises ConfigurationError when it cannot be. Off the main thread signals cannot be
     handled: pass handle_signals=False there.
     """
@@ -200,10 +202,11 @@ async def serve(
     )
     server = _Server(config, allow_connections(max_connections), tls)
     patience = SlowClientMonitor(lambda: cast("set[SlowClient]", server.server_state.connections), write_timeout_s)
-    life = _Life(engine, server, drain_timeout_s, patience, on_fatal or _say)
+    life = _Life(engine, server, drain_timeout_s, patience, on_fatal or _say, on_reload)
     with _removed_at_end(listener), life.hearing_signals() if handle_signals else contextlib.nullcontext():
         try:
-            return await life.run(listener, on_ready, throughput)
+            with watched(app) as watching:
+                return await life.run(listener, on_ready, throughput, watching)
         finally:
             close_app(app)
             log.info("stopped: %s", life.story(app.state.tally))
@@ -219,9 +222,12 @@ class _Life:
         drain_timeout_s: float,
         patience: SlowClientMonitor,
         on_fatal: Callable[[BaseException], None],
+        on_reload: Callable[[], Awaitable[None]] | None,
     ) -> None:
         self._engine = engine
         self._on_fatal = on_fatal
+        self._on_reload = on_reload
+        self._reloads = asyncio.Queue[None](maxsize=1)
         self._server = server
         self._drain_timeout_s = drain_timeout_s
         self._patience = patience
@@ -246,11 +252,16 @@ class _Life:
         listener: socket.socket,
         on_ready: Callable[[], None] | None,
         throughput: ThroughputLog | None,
+        watching: Coroutine[Any, Any, None] | None,
     ) -> int:
         listening = asyncio.create_task(self._server.serve(sockets=[listener]))
         beside = [asyncio.create_task(self._patience.run())]
         if throughput is not None:
             beside.append(asyncio.create_task(throughput.run()))
+        if watching is not None:
+            beside.append(asyncio.create_task(watching))
+        if self._on_reload is not None:
+            beside.append(asyncio.create_task(self._reload_when_told(self._on_reload)))
         try:
             return await self._live(listening, on_ready)
         finally:
@@ -263,11 +274,24 @@ class _Life:
         loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_sigusr1)  # Which ends a process that does not hear it.
         try:
             yield
         finally:
-            for number in numbers:
+            for number in (*numbers, signal.SIGUSR1):
                 loop.remove_signal_handler(number)
+
+    def _on_sigusr1(self) -> None:
+        with contextlib.suppress(asyncio.QueueFull):  # One that is still to be heard will do.
+            self._reloads.put_nowait(None)
+
+    async def _reload_when_told(self, reload: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await self._reloads.get()
+            try:
+                await reload()
+            except Exception:
+                log.exception("reading the settings again failed; they stay as they are")
 
     def _on_signal(self, number: signal.Signals) -> None:
         # The second one must also be heard while the last bytes are being sent.

@@ -28,6 +28,8 @@ class ServerSettings:
     """Further ones, one a line; read again when it changes."""
     enable_sleep_mode: bool = False
     """Whether /sleep and /wake_up may be asked."""
+    may_change_memory: bool = False
+    """Whether POST /memory may be asked: by clients with a key, or where all are on this machine."""
     force_include_usage: bool = False
     """Whether every chunk of every stream tells its usage, asked for or not."""
     strict_fields: bool = False
@@ -36,6 +38,8 @@ class ServerSettings:
     """Whether /tokenizer_info is answered: a chat template may be its maker's secret."""
     disable_docs: bool = False
     """No /docs, no /openapi.json."""
+    ui: bool = True
+    """Whether the page is served at / and /ui."""
     public_metrics: bool = False
     """Whether /metrics is answered without a key, as in vLLM."""
     allowed_origins: tuple[str, ...] = ()

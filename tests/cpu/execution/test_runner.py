@@ -59,7 +59,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "twice": {"rows": [Row(0, 6, 1, True), Row(0, 6, 1, True)]},
     "never started": {"rows": [Row(3, 0, 1, False)]},
     "over budget": {"starts": [start(1, [1] * 250)], "rows": [Row(1, 0, 250, False), Row(0, 6, 7, False)]},
-    "copies": {"copies": [BlockCopy(0, 0, 1, 1, 2, True)]},
+    "copies between tiers": {"copies": [BlockCopy(0, 0, 1, 1, 2, True)]},
+    "copies of no page": {"copies": [BlockCopy(0, 0, 0, 0, 2, True)]},
+    "copies beyond the pool": {"copies": [BlockCopy(0, 0, 1, 0, 1 << 20, True)]},
 }
 
 
@@ -244,3 +246,28 @@ def test_products_leave_torch_as_they_found_it() -> None:
     assert bool(torch.backends.mkldnn.enabled) == before
     with lean_products(torch.bfloat16, CPU):
         assert bool(torch.backends.mkldnn.enabled) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_smaller_pool_gives_its_memory_back(dtype: torch.dtype) -> None:
+    layout = KVLayout(
+        groups=form_groups([None])[0], block_tokens=16, layers_per_page=1, kv_heads=8, head_dim=1024,
+        element_bytes=dtype.itemsize,
+    )  # fmt: skip
+    blocks = (64 << 20) // layout.page_bytes
+    kv = KVStore(layout, blocks // 2, CPU, dtype, most_blocks=blocks)
+    before = PeakMemory.resident_bytes()
+    kv.resize(blocks)
+    raw = kv.pages.view(torch.uint8)
+    raw[1:] = torch.arange(1, blocks, dtype=torch.uint8).view(-1, *[1] * (raw.dim() - 1))
+    full = PeakMemory.resident_bytes()
+    assert full - before > 60 << 20
+    kv.move([BlockCopy(0, 0, blocks - 1, 0, 2, True), BlockCopy(0, 0, blocks - 2, 0, 5, True)])
+    kv.resize(8)
+    assert full - PeakMemory.resident_bytes() > 50 << 20
+    held = [0, 1, blocks - 1, 3, 4, blocks - 2, 6, 7]
+    assert [int(page.max()) for page in raw[:8]] == [int(page.min()) for page in raw[:8]] == [one % 256 for one in held]
+    assert not raw[9:].any()
+    for wrong in (1, blocks + 1):
+        with pytest.raises(EngineError, match="so many pages"):
+            kv.resize(wrong)

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import httpx
 import openai
@@ -19,9 +20,15 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def server(module_server):
-    flags = ("--kv-cache-memory-bytes", "128MiB", "--max-model-len", "2048", "--drain-timeout", str(PATIENCE_S))
-    return module_server(*flags).wait_ready()
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("settings") / "holdfast.toml"
+    path.write_text('max_model_len = 2048\nkv_cache_memory_bytes = "128MiB"\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(module_server, config):
+    return module_server("--config", str(config), "--drain-timeout", str(PATIENCE_S)).wait_ready()
 
 
 def test_the_start_fits_on_a_screen(server) -> None:
@@ -79,6 +86,29 @@ def test_chat_in_the_terminal(server) -> None:
     )
     assert said.returncode == 0, said.stderr
     assert "The capital of France is Paris." in said.stdout
+
+
+def test_sigusr1_reads_the_config_again(server, config) -> None:
+    """What can be changed while serving is, and the rest is said; a file that is wrong changes nothing."""
+
+    def after_signal(line: str) -> None:
+        server.process.send_signal(signal.SIGUSR1)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while line not in server.log and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert line in server.log
+
+    after_signal("nothing has changed")
+    before = config.read_text()
+    config.write_text(before + 'ram = "1500MiB"\nmax_queued_requests = 77\n')
+    after_signal("memory budget changed to 1.46 GiB: KV pool")
+    assert "only a restart takes it over: --max-queued-requests" in server.log
+    assert httpx.get(f"{server.url}/memory", timeout=PATIENCE_S).json()["tiers"][0]["budget_bytes"] == 1500 << 20
+    config.write_text(before + 'ram = "200MiB"\n')
+    after_signal("the memory budget stays as it is: the model does not fit in memory")
+    config.write_text("max_model_len = [")
+    after_signal("the settings could not be read again")
+    assert httpx.get(f"{server.url}/memory", timeout=PATIENCE_S).json()["tiers"][0]["budget_bytes"] == 1500 << 20
 
 
 async def test_sigterm_in_the_middle_of_answers_of_the_real_model(server) -> None:

@@ -7,6 +7,7 @@ nothing is lost either is what other devices will stand on.
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +22,15 @@ from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.startup.build import build_core, find_model
 from holdfast.errors import EngineError
 from holdfast.kvcache import KVCache
-from holdfast.records import Failure, FinishReason, Request, SamplingParams, StepFailure, StructuredOutputsParams
+from holdfast.records import (
+    EngineOutput,
+    Failure,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepFailure,
+    StructuredOutputsParams,
+)
 from holdfast.records.structured import Vocabulary
 from holdfast.scheduler import Scheduler
 from holdfast.text.structured.client import GrammarService
@@ -175,6 +184,31 @@ def test_answers_with_a_form_are_those_of_the_plain_loop(built, service, blocks,
     calls, real = itertools.count(), masks.StepMasks.rows
     monkeypatch.setattr(masks.StepMasks, "rows", lambda step: {} if next(calls) % 5 == 1 else real(step))
     assert run(formed(core_with(built, 1, blocks), service), requests, abort_after) == plain
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_answers_are_the_same_while_the_pool_is_resized(built, service, steps_ahead) -> None:
+    """At random, as often as not to so few pages that some must wait."""
+    requests, blocks = [held(place) for place in range(12)], built.runner.kv.blocks
+    plain = run(formed(core_with(built, 0, 120), service), requests, {})
+    core, dice, sizes = formed(core_with(built, steps_ahead, 120), service), random.Random(), set[int]()
+    least, step = core.scheduler.least_blocks, core.step
+
+    def resized() -> list[EngineOutput]:
+        if dice.random() < 0.3:
+            sizes.add(size := dice.randint(least, 120))
+            core.resize_kv(size)
+            core.runner.kv.pages[size:].fill_(float("nan"))
+        return step()
+
+    core.step = resized
+    try:
+        assert run(core, requests, {}) == plain
+        assert core.scheduler.kv.blocks_total + 1 in sizes
+        with pytest.raises(EngineError, match="so many pages"):
+            core.resize_kv(least - 1)
+    finally:
+        built.runner.resize_kv(blocks)
 
 
 def test_answers_with_a_form_are_in_every_step(built, service, monkeypatch) -> None:

@@ -125,7 +125,7 @@ engine = {engine}
 if {paused}:
     engine.pause()
     engine.step()  # Of the first answer its first token.
-    signal.signal(signal.SIGUSR1, lambda *_: engine.resume())
+    signal.signal(signal.SIGUSR2, lambda *_: engine.resume())
 listener = bind("127.0.0.1", 0)
 app = create_app(engine, ServerSettings(served_model_names=("fake",), access_log=json_lines(sys.stderr)))
 print(listener.getsockname()[1], flush=True)
@@ -199,7 +199,7 @@ def test_sigterm_lets_running_requests_finish_and_exits_0(launch_program):
             refused = http.post("/v1/chat/completions", json=body)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             assert "retry-after" in refused.headers
-            os.kill(program.process.pid, signal.SIGUSR1)
+            os.kill(program.process.pid, signal.SIGUSR2)
             assert list(lines)[-2] == "data: [DONE]"
         for other in others:
             assert other.result().json()["usage"]["completion_tokens"] == 60

@@ -29,6 +29,25 @@ def test_there_is_nothing_to_account_for_while_loading(launch) -> None:
     assert "Retry-After" in refused.headers
 
 
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"rum": "1GiB"}, "rum"), ({}, "ram"), ({"ram": "1GiB", "vram": "1GiB"}, "ram"), ({"ram": "much"}, "ram"),
+        ({"ram": True}, "ram"), ({"ram": 0}, "ram"), ({"vram": [1]}, "vram"),
+    ],
+)  # fmt: skip
+def test_a_budget_that_cannot_be_read_is_refused(launch, asked, param) -> None:
+    with launch(may_change_memory=True).client() as http:
+        refused = http.post("/memory", json=asked)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_a_budget_is_not_changed_by_just_anybody(http) -> None:
+    refused = http.post("/memory", json={"ram": "1GiB"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_enabled")
+    assert "--api-key" in refused.json()["error"]["message"]
+
+
 def test_ps_shows_a_ready_server_with_its_table(launch, capsys: pytest.CaptureFixture[str]) -> None:
     server = launch(FakeEngine())
     assert main(["ps", f"127.0.0.1:{server.port}"]) == 0

@@ -11,7 +11,7 @@ import pytest
 from holdfast.engine.fake import FakeEngine
 from holdfast.server.app import create_app
 from holdfast.server.endpoints.unsupported import LORA, PATHS
-from holdfast.server.http.paths import ALIASES
+from holdfast.server.http.paths import ALIASES, UI_OPEN
 from holdfast.server.schema import fields
 from holdfast.server.schema.auxiliary import DetokenizeBody
 from holdfast.server.schema.pooling import EmbeddingBody
@@ -40,7 +40,7 @@ def test_every_route_is_described_and_nothing_else(described):
         (re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path), method.lower())
         for route in app.routes
         for method in route.methods - {"HEAD"}
-        if route.path not in {*PATHS, *LORA, *ALIASES, "/metrics/"}
+        if route.path not in {*PATHS, *LORA, *ALIASES, *UI_OPEN, "/metrics/"}
     }
     told = {(path, method) for path, methods in described["paths"].items() for method in methods}
     assert told | {("/openapi.json", "get"), ("/docs", "get")} == routes

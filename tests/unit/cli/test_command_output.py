@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.commands import plan, ps
+from holdfast.cli.commands import plan
+from holdfast.cli.commands.running import ps
 from holdfast.cli.commands.stored import models
 from holdfast.cli.main import main
 from holdfast.cli.output import say, unforeseen

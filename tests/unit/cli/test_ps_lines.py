@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.checkpoints import ModelFiles
-from holdfast.cli.commands.ps import lines
+from holdfast.cli.commands.running.ps import lines
 from holdfast.config import EngineConfig
 from holdfast.engine.fake import FakeEngine
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from deadlines import PATIENCE_S
 
-from holdfast.cli.commands.stop import _chosen, stop
+from holdfast.cli.commands.running.stop import _chosen, stop
 from holdfast.cli.main import main
 from holdfast.cli.servers import background, registry
 from holdfast.cli.servers.background import is_called

@@ -155,6 +155,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = list(self.engine.unfinished)
         self.engine.abort(unfinished[choice % len(unfinished)])
 
+    @rule(more=st.integers(0, 50))
+    def resize(self, more):
+        """Pages come and go while answers go on; what lay in those that go is read where it was moved to."""
+        self.engine.resize(self.engine.scheduler.least_blocks + more)
+
     @rule()
     def reset(self):
         self.engine.scheduler.reset_prefix_cache()

@@ -9,7 +9,7 @@ import logging
 import os
 import shlex
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,9 +136,11 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         public_metrics=server_config.public_metrics,
         strict_fields=server_config.strict_fields,
         disable_docs=server_config.disable_docs,
+        ui=server_config.ui,
         enable_tokenizer_info_endpoint=server_config.enable_tokenizer_info_endpoint,
         force_include_usage=server_config.enable_force_include_usage,
         enable_sleep_mode=engine_config.enable_sleep_mode,
+        may_change_memory=_trusted(server_config),
         allowed_origins=server_config.allowed_origins,
         allowed_methods=server_config.allowed_methods,
         allowed_headers=server_config.allowed_headers,
@@ -213,7 +215,9 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse) -> 
     given = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
     settings = {name: value for name, value in vars(arguments).items() if name in given}
     try:
-        return _run(engine_config, server_config, early, words, settings, said_of(arguments))
+        return _run(
+            engine_config, server_config, early, words, settings, said_of(arguments), lambda: read_settings(arguments)
+        )
     except HoldfastError as error:
         say_fatal(error, words, _command_instead(error, words, parse))
         return 2 if isinstance(error, ConfigurationError) else 1
@@ -236,10 +240,12 @@ def _run(
     words: tuple[str, ...],
     given: Mapping[str, Any],
     without_effect: str | None,
+    read_again: Callable[[], tuple[EngineConfig, ServerConfig]],
 ) -> int:
     import holdfast
     from holdfast.checkpoints import DEFAULT_MODEL
     from holdfast.cli.servers.register import ServerEntry
+    from holdfast.cli.servers.reload import SettingsReload
     from holdfast.engine.process.client import ProcessEngine
     from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
     from holdfast.engine.startup.plan_lines import log_plan
@@ -272,7 +278,7 @@ def _run(
         certificate=server_config.ssl_certfile,
         words=words,
     )
-    engine_config = settle_device(engine_config)
+    asked_config, engine_config = engine_config, settle_device(engine_config)
     model = find_model(engine_config)
     entry.found(names=server_config.served_model_name or (model.files.name,), path=model.files.path)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
@@ -294,6 +300,7 @@ def _run(
         tls=tls,
         on_ready=lambda: _log_ready(engine, settings, reach),
         on_fatal=lambda error: say_fatal(error, words),
+        on_reload=SettingsReload(engine, asked_config, server_config, read_again),
         throughput=None if server_config.disable_log_stats else ThroughputLog(app.state.metrics, engine.stats),
     )
 
@@ -338,6 +345,8 @@ def _log_ready(engine: Engine, settings: ServerSettings, reach: _Reach) -> None:
         log.info("Ready: %s (try: %s %s/v1/models)", reach.socket_path, curl, url)
         return
     log.info("Decisions and all memory: %sholdfast ps -v %s", key, url)
+    if settings.ui:
+        log.info("To watch and try it: %s/ in a browser, or %sholdfast top %s", url, key, url)
     if reach.loopback:
         safely = "" if needs_key else " --api-key KEY"
         log.info("Reached from this machine only; else --host 0.0.0.0%s", safely)

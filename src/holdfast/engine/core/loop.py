@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
-from holdfast.errors import HoldfastError
+from holdfast.errors import EngineError, HoldfastError
 from holdfast.records import EngineOutput, EngineStats, Request, StepPlan, StepResult, TokenMasks
 from holdfast.scheduler import Scheduler
 from holdfast.scheduler.outputs import refused
@@ -32,6 +32,13 @@ class StepRunner(Protocol):
     """Executes plans strictly in the order in which they are submitted."""
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle: ...
+
+    @property
+    def most_blocks(self) -> int:
+        """Pages that the KV pool may grow to, the null page included."""
+
+    def resize_kv(self, blocks: int) -> None:
+        """So many pages may be used from now on; what lies in others is lost."""
 
     def close(self) -> None: ...
 
@@ -55,7 +62,8 @@ class EngineCore:
         self._steps_ahead = steps_ahead
         self._device_bytes = device_bytes
         self._in_flight: deque[StepHandle] = deque()
-        self._ended_at_once: list[EngineOutput] = []
+        self._undelivered: list[EngineOutput] = []
+        """What the next step says besides its own: requests that ended at once, and steps applied before their turn."""
 
     @property
     def on_device(self) -> bool:
@@ -69,23 +77,23 @@ class EngineCore:
         try:
             self.structured_output.begin(request)
         except HoldfastError as error:
-            self._ended_at_once.append(refused(request, error, time.monotonic()))
+            self._undelivered.append(refused(request, error, time.monotonic()))
 
     def _enter(self, request: Request) -> None:
         ended = self.scheduler.add(request, time.monotonic())
         if ended is not None:
             self._end([ended])
-            self._ended_at_once.append(ended)
+            self._undelivered.append(ended)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
         self.structured_output.forget(request_id)
-        self._ended_at_once = [output for output in self._ended_at_once if output.request_id != request_id]
+        self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
 
     @property
     def has_work(self) -> bool:
         unfinished = self.scheduler.has_unfinished or self.structured_output.compiling
-        return bool(self._in_flight or self._ended_at_once) or unfinished
+        return bool(self._in_flight or self._undelivered) or unfinished
 
     def step(self) -> list[EngineOutput]:
         """Whatever stops it in the middle (an error, Ctrl-C) ends every request it holds: see `start_over`."""
@@ -99,14 +107,14 @@ class EngineCore:
         """Drops all requests, steps in flight and cached blocks. Right whatever state an interruption left behind: the
         runner learns a sequence anew when it is started, and reads no page that was not written since."""
         self._in_flight.clear()
-        self._ended_at_once.clear()
+        self._undelivered.clear()
         self.scheduler = self.scheduler.emptied()
         self.structured_output.clear()
 
     def _step(self) -> list[EngineOutput]:
         if self.structured_output.compiling:
             self._enter_compiled()
-        outputs, self._ended_at_once = self._ended_at_once, []
+        outputs, self._undelivered = self._undelivered, []
         while self._in_flight and self._in_flight[-1].late:  # These have sampled nothing that a step could go on from.
             outputs += self._apply_oldest()
         awaiting_mask = self.structured_output.awaiting_mask(ahead=bool(self._in_flight))
@@ -130,18 +138,36 @@ class EngineCore:
 
     def _enter_compiled(self) -> None:
         """Requests whose grammar is compiled, in the order of their arrival; the others need not wait for them."""
-        idle = not (self._in_flight or self._ended_at_once or self.scheduler.has_unfinished)
+        idle = not (self._in_flight or self._undelivered or self.scheduler.has_unfinished)
         for request, problem in self.structured_output.pop_compiled(GRAMMAR_WAIT_S if idle else 0.0):
             if problem is None:
                 self._enter(request)
             else:
-                self._ended_at_once.append(refused(request, problem, time.monotonic()))
+                self._undelivered.append(refused(request, problem, time.monotonic()))
 
     def _end(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
         for output in outputs:
             if output.finish_reason is not None:
                 self.structured_output.forget(output.request_id)
         return outputs
+
+    def resize_kv(self, blocks: int) -> None:
+        """The KV pool has so many pages from now on, the null page included. Answers go on: what lies in pages that go
+        is moved, and where there is no room for all, the youngest wait. Raises, and changes nothing, where the pool
+        cannot have so many."""
+        least, most = self.scheduler.least_blocks, self.runner.most_blocks
+        if not least <= blocks <= most:
+            raise EngineError("the KV pool cannot have so many pages", needed=f"{least} to {most}", found=str(blocks))
+        try:
+            while self._in_flight:
+                self._undelivered += self._apply_oldest()
+            moving = self.scheduler.resize(blocks)
+            if moving is not None:
+                self.scheduler.apply(self.runner.submit(moving).result(), time.monotonic())
+            self.runner.resize_kv(blocks)
+        except BaseException:
+            self.start_over()
+            raise
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()

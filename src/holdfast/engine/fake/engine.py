@@ -29,6 +29,7 @@ from holdfast.errors import (
     HoldfastError,
     RequestError,
     SleepingError,
+    UnsupportedOptionError,
 )
 from holdfast.hardware import Resident, resident
 from holdfast.observability.ledger import Ledger, ProcessMemory, make_ledger
@@ -279,6 +280,9 @@ class FakeEngine:
 
     async def reset_prefix_cache(self) -> None:
         self._prefixes.clear()
+
+    async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
+        raise UnsupportedOptionError("a fake engine has no memory to budget", field=tier)
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True

@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
+from holdfast.engine.process.budget import MemoryBudget, Serving
 from holdfast.engine.process.handle import Child, blamed, died, ready
 from holdfast.engine.process.heartbeat import hang_limit
 from holdfast.engine.process.quarantine import CrashQuarantine
@@ -65,11 +66,9 @@ class ProcessEngine:
         """`early`: a process that waits already, for the first start; it is taken over."""
         self._early = early
         self._config = with_located_model(config, model)
-        self._model = model
-        self._tokenizer = tokenizer
+        self._model, self._tokenizer = model, tokenizer
         self._defaults = served_sampling(config, model.files, model.spec)
-        self._plan = plan
-        self._on_progress = on_progress
+        self._plan, self._on_progress = plan, on_progress
         self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
         self._door: Admission | None = None
         self._info: EngineInfo | None = None
@@ -84,19 +83,16 @@ class ProcessEngine:
         self._quarantine = CrashQuarantine()
         self._streams = 0
         self._waiting = Waiting()
-        self._ready = False
-        self._draining = False
-        self._stopping = False
-        self._sleeping = False
+        self._ready = self._draining = self._stopping = self._sleeping = False
         self._turning = asyncio.Lock()
-        """Serializes sleep and wake_up."""
+        """Serializes sleep, wake_up and set_memory_budget."""
+        self._budget = MemoryBudget()
         self._launches = 0
         self._failure: Failure | None = None
         self._restarts = self._hangs = 0
         self._handed_over = False
         self._backoff = RestartBackoff()
-        self._stats = EngineStats()
-        self._stats_before = EngineStats()
+        self._stats = self._stats_before = EngineStats()
         self._listeners: list[Callable[[EngineStats], None]] = []
 
     @property
@@ -300,6 +296,14 @@ class ProcessEngine:
     async def reset_prefix_cache(self) -> None:
         self._send(protocol.ResetPrefixCache())
 
+    async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
+        async with self._turning:
+            if not self._ready or self._draining or self._plan is None:
+                raise EngineError("the engine is not ready, and its budget cannot be changed", fix="try again later")
+            now = Serving(config=self._config, model=self._model, plan=self._plan, info=self.info, pid=self.pid)
+            then = await self._budget.change(now, tier, budget_bytes, self._send)
+            self._config, self._plan, self._info = then.config, then.plan, then.info
+
     async def _end_supervisor(self) -> None:
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -323,9 +327,12 @@ class ProcessEngine:
                 "the engine is not ready yet", fix="wait for /health to answer 200", request_id=request_id
             )
 
-    def _send(self, message: protocol.ToEngine) -> None:
-        if self._child is not None and self._ready:
-            self._child.send(message)
+    def _send(self, message: protocol.ToEngine) -> bool:
+        """False: there is no process that would hear it."""
+        if self._child is None or not self._ready:
+            return False
+        self._child.send(message)
+        return True
 
     def _hand_over(self) -> None:
         """While it restarts, or does not answer, requests simply wait here."""
@@ -382,6 +389,8 @@ class ProcessEngine:
                 while (message := await self._child.receive()) is not None:
                     if isinstance(message, protocol.StepOutputs):
                         self._take(message)
+                    elif isinstance(message, protocol.Resized):
+                        self._budget.answered(message.failure)
                     elif isinstance(message, protocol.Beat):
                         self._hand_over()  # Somebody may have come while it did not answer.
                 await self._bury(self._child)
@@ -397,6 +406,7 @@ class ProcessEngine:
     async def _bury(self, child: Child) -> None:
         """The process has died: all requests wait again, and the one that is the cause is ended."""
         self._ready = False
+        self._budget.died()
         self._restarts += 1
         self._hangs += child.watch.hung
         await child.stop()

@@ -57,9 +57,26 @@ def _hang() -> None:
         time.sleep(3600)
 
 
-class _StopsOnToken:
-    def __init__(self, runner: StepRunner, token: int, stop: Callable[[], None]) -> None:
+class _Faulty:
+    """Whatever is no step goes to the runner as it is."""
+
+    def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
+
+    @property
+    def most_blocks(self) -> int:
+        return self._runner.most_blocks
+
+    def resize_kv(self, blocks: int) -> None:
+        self._runner.resize_kv(blocks)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class _StopsOnToken(_Faulty):
+    def __init__(self, runner: StepRunner, token: int, stop: Callable[[], None]) -> None:
+        super().__init__(runner)
         self._token = token
         self._stop = stop
 
@@ -68,15 +85,13 @@ class _StopsOnToken:
             self._stop()
         return self._runner.submit(plan, masks)
 
-    def close(self) -> None:
-        self._runner.close()
 
-
-class _HasNoMemory:
+class _HasNoMemory(_Faulty):
     """Fails the second step of such a sequence, when its answer has begun. The step is done all the same."""
 
     def __init__(self, runner: StepRunner, token: int) -> None:
-        self._runner, self._token = runner, token
+        super().__init__(runner)
+        self._token = token
         self._slots: dict[int, int] = {}
         """Slots of such sequences, and their steps so far."""
 
@@ -93,9 +108,6 @@ class _HasNoMemory:
                     failure = Failure.of(StepMemoryError("out of memory, on purpose"))
                     failures.append(StepFailure(slot=row.slot, failure=failure))
         return _Failing(self._runner.submit(plan, masks), failures)
-
-    def close(self) -> None:
-        self._runner.close()
 
 
 class _Failing:

@@ -129,12 +129,22 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
                     core.abort(request_id)
             elif isinstance(heard, protocol.ResetPrefixCache):
                 core.scheduler.reset_prefix_cache()
+            elif isinstance(heard, protocol.ResizeKV):
+                socket.send(protocol.encode(_resized(core, heard.blocks)))
             elif isinstance(heard, protocol.Stop):
                 return
             changed = True
         if core.has_work or changed:  # After the last request was aborted nothing steps, but the numbers have changed.
             outputs = core.step()
             socket.send(protocol.encode(protocol.StepOutputs(outputs, core.stats())))
+
+
+def _resized(core: EngineCore, blocks: int) -> protocol.Resized:
+    try:
+        core.resize_kv(blocks)
+    except HoldfastError as error:
+        return protocol.Resized(protocol.pack_failure(error))
+    return protocol.Resized()
 
 
 def _hear(socket: zmq.Socket[bytes]) -> protocol.ToEngine | None:

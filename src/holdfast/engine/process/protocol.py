@@ -32,6 +32,12 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class ResizeKV(msgspec.Struct, frozen=True, tag=True):
+    """The KV pool shall have so many pages, the null page included."""
+
+    blocks: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -50,6 +56,12 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
+class Resized(msgspec.Struct, frozen=True, tag=True):
+    """To a ResizeKV: it has so many, or nothing has changed."""
+
+    failure: Failure | None = None
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """The loop goes round: each second at least, also while there is nothing to do or a step is long."""
 
@@ -59,8 +71,8 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Init | Add | Abort | ResetPrefixCache | Stop
-FromEngine = Loading | Ready | StartFailed | Beat | StepOutputs
+ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | Stop
+FromEngine = Loading | Ready | StartFailed | Resized | Beat | StepOutputs
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

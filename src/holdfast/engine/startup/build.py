@@ -315,7 +315,7 @@ def build_core(
     profile_run_s = time.monotonic() - began_s
     plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
     plan, report = _settled(plan, runner, profile, before, loaded)
-    runner.back_kv(plan.engine.blocks)
+    runner.back_kv(plan.engine.blocks, _most_blocks(plan))
     core = EngineCore(_scheduler(config, plan), runner)
     return core, _info(config, model, plan, runner, report, profile_run_s)
 
@@ -332,6 +332,13 @@ def _build_on_gpu(
     )
     core = EngineCore(_scheduler(config, plan, steps_ahead=1), runner, steps_ahead=1, device_bytes=memory.own_bytes)
     return core, _info(config, model, plan, runner, report)
+
+
+def _most_blocks(plan: Plan) -> int:
+    """Pages that a budget may ever give the pool: more would be of no use, or is not there."""
+    layout, limits = plan.engine.layout, plan.limits
+    useful = layout.blocks_side_by_side(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
+    return min(1 + useful, memory().total_bytes // layout.page_bytes)
 
 
 def _held() -> Resident:

@@ -31,7 +31,7 @@ from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, FoundS
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, halves, is_decode
 from holdfast.execution.kv_scales import Calibration, KVScales
-from holdfast.execution.kv_store import LARGEST
+from holdfast.execution.kv_store import LARGEST, move_pages
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
@@ -212,6 +212,15 @@ class GpuRunner:
         self.kv.back(blocks)
 
     @property
+    def most_blocks(self) -> int:
+        """The pool neither grows nor shrinks while it serves."""
+        return self.kv.blocks
+
+    def resize_kv(self, blocks: int) -> None:
+        if blocks != self.kv.blocks:
+            raise EngineError("the KV pool of a GPU cannot be resized", needed=str(self.kv.blocks), found=str(blocks))
+
+    @property
     def kv_scales(self) -> KVScales:
         return self.decoder.kv_scales
 
@@ -256,6 +265,8 @@ class GpuRunner:
     def _enter(self, plan: StepPlan) -> list[AdapterArrival]:
         """Adapters that are there now."""
         self._books.apply(plan, self.kv.blocks)
+        if plan.copies:
+            move_pages(self.kv.pages, plan.copies)
         arrived = [] if self._adapters is None else self._adapters.places.follow(plan)
         for start in plan.starts:
             self._sampler.start(start)

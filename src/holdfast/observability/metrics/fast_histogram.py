@@ -4,7 +4,7 @@ own; knows nothing of what is observed. Observe on one thread only: nothing is l
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 
@@ -14,13 +14,21 @@ from prometheus_client.utils import floatToGoString
 
 
 class QuickHistogram(Collector):
-    def __init__(self, name: str, help_text: str, buckets: Iterable[float], labels: Mapping[str, str]) -> None:
+    """`between`: edges that are counted by and not shown, so that `quantiles` are finer than the series is."""
+
+    def __init__(
+        self,
+        name: str,
+        help_text: str,
+        buckets: Iterable[float],
+        labels: Mapping[str, str],
+        between: Iterable[float] = (),
+    ) -> None:
         self._name = name
         self._help = help_text
         self._labels = labels
-        self._bounds = [*buckets]
-        if self._bounds[-1] != inf:
-            self._bounds.append(inf)
+        self._shown = {*buckets, inf}
+        self._bounds = sorted({*self._shown, *between})
         self._counts = [0] * len(self._bounds)
         self._sum = 0.0
 
@@ -28,9 +36,30 @@ class QuickHistogram(Collector):
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def counts(self) -> list[int]:
+        """As they are now, to be given to `quantiles` later."""
+        return self._counts.copy()
+
+    def quantiles(self, before: Sequence[int], shares: Sequence[float]) -> list[float | None]:
+        """Of what was observed since `before`; None: nothing was. Between two edges values are taken to lie evenly."""
+        since = [now - then for now, then in zip(self._counts, before, strict=True)]
+        reached = list(accumulate(since))
+        if not reached[-1]:
+            return [None] * len(shares)
+        return [self._at(share * reached[-1], since, reached) for share in shares]
+
+    def _at(self, rank: float, since: Sequence[int], reached: Sequence[int]) -> float:
+        place = next(number for number, count in enumerate(reached) if count >= rank and since[number])
+        low = self._bounds[place - 1] if place else 0.0
+        high = self._bounds[place]
+        if high == inf:
+            return low
+        return low + (high - low) * (rank - (reached[place] - since[place])) / since[place]
+
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
-        bounds = map(floatToGoString, self._bounds)
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        reached = dict(zip(self._bounds, map(float, accumulate(self._counts)), strict=True))
+        shown = sorted(self._shown)
+        buckets = list(zip(map(floatToGoString, shown), map(reached.__getitem__, shown), strict=True))
         family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=self._sum)
         yield family

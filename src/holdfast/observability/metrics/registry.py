@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from holdfast.observability.ledger import Ledger
 from holdfast.observability.metrics.buckets import (
     INTER_TOKEN_BUCKETS_S,
+    LATENCY_EDGES_S,
     N_BUCKETS,
     REQUEST_BUCKETS_S,
     STEP_TOKEN_BUCKETS,
@@ -53,7 +54,9 @@ class ServingMetrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._prompt_total = self._generated_total = 0
+        self._prompt_total = self._generated_total = self._ended_total = self._failed_total = 0
+        self.open_meters: dict[RequestMeter, None] = {}
+        """Of requests that have not ended, in the order in which they came."""
         largest = token_buckets(max_model_len)
 
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
@@ -74,16 +77,20 @@ class ServingMetrics:
         )
         self.success = {reason: self._success.labels(model_name, ENGINE, reason.value) for reason in FinishReason}
         self.iteration_tokens = self._quick("iteration_tokens_total", "Tokens per engine step.", STEP_TOKEN_BUCKETS)
-        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
+        self.ttft = self._quick(
+            "time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S, LATENCY_EDGES_S
+        )
         self.inter_token = self._quick(
-            "inter_token_latency_seconds", "Inter-token latency in seconds.", INTER_TOKEN_BUCKETS_S
+            "inter_token_latency_seconds", "Inter-token latency in seconds.", INTER_TOKEN_BUCKETS_S, LATENCY_EDGES_S
         )
         self.time_per_token = self._histogram(
             "request_time_per_output_token_seconds",
             "Mean time per output token after the first.",
             INTER_TOKEN_BUCKETS_S,
         )
-        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
+        self.e2e = self._quick(
+            "e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S, LATENCY_EDGES_S
+        )
         self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to first step.", REQUEST_BUCKETS_S)
         self.prefill_time = self._histogram(
             "request_prefill_time_seconds", "First step to first token.", REQUEST_BUCKETS_S
@@ -120,10 +127,12 @@ class ServingMetrics:
         parent = Histogram(f"vllm:{name}", help_text, LABELS, buckets=tuple(buckets), registry=self.registry)
         return parent.labels(self._model_name, ENGINE)
 
-    def _quick(self, name: str, help_text: str, buckets: Iterable[float]) -> QuickHistogram:
-        """For what is observed at every token."""
+    def _quick(
+        self, name: str, help_text: str, buckets: Iterable[float], between: Iterable[float] = ()
+    ) -> QuickHistogram:
+        """For what is observed at every token, or asked for its quantiles."""
         labels = {"model_name": self._model_name, "engine": ENGINE}
-        made = QuickHistogram(f"vllm:{name}", help_text, buckets, labels)
+        made = QuickHistogram(f"vllm:{name}", help_text, buckets, labels, between)
         self.registry.register(made)
         return made
 
@@ -132,8 +141,22 @@ class ServingMetrics:
         if stats.step_tokens:
             self.iteration_tokens.observe(stats.step_tokens)
 
-    def open_request(self, *, prompt_tokens: int, max_tokens: int, n: int) -> RequestMeter:
-        return RequestMeter(self, prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
+    def open_request(
+        self, *, prompt_tokens: int, max_tokens: int, n: int, request_id: str = "", model: str = ""
+    ) -> RequestMeter:
+        meter = RequestMeter(self, prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
+        meter.request_id, meter.model = request_id, model
+        self.open_meters[meter] = None
+        return meter
+
+    def ended_totals(self) -> tuple[int, int]:
+        """Answers that have ended so far, and of these how many failed."""
+        return self._ended_total, self._failed_total
+
+    def count_ended(self, reason: FinishReason, answers: int = 1) -> None:
+        self.success[reason].inc(answers)
+        self._ended_total += answers
+        self._failed_total += answers if reason is FinishReason.ERROR else 0
 
     def token_totals(self) -> tuple[int, int]:
         """Prompt tokens and generated tokens so far."""
@@ -160,7 +183,7 @@ class ServingMetrics:
         self.prefill_computed.observe(prompt_tokens - cached_tokens)
         self.request_prompt_tokens.observe(prompt_tokens)
         self.e2e.observe(latency_s)
-        self.success[FinishReason.STOP].inc()
+        self.count_ended(FinishReason.STOP)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -171,9 +194,12 @@ class RequestMeter:
 
     def __init__(self, metrics: ServingMetrics, *, prompt_tokens: int, max_tokens: int, n: int) -> None:
         self._metrics = metrics
-        self._prompt_tokens = prompt_tokens
+        self.request_id = self.model = ""
+        """As the access log has them."""
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
         self._open = set(range(n))
-        self._arrival_s = time.monotonic()
+        self.arrival_s = time.monotonic()
         self._last_token_s: dict[int, float] = {}
         self._generated = dict.fromkeys(range(n), 0)
         self._cached_tokens: int | None = None
@@ -182,17 +208,42 @@ class RequestMeter:
         metrics.params_max_tokens.observe(max_tokens)
         metrics.params_n.observe(n)
 
+    @property
+    def generated_tokens(self) -> int:
+        """Of all its answers."""
+        return sum(self._generated.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._cached_tokens or 0
+
+    @property
+    def answering(self) -> int:
+        """Answers that have a token and have not ended."""
+        return len(self._open & self._last_token_s.keys())
+
+    @property
+    def open_answers(self) -> int:
+        return len(self._open)
+
+    def tokens_per_s(self) -> float | None:
+        """Since its first token, over all answers; None: there is no second one yet."""
+        if self.ttft_s is None:
+            return None
+        elapsed_s = max(self._last_token_s.values()) - self.arrival_s - self.ttft_s
+        return (self.generated_tokens - 1) / elapsed_s if elapsed_s > 0 else None
+
     def delta(self, delta: AnswerDelta) -> None:
         metrics, count = self._metrics, len(delta.token_ids)
         if count:
             now_s = time.monotonic()
             if self.ttft_s is None:
-                self.ttft_s = now_s - self._arrival_s
+                self.ttft_s = now_s - self.arrival_s
                 metrics.ttft.observe(self.ttft_s)
-                metrics.count_tokens(prompt=self._prompt_tokens)
+                metrics.count_tokens(prompt=self.prompt_tokens)
             if self._cached_tokens is None and delta.index == 0:
                 self._cached_tokens = delta.cached_tokens
-                metrics.count_sources(self._prompt_tokens, delta.cached_tokens)
+                metrics.count_sources(self.prompt_tokens, delta.cached_tokens)
             last_s = self._last_token_s.get(delta.index)
             # Several tokens in one delta came at the same moment: the wait is shared among them.
             if last_s is not None:
@@ -208,7 +259,7 @@ class RequestMeter:
         metrics, timing = self._metrics, delta.timing
         self._open.discard(delta.index)
         assert delta.finish_reason is not None
-        metrics.success[delta.finish_reason].inc()
+        metrics.count_ended(delta.finish_reason)
         metrics.request_generation_tokens.observe(self._generated[delta.index])
         if timing is not None:
             metrics.e2e.observe(timing.finished_s - timing.arrival_s)
@@ -223,12 +274,13 @@ class RequestMeter:
     def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Answers that have not ended count as ended for `reason`."""
         if self.ttft_s is not None:
-            self._metrics.request_prompt_tokens.observe(self._prompt_tokens)
+            self._metrics.request_prompt_tokens.observe(self.prompt_tokens)
             self._metrics.request_max_generation_tokens.observe(max(self._generated.values()))
         if self._cached_tokens is not None:
-            self._metrics.prefill_computed.observe(self._prompt_tokens - self._cached_tokens)
-        self._metrics.success[reason].inc(len(self._open))
+            self._metrics.prefill_computed.observe(self.prompt_tokens - self._cached_tokens)
+        self._metrics.count_ended(reason, len(self._open))
         self._open.clear()
+        self._metrics.open_meters.pop(self, None)
 
 
 class _EngineCollector(Collector):

@@ -1,19 +1,67 @@
-"""GET /memory: the ledger as JSON, as it stands now. Counts nothing; docs/memory.md says what the fields mean."""
+"""/memory: the ledger as JSON, as it stands now, and another budget while the server runs. Counts nothing;
+docs/memory.md says what the fields mean."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from holdfast.engine.interface import Engine
-from holdfast.server.http.errors import UNAVAILABLE, HttpFailure, json_response
+from holdfast.errors import ConfigurationError, DoesNotFitError, HoldfastError, RequestError
+from holdfast.observability.ledger import Ledger
+from holdfast.server.http.errors import FORBIDDEN, UNAVAILABLE, HttpFailure, json_response
+from holdfast.server.http.request_body import read_body
+from holdfast.server.request.parse import decode_object
+from holdfast.server.settings import ServerSettings
+from holdfast.units import parse_bytes, shorten
+
+MAX_BODY_BYTES = 4 << 10
+TIERS = ("ram", "vram")
 
 
-def memory_endpoint(engine: Engine) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        ledger = engine.memory()
+class MemoryBody(msgspec.Struct, kw_only=True):
+    """One of them: a size as the flag of the same name takes it (8GiB), or bytes."""
+
+    ram: str | int | None = None
+    vram: str | int | None = None
+
+
+class MemoryEndpoint:
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self._engine, self._settings = engine, settings
+        self.routes = [
+            Route("/memory", self.report, methods=["GET"]),
+            Route("/memory", self.change, methods=["POST"]),
+        ]
+
+    async def report(self, request: Request) -> Response:
+        return json_response(self._ledger())
+
+    async def change(self, request: Request) -> Response:
+        """The ledger once the budget holds; whoever may ask can take memory from others, or slow everybody down."""
+        if not self._settings.may_change_memory:
+            raise HttpFailure(
+                FORBIDDEN,
+                "the memory budget can be changed only where clients need a key or are on this machine: start the "
+                "server with --api-key",
+                kind="invalid_request_error",
+                code="not_enabled",
+            )
+        body = await read_body(request.scope, request.receive, MAX_BODY_BYTES, self._settings.body_timeout_s)
+        tier, size = _asked(decode_object(body))
+        try:
+            await self._engine.set_memory_budget(tier, size)
+        except (ConfigurationError, DoesNotFitError) as error:  # Of a start they end the server; here nothing changed.
+            raise _refused(error, tier) from error
+        return json_response(self._ledger())
+
+    def _ledger(self) -> Ledger:
+        ledger = self._engine.memory()
         if ledger is None:
             raise HttpFailure(
                 UNAVAILABLE,
@@ -22,6 +70,30 @@ def memory_endpoint(engine: Engine) -> Callable[[Request], Awaitable[Response]]:
                 code="loading",
                 retry=True,
             )
-        return json_response(ledger)
+        return ledger
 
-    return answer
+
+def _asked(body: dict[str, Any]) -> tuple[str, int]:
+    for name in body:
+        if name not in TIERS:
+            shown = shorten(name)
+            raise RequestError(f"unknown field {shown!r}", needed=" or ".join(TIERS), field=shown)
+    asked = {name: size for name, size in body.items() if size is not None}
+    if len(asked) != 1:
+        raise RequestError("one budget is to be set", needed='{"ram": "8GiB"} or {"vram": "20GiB"}', field="ram")
+    ((tier, size),) = asked.items()
+    with contextlib.suppress(ConfigurationError):
+        if isinstance(size, (str, int)) and not isinstance(size, bool) and (nbytes := parse_bytes(size)) > 0:
+            return tier, nbytes
+    raise RequestError(f"{tier} is not a size", needed="8GiB, or a number of bytes", field=tier)
+
+
+def _refused(error: HoldfastError, tier: str) -> RequestError:
+    return RequestError(
+        f"the budget stays as it is: {error.message}",
+        code=error.code,
+        needed=error.needed,
+        found=error.found,
+        fix=None if error.fix is None else f"ask for another size; for a start: {error.fix}",
+        field=tier,
+    )

@@ -24,7 +24,9 @@ from holdfast.server.anthropic.schema import (
 )
 from holdfast.server.endpoints.llama_cpp import AppliedTemplate, InputTokens
 from holdfast.server.endpoints.lora import LoadBody, UnloadBody
+from holdfast.server.endpoints.memory import MemoryBody
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
+from holdfast.server.http.paths import UI_STATE
 from holdfast.server.openai_responses.schema import (
     PASSED,
     DeletedResponse,
@@ -54,6 +56,7 @@ from holdfast.server.schema.pooling import (
 )
 from holdfast.server.schema.requests import ChatBody, CompletionBody, Message, Usage
 from holdfast.server.schema.responses import ChatAnswer, CompletionAnswer
+from holdfast.server.ui.state import UiState
 
 VERSION = "3.1.0"
 _TEXT_ALONE = {"input", "return_token_strs"}
@@ -164,6 +167,8 @@ OPERATIONS = (
     Operation(path="/load", method="get", summary="Number of unfinished requests"),
     Operation(path="/metrics", method="get", summary="Prometheus metrics", kind="text/plain"),
     Operation(path="/memory", method="get", summary="Planned and measured memory", answer=Ledger, refusals=(503,)),
+    Operation(path="/memory", method="post", summary="Change the memory budget", body=MemoryBody, answer=Ledger,
+              refusals=(400, 403, 408, 413, 415, 500, 503)),
     Operation(path="/reset_prefix_cache", method="post", summary="Reset the prefix cache", refusals=(400,),
               query=(("reset_running_requests", ("false",)), ("reset_external", ("false",)))),
     Operation(path="/sleep", method="post", summary="Release the engine's memory (--enable-sleep-mode)",
@@ -181,8 +186,14 @@ LORA_OPERATIONS = (
 )  # fmt: skip
 
 
-def document(version: str, *, with_key: bool, lora: bool, strict: bool = False) -> dict[str, Any]:
-    operations = OPERATIONS + (LORA_OPERATIONS if lora else ())
+UI_OPERATIONS = (
+    Operation(path=UI_STATE, method="get", summary="What the page at / shows: memory, requests, the last hour",
+              answer=UiState, refusals=(400,)),
+)  # fmt: skip
+
+
+def document(version: str, *, with_key: bool, lora: bool, ui: bool = True, strict: bool = False) -> dict[str, Any]:
+    operations = OPERATIONS + (LORA_OPERATIONS if lora else ()) + (UI_OPERATIONS if ui else ())
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, with_key)

@@ -96,8 +96,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
                 body = _body(format_message(error), openai_type, error.field, code)
                 extra = {"code": error.code, "needed": error.needed, "found": error.found, "fix": error.fix}
                 if status >= INTERNAL:
-                    body["message"] = _without_paths(body["message"])
-                    extra = {name: value and _without_paths(value) for name, value in extra.items()}
+                    body["message"] = without_paths(body["message"])
+                    extra = {name: value and without_paths(value) for name, value in extra.items()}
                 body["holdfast"] = {
                     name: shorten(value, MAX_SAID_CHARS) for name, value in extra.items() if value is not None
                 }
@@ -106,7 +106,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     return INTERNAL, _body("internal server error; see the server log", "server_error", None, "internal")
 
 
-def _without_paths(text: str) -> str:
+def without_paths(text: str) -> str:
     """A fault may quote files of this machine: what clients are told has none of them."""
     return _PATH.sub("(a file)", text)
 

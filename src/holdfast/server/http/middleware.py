@@ -24,6 +24,7 @@ from holdfast.errors import DrainingError, EngineDiedError, SleepingError
 from holdfast.server.http.api_keys import Keys
 from holdfast.server.http.connection import FULL, MAX_HEAD_BYTES, head_bytes
 from holdfast.server.http.errors import (
+    BAD_REQUEST,
     HEAD_TOO_LARGE,
     UNAUTHORIZED,
     UNAVAILABLE,
@@ -33,7 +34,7 @@ from holdfast.server.http.errors import (
     failure_response,
     is_anthropic,
 )
-from holdfast.server.http.paths import COMPUTING, NEEDS_ENGINE
+from holdfast.server.http.paths import COMPUTING, NEEDS_ENGINE, UI_OPEN, UI_QUIET
 from holdfast.server.http.request_body import INTAKE, Intake
 from holdfast.server.schema.ignored import HEADER, IGNORED, IgnoredFieldLog, IgnoredFields
 from holdfast.server.settings import AccessLog, ServerSettings
@@ -139,6 +140,8 @@ class AccessMiddleware:
         self._keys = Keys(given, settings.api_key_file)
         self._unlogged = PROBES | settings.unlogged_paths
         self._open = OPEN | (METRICS if settings.public_metrics else frozenset())
+        self._open |= UI_OPEN if settings.ui else frozenset()
+        self._quiet = UI_QUIET if settings.ui else frozenset[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -192,7 +195,9 @@ class AccessMiddleware:
 
     def _finish(self, about: dict[str, Any], record: Record) -> None:
         self._tally.count(record)
-        if self._log is not None and about["path"] not in self._unlogged:
+        path = about["path"]
+        unlogged = path in self._unlogged or (path in self._quiet and record.status < BAD_REQUEST)
+        if self._log is not None and not unlogged:
             self._log(_line(about, record))
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:

@@ -43,3 +43,17 @@ VLLM_WORDED = (COMPUTING - {"/completion", "/v1/messages", "/v1/responses", "/re
     "/detokenize",
 }
 """Where an error's type is vLLM's; the Responses API's and llama.cpp's clients look for OpenAI's, as do all others."""
+
+UI_PAGES = {
+    "index.html": "/ui",
+    **{
+        name: f"/ui/{name}"
+        for name in ("style.css", "page.js", "panels.js", "plots.js", "chat.js", "dom.js", "icon.svg")
+    },
+}
+"""The files of the page, and where they are served."""
+UI_OPEN = frozenset({"/", "/ui/", *UI_PAGES.values()})
+"""Of the page, what needs no key: it asks for one itself, and holds nothing of this server."""
+UI_STATE = "/ui/state"
+UI_QUIET = UI_OPEN | {UI_STATE}
+"""Asked every other second by each page that is open: not logged and not counted, unless refused."""

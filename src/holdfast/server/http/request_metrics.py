@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.observability.metrics.http import OTHER, HttpMetrics
 from holdfast.server.http.errors import INTERNAL
 from holdfast.server.http.middleware import Record
+from holdfast.server.http.paths import UI_QUIET
 
-UNCOUNTED = frozenset({"/metrics", "/metrics/", "/health", "/ping", "/load", "/version"})
+UNCOUNTED = frozenset({"/metrics", "/metrics/", "/health", "/ping", "/load", "/version"}) | UI_QUIET
 _PARAMETER = "/{"
 
 

@@ -89,7 +89,13 @@ class Conversation:
                 raise
             self._streams.append(stream)
             self._meters.append(
-                self._metrics.open_request(prompt_tokens=len(prompt), max_tokens=params.max_tokens or room, n=params.n)
+                self._metrics.open_request(
+                    prompt_tokens=len(prompt),
+                    max_tokens=params.max_tokens or room,
+                    n=params.n,
+                    request_id=ask.answer_id,
+                    model=ask.model,
+                )
             )
 
     async def _opened(

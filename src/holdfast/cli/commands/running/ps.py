@@ -6,11 +6,11 @@ Those of this machine are found by their entries (`servers.registry`); others ar
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.output import say, say_json
+from holdfast.cli.servers.reach import DEFAULT_URL
 
 if TYPE_CHECKING:
     import httpx
@@ -34,8 +34,10 @@ Where none is known on this machine, http://127.0.0.1:8000 is asked.
 exit codes: 0 all are ready, 1 one is not or there is none, 2 an address is not valid
 """
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 5.0
+NONE_KNOWN = (
+    "  no server of this machine is known; start one: holdfast run smollm2",
+    "  a server elsewhere: holdfast ps localhost:8123",
+)
 READY, NOT_READY = 0, 1
 OK = 200
 NEEDS_A_KEY = (401, 403)
@@ -50,32 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import httpx
+    from holdfast.cli.servers.reach import ServerAddress, addresses_of
 
-    from holdfast.cli.chat_backends import api_of, trust
-    from holdfast.cli.servers.registry import running_servers
-
-    # Addresses are all read before the first is asked.
-    addresses = [api_of(url, written="URL").removesuffix("/v1/") for url in arguments.urls]
-    here = {} if addresses else {server.url: server for server in running_servers()}
-    key = os.environ.get("HOLDFAST_API_KEY")
+    known = addresses_of(arguments.urls)
     found = []
-    for address in addresses or list(here) or [DEFAULT_URL]:
-        server = here.get(address)
-        verify = trust(server.certificate if server is not None else "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        socket = None if server is None else server.socket
-        transport = None if socket is None else httpx.HTTPTransport(uds=socket)
-        with httpx.Client(timeout=TIMEOUT_S, headers=headers, verify=verify, transport=transport) as client:
-            answer = ask(client, address if socket is None else "http://localhost")
-        found.append(answer | {"url": address, "process": None if server is None else _process(server)})
+    for address in known or [ServerAddress(DEFAULT_URL)]:
+        with address.client() as client:
+            answer = ask(client, address.base)
+        process = None if address.server is None else _process(address.server)
+        found.append(answer | {"url": address.url, "process": process})
     if arguments.json:
         say_json(found)
     else:
         say(line for answer in found for line in lines(answer, verbose=arguments.verbose))
-        if not addresses and not here and found[0]["status"] == "unreachable":
-            say(["  no server of this machine is known; start one: holdfast run smollm2"])
-            say(["  a server elsewhere: holdfast ps localhost:8123"])
+        if not known and found[0]["status"] == "unreachable":
+            say(NONE_KNOWN)
     return READY if all(answer["status"] == "ready" for answer in found) else NOT_READY
 
 

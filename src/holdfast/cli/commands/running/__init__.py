@@ -1,0 +1,1 @@
+"""Commands of servers that run: one module a command."""

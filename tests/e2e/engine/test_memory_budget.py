@@ -1,0 +1,75 @@
+"""Another memory budget while a server runs: the pool follows, answers go on, and a restart keeps it. Real SmolLM2."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import httpx
+
+from holdfast.config import EngineConfig
+from holdfast.engine.process.client import ProcessEngine
+from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
+from holdfast.server.app import create_app
+from holdfast.server.settings import ServerSettings
+from holdfast.units import MIB, parse_bytes
+
+SMALL = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 64, "ram": 1100 * MIB}
+PROMPTS = ["The capital of France is", "A list of colours:", "Once upon a time", "def fibonacci(n):"]
+
+
+async def _answers(http: httpx.AsyncClient, tokens: int) -> list[str]:
+    def body(prompt: str) -> dict[str, object]:
+        return {"prompt": prompt, "temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+
+    found = await asyncio.gather(*(http.post("/v1/completions", json=body(prompt)) for prompt in PROMPTS))
+    return [each.json()["choices"][0]["text"] for each in found]
+
+
+async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
+    await engine.start()
+    first = (await http.get("/memory")).json()
+    alone = await _answers(http, 60)
+    streams = asyncio.create_task(_answers(http, 60))
+    sizes = list[int]()
+    for budget in ("780MiB", 900 * MIB, "1100MiB"):
+        await asyncio.sleep(0.2)
+        changed = await http.post("/memory", json={"ram": budget})
+        assert changed.status_code == 200, changed.text
+        tier, kv = changed.json()["tiers"][0], changed.json()["kv"]
+        assert tier["planned_bytes"] <= tier["budget_bytes"] == parse_bytes(budget)
+        assert kv["blocks"] == engine.info.blocks
+        sizes.append(kv["blocks"])
+        assert f'num_gpu_blocks="{kv["blocks"]}"' in (await http.get("/metrics")).text
+    assert not streams.done()
+    assert sizes[0] < sizes[1] < sizes[2] == first["kv"]["blocks"]
+    assert await streams == alone
+
+    # Refused with the numbers, and nothing has changed.
+    for asked, code in (({"ram": "300MiB"}, "HF110"), ({"ram": "900TiB"}, "HF110"), ({"vram": "1GiB"}, "HF320")):
+        refused = await http.post("/memory", json=asked)
+        assert (refused.status_code, refused.json()["error"]["holdfast"]["code"]) == (400, code)
+    assert engine.info.blocks == sizes[2]
+
+    # A process that is started again has the budget of the last one.
+    await http.post("/memory", json={"ram": "900MiB"})
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    assert await _answers(http, 8) == [
+        text[: len(part)] for text, part in zip(alone, await _answers(http, 8), strict=True)
+    ]
+    assert (engine.restarts, engine.info.memory.budget_bytes) == (1, 900 * MIB)
+
+
+def test_a_budget_is_changed_while_answers_go_on() -> None:
+    with asyncio.Runner() as runner:
+        config = EngineConfig(**SMALL)
+        model = find_model(config)
+        engine = ProcessEngine(config, model, open_tokenizer(config, model), plan=plan_model(config, model))
+        app = create_app(engine, ServerSettings(served_model_names=("smollm2",), may_change_memory=True))
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here", timeout=120)
+        try:
+            runner.run(_breathes(engine, http))
+        finally:
+            runner.run(engine.stop())
