@@ -128,6 +128,16 @@ def test_an_open_loop_sends_at_its_own_times_whatever_the_server_does(capsys: py
     assert len(found["clients"]) == 2
 
 
+def test_two_servers_are_compared_under_the_same_load(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--requests", "40", "--concurrency", "8", "--output", "8", "--json", "--quiet")
+    with running_fake() as quick, running_fake(FakeSettings(itl_s=(0.02, 0.02))) as slow:
+        assert main(["bench", "--compare", quick.url, slow.url, *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = {one["name"]: one["verdict"] for one in found["differences"]}
+    assert told["tpot p50"] == "worse"
+    assert not any("the loads differ" in warning for warning in found["warnings"])
+
+
 def test_requests_are_as_they_were_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object"}')

@@ -34,3 +34,18 @@ def test_over_tls_and_with_a_key(launch, tmp_path: Path, monkeypatch, capsys: py
     monkeypatch.setenv("HOLDFAST_API_KEY", "wrong")
     assert main([*words, "--insecure"]) == 1
     assert "HF164" in capsys.readouterr().err
+
+
+def test_its_own_access_log_is_replayed(launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = launch(FakeEngine())
+    words = ["bench", server.url, "--json", "--quiet"]
+    main([*words, "--requests", "4", "--concurrency", "2", "--prompt", "300", "--output", "5-9"])
+    first = json.loads(capsys.readouterr().out)["requests"]
+    asked = [line for line in server.wait_for_lines(6) if line["stream"]]
+    log = tmp_path / "access.log"
+    log.write_text("starting\n" + "".join(json.dumps(line) + "\n" for line in asked))
+    main([*words, "--traffic", str(log), "--speed", "0.5"])
+    again = json.loads(capsys.readouterr().out)["requests"]
+    assert len(asked) == len(again["sent_s"]) == 4
+    assert sorted(again["output_tokens"]) == sorted(first["output_tokens"])
+    assert again["prompt_tokens"] == pytest.approx([300] * 4, rel=0.2)
