@@ -50,6 +50,25 @@ def parse_tokens(text: str | int, *, field: str = "tokens") -> int:
     return int(float(found[1]) * units[found[2]])
 
 
+_SPAN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h|)\s*")
+_SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str | int | float, *, field: str = "duration") -> float:
+    """Seconds: `90`, `90s`, `1.5m`, `500ms`, `1h`."""
+    if not isinstance(text, str):
+        return float(text)
+    found = _SPAN.fullmatch(text)
+    if found is None:
+        raise ConfigurationError(
+            f"{field}: {shorten(text)!r} is not a duration",
+            needed="a number with an optional unit: 90, 90s, 1.5m, 500ms, 1h",
+            fix="write it as 90s or 5m",
+            field=field,
+        )
+    return float(found[1]) * _SECONDS[found[2]]
+
+
 def shorten(value: object, limit_chars: int = 80) -> str:
     """What a message may repeat of what it was given: a hostile value must not come back whole, nor be spelled out,
     nor steer a terminal."""

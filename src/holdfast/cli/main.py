@@ -34,6 +34,7 @@ COMMANDS = {
     "rm": "remove a downloaded model",
     "models": "list the models that are built in, cached and known",
     "plan": "show what fits before anything is loaded",
+    "bench": "put a server under load, and say whether it passes",
     "rescue": "run a server; if it fails, fix its command and restart it",
     "doctor": "explain why a server failed, and how to fix it",
     "explain": "explain an error code",
@@ -43,7 +44,7 @@ FOLDERS = {"stored": ("list", "models", "pull", "rm", "show"), "running": ("ps",
 """Of commands that have one: those of the models on this machine, and of servers that run."""
 NEAR = 0.6
 """How alike two flags are when one may be meant for the other."""
-JSON = ("plan", "models", "list", "show", "ps", "top", "explain", "doctor")
+JSON = ("plan", "models", "list", "show", "ps", "top", "explain", "doctor", "bench")
 """Commands with --json."""
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
 _JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")
@@ -114,8 +115,12 @@ def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Names
     """The module of a command, and its words as it wants them; raises for one that is not understood."""
     folder = next((f"{folder}." for folder, names in FOLDERS.items() if given[0] in names), "")
     module = importlib.import_module(f"holdfast.cli.commands.{folder}{given[0].replace('-', '_')}")
+    program, words = f"holdfast {given[0]}", list(given[1:])
+    if hasattr(module, "chosen"):  # A command of several, each with words of its own.
+        other, words = module.chosen(words)
+        module, program = (module, program) if other is None else (other, f"{program} {given[1]}")
     parser = _Parser(
-        prog=f"holdfast {given[0]}",
+        prog=program,
         usage=getattr(module, "USAGE", None),
         description=module.HELP,
         epilog=module.EXAMPLES,
@@ -125,7 +130,7 @@ def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Names
     module.add_arguments(parser)
     # Words of a prompt may stand behind flags.
     parse = parser.parse_known_intermixed_args if given[0] == "run" else parser.parse_known_args
-    parsed, unknown = parse(spelled(joined(given[1:])))
+    parsed, unknown = parse(spelled(joined(words)))
     if unknown:
         known_but_absent = module.refused_settings(parsed) if hasattr(module, "refused_settings") else []
         near = _meant(unknown, parser)

@@ -14,6 +14,8 @@ import openai
 import pytest
 from deadlines import PATIENCE_S
 
+from holdfast.cli.main import main
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -44,6 +46,19 @@ def test_the_first_answer(server) -> None:
     assert answer.choices[0].finish_reason == "stop"
     stopped = client.chat.completions.create(model=model.id, messages=QUESTION, temperature=0, stop=[" is Par"])
     assert stopped.choices[0].message.content == "The capital of France"
+
+
+def test_it_is_benchmarked(server, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--requests", "4", "--concurrency", "2", "--prompt", "60", "--output", "8", "--json", "--quiet")
+    main(["bench", server.url, *words])  # Whether it passes is up to the machine.
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine"] == "holdfast"
+    assert (found["peak"]["completed"], found["peak"]["failed"]) == (4, 0)
+    assert found["requests"]["output_tokens"] == [8] * 4
+    assert found["requests"]["prompt_tokens"] == pytest.approx([60] * 4, abs=6)
+    assert found["peak"]["itl"]["count"] == 4 * 7
+    assert found["samples"][-1]["ram_bytes"] > 1 << 28
+    assert found["samples"][-1]["kv_touched_bytes"] > 0
 
 
 def test_tokens_stream_through_nginx_as_they_come(server, proxy) -> None:

@@ -34,7 +34,7 @@ BRAIN = (
     "errors", "units", "records", "engine_profiles", "config", "models", "checkpoints", "hardware", "kvcache",
     "observability", "footprint", "planner", "scheduler", "text",
 )  # fmt: skip
-FRONT = ("server", "cli")
+FRONT = ("server", "bench", "cli")
 
 IMPORT_WITHOUT_TORCH = """
 import importlib, pkgutil, sys

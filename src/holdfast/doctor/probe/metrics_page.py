@@ -174,12 +174,15 @@ def _failure(error: BaseException) -> Failure:
     return "refused" if "all connection attempts failed" in str(error).lower() else "broken"
 
 
-def client_for(key: str | None) -> httpx.Client:
+def client_for(key: str | None, verify: ssl.SSLContext | bool = True) -> httpx.Client:
     import httpx
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(
-        timeout=httpx.Timeout(PAGE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), headers=headers, follow_redirects=False
+        timeout=httpx.Timeout(PAGE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+        headers=headers,
+        follow_redirects=False,
+        verify=verify,
     )
 
 

@@ -244,6 +244,34 @@ def _from_json_lines(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    start_s: float | None
+    """On the log's own clock; None: it does not say."""
+    prompt_tokens: int
+    output_tokens: int
+
+
+def read_requests(source: str) -> list[LoggedRequest]:
+    """Every answered request of a log, in its order. `source`: as for `read_traffic`, but no metrics."""
+    found = []
+    with lines_of(source) as lines:
+        for line in map(_without_mark, lines):
+            try:
+                row = json.loads(line) if line.startswith(b"{") else None
+            except (ValueError, RecursionError):
+                continue
+            tokens = _tokens(row)
+            if tokens is None or not isinstance(row, dict) or _is_refused(row) or not all(map(_is_count, tokens)):
+                continue
+            span = _span(row)
+            start = span[0] if span is not None else _moment(row, _START)
+            found.append(LoggedRequest(start, *tokens))
+    if not found:
+        raise _empty(source, "no line with both")
+    return found
+
+
 # Metrics
 
 

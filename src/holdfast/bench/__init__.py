@@ -1,0 +1,1 @@
+"""Load on any server with the OpenAI API, what it did under it, and a verdict."""

@@ -1,0 +1,1 @@
+"""Requests sent and answers timed, in processes of their own."""

@@ -1,0 +1,156 @@
+"""Drives a load: a closed loop of so many at once, or an open one that sends at its own times and never waits.
+
+An open loop makes each request before its time, and notes when it was to be sent and when it was: what it was late by
+is said, not hidden (coordinated omission). Knows nothing of percentiles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import math
+import resource
+from collections.abc import Callable, Iterator
+from time import monotonic
+
+from holdfast.bench.client.answers import TimedAnswer, read_answer, text_of
+from holdfast.bench.client.wire import Connections
+from holdfast.bench.load.load import Arrival, Load, WorkerShare
+from holdfast.bench.load.profile import arrival_times, level_at, next_time_above, total_seconds
+from holdfast.bench.load.prompts import BenchConversation, RequestMaker
+
+Keep = Callable[[TimedAnswer], None]
+FIXED_PAUSE_S = 0.05
+"""After a failure in a closed loop: a server that refuses everything is not asked a million times."""
+
+
+async def drive(load: Load, share: WorkerShare, keep: Keep) -> None:
+    """Until everything sent was answered or given up."""
+    allow_many_files()
+    connections = Connections(load.url, load.path, dict(load.headers), load.certificate)
+    run = _Run(load, share, keep, connections)
+    if load.loop == "closed":
+        await connections.open_ahead(_part(load.concurrency or 1, share))
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # A collection in the midst of a run would stand in the figures.
+    try:
+        await _until(share.start_s)
+        await (run.closed() if load.loop == "closed" else run.open())
+    finally:
+        gc.enable()
+        connections.close()
+
+
+class _Run:
+    def __init__(self, load: Load, share: WorkerShare, keep: Keep, connections: Connections) -> None:
+        self._load, self._share, self._keep, self._connections = load, share, keep, connections
+        self._maker = RequestMaker(load)
+        self._numbers = itertools.count(share.index, share.count)
+        self._room = None if load.concurrency is None else asyncio.Semaphore(_part(load.concurrency, share))
+
+    async def closed(self) -> None:
+        whole = self._load.concurrency or 1
+        async with asyncio.TaskGroup() as slots:
+            for slot in range(self._share.index, whole, self._share.count):
+                slots.create_task(self._slot(slot / whole))
+
+    async def _slot(self, share: float) -> None:
+        """One of those at once, while the level is above its own."""
+        load, start_s = self._load, self._share.start_s
+        while True:
+            due = next_time_above(load.phases, share, monotonic() - start_s)
+            if due is None:
+                return
+            await _until(start_s + due)
+            number = next(self._numbers)
+            if load.requests is not None and number >= load.requests:
+                return
+            if not await self._converse(self._maker.conversation(number), None):
+                await asyncio.sleep(FIXED_PAUSE_S)
+
+    async def open(self) -> None:
+        under_way: set[asyncio.Task[bool]] = set()
+        for number, arrival in self._arrivals():
+            lengths = (arrival.prompt_tokens, arrival.output_tokens) if arrival.output_tokens else None
+            conversation = self._maker.conversation(number, lengths=lengths)
+            conversation.prepare()
+            intended_s = self._share.start_s + arrival.at_s
+            await _until(intended_s)
+            task = asyncio.create_task(self._converse(conversation, intended_s))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+        if under_way:
+            await asyncio.wait(under_way)
+
+    def _arrivals(self) -> Iterator[tuple[int, Arrival]]:
+        """Those of this process. `output_tokens` 0: lengths are the load's own."""
+        load, share = self._load, self._share
+        if load.replay:
+            every: Iterator[Arrival] = iter(load.replay)
+        elif load.rate is not None and math.isinf(load.rate):
+            every = (Arrival(0.0, 0, 0) for _ in range(load.requests or 1))
+        else:
+            times = arrival_times(
+                load.phases,
+                load.rate or 1.0,
+                arrivals=load.arrivals,
+                burst=load.burst,
+                burstiness=load.burstiness,
+                seed=load.seed,
+            )
+            every = (Arrival(at_s, 0, 0) for at_s in times)
+        return itertools.islice(enumerate(itertools.islice(every, load.requests)), share.index, None, share.count)
+
+    async def _converse(self, conversation: BenchConversation, intended_s: float | None) -> bool:
+        """All turns, unless one fails or its client leaves; False: one failed."""
+        for turn in range(conversation.turns):
+            if turn:
+                await asyncio.sleep(self._load.think_s)
+                intended_s = monotonic()
+                if not level_at(self._load.phases, intended_s - self._share.start_s) and not self._load.replay:
+                    break
+            answer = await self._one(conversation, intended_s, last=turn + 1 == conversation.turns)
+            if not answer.good:
+                return answer.cancelled
+        return True
+
+    async def _one(self, conversation: BenchConversation, intended_s: float | None, *, last: bool) -> TimedAnswer:
+        load, request = self._load, conversation.ask()
+        # What a limit of this client makes wait is late, and counted so.
+        async with self._room if self._room is not None and load.loop != "closed" else contextlib.nullcontext():
+            raw = await self._connections.ask(
+                request.body, timeout_s=load.timeout_s, cancel_after=request.cancel_after, keep_all=not last
+            )
+        answer = read_answer(raw, request, intended_s=raw.sent_s if intended_s is None else intended_s)
+        self._keep(answer)
+        if not last and answer.good:
+            conversation.answered(text_of(raw))
+        return answer
+
+
+def _part(whole: int, share: WorkerShare) -> int:
+    return max(1, len(range(share.index, whole, share.count)))
+
+
+async def _until(moment_s: float) -> None:
+    """Lets the loop read in any case: one that is behind would else never hear of an answer."""
+    await asyncio.sleep(max(0.0, moment_s - monotonic()))
+
+
+def allow_many_files() -> None:
+    """As many connections as the system lets this user have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def run_seconds(load: Load) -> float:
+    """How long sending takes, as far as it is known; inf: until the last request of a count."""
+    if load.replay:
+        return load.replay[-1].at_s
+    if load.rate is not None and math.isinf(load.rate):
+        return 0.0
+    return total_seconds(load.phases)

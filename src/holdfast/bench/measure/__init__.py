@@ -1,0 +1,1 @@
+"""From timed answers and samples to figures and a verdict."""

@@ -1,0 +1,135 @@
+"""What the server did at each number of requests at once, and where more of them bring no more: the knee.
+
+    tokens/s ┤      ●──●──●    beyond the knee requests only wait
+             │    ●╱            a point: the moments of the run with about so many under way,
+             │  ●╱              and the requests that were sent in them
+             └──┴──┴──┴──┴──    requests at once
+
+Reads one run, whether its load rose in steps or in a line.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from holdfast.bench.client.answers import TimedAnswer
+from holdfast.bench.measure.figures import Floats, latencies, token_times
+from holdfast.bench.measure.objectives import Objective
+
+BINS = 120
+LONGEST_BIN_S = 1.0
+LEAST_REQUESTS = 5
+FULL_SHARE = 0.9
+"""Of the highest throughput: from there on it counts as reached."""
+EDGES = sorted({round(base * (1 << power)) for power in range(15) for base in (1, 1.5)})
+
+
+class LoadPoint(msgspec.Struct, frozen=True, kw_only=True):
+    at_once: int
+    """At most so many, and more than the point before."""
+    seconds: float
+    requests: int
+    failed: int
+    output_tokens_per_s: float
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    itl_p50_s: float | None
+    itl_p99_s: float | None
+    meets_slo: bool | None
+    """None: nothing is promised."""
+
+
+def load_points(answers: Sequence[TimedAnswer], objectives: tuple[Objective, ...] = ()) -> list[LoadPoint]:
+    if not answers:
+        return []
+    begin, end = min(answer.sent_s for answer in answers), max(answer.sent_s for answer in answers)
+    width = min(LONGEST_BIN_S, max(1e-3, (end - begin) / BINS))
+    edges = np.arange(begin, end + width, width)
+    at_once = _mean_in_flight(answers, edges)
+    times, weights = token_times(answers)
+    tokens, _ = np.histogram(times, edges, weights=weights)
+    classes = [bisect.bisect_left(EDGES, round(count)) for count in at_once]
+    by_class: dict[int, list[int]] = {}
+    for place, found in enumerate(classes):
+        by_class.setdefault(found, []).append(place)
+    asked: dict[int, list[TimedAnswer]] = {}
+    for answer in answers:
+        place = min(len(classes) - 1, int((answer.sent_s - begin) / width))
+        asked.setdefault(classes[place], []).append(answer)
+    points = []
+    for found, places in sorted(by_class.items()):
+        sent = asked.get(found, [])
+        if len(sent) < LEAST_REQUESTS:
+            continue
+        points.append(_point(EDGES[found], len(places) * width, float(tokens[places].sum()), sent, objectives))
+    return points
+
+
+def _point(
+    at_once: int, seconds: float, tokens: float, sent: list[TimedAnswer], objectives: tuple[Objective, ...]
+) -> LoadPoint:
+    waits = latencies([answer for answer in sent if answer.good])
+    ttft, itl = waits["ttft"], waits["itl"]
+    failed = sum(bool(answer.error) for answer in sent)
+    met = all(
+        (found := waits[_judged(objective.metric)]) is not None and found.at(objective.percentile) <= objective.seconds
+        for objective in objectives
+    )
+    return LoadPoint(
+        at_once=at_once,
+        seconds=seconds,
+        requests=len(sent),
+        failed=failed,
+        output_tokens_per_s=tokens / seconds,
+        ttft_p50_s=ttft.p50 if ttft else None,
+        ttft_p99_s=ttft.p99 if ttft else None,
+        itl_p50_s=itl.p50 if itl else None,
+        itl_p99_s=itl.p99 if itl else None,
+        meets_slo=met and not failed if objectives else None,
+    )
+
+
+def _judged(metric: str) -> str:
+    """What a user waits for counts from when the request was to be sent."""
+    return {"ttft": "ttft_intended", "e2e": "e2e_intended"}.get(metric, metric)
+
+
+def _mean_in_flight(answers: Sequence[TimedAnswer], edges: Floats) -> Floats:
+    """Of each bin, over its time."""
+    busy = np.zeros(len(edges) - 1)
+    width = edges[1] - edges[0]
+    for answer in answers:
+        low = np.clip(edges[:-1], answer.sent_s, answer.end_s)
+        high = np.clip(edges[1:], answer.sent_s, answer.end_s)
+        busy += high - low
+    return np.asarray(busy / width)
+
+
+def knee(points: Sequence[LoadPoint]) -> LoadPoint | None:
+    """The first that reaches nearly all of the throughput, where there are points well beyond it; None: the load never
+    got there."""
+    if len(points) < 2:
+        return None
+    most = max(point.output_tokens_per_s for point in points)
+    first = next(point for point in points if point.output_tokens_per_s >= FULL_SHARE * most)
+    return first if points[-1].at_once >= 1.5 * first.at_once else None
+
+
+def safe_point(points: Sequence[LoadPoint]) -> LoadPoint | None:
+    """The highest that counts as safe: where all up to it kept every promise without an error and all beyond it did
+    not, with the fewest requests that say otherwise, since a moment of other work proves nothing. Without promises it
+    is not beyond the knee. None: not even the lowest."""
+    bad = [bool(point.failed) or point.meets_slo is False for point in points]
+    doubt = sum(point.requests for point, missed in zip(points, bad, strict=True) if not missed)
+    least, safe = doubt, None
+    for point, missed in zip(points, bad, strict=True):
+        doubt += point.requests if missed else -point.requests
+        if doubt < least:
+            least, safe = doubt, point
+    turn = knee(points)
+    promised = any(point.meets_slo is not None for point in points)
+    return turn if safe and turn and not promised and turn.at_once < safe.at_once else safe

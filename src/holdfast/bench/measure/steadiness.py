@@ -1,0 +1,81 @@
+"""Whether a server stays as it was: throughput and memory of the last fifth of the peak against the second, and the
+longest time in which no stream that was under way got anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from holdfast.bench.client.answers import TimedAnswer
+from holdfast.bench.measure.figures import token_times
+from holdfast.bench.measure.samples import ServerSample
+
+FIFTHS = 5
+
+
+class Drift(msgspec.Struct, frozen=True, kw_only=True):
+    """`early`: the second fifth, once everything is warm. `late`: the last."""
+
+    early: float
+    late: float
+
+    @property
+    def share(self) -> float:
+        return self.late / self.early - 1 if self.early else 0.0
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    at_s: float
+    """After the start of the run."""
+    seconds: float
+    streams: int
+    """Under way meanwhile."""
+
+
+def _fifth(number: int, begin_s: float, end_s: float) -> tuple[float, float]:
+    fifth = (end_s - begin_s) / FIFTHS
+    return begin_s + number * fifth, begin_s + (number + 1) * fifth
+
+
+def throughput_drift(answers: Sequence[TimedAnswer], begin_s: float, end_s: float) -> Drift | None:
+    """In output tokens a second."""
+    times, weights = token_times(answers)
+    rates = []
+    for number in (1, FIFTHS - 1):
+        low, high = _fifth(number, begin_s, end_s)
+        rates.append(float(weights[(times >= low) & (times < high)].sum()) / (high - low))
+    return Drift(early=rates[0], late=rates[1]) if rates[0] else None
+
+
+def memory_drift(samples: Sequence[ServerSample], begin_s: float, end_s: float, *, vram: bool) -> Drift | None:
+    """In bytes, without the KV cache where the server says how much of it it touched: that fills up, and is planned."""
+    held = []
+    for number in (1, FIFTHS - 1):
+        low, high = _fifth(number, begin_s, end_s)
+        within = [sample for sample in samples if low <= sample.at_s < high]
+        values = [value for sample in within if (value := sample.vram_bytes if vram else sample.steady_ram_bytes)]
+        if not values:
+            return None
+        held.append(float(median(values)))
+    return Drift(early=held[0], late=held[1])
+
+
+def longest_stall(answers: Sequence[TimedAnswer], start_s: float) -> Stall | None:
+    """Between two moments in which anything came, of those that some stream spans."""
+    streams = [answer for answer in answers if answer.first_s is not None]
+    times, _ = token_times(streams)
+    if len(times) < 2:
+        return None
+    times = np.sort(times)
+    gaps = np.diff(times)
+    begins = np.array([answer.first_s for answer in streams])
+    ends = np.array([answer.end_s for answer in streams])
+    for place in np.argsort(gaps)[::-1][:50]:
+        low, high = times[place], times[place + 1]
+        spanning = int(((begins <= low) & (ends >= high)).sum())
+        if spanning:
+            return Stall(at_s=float(low - start_s), seconds=float(high - low), streams=spanning)
+    return None

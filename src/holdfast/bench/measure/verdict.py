@@ -1,0 +1,224 @@
+"""Yes or no: each check with what was measured, what was allowed and why it failed; the first is the reason.
+
+    client       the client kept up, so that the figures are the server's
+    requests     something was answered at peak
+    errors       few enough failed
+    slo          each objective, at its percentile
+    stall        no time in which every stream stood still
+    throughput   the last fifth of the peak against the second
+    memory       the same, of RAM and VRAM: a leak
+    headroom     what the machine and the GPU had left at the worst moment
+
+Decides by what it is given; measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.bench.client.worker import ClientReport
+from holdfast.bench.measure.figures import Figures
+from holdfast.bench.measure.objectives import Objective
+from holdfast.bench.measure.samples import ServerSample
+from holdfast.bench.measure.steadiness import Drift, Stall
+from holdfast.units import MIB, format_bytes, format_duration
+
+BUSY_SHARE = 0.9
+"""Of a core: a client process beyond it reads late."""
+HELD_S = 0.5
+"""A client process that was kept from running for longer has no figures of the server's."""
+LATE_S, LATE_SHARE = 0.02, 0.05
+"""A generator is behind when its P99 is later than this, and than this share of the median time to a first token."""
+STALL_S, STALL_GAPS = 1.0, 20
+"""A stall is at least this long, and so many usual times between tokens."""
+LEAK_BYTES, LEAK_SHARE = 16 * MIB, 0.02
+SLOWER_SHARE = 0.1
+
+
+class BenchCheck(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    passed: bool
+    measured: str
+    limit: str
+    reason: str = ""
+    """Why it failed, and what that means."""
+
+
+class BenchVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    passed: bool
+    reason: str
+    checks: list[BenchCheck]
+    safe_concurrency: int | None = None
+    safe_reason: str = ""
+    advice: list[str] = []
+    """Commands and flags, each planned before it is named; or why there are none."""
+
+
+class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a verdict is made of."""
+
+    peak: Figures
+    loop: str
+    clients: Sequence[ClientReport] = ()
+    stall: Stall | None = None
+    throughput: Drift | None = None
+    ram: Drift | None = None
+    vram: Drift | None = None
+    samples: Sequence[ServerSample] = ()
+
+
+class Allowed(msgspec.Struct, frozen=True, kw_only=True):
+    objectives: tuple[Objective, ...] = ()
+    headroom: float = 0.05
+    error_share: float = 0.001
+    limited_client: bool = False
+    """The client itself was told to send no more than so many at once, and is late for that reason."""
+
+
+def checks(evidence: RunEvidence, allowed: Allowed) -> list[BenchCheck]:
+    found = [_client(evidence, allowed), _requests(evidence), _errors(evidence, allowed)]
+    found += [_objective(evidence, objective) for objective in allowed.objectives]
+    found += [_stall(evidence)]
+    if evidence.throughput is not None:
+        found.append(_throughput(evidence.throughput))
+    found += [
+        _leak(name, drift) for name, drift in (("RAM", evidence.ram), ("VRAM", evidence.vram)) if drift is not None
+    ]
+    found += _headroom(evidence.samples, allowed.headroom)
+    return found
+
+
+def reason_of(found: Sequence[BenchCheck]) -> str:
+    """The first that failed, and how many others did."""
+    failed = [check for check in found if not check.passed]
+    if not failed:
+        return f"{len(found)} checks passed"
+    more = f"; {len(failed) - 1} more failed" if len(failed) > 1 else ""
+    return f"{failed[0].name}: {failed[0].reason}{more}"
+
+
+def _client(evidence: RunEvidence, allowed: Allowed) -> BenchCheck:
+    busiest = max((report.cpu_share for report in evidence.clients), default=0.0)
+    held = max((report.loop_lag_s for report in evidence.clients), default=0.0)
+    lag, ttft = evidence.peak.lag, evidence.peak.ttft
+    behind = evidence.loop != "closed" and lag is not None and ttft is not None and not allowed.limited_client
+    late = behind and lag is not None and ttft is not None and lag.p99 > max(LATE_S, LATE_SHARE * ttft.p50)
+    reason = ""
+    if late and lag is not None:
+        reason = f"the client fell behind its own schedule, by {format_duration(lag.p99)} at p99: use more --workers"
+    elif busiest > BUSY_SHARE:
+        reason = "a client process used all of its core, so that events waited to be read: use more --workers"
+    elif held > HELD_S:
+        reason = f"other work kept the client from running for {format_duration(held)}: use a machine with cores free"
+    measured = f"{busiest:.0%} of a core" + (f", p99 {1e3 * lag.p99:.1f} ms late" if behind and lag else "")
+    return BenchCheck(
+        name="client", passed=not reason, measured=measured, limit=f"{BUSY_SHARE:.0%} of a core", reason=reason
+    )
+
+
+def _requests(evidence: RunEvidence) -> BenchCheck:
+    peak = evidence.peak
+    answered = peak.completed > 0
+    kinds = ", ".join(f"{error.count} x {error.kind}" for error in peak.errors[:3])
+    reason = "" if answered else f"no request that was sent at peak was answered{': ' + kinds if kinds else ''}"
+    return BenchCheck(
+        name="requests", passed=answered, measured=f"{peak.completed:,} of {peak.requests:,}", limit="1", reason=reason
+    )
+
+
+def _errors(evidence: RunEvidence, allowed: Allowed) -> BenchCheck:
+    peak = evidence.peak
+    share = peak.failed / peak.requests if peak.requests else 0.0
+    passed = share <= allowed.error_share
+    kinds = ", ".join(
+        f"{error.count} x {error.kind}{' (' + error.example + ')' if error.example else ''}"
+        for error in peak.errors[:3]
+    )
+    return BenchCheck(
+        name="errors",
+        passed=passed,
+        measured=f"{share:.2%}",
+        limit=f"{allowed.error_share:.2%}",
+        reason="" if passed else f"{peak.failed:,} of {peak.requests:,} requests failed: {kinds}",
+    )
+
+
+def _objective(evidence: RunEvidence, objective: Objective) -> BenchCheck:
+    judged = {"ttft": evidence.peak.ttft_intended, "e2e": evidence.peak.e2e_intended, "tpot": evidence.peak.tpot}
+    found = judged.get(objective.metric, evidence.peak.itl)
+    value = None if found is None else found.at(objective.percentile)
+    passed = value is not None and value <= objective.seconds
+    limit = f"{1e3 * objective.seconds:g} ms"
+    rank = objective.percentile.replace("_", ".")
+    measured = "nothing" if value is None else f"{1e3 * value:.1f} ms"
+    return BenchCheck(
+        name=f"{objective.metric} {rank}",
+        passed=passed,
+        measured=measured,
+        limit=limit,
+        reason="" if passed else f"{measured} at {rank}, above {limit}",
+    )
+
+
+def _stall(evidence: RunEvidence) -> BenchCheck:
+    usual = evidence.peak.itl.p50 if evidence.peak.itl else 0.0
+    limit = max(STALL_S, STALL_GAPS * usual)
+    stall = evidence.stall
+    passed = stall is None or stall.seconds <= limit
+    return BenchCheck(
+        name="stall",
+        passed=passed,
+        measured="none" if stall is None else format_duration(stall.seconds),
+        limit=format_duration(limit),
+        reason=""
+        if passed or stall is None
+        else f"nothing came for {format_duration(stall.seconds)}, {stall.at_s:.0f} s into the run, with"
+        f" {stall.streams} streams under way",
+    )
+
+
+def _throughput(drift: Drift) -> BenchCheck:
+    passed = drift.share >= -SLOWER_SHARE
+    told = f"{drift.late:,.0f} output tokens/s in the last fifth of the peak, {drift.early:,.0f} in the second"
+    return BenchCheck(
+        name="throughput over time",
+        passed=passed,
+        measured=f"{drift.share:+.1%}",
+        limit=f"-{SLOWER_SHARE:.0%}",
+        reason="" if passed else f"it falls: {told}",
+    )
+
+
+def _leak(tier: str, drift: Drift) -> BenchCheck:
+    grown = drift.late - drift.early
+    passed = grown < LEAK_BYTES or drift.share < LEAK_SHARE
+    told = f"{format_bytes(drift.late)} in the last fifth of the peak, {format_bytes(drift.early)} in the second"
+    return BenchCheck(
+        name=f"{tier} over time",
+        passed=passed,
+        measured=f"{'+' if grown >= 0 else ''}{format_bytes(grown)}",
+        limit=f"{LEAK_SHARE:.0%} and {format_bytes(LEAK_BYTES)}",
+        reason="" if passed else f"it grows under steady load: {told}",
+    )
+
+
+def _headroom(samples: Sequence[ServerSample], headroom: float) -> list[BenchCheck]:
+    found = []
+    for tier in ("ram", "vram"):
+        shares = [share for sample in samples if (share := getattr(sample, f"{tier}_free_share")) is not None]
+        if not shares:
+            continue
+        least = min(shares)
+        passed = least >= headroom
+        found.append(
+            BenchCheck(
+                name=f"{tier.upper()} headroom",
+                passed=passed,
+                measured=f"{least:.1%}",
+                limit=f"{headroom:.0%}",
+                reason="" if passed else f"{least:.1%} of {tier.upper()} was left at the worst moment",
+            )
+        )
+    return found

@@ -1,0 +1,177 @@
+"""Two runs side by side: by how much the second differs, with an interval that says how sure that is.
+
+    requests and seconds of each run, in blocks of neighbours ─► drawn anew many times ─► 99% of the differences
+
+Neighbours in time are alike, so blocks of them are drawn and not single ones; 99% and not 95%, because several figures
+are looked at. Where the interval holds 0 there is no difference that these runs can show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.bench.measure.figures import Floats
+from holdfast.bench.result import BenchResult
+
+DRAWS, CONFIDENCE = 1000, 0.99
+LEAST_BEYOND = 10
+"""So many values must lie beyond a percentile for it to be compared: P99 needs 1,000."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Of B against A; shares of A."""
+
+    name: str
+    a: float
+    b: float
+    change: float
+    low: float
+    high: float
+    higher_is_better: bool
+    verdict: str
+    """better, worse, or no difference."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    a: str
+    b: str
+    differences: list[Difference]
+    alike: bool
+    """No figure differs, and there were requests enough for medians."""
+    left_out: list[str]
+    """Figures with too few values."""
+    warnings: list[str]
+
+
+def compare(a: BenchResult, b: BenchResult, *, names: tuple[str, str] = ("A", "B"), seed: int = 0) -> Comparison:
+    draw = np.random.default_rng(seed)
+    found, left_out = list[Difference](), list[str]()
+    mine, theirs = _values(a), _values(b)
+    for kind, ranks in _FIGURES.items():
+        first, second = mine[kind], theirs[kind]
+        fewest = min(len(first), len(second))
+        kept = [rank for rank in ranks if fewest * (100 - (rank or 50)) / 100 >= LEAST_BEYOND]
+        left_out += [_name(kind, rank) for rank in ranks if rank not in kept]
+        if kept:
+            drawn = [_drawn_anew(values, kept, draw) for values in (first, second)]
+            found += [
+                _difference(kind, rank, first, second, drawn[1][at] / np.maximum(drawn[0][at], 1e-12) - 1)
+                for at, rank in enumerate(kept)
+            ]
+    return Comparison(
+        a=names[0],
+        b=names[1],
+        differences=found,
+        alike=_MEDIAN not in left_out and all(one.verdict == "no difference" for one in found),
+        left_out=left_out,
+        warnings=list(_warnings(a, b)),
+    )
+
+
+_FIGURES: dict[str, tuple[float | None, ...]] = {
+    "output tokens/s": (None,),
+    "ttft": (50, 99),
+    "tpot": (50, 99),
+    "e2e": (50, 99),
+}
+"""Percentiles of each kind of values; None: their mean, of which more is better."""
+_MEDIAN = "e2e p50"
+
+
+def _name(kind: str, rank: float | None) -> str:
+    return kind if rank is None else f"{kind} p{rank:g}"
+
+
+def _values(result: BenchResult) -> dict[str, Floats]:
+    """Of requests sent within what is judged, in their order; tokens by bins of time."""
+    begin, end = result.window_s
+    columns, line = result.requests, result.timeline
+    chosen = [
+        at
+        for at, sent in enumerate(columns.sent_s)
+        if begin <= sent < end and not columns.error[at] and not columns.cancelled[at]
+    ]
+    bins = [
+        rate
+        for place, rate in enumerate(line.output_tokens_per_s)
+        if begin <= place * line.bin_s and (place + 1) * line.bin_s <= end
+    ]
+    found: dict[str, list[Any]] = {
+        "output tokens/s": bins,
+        "ttft": [columns.ttft_s[at] for at in chosen],
+        "tpot": [columns.tpot_s[at] for at in chosen],
+        "e2e": [columns.end_s[at] - columns.sent_s[at] for at in chosen],
+    }
+    return {name: np.array([value for value in values if value is not None]) for name, values in found.items()}
+
+
+def _difference(kind: str, rank: float | None, first: Floats, second: Floats, changes: Floats) -> Difference:
+    a, b = (float(values.mean() if rank is None else np.percentile(values, rank)) for values in (first, second))
+    low, high = (float(edge) for edge in np.quantile(changes, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]))
+    better = rank is None
+    if low <= 0 <= high:
+        verdict = "no difference"
+    else:
+        verdict = "better" if (low > 0) == better else "worse"
+    change = b / max(a, 1e-12) - 1
+    return Difference(
+        name=_name(kind, rank), a=a, b=b, change=change, low=low, high=high, higher_is_better=better, verdict=verdict
+    )
+
+
+def _drawn_anew(values: Floats, ranks: Sequence[float | None], draw: np.random.Generator) -> list[Floats]:
+    """Of each rank, its value in each of many samples of whole blocks. A sample is kept as how often each value is in
+    it, so that values are sorted once."""
+    count, size = len(values), max(1, int(len(values) ** 0.5))
+    order = np.argsort(values)
+    ordered = values[order]
+    found = [np.empty(DRAWS) for _ in ranks]
+    for at in range(DRAWS):
+        starts = draw.integers(0, count - size + 1, -(-count // size))
+        steps = np.bincount(starts, minlength=count + 1) - np.bincount(starts + size, minlength=count + 1)
+        times = np.cumsum(steps)[:count]
+        below = np.cumsum(times[order])
+        for place, rank in zip(found, ranks, strict=True):
+            if rank is None:
+                place[at] = float((times * values).sum() / below[-1])
+            else:
+                place[at] = ordered[np.searchsorted(below, rank / 100 * below[-1])]
+    return found
+
+
+def _warnings(a: BenchResult, b: BenchResult) -> Iterator[str]:
+    ignored = ("words_per_token", "template_tokens", "workers")
+    for name in a.load.keys() | b.load.keys():
+        if name not in ignored and a.load.get(name) != b.load.get(name):
+            yield f"the loads differ: {name} is {a.load.get(name)} and {b.load.get(name)}"
+    for word, result in (("A", a), ("B", b)):
+        client = next((check for check in result.verdict.checks if check.name == "client" and not check.passed), None)
+        if client is not None:
+            yield f"{word}: {client.reason}"
+
+
+def compare_lines(found: Comparison) -> Iterator[str]:
+    yield f"A  {found.a}"
+    yield f"B  {found.b}"
+    yield ""
+    yield f"{'':<18}{'A':>14}{'B':>14}{'B against A':>14}   99% interval"
+    for one in found.differences:
+        scale, unit = (1.0, "") if one.higher_is_better else (1e3, " ms")
+        values = "".join(f"{value * scale:>{14 - len(unit)},.2f}{unit}" for value in (one.a, one.b))
+        yield f"{one.name:<18}{values}{one.change:>+14.1%}   {one.low:+.1%} to {one.high:+.1%}: {one.verdict}"
+    for name in found.left_out:
+        yield f"{name:<18}too few requests to compare: P99 needs 1,000, a median 20"
+    for warning in sorted(found.warnings):
+        yield f"note: {warning}"
+    yield ""
+    if not found.differences:
+        yield "nothing to compare: both runs need at least 20 requests answered at peak"
+    elif found.alike:
+        yield "no difference: every interval holds 0; a longer run could show a smaller one"
+    else:
+        words = ", ".join(f"{one.name} {one.verdict}" for one in found.differences if one.verdict != "no difference")
+        yield f"B differs from A: {words}"

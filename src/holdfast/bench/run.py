@@ -1,0 +1,234 @@
+"""One run from load to result: client processes on one side, samples of the server on the other, then figures."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import holdfast
+from holdfast.bench.client.answers import TimedAnswer
+from holdfast.bench.client.processes import ClientProcesses, client_processes
+from holdfast.bench.load.load import Load
+from holdfast.bench.load.profile import PEAK, level_at, span, total_seconds
+from holdfast.bench.measure.advice import advice
+from holdfast.bench.measure.figures import figures, gaps_of, token_times, tpot_of
+from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, safe_point
+from holdfast.bench.measure.objectives import limits
+from holdfast.bench.measure.samples import ServerSample, ServerSampler
+from holdfast.bench.measure.steadiness import longest_stall, memory_drift, throughput_drift
+from holdfast.bench.measure.verdict import Allowed, BenchVerdict, RunEvidence, checks, reason_of
+from holdfast.bench.result import BenchResult, RequestColumns, Timeline
+from holdfast.bench.target import Target
+
+DRIFT_LEAST_S = 5.0
+"""A shorter peak has no fifths worth comparing."""
+BINS, FEWEST_BINS, SHORTEST_BIN_S, REQUESTS_OF_A_BIN = 240, 24, 0.1, 4
+HISTOGRAM_EDGES = tuple(1e-4 * 10 ** (place / 20) for place in range(121))
+"""From 0.1 ms to 100 s, twenty to a power of ten."""
+
+Progress = Callable[[float, Sequence[TimedAnswer]], None]
+"""Told now and then: seconds since the start, and what has been answered."""
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    allowed: Allowed = Allowed()
+    workers: int = 1
+    sample_every_s: float = 1.0
+    steps: tuple[int, ...] = ()
+    """Of a search for the knee: the levels, which are the names of the phases."""
+    model: str | None = None
+    """What the planner calls the model, for advice."""
+    api_key: str | None = None
+
+
+def run_bench(target: Target, load: Load, options: RunOptions, progress: Progress | None = None) -> BenchResult:
+    sampler = ServerSampler(load.url, options.api_key, every_s=options.sample_every_s, certificate=load.certificate)
+    sampler.start()
+    try:
+        with client_processes(load, options.workers) as clients:
+            clients.wait(lambda: progress(time.monotonic() - clients.start_s, clients.answers) if progress else None)
+    finally:
+        sampler.stop()
+    return make_result(target, load, options, clients, sampler)
+
+
+def make_result(
+    target: Target, load: Load, options: RunOptions, clients: ClientProcesses, sampler: ServerSampler
+) -> BenchResult:
+    start_s, answers = clients.start_s, sorted(clients.answers, key=lambda answer: answer.sent_s)
+    allowed, slo = options.allowed, limits(options.allowed.objectives)
+    last_s = max((answer.end_s for answer in answers), default=start_s)
+    points = load_points(answers, allowed.objectives)
+    safe = safe_point(points)
+    begin_s, end_s = _window(load, options, safe, start_s, last_s)
+    before = [sample for sample in sampler.samples if sample.at_s < start_s]
+    samples = before[-1:] + sampler.samples[len(before) :]  # What counts up is counted from before the first request.
+    steady = end_s - begin_s >= DRIFT_LEAST_S and level_at(load.phases, begin_s - start_s + 1e-6) > 0
+    evidence = RunEvidence(
+        peak=figures(answers, begin_s, end_s, slo=slo),
+        loop=load.loop,
+        clients=clients.reports,
+        stall=longest_stall(answers, start_s),
+        throughput=throughput_drift(answers, begin_s, end_s) if steady else None,
+        ram=memory_drift(samples, begin_s, end_s, vram=False) if steady else None,
+        vram=memory_drift(samples, begin_s, end_s, vram=True) if steady else None,
+        samples=samples,
+    )
+    judged = checks(evidence, allowed)
+    passed = all(check.passed for check in judged)
+    verdict = BenchVerdict(
+        passed=passed,
+        reason=reason_of(judged),
+        checks=judged,
+        safe_concurrency=None if safe is None else safe.at_once,
+        safe_reason=_safe_reason(points, safe, promised=bool(allowed.objectives)),
+        advice=[]
+        if passed
+        else advice(
+            options.model or target.root or target.model,
+            engine=sampler.engine or target.engine,
+            asked=(load.prompt.high, load.output.high),
+            local=sampler.local,
+            answers=answers,
+            samples=samples,
+            safe=safe,
+            peak_in_flight=evidence.peak.peak_in_flight,
+        ),
+    )
+    return BenchResult(
+        holdfast=holdfast.__version__,
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        target=target,
+        engine=sampler.engine or target.engine,
+        engine_settings=sampler.settings,
+        load=described(load, options),
+        phases=[{"name": phase.name, "seconds": _finite(phase.seconds)} for phase in load.phases],
+        window_s=(begin_s - start_s, end_s - start_s),
+        peak=evidence.peak,
+        whole=figures(answers, start_s, max(last_s, start_s + 1e-3) + 1e-3, slo=slo),
+        points=points,
+        knee=knee(points),
+        throughput_drift=evidence.throughput,
+        ram_drift=evidence.ram,
+        vram_drift=evidence.vram,
+        stall=evidence.stall,
+        clients=list(clients.reports),
+        samples=[_since(sample, start_s) for sample in samples],
+        timeline=timeline(answers, start_s, last_s),
+        itl_histogram=itl_histogram(answers),
+        requests=columns(answers, start_s),
+        verdict=verdict,
+    )
+
+
+def _window(
+    load: Load, options: RunOptions, safe: LoadPoint | None, start_s: float, last_s: float
+) -> tuple[float, float]:
+    """What is judged: the peak; of a search for the knee the highest level that is safe; else all of it."""
+    if options.steps:
+        level = max((step for step in options.steps if safe is not None and step <= safe.at_once), default=None)
+        begin, end = span(load.phases, str(level or options.steps[0]))
+        return start_s + begin, start_s + end
+    if load.loop != "replay" and any(phase.name == PEAK for phase in load.phases):
+        begin, end = span(load.phases, PEAK)
+        if math.isfinite(end) and load.requests is None:
+            return start_s + begin, start_s + end
+    return start_s, max(last_s, start_s + 1e-3)
+
+
+def _safe_reason(points: Sequence[LoadPoint], safe: LoadPoint | None, *, promised: bool) -> str:
+    if not points:
+        return "too few requests were answered to tell"
+    if safe is None:
+        return f"not even {points[0].at_once} at once {'kept the SLO' if promised else 'went without an error'}"
+    kept = "kept the SLO without an error" if promised else "without an error"
+    if safe is points[-1]:
+        return f"the most that was tried, {kept}"
+    after = points[points.index(safe) + 1]
+    why = "had errors" if after.failed else "missed the SLO" if after.meets_slo is False else "brought no more tokens/s"
+    return f"{kept}; {after.at_once} at once {why}"
+
+
+def described(load: Load, options: RunOptions) -> dict[str, Any]:
+    """For people who must know what was asked: without keys, prompts and times of a log."""
+    left_out = ("headers", "prompts", "replay", "phases", "certificate", "url", "model", "schema", "extra_body")
+    found = {name: value for name, value in msgspec.to_builtins(load).items() if name not in left_out}
+    found |= {"loop": load.loop, "workers": options.workers, "steps": list(options.steps)}
+    found |= {"seconds": _finite(total_seconds(load.phases)), "replayed": len(load.replay)}
+    found |= {"prompts_of_a_file": len(load.prompts), "structured_output": load.schema is not None}
+    return {name: (None if isinstance(value, float) and math.isinf(value) else value) for name, value in found.items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _since(sample: ServerSample, start_s: float) -> ServerSample:
+    return msgspec.structs.replace(sample, at_s=round(sample.at_s - start_s, 3))
+
+
+def columns(answers: Sequence[TimedAnswer], start_s: float) -> RequestColumns:
+    def seconds(value: float | None) -> float | None:
+        return None if value is None else round(value, 6)
+
+    return RequestColumns(
+        intended_s=[round(answer.intended_s - start_s, 6) for answer in answers],
+        sent_s=[round(answer.sent_s - start_s, 6) for answer in answers],
+        end_s=[round(answer.end_s - start_s, 6) for answer in answers],
+        ttft_s=[seconds(None if answer.first_s is None else answer.first_s - answer.sent_s) for answer in answers],
+        tpot_s=[seconds(tpot_of(answer)) if answer.good else None for answer in answers],
+        prompt_tokens=[answer.prompt_tokens for answer in answers],
+        output_tokens=[answer.output_tokens for answer in answers],
+        error=[answer.error for answer in answers],
+        cancelled=[answer.cancelled for answer in answers],
+        adapter=[answer.adapter for answer in answers],
+        turn=[answer.turn for answer in answers],
+    )
+
+
+def itl_histogram(answers: Sequence[TimedAnswer]) -> list[tuple[float, int]]:
+    gaps = np.concatenate([np.empty(0), *(gaps_of(answer) for answer in answers if answer.good)])
+    places = np.minimum(np.searchsorted(HISTOGRAM_EDGES, gaps), len(HISTOGRAM_EDGES) - 1)
+    counts = np.bincount(places, minlength=len(HISTOGRAM_EDGES))
+    return [(edge, int(count)) for edge, count in zip(HISTOGRAM_EDGES, counts, strict=True) if count]
+
+
+def timeline(answers: Sequence[TimedAnswer], start_s: float, last_s: float) -> Timeline:
+    # With some requests in each, so that a slow server's lines are no comb.
+    bins = min(BINS, max(FEWEST_BINS, len(answers) // REQUESTS_OF_A_BIN))
+    bin_s = max(SHORTEST_BIN_S, (last_s - start_s) / bins)
+    count = max(1, math.ceil((last_s - start_s) / bin_s))
+    edges = start_s + bin_s * np.arange(count + 1)
+    times, weights = token_times(answers)
+    tokens, _ = np.histogram(times, edges, weights=weights)
+    busy, ttfts = np.zeros(count), [list[float]() for _ in range(count)]
+    gap_times, gaps = [np.empty(0)], [np.empty(0)]
+    for answer in answers:
+        busy += np.clip(edges[1:], answer.sent_s, answer.end_s) - np.clip(edges[:-1], answer.sent_s, answer.end_s)
+        if answer.first_s is not None:
+            ttfts[min(count - 1, max(0, int((answer.sent_s - start_s) / bin_s)))].append(answer.first_s - answer.sent_s)
+            found = gaps_of(answer)
+            gap_times.append(answer.first_s + np.cumsum(found))
+            gaps.append(found)
+    places = np.clip(((np.concatenate(gap_times) - start_s) / bin_s).astype(int), 0, count - 1)
+    every = np.concatenate(gaps)
+    order = np.argsort(places, kind="stable")
+    split = np.split(every[order], np.searchsorted(places[order], np.arange(1, count)))
+
+    def ranks(values: Sequence[Any], rank: float) -> list[float | None]:
+        return [round(float(np.percentile(found, rank)), 6) if len(found) else None for found in values]
+
+    return Timeline(
+        bin_s=bin_s,
+        output_tokens_per_s=[round(float(value) / bin_s, 3) for value in tokens],
+        in_flight=[round(float(value) / bin_s, 3) for value in busy],
+        ttft_p50_s=ranks(ttfts, 50),
+        ttft_p99_s=ranks(ttfts, 99),
+        itl_p50_s=ranks(split, 50),
+        itl_p99_s=ranks(split, 99),
+    )

@@ -1,0 +1,128 @@
+"""The server under test: whether it answers, which model it serves, and how many tokens its words make.
+
+Asks a few short requests before a run. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from holdfast.bench.client.wire import trusted
+from holdfast.bench.load.load import CHAT, Load
+from holdfast.bench.load.prompts import WORDS
+from holdfast.doctor.probe.metrics_page import OK, client_for, get
+from holdfast.errors import EngineError
+from holdfast.units import shorten
+
+FEW_WORDS, MORE_WORDS = 16, 144
+ASK_TIMEOUT_S = 120.0
+OWNERS = {"holdfast": "holdfast", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
+"""What /v1/models says of who owns a model."""
+UNREACHABLE, REFUSED = "HF164", "HF165"
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+    model: str
+    root: str | None = None
+    """What the server loaded, where it says so."""
+    max_model_len: int | None = None
+    engine: str | None = None
+    """Who made the server, where it says so."""
+
+
+def find_target(url: str, key: str | None, model: str | None, certificate: str = "") -> Target:
+    """`url`: scheme, host, port and perhaps a path, without /v1."""
+    with client_for(key, trusted(certificate)) as client:
+        reply = get(client, f"{url}/v1/models")
+    if reply.status != OK and model is None:
+        raise EngineError(
+            f"{url} does not list its models",
+            code=UNREACHABLE,
+            needed="an answer of GET /v1/models, or --model NAME",
+            found=reply.said or f"HTTP {reply.status}",
+            fix="check that the server runs: holdfast serve; for one with a key set HOLDFAST_API_KEY"
+            if reply.status in (0, 401, 403)
+            else "--model NAME, as the server calls it",
+        )
+    if reply.status == 0:
+        raise EngineError(
+            f"{url} cannot be reached",
+            code=UNREACHABLE,
+            needed="a server with the OpenAI API",
+            found=reply.said,
+            fix="check that the server runs: holdfast serve",
+        )
+    listed = reply.json().get("data")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    if not entries and model is None:
+        raise EngineError(
+            f"{url} lists no model", code=UNREACHABLE, found=shorten(reply.body.decode("utf-8", "replace")),
+            fix="--model NAME, as the server calls it",
+        )  # fmt: skip
+    entry = next((one for one in entries if one.get("id") == model), entries[0] if entries else {})
+    length, root = entry.get("max_model_len"), entry.get("root")
+    return Target(
+        url=url,
+        model=model or str(entry.get("id", "")),
+        root=root if isinstance(root, str) else None,
+        max_model_len=length if isinstance(length, int) else None,
+        engine=OWNERS.get(str(entry.get("owned_by"))),
+    )
+
+
+def calibrated(load: Load) -> Load:
+    """With what a word and the chat template cost, by the server's own count; unchanged where it gives none. Raises
+    where the server refuses what the run would ask."""
+    counts = [_prompt_tokens(load, words) for words in (FEW_WORDS, MORE_WORDS)]
+    few, more = counts
+    if few is None or more is None or more <= few:
+        return load
+    tokens_per_word = (more - few) / (MORE_WORDS - FEW_WORDS)
+    return msgspec.structs.replace(
+        load,
+        words_per_token=1 / tokens_per_word,
+        template_tokens=max(0.0, few - tokens_per_word * FEW_WORDS),
+    )
+
+
+def _prompt_tokens(load: Load, words: int) -> int | None:
+    import httpx
+
+    text = " ".join((WORDS * (1 + words // len(WORDS)))[:words])
+    body: dict[str, Any] = {"model": load.model, "max_tokens": 1, **load.extra_body}
+    body |= {"messages": [{"role": "user", "content": text}]} if load.path == CHAT else {"prompt": text}
+    base = load.url.rstrip("/").removesuffix("/v1")
+    try:
+        reply = httpx.post(
+            base + load.path,
+            json=body,
+            headers=dict(load.headers),
+            timeout=ASK_TIMEOUT_S,
+            verify=trusted(load.certificate),
+        )
+    except (httpx.HTTPError, OSError) as error:
+        raise EngineError(
+            f"{base} does not answer a short request",
+            code=REFUSED,
+            needed=f"an answer of POST {load.path}",
+            found=str(error) or type(error).__name__,
+            fix="check the server's log: holdfast doctor URL",
+        ) from error
+    if reply.status_code != OK:
+        raise EngineError(
+            f"{base} refuses a short request",
+            code=REFUSED,
+            needed=f"an answer of POST {load.path}",
+            found=f"HTTP {reply.status_code}: {shorten(reply.text, 300)}",
+            fix="--model NAME as the server calls it, --endpoint /v1/completions for a model without a chat template,"
+            " HOLDFAST_API_KEY for a server with a key",
+        )
+    try:
+        count = json.loads(reply.content)["usage"]["prompt_tokens"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return count if isinstance(count, int) and count > 0 else None

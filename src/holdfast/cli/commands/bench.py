@@ -1,0 +1,435 @@
+"""`holdfast bench`: a server under load, and whether it passes. Words in, a table, JSON or a page out; the work is in
+the room `bench`. `holdfast bench serve | throughput | latency` are vLLM's, with its words and result keys.
+
+Exit codes: 0 pass, 1 fail, 2 the run cannot be made as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli.output import say, say_json
+from holdfast.errors import ConfigurationError
+from holdfast.units import shorten
+
+if TYPE_CHECKING:
+    from holdfast.bench.client.answers import TimedAnswer
+    from holdfast.bench.load.load import Load
+    from holdfast.bench.report.compare import Comparison
+    from holdfast.bench.result import BenchResult
+    from holdfast.bench.run import RunOptions
+
+HELP = """Put a server under load, and say whether it passes.
+
+Any server with the OpenAI API: Holdfast, vLLM, SGLang, llama.cpp, TGI, Ollama. With the name of a model instead of an
+address a server of Holdfast is started for the run. By default load rises for one minute, stays at its peak for five
+and falls for one; latencies, throughput, errors and the server's memory are measured meanwhile, and judged."""
+
+USAGE = "holdfast bench URL|MODEL [--concurrency N | --rate R | --traffic FILE] [--slo ttft=500ms,itl=50ms] [options]"
+
+EXAMPLES = """examples:
+  holdfast bench http://127.0.0.1:8000 --concurrency 64 --slo ttft=500ms,itl=50ms    64 at once, seven minutes
+  holdfast bench smollm2 --concurrency 8 --up 5s --peak 30s --down 5s    start a server first, a shorter run
+  holdfast bench URL --rate 10 --arrivals bursts --burst 20              open loop: sent whether it keeps up or not
+  holdfast bench URL --find-knee --concurrency 128                       1, 2, 4 ... 128 at once
+  holdfast bench URL --traffic access.log                                replay, at the log's own times
+  holdfast bench URL --prompt 100-4000 --output 50-500 --prefix-tokens 1000 --prefix-share 50%
+  holdfast bench URL --save a.json --html a.html                         keep it; plots
+  holdfast bench --compare a.json b.json                                 two runs, with confidence intervals
+  holdfast bench serve --model NAME --num-prompts 200 --request-rate 4   vLLM's arguments; also throughput, latency
+
+environment: HOLDFAST_API_KEY for a server with a key
+exit codes: 0 pass, 1 fail, 2 usage error
+"""
+AS_VLLM = ("serve", "throughput", "latency")
+DEFAULT_CONCURRENCY, DEFAULT_KNEE, DEFAULT_BURST, DEFAULT_STEP = 16, 64, 8, "15s"
+DEFAULT_PROFILE = {"up": "1m", "peak": "5m", "down": "1m"}
+OF_A_LOAD = {"arrivals": "rate", "burst": "rate", "step": "find_knee", "speed": "traffic"}
+"""Settings that mean nothing without another."""
+PASS, FAIL = 0, 1
+_ADDRESS = re.compile(r"\d{1,5}|https?://.+|(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/.*)?")
+
+
+def chosen(words: Sequence[str]) -> tuple[ModuleType | None, list[str]]:
+    """The module that takes these words, where it is not this one, and what is left of them."""
+    if words and words[0] in AS_VLLM:
+        return importlib.import_module(f"holdfast.bench.as_vllm.{words[0]}"), list(words[1:])
+    return None, list(words)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", nargs="?", metavar="URL|MODEL", help="a server's address, or a model to serve first")
+    load = parser.add_argument_group("load")
+    load.add_argument("--concurrency", type=_positive, metavar="N", help="closed loop: so many at once (default: 16)")
+    load.add_argument(
+        "--rate", type=_positive_float, metavar="R", help="open loop: requests a second, sent in any case"
+    )
+    load.add_argument(
+        "--arrivals", choices=("poisson", "constant", "bursts"), help="of an open loop (default: poisson)"
+    )
+    load.add_argument("--burst", type=_positive, metavar="N", help="requests of a burst (default: 8)")
+    load.add_argument("--up", metavar="TIME", help="while load rises (default: 1m; 0s: at once)")
+    load.add_argument("--peak", metavar="TIME", help="at full load, which is judged (default: 5m)")
+    load.add_argument("--down", metavar="TIME", help="while load falls (default: 1m)")
+    load.add_argument("--requests", type=_positive, metavar="N", help="end after so many, instead of after a time")
+    load.add_argument("--find-knee", action="store_true", help="1, 2, 4 ... up to --concurrency (default: 64) at once")
+    load.add_argument("--step", metavar="TIME", help="at each of these (default: 15s)")
+    load.add_argument("--traffic", metavar="FILE", help="replay an access log or any JSON lines with tokens and times")
+    load.add_argument("--speed", type=_positive_float, metavar="X", help="of the replay (default: 1)")
+    load.add_argument("--workers", type=_positive, default=1, metavar="N", help="client processes (default: 1)")
+    load.add_argument("--timeout", default="600s", metavar="TIME", help="of one request (default: 600s)")
+    load.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
+    _add_what_is_asked(parser)
+    judged = parser.add_argument_group("verdict")
+    judged.add_argument("--slo", metavar="SLO", help="ttft=500ms,itl=50ms,e2e.p95=20s; p99 where no percentile is said")
+    judged.add_argument("--headroom", default="5%", metavar="SHARE", help="RAM and VRAM to stay free (default: 5%%)")
+    judged.add_argument("--max-errors", default="0.1%", metavar="SHARE", help="of requests (default: 0.1%%)")
+    said = parser.add_argument_group("output")
+    said.add_argument("--json", action="store_true", help="print JSON (docs/bench.md)")
+    said.add_argument("--save", metavar="FILE", help="write the same JSON to a file")
+    said.add_argument("--html", metavar="FILE", help="write a page with plots, which needs no network")
+    said.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="two results of --save, or two servers under the same load"
+    )
+    said.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.add_argument("--serve-flags", default="", metavar='"FLAGS"', help="flags of the server that is started")
+    parser.add_argument(
+        "--certificate", default="", metavar="FILE", help="a certificate to trust, of a server with TLS"
+    )
+    parser.add_argument("--insecure", action="store_true", help="trust any certificate")
+
+
+def _add_what_is_asked(parser: argparse.ArgumentParser) -> None:
+    asked = parser.add_argument_group("requests")
+    asked.add_argument("--model", metavar="NAME", help="as the server calls it (default: the first it lists)")
+    asked.add_argument("--endpoint", default="/v1/chat/completions", metavar="PATH", help="or /v1/completions")
+    asked.add_argument("--prompt", default="256", metavar="TOKENS", help="512, or 100-1000 (default: 256)")
+    asked.add_argument("--output", default="128", metavar="TOKENS", help="likewise (default: 128)")
+    asked.add_argument("--prompts", metavar="FILE", help="lines of text or JSON, a batch file, or ShareGPT's JSON")
+    asked.add_argument("--prefix-tokens", type=_positive, default=0, metavar="N", help="that prompts begin with alike")
+    asked.add_argument("--prefix-share", default="100%", metavar="SHARE", help="of prompts (default: 100%%)")
+    asked.add_argument("--prefixes", type=_positive, default=1, metavar="N", help="different ones (default: 1)")
+    asked.add_argument("--turns", type=_positive, default=1, metavar="N", help="of each conversation (default: 1)")
+    asked.add_argument("--think", default="0s", metavar="TIME", help="between turns (default: 0s)")
+    asked.add_argument("--cancel", default="0%", metavar="SHARE", help="requests whose client leaves before the end")
+    asked.add_argument("--schema", metavar="FILE", help="JSON schema that answers must follow")
+    asked.add_argument("--schema-share", default="100%", metavar="SHARE", help="of requests (default: 100%%)")
+    asked.add_argument("--lora", nargs="+", default=[], metavar="NAME", help="adapters, drawn evenly")
+    asked.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="answers have their whole length"
+    )
+    asked.add_argument("--extra-body", metavar="JSON", help="fields for every request")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.compare is not None:
+        return _compare(arguments)
+    if arguments.target is None:
+        raise ConfigurationError(
+            "nothing to benchmark was named",
+            needed="the address of a server, or a model",
+            fix="holdfast bench http://127.0.0.1:8000, or holdfast bench smollm2",
+            field="target",
+        )
+    with _server(arguments) as (url, model):
+        result = measured(arguments, url, model)
+    document = as_json(result)
+    if arguments.save:
+        Path(arguments.save).write_text(json.dumps(document) + "\n", encoding="utf-8")
+    if arguments.html:
+        from holdfast.bench.report.page import page
+
+        Path(arguments.html).write_text(page(result), encoding="utf-8")
+    if arguments.json:
+        say_json(document)
+    else:
+        from holdfast.bench.report.text import lines
+
+        say(lines(result))
+    return PASS if result.verdict.passed else FAIL
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Always 0: a difference is no fault."""
+    from holdfast.bench.report.compare import compare, compare_lines
+
+    if arguments.target is not None or arguments.html or arguments.save:
+        raise ConfigurationError(
+            "--compare takes two results or servers, and prints; it runs nothing else and keeps nothing",
+            fix="leave the address, --html and --save out; --json prints it for programs",
+            field="compare",
+        )
+    first, second = (_result_of(arguments, name) for name in arguments.compare)
+    found = compare(first, second, names=tuple(arguments.compare))
+    if arguments.json:
+        say_json(as_json(found))
+    else:
+        say(compare_lines(found))
+    return PASS
+
+
+def _result_of(arguments: argparse.Namespace, name: str) -> BenchResult:
+    """Of a file, or measured now at an address."""
+    import msgspec
+
+    from holdfast.bench.result import VERSION, BenchResult
+    from holdfast.cli.chat_backends import api_of
+
+    if _ADDRESS.fullmatch(name) and not Path(name).exists():
+        return measured(arguments, api_of(name, written="--compare").removesuffix("/v1/"), None)
+    try:
+        found = msgspec.json.decode(Path(name).read_bytes(), type=BenchResult)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(
+            f"--compare: {shorten(name)} cannot be read",
+            needed="a file of holdfast bench --save, or the address of a server",
+            found=str(error),
+            fix="holdfast bench URL --save a.json",
+            field="compare",
+        ) from error
+    if found.version != VERSION:
+        raise ConfigurationError(
+            f"--compare: {shorten(name)} is of another version",
+            needed=f"version {VERSION}",
+            found=str(found.version),
+            fix="run it again with this version of Holdfast",
+            field="compare",
+        )
+    return found
+
+
+def as_json(result: BenchResult | Comparison) -> Any:
+    import msgspec
+
+    return json.loads(msgspec.json.encode(result))
+
+
+@contextlib.contextmanager
+def _server(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
+    """The address, and what the planner calls the model where that is known."""
+    from holdfast.bench.own_server import own_server
+    from holdfast.cli.chat_backends import api_of
+
+    if _ADDRESS.fullmatch(arguments.target):
+        if arguments.serve_flags:
+            raise ConfigurationError(
+                "--serve-flags are of a server that is started here, and an address was given",
+                fix="leave them out, or name a model instead of the address",
+                field="serve_flags",
+            )
+        yield api_of(arguments.target, written="URL").removesuffix("/v1/"), None
+        return
+    if not arguments.quiet:
+        print(f"holdfast: starting a server for {arguments.target}", file=sys.stderr, flush=True)
+    with own_server(arguments.target, shlex.split(arguments.serve_flags)) as url:
+        yield url, arguments.target
+
+
+def measured(arguments: argparse.Namespace, url: str, model: str | None) -> BenchResult:
+    from holdfast.bench.run import run_bench
+    from holdfast.bench.target import calibrated, find_target
+
+    load, options = read_load(arguments, url)
+    target = find_target(url, options.api_key, arguments.model, load.certificate)
+    load = calibrated(_with(load, model=target.model))
+    progress = None if arguments.quiet or not sys.stderr.isatty() else _StatusLine(load)
+    try:
+        return run_bench(target, load, _with(options, model=model), progress)
+    finally:
+        if progress is not None:
+            progress.clear()
+
+
+def _with(record: Any, **changes: Any) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(record, **changes)
+
+
+def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions]:
+    from holdfast.bench.load.inputs import parse_lengths, parse_share, read_prompts, read_replay
+    from holdfast.bench.load.load import Load
+    from holdfast.bench.measure.objectives import parse_slo
+    from holdfast.bench.measure.verdict import Allowed
+    from holdfast.bench.run import RunOptions
+    from holdfast.units import parse_duration
+
+    _refuse_contradictions(arguments)
+    _check_certificate(arguments.certificate)
+    key = os.environ.get("HOLDFAST_API_KEY")
+    phases, steps = _phases(arguments)
+    concurrency = steps[-1] if steps else arguments.concurrency
+    if arguments.rate is None and not arguments.traffic:
+        concurrency = concurrency or DEFAULT_CONCURRENCY
+    load = Load(
+        url=url,
+        path=arguments.endpoint,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        certificate="insecure" if arguments.insecure else arguments.certificate,
+        phases=phases,
+        concurrency=concurrency,
+        rate=arguments.rate,
+        arrivals=arguments.arrivals or "poisson",
+        burst=arguments.burst or DEFAULT_BURST,
+        requests=arguments.requests,
+        replay=read_replay(arguments.traffic, speed=arguments.speed or 1.0) if arguments.traffic else (),
+        timeout_s=parse_duration(arguments.timeout, field="timeout"),
+        seed=arguments.seed,
+        prompt=parse_lengths(arguments.prompt, field="prompt"),
+        output=parse_lengths(arguments.output, field="output"),
+        prompts=read_prompts(arguments.prompts) if arguments.prompts else (),
+        prefix_tokens=arguments.prefix_tokens,
+        prefix_share=parse_share(arguments.prefix_share, field="prefix-share"),
+        prefixes=arguments.prefixes,
+        turns=arguments.turns,
+        think_s=parse_duration(arguments.think, field="think"),
+        cancel_share=parse_share(arguments.cancel, field="cancel"),
+        schema=_json_object(_text_of(arguments.schema), "schema") if arguments.schema else None,
+        schema_share=parse_share(arguments.schema_share, field="schema-share"),
+        adapters=tuple(arguments.lora),
+        ignore_eos=arguments.ignore_eos,
+        extra_body=_json_object(arguments.extra_body, "extra-body") if arguments.extra_body else {},
+    )
+    allowed = Allowed(
+        objectives=parse_slo(arguments.slo) if arguments.slo else (),
+        headroom=parse_share(arguments.headroom, field="headroom"),
+        error_share=parse_share(arguments.max_errors, field="max-errors"),
+        limited_client=arguments.rate is not None and arguments.concurrency is not None,
+    )
+    return load, RunOptions(allowed=allowed, workers=arguments.workers, steps=steps, api_key=key)
+
+
+def _phases(arguments: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
+    """And the levels of a search for the knee."""
+    from holdfast.bench.load.profile import PEAK, Phase, default_profile, steps_profile
+    from holdfast.units import parse_duration
+
+    if arguments.find_knee:
+        most = arguments.concurrency or DEFAULT_KNEE
+        steps = (*(level for power in range(20) if (level := 1 << power) < most), most)
+        return steps_profile(steps, parse_duration(arguments.step or DEFAULT_STEP, field="step")), steps
+    if arguments.requests is not None:
+        return (Phase(PEAK, float("inf")),), ()
+    up, peak, down = (
+        parse_duration(usual if getattr(arguments, name) is None else getattr(arguments, name), field=name)
+        for name, usual in DEFAULT_PROFILE.items()
+    )
+    if not peak:
+        raise ConfigurationError("--peak: no time is left to measure", fix="--peak 30s", field="peak")
+    return default_profile(up, peak, down), ()
+
+
+def _refuse_contradictions(arguments: argparse.Namespace) -> None:
+    loads = {"--rate": arguments.rate, "--traffic": arguments.traffic, "--find-knee": arguments.find_knee}
+    given = [flag for flag, value in loads.items() if value]
+    if len(given) > 1:
+        raise ConfigurationError(
+            f"{' and '.join(given)} are different loads", fix=f"leave all but {given[0]} out", field=given[1][2:]
+        )
+    for name, needed in OF_A_LOAD.items():
+        if getattr(arguments, name) is not None and not getattr(arguments, needed):
+            flag = f"--{needed.replace('_', '-')}"
+            raise ConfigurationError(f"--{name} is a part of {flag}", fix=f"{flag}, or leave it out", field=name)
+    other = next((name for name in ("requests", "find_knee", "traffic") if getattr(arguments, name)), None)
+    timed = next((name for name in DEFAULT_PROFILE if getattr(arguments, name) is not None), None)
+    if other is not None and timed is not None:
+        flag = f"--{other.replace('_', '-')}"
+        raise ConfigurationError(
+            f"{flag} decides how long the run is, and --{timed} would too", fix=f"leave --{timed} out", field=timed
+        )
+    if arguments.turns > 1 and not arguments.endpoint.endswith("/chat/completions"):
+        raise ConfigurationError(
+            "conversations of several turns need a chat endpoint",
+            needed="--endpoint /v1/chat/completions",
+            found=shorten(arguments.endpoint),
+            fix="leave --endpoint or --turns out",
+            field="turns",
+        )
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"--schema: {shorten(path)} cannot be read",
+            found=str(error),
+            fix="a file with a JSON schema",
+            field="schema",
+        ) from error
+
+
+def _check_certificate(path: str) -> None:
+    import ssl
+
+    try:
+        if path:
+            ssl.create_default_context(cafile=path)
+    except OSError as error:  # ssl.SSLError is one.
+        raise ConfigurationError(
+            f"--certificate: {shorten(path)} cannot be read",
+            needed="a file with certificates in PEM format",
+            found=str(error),
+            fix="the server's --ssl-certfile",
+            field="certificate",
+        ) from error
+
+
+def _json_object(text: str, field: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--{field}: not JSON: {error}", fix="a JSON object", field=field) from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"--{field}: not an object", found=shorten(text), fix="a JSON object", field=field)
+    return found
+
+
+class _StatusLine:
+    """On one line of a terminal: how far it is."""
+
+    def __init__(self, load: Load) -> None:
+        from holdfast.bench.client.drive import run_seconds
+
+        self._seconds = run_seconds(load)
+        self._said_s = 0.0
+
+    def __call__(self, at_s: float, answers: Sequence[TimedAnswer]) -> None:
+        if time.monotonic() - self._said_s < 1.0 or at_s < 0:
+            return
+        self._said_s = time.monotonic()
+        failed = sum(bool(answer.error) for answer in answers[-1000:])
+        whole = f" of {self._seconds:.0f}" if 0 < self._seconds < float("inf") else ""
+        trouble = f", {failed} of the last {min(1000, len(answers))} failed" if failed else ""
+        sys.stderr.write(f"\r\033[K{at_s:.0f}{whole} s, {len(answers):,} requests answered{trouble}")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()

@@ -1,0 +1,149 @@
+"""What a result becomes: a page that needs nothing else, a comparison that knows when there is no difference."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from made_up_answers import answer
+
+from holdfast.bench.client.worker import ClientReport
+from holdfast.bench.load.load import Load
+from holdfast.bench.load.profile import default_profile
+from holdfast.bench.measure.objectives import parse_slo
+from holdfast.bench.measure.samples import ServerSample
+from holdfast.bench.measure.verdict import Allowed
+from holdfast.bench.report.compare import compare, compare_lines
+from holdfast.bench.report.page import page
+from holdfast.bench.report.plots import Plot, Series, svg
+from holdfast.bench.report.text import lines
+from holdfast.bench.result import BenchResult
+from holdfast.bench.run import RunOptions, make_result
+from holdfast.bench.target import Target
+from holdfast.cli.main import main
+from holdfast.units import MIB
+
+HOSTILE = '<script>alert("x")</script>'
+
+
+@cache
+def result(seed: int, *, slower: float = 1.0, requests: int = 1500, model: str = "m") -> BenchResult:
+    """Of a server whose latencies were drawn, 30 seconds at peak."""
+    draw = random.Random(seed)
+    answers = [
+        answer(
+            1 + 30 * at / requests, ttft_s=slower * draw.uniform(0.05, 0.15), gap_s=slower * draw.uniform(0.01, 0.03)
+        )
+        for at in range(requests)
+    ]
+    samples = [
+        ServerSample(at_s=float(at), running=8.0, waiting=0.0, kv_share=0.3, ram_bytes=900 * MIB + at, power_w=300.0)
+        for at in range(31)
+    ]
+    sampler = SimpleNamespace(samples=samples, engine="vllm", settings={}, local=False)
+    clients = SimpleNamespace(answers=answers, start_s=0.0, reports=[ClientReport(cpu_share=0.2, loop_lag_s=0.0)])
+    load = Load(url="http://x", model=model, phases=default_profile(1, 30, 1), concurrency=8)
+    options = RunOptions(allowed=Allowed(objectives=parse_slo("ttft=1s")))
+    return make_result(Target(url="http://x", model=model), load, options, clients, sampler)  # type: ignore[arg-type]
+
+
+class Parsed(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_needs_nothing_and_repeats_no_markup() -> None:
+    text = page(result(1, model=HOSTILE))
+    found = Parsed(text)
+    assert found.open == []
+    assert "script" not in found.tags
+    assert not {"src", "href", "onload", "style"} & {name for name, _ in found.attributes}
+    assert "url(" not in text
+    assert "@import" not in text
+    assert found.tags.count("svg") >= 9
+    assert "&lt;script&gt;" in text
+    assert "prefers-color-scheme: dark" in text
+    assert ">PASS<" in text
+
+
+def test_a_plot_leaves_holes_where_nothing_is_known() -> None:
+    drawn = svg(Plot(title="t", x_label="x", y_label="y", series=[Series("a", [0, 1, 2, 3], [1.0, None, 2.0, 3.0])]))
+    assert drawn.count("M") == 2
+    assert svg(Plot(title="t", x_label="x", y_label="y", series=[Series("a", [0, 1], [None, None])])) == ""
+    flat = svg(Plot(title="t", x_label="x", y_label="y", series=[Series("a", [1, 1], [0.0, 0.0])], log_x=True))
+    assert "nan" not in flat
+
+
+def test_two_runs_of_one_server_show_no_difference() -> None:
+    found = compare(result(1), result(2))
+    assert found.alike, found
+    assert len(found.differences) == 7
+    assert list(compare_lines(found))[-1].startswith("no difference")
+
+
+def test_a_slower_server_is_told_with_its_interval() -> None:
+    found = compare(result(1), result(2, slower=1.1))
+    assert not found.alike
+    told = {one.name: one for one in found.differences}
+    for name in ("ttft p50", "tpot p50", "e2e p50"):
+        assert told[name].verdict == "worse", told[name]
+        assert told[name].low < 0.1 < told[name].high
+    assert "B differs from A" in list(compare_lines(found))[-1]
+    assert compare(result(2, slower=1.1), result(1)).differences[1].verdict == "better"
+
+
+def test_few_requests_prove_nothing() -> None:
+    found = compare(result(1, requests=60), result(2, requests=60))
+    assert [name for name in found.left_out if name.endswith("p99")] == ["ttft p99", "tpot p99", "e2e p99"]
+    nothing = compare(result(1, requests=5), result(2, requests=5))
+    assert not nothing.alike
+    assert [one.name for one in nothing.differences] == ["output tokens/s"]
+
+
+def test_runs_of_different_loads_are_compared_with_a_note() -> None:
+    other = msgspec.structs.replace(result(2), load=result(2).load | {"concurrency": 16})
+    assert compare(result(1), other).warnings == ["the loads differ: concurrency is 8 and 16"]
+
+
+def test_a_saved_result_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from holdfast.cli.commands.bench import as_json
+
+    first = tmp_path / "a.json"
+    document: dict[str, Any] = as_json(result(1))
+    first.write_text(json.dumps(document))
+    assert main(["bench", "--compare", str(first), str(first), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["alike"] is True
+    first.write_text(json.dumps(document | {"version": 2}))
+    assert main(["bench", "--compare", str(first), str(first)]) == 2
+    assert main(["bench", "--compare", str(tmp_path / "none"), str(first)]) == 2
+
+
+def test_people_read_what_was_loaded_and_found() -> None:
+    said = "\n".join(lines(result(1)))
+    assert "closed loop, 8 at once; up 1 s, peak 30 s, down 1 s; figures are of seconds 1 to 31" in said
+    assert "RAM 900.00 MiB to 900.00 MiB, KV cache at most 30%" in said
+    assert "300 W on average" in said

@@ -1,0 +1,124 @@
+"""What the client reads of a stream: an event is an event however its bytes are cut, and a role is no token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from holdfast.bench.client.answers import TimedAnswer, read_answer
+from holdfast.bench.client.wire import RawAnswer, StreamConnection
+from holdfast.bench.load.prompts import BenchRequest
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+
+
+class FakeTransport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = False
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def stream(events: list[object], end: str = "\n") -> bytes:
+    lines = [event if isinstance(event, str) else "data: " + json.dumps(event) for event in events]
+    return "".join(line + 2 * end for line in lines).encode()
+
+
+def token(text: str, finish: str | None = None) -> dict[str, object]:
+    return {"choices": [{"delta": {"content": text}, "finish_reason": finish}]}
+
+
+ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}
+ANSWER = [ROLE, token("a\ndata: {}"), ": ping", token("b"), token("c", "stop"), USAGE, "data: [DONE]"]
+
+
+async def answered(pieces: list[bytes], *, cancel_after: int | None = None) -> tuple[RawAnswer, StreamConnection]:
+    connection, raw = StreamConnection(), RawAnswer()
+    connection.connection_made(FakeTransport())
+    asking = asyncio.create_task(connection.ask(b"", raw, timeout_s=60, cancel_after=cancel_after))
+    await asyncio.sleep(0)
+    for piece in pieces:
+        if not connection.closed:
+            connection.data_received(piece)
+    await asyncio.sleep(0)
+    if not asking.done():
+        connection.connection_lost(None)
+    await asking
+    return raw, connection
+
+
+def read(raw: RawAnswer) -> TimedAnswer:
+    return read_answer(raw, BenchRequest(0, b"", 5), intended_s=raw.sent_s)
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+async def test_events_are_counted_however_their_bytes_are_cut(size: int, end: str) -> None:
+    whole = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(stream(ANSWER, end), size)
+    for piece in (1, 13, len(whole)):
+        raw, connection = await answered([whole[at : at + piece] for at in range(0, len(whole), piece)])
+        assert len(raw.times) == 6
+        found = read(raw)
+        assert found.good
+        assert not connection.closed
+        assert (found.prompt_tokens, found.output_tokens, found.counted) == (9, 5, True)
+        assert len(found.gaps) == 4 * 2  # Three events have tokens; the role, usage and the end have none.
+
+
+async def test_an_answer_that_ends_with_its_connection_is_whole() -> None:
+    raw, connection = await answered([HEAD + b"\r\n" + stream(ANSWER)])
+    assert read(raw).good
+    assert connection.closed
+
+
+async def test_without_usage_events_are_counted() -> None:
+    raw, _ = await answered([HEAD + b"\r\n" + stream([token("a"), token("b", "length"), "data: [DONE]"])])
+    found = read(raw)
+    assert (found.output_tokens, found.counted) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "said"),
+    [
+        (b'HTTP/1.1 503 No\r\nContent-Length: 28\r\n\r\n{"error":{"message":"full"}}', "HTTP 503", "full"),
+        (HEAD + b"\r\n" + stream([token("a"), {"error": {"message": "died"}}]), "stream error", "died"),
+        (HEAD + b"\r\n" + stream([token("a"), token("b")]), "incomplete", "finish_reason"),
+        (HEAD + b"Content-Length: 500\r\n\r\n" + stream([token("a")]), "reset", ""),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "no stream", "{}"),
+        (b"SMTP ready\r\n", "protocol", ""),
+    ],
+)
+async def test_failures_are_told_by_kind(message: bytes, kind: str, said: str) -> None:
+    raw, _ = await answered([message])
+    found = read(raw)
+    assert found.error == kind
+    assert said in found.said
+    assert found.first_s is None
+
+
+async def test_a_client_that_leaves_closes_its_connection_and_failed_nothing() -> None:
+    raw, connection = await answered([HEAD + b"\r\n" + stream([ROLE]), stream(ANSWER[1:])], cancel_after=3)
+    found = read(raw)
+    assert connection.closed
+    assert found.cancelled
+    assert not found.error
+
+
+async def test_patience_ends() -> None:
+    connection, raw = StreamConnection(), RawAnswer()
+    connection.connection_made(FakeTransport())
+    await connection.ask(b"", raw, timeout_s=0.01, cancel_after=None)
+    assert read(raw).error == "timeout"

@@ -1,0 +1,198 @@
+"""The verdict on answers that were made up: each fault is found, and a sound server passes."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from made_up_answers import GAP_S, TTFT_S, answer
+
+from holdfast.bench.client.answers import TimedAnswer
+from holdfast.bench.client.worker import ClientReport
+from holdfast.bench.measure.figures import figures, percentiles
+from holdfast.bench.measure.load_points import knee, load_points, safe_point
+from holdfast.bench.measure.objectives import limits, parse_slo
+from holdfast.bench.measure.samples import ServerSample, gpu_reading, is_local
+from holdfast.bench.measure.steadiness import longest_stall, memory_drift, throughput_drift
+from holdfast.bench.measure.verdict import Allowed, RunEvidence, checks, reason_of
+from holdfast.errors import ConfigurationError
+from holdfast.hardware import nvidia
+from holdfast.hardware.nvidia import GpuProcess, NvidiaGpu, NvidiaMachine
+from holdfast.units import GIB, MIB
+
+STEADY = [answer(0.05 * at) for at in range(400)]
+"""Twenty seconds."""
+
+
+def judged(answers: list[TimedAnswer], samples: list[ServerSample] | None = None, **allowed: object) -> dict[str, bool]:
+    """Names of checks, and whether each passed."""
+    rules, held = Allowed(**allowed), samples or []  # type: ignore[arg-type]
+    evidence = RunEvidence(
+        peak=figures(answers, 0, 20, slo=limits(rules.objectives)),
+        loop="open",
+        clients=[ClientReport(cpu_share=0.1, loop_lag_s=0.0)],
+        stall=longest_stall(answers, 0),
+        throughput=throughput_drift(answers, 0, 20),
+        ram=memory_drift(held, 0, 20, vram=False),
+        samples=held,
+    )
+    found = checks(evidence, rules)
+    assert (reason_of(found) == f"{len(found)} checks passed") == all(check.passed for check in found)
+    assert all(bool(check.reason) != check.passed for check in found)
+    return {check.name: check.passed for check in found}
+
+
+def failed(found: dict[str, bool]) -> list[str]:
+    return [name for name, passed in found.items() if not passed]
+
+
+def samples(bytes_per_s: float = 0.0, kv_per_s: float = 0.0, free: float = 0.5) -> list[ServerSample]:
+    return [
+        ServerSample(
+            at_s=float(at),
+            ram_bytes=int(1000 * MIB + (bytes_per_s + kv_per_s) * at),
+            kv_touched_bytes=int(kv_per_s * at),
+            ram_free_share=free,
+        )
+        for at in range(20)
+    ]
+
+
+def test_a_sound_server_passes() -> None:
+    found = judged(STEADY, samples(), objectives=parse_slo("ttft=150ms,itl=30ms,tpot=30ms,e2e.p95=1s"))
+    assert failed(found) == []
+    assert len(found) == 11
+
+
+def test_each_objective_is_judged_at_its_percentile() -> None:
+    slow = [*STEADY[:390], *(answer(19.5 + 0.01 * at, ttft_s=2.0) for at in range(10))]
+    assert failed(judged(slow, objectives=parse_slo("ttft=150ms"))) == ["ttft p99"]
+    assert failed(judged(slow, objectives=parse_slo("ttft.p95=150ms"))) == []
+    assert failed(judged(STEADY, objectives=parse_slo("itl=10ms"))) == ["itl p99"]
+    assert figures(slow, 0, 20, slo={"ttft": 0.15}).good_share == pytest.approx(390 / 400)
+
+
+def test_errors_beyond_what_is_allowed_are_named() -> None:
+    broken = [*STEADY[:396], *(answer(19.9, error="HTTP 500", said="out", first_s=None) for _ in range(4))]
+    assert failed(judged(broken)) == ["errors"]
+    assert failed(judged(broken, error_share=0.02)) == []
+    [kind] = figures(broken, 0, 20).errors
+    assert (kind.kind, kind.count, kind.example) == ("HTTP 500", 4, "out")
+
+
+def test_a_leak_is_found_and_a_kv_cache_that_fills_is_none() -> None:
+    assert failed(judged(STEADY, samples(bytes_per_s=4 * MIB))) == ["RAM over time"]
+    assert failed(judged(STEADY, samples(kv_per_s=4 * MIB))) == []
+    assert failed(judged(STEADY, samples(bytes_per_s=0.5 * MIB))) == []
+
+
+def test_memory_that_runs_out_fails_the_headroom() -> None:
+    assert failed(judged(STEADY, samples(free=0.04))) == ["RAM headroom"]
+    assert failed(judged(STEADY, samples(free=0.04), headroom=0.03)) == []
+
+
+def test_a_server_that_slows_down_is_found() -> None:
+    fewer = [answer(0.05 * at) for at in range(320)] + [answer(16 + 0.1 * at) for at in range(40)]
+    assert failed(judged(fewer)) == ["throughput over time"]
+
+
+def test_a_stall_of_all_streams_is_found_and_a_pause_between_requests_is_none() -> None:
+    waits = [0.02] * 4 + [1.5] + [0.02] * 4
+    held = [answer(9.9, gaps=array("f", waits).tobytes(), end_s=9.9 + TTFT_S + sum(waits))]
+    idle = [one for one in STEADY if not 9.5 < one.sent_s < 12]
+    found = longest_stall([*idle, *held], 0)
+    assert found is not None
+    assert found.seconds == pytest.approx(1.5, rel=0.01)
+    assert failed(judged([*idle, *held]))[:1] == ["stall"]
+    alone = longest_stall(idle, 0)
+    assert alone is None or alone.seconds < 0.1
+
+
+def test_a_client_that_falls_behind_says_so() -> None:
+    late = [msgspec.structs.replace(one, intended_s=one.sent_s - 0.3) for one in STEADY]
+    found = figures(late, 0, 20)
+    assert found.ttft is not None
+    assert found.ttft_intended is not None
+    assert found.ttft_intended.p50 == pytest.approx(found.ttft.p50 + 0.3)
+    assert failed(judged(late, objectives=parse_slo("ttft=200ms"))) == ["client", "ttft p99"]
+    assert failed(judged(late, limited_client=True)) == []
+
+
+def rising(capacity: int) -> list[TimedAnswer]:
+    """One more at once every second up to 16; beyond `capacity` each takes longer, so that no more come."""
+    found: list[TimedAnswer] = []
+    for slot in range(16):
+        sent_s = float(slot)
+        while sent_s < 20:
+            slow = max(1.0, min(16, int(sent_s) + 1) / capacity)
+            found.append(answer(sent_s, gap_s=GAP_S * slow, ttft_s=TTFT_S * slow))
+            sent_s = found[-1].end_s
+    return found
+
+
+def test_the_knee_and_the_safe_concurrency_are_where_the_server_was_full() -> None:
+    points = load_points(rising(capacity=6), parse_slo("itl=25ms"))
+    found, safe = knee(points), safe_point(points)
+    assert found is not None
+    assert found.at_once in (6, 8)
+    assert safe is not None
+    assert safe.at_once in (6, 8)
+    assert points[-1].meets_slo is False
+    unpromised = load_points(rising(capacity=6))
+    assert safe_point(unpromised) == knee(unpromised)
+
+
+def test_a_server_that_was_never_full_has_no_knee() -> None:
+    points = load_points(rising(capacity=99), parse_slo("itl=25ms"))
+    assert knee(points) is None
+    safe = safe_point(points)
+    assert safe is not None
+    assert safe.at_once == 16
+
+
+def test_cached_and_cancelled_requests_are_told_apart() -> None:
+    some = [*STEADY, answer(1.0, cancelled=True), answer(2.0, cached_tokens=15)]
+    found = figures(some, 0, 20, slo={"ttft": 1.0})
+    assert (found.completed, found.cancelled, found.cached_tokens) == (401, 1, 15)
+    assert found.good_share == 1.0
+    assert found.counted_by == "usage"
+
+
+def test_percentiles_of_nothing_are_none() -> None:
+    assert percentiles([]) is None
+    found = percentiles([float(at) for at in range(1001)])
+    assert found is not None
+    assert (found.p50, found.p99, found.p99_9) == pytest.approx((500, 990, 999))
+
+
+def test_an_objective_that_means_nothing_is_refused() -> None:
+    assert parse_slo("e2el:2000")[0].seconds == 2.0
+    for wrong in ("ttft", "ttft=fast", "speed=3ms", "ttft.p77=3ms"):
+        with pytest.raises(ConfigurationError, match="not an objective"):
+            parse_slo(wrong)
+
+
+def test_vram_is_that_of_the_servers_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = GpuProcess(7, "server", 30 * GIB)
+    gpus = [
+        NvidiaGpu(index=0, uuid="a", name="H", total_bytes=80 * GIB, free_bytes=40 * GIB, processes=(mine,)),
+        NvidiaGpu(index=1, uuid="b", name="H", total_bytes=80 * GIB, free_bytes=4 * GIB),
+    ]
+    monkeypatch.setattr(nvidia, "probe", lambda **_: NvidiaMachine(gpus=tuple(gpus)))
+    library = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetPowerUsage=lambda uuid: {"a": 350_000, "b": 90_000}[uuid],
+    )
+    expected = {"vram_bytes": 30 * GIB, "vram_free_share": 0.5, "power_w": 350.0}
+    assert gpu_reading([7, 8], library) == expected
+    assert gpu_reading([9], library) == {}
+
+
+def test_only_a_loopback_address_is_of_this_machine() -> None:
+    assert is_local("http://127.0.0.1:80")
+    assert is_local("http://localhost/")
+    assert not is_local("http://example.org")
