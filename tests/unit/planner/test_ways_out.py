@@ -16,7 +16,7 @@ from holdfast.cli.commands import plan
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.models import catalogue
 from holdfast.planner.advice.offload import RAM_SHARE, place
-from holdfast.planner.advice.remedies import BEYOND_THE_MODEL, LAST, TABLE, ways_out
+from holdfast.planner.advice.remedies import BEYOND_THE_MODEL, LAST, TABLE, _is_unread, ways_out
 from holdfast.planner.advice.remedy import Kind, Remedy, too_long
 from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.api import question_of
@@ -252,9 +252,11 @@ def test_every_way_out_fits_when_its_flags_are_planned(words: tuple[str, ...]) -
         check(way, *words)
     waits = found.question.traffic is not None and not too_long(found.question)
 
-    def place(way: Remedy) -> tuple[bool, bool, int]:
-        """What serves part of the traffic comes after what serves all of it; a smaller model last."""
-        return way.kind == "smaller_model", waits and not way.meets_request, ORDER.index(way.kind)
+    def place(way: Remedy) -> tuple[bool, bool, bool, int]:
+        """What serves part of the traffic comes after what serves all of it, and what nobody has yet and this engine
+        could not read after what can be had; a smaller model last."""
+        unread = found.question.engine is None and _is_unread(way)
+        return way.kind == "smaller_model", waits and not way.meets_request, unread, ORDER.index(way.kind)
 
     places = [place(way) for way in ways]
     assert places == sorted(places)
