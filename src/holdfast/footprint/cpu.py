@@ -85,7 +85,7 @@ FRONT_BYTES = (
 larger vocabularies, 16 for bodies on their way, 16 for stored responses, 40 for what is told of prompts, 28 for what is
 kept of answers and 16 for what waits in streams."""
 
-LOGITS_BYTES = 8 * MIB
+LOGITS_BYTES = 4 * MIB
 """Of the logits that are sampled at a time: rows beyond it are sampled in turns, so that many streams need little more
 memory."""
 
