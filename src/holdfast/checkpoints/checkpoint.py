@@ -46,16 +46,28 @@ class Checkpoint:
     def read(self, name: str, *, part: int = 0, parts: int = 1) -> numpy.typing.NDArray[numpy.uint8]:
         """The stored bytes, flat, in fresh memory that the caller may write to and owns: all of them, or one of several
         equal parts (an expert of a stack)."""
+        import numpy  # Only here: those who count bytes do without.
+
+        wanted = self._tensor(name).nbytes // parts
+        target = numpy.empty(wanted, dtype=numpy.uint8)
+        self._read_at(name, part * wanted, target.data)
+        return target
+
+    def read_into(self, name: str, target: numpy.typing.NDArray[numpy.uint8]) -> None:
+        """All stored bytes, to where they are kept: flat, and as long as they are."""
+        assert target.nbytes == self._tensor(name).nbytes, "the bytes of the tensor, no more and no fewer"
+        self._read_at(name, 0, target.data)
+
+    def _tensor(self, name: str) -> StoredTensor:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}", needed=name)
-        import numpy  # Only here: those who count bytes do without.
+        return tensor
 
-        wanted = tensor.nbytes // parts
-        offset = tensor.offset + part * wanted
-        target = numpy.empty(wanted, dtype=numpy.uint8)
-        view = target.data
-        done = 0
+    def _read_at(self, name: str, start: int, view: memoryview) -> None:
+        """Fills `view` with what the tensor has from `start` on."""
+        tensor = self._tensor(name)
+        offset, wanted, done = tensor.offset + start, view.nbytes, 0
         try:
             descriptor = self._descriptor(tensor.path)
             while done < wanted:
@@ -70,7 +82,6 @@ class Checkpoint:
                 done += count
         except OSError as error:
             raise CheckpointError(f"{tensor.path}: cannot be read: {error.strerror}") from error
-        return target
 
     def close(self) -> None:
         while self._files:

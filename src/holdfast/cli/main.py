@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import holdfast
 from holdfast.cli.dotted_flags import joined
@@ -19,6 +19,9 @@ from holdfast.config.setting import Refusal, flag_name, refuse
 from holdfast.config.tuning import TUNING
 from holdfast.errors import ConfigurationError, HoldfastError, RequestError
 from holdfast.units import shorten
+
+if TYPE_CHECKING:
+    from holdfast.engine.startup.prespawn import EarlyProcess
 
 COMMANDS = {
     "serve": "serve a model over the OpenAI API",
@@ -70,10 +73,11 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(message, fix=f"see {self.prog} --help")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, early: EarlyProcess | None = None) -> int:
+    """`early`: an engine process that waits already, of `serve`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatched(given)
+        return _dispatched(given, early)
     except (ConfigurationError, RequestError) as error:
         say_error(error, as_json=_wants_json(given))
         return 2
@@ -91,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flush()
 
 
-def _dispatched(given: list[str]) -> int:
+def _dispatched(given: list[str], early: EarlyProcess | None) -> int:
     if not given or given[0] in ("-h", "--help"):
         return _overview(sys.stdout if given else sys.stderr, 0 if given else 2)
     if given[0] in ("-V", "--version"):
@@ -107,8 +111,9 @@ def _dispatched(given: list[str]) -> int:
 
             with_working_command(error, given, parse_command_line)
         raise
-    # A server repeats in its log how it was started.
-    return int(module.run(parsed, tuple(given), parse_command_line) if given[0] == "serve" else module.run(parsed))
+    if given[0] == "serve":  # A server repeats in its log how it was started.
+        return int(module.run(parsed, tuple(given), parse_command_line, early))
+    return int(module.run(parsed))
 
 
 def parse_command_line(given: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:

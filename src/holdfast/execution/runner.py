@@ -28,7 +28,7 @@ from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.sampling.sampler import Masks, Sampler
 from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights.decoder_weights import Weights
-from holdfast.footprint.cpu import logits_rows
+from holdfast.footprint.cpu import head_rows, logits_rows
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -99,7 +99,8 @@ class Runner:
         )
         self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
         self._sampler = Sampler(self._buffers, spec.vocab_size)
-        rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
+        self._turn_rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
+        rows = head_rows(spec.vocab_size, limits.max_num_seqs)
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
         self._embeds = numpy.zeros(limits.max_num_seqs, dtype=bool)
         self._kv: KVStore | None = None
@@ -224,11 +225,7 @@ class Runner:
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        rows = len(self._logits)
-        for first in range(0, len(hidden), rows):
-            part = slice(first, min(first + rows, len(hidden)))
-            logits = self._logits[: part.stop - part.start]
-            self._decoder.logits(hidden[part], logits)
+        for part, logits in self._turns(hidden):
             slots = batch.sampling_slots[part]
             sampled, found = self._sampler.sample(logits.float(), slots, batch.sampling_lengths[part], masked)
             self._buffers.append(slots, numpy.maximum(sampled, 0))
@@ -240,9 +237,18 @@ class Runner:
             self._beat()
         return token_ids, logprobs
 
+    def _turns(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows that are sampled at a time, and their logits; computed for several turns at once."""
+        for first in range(0, len(hidden), len(self._logits)):
+            computed = min(len(self._logits), len(hidden) - first)
+            self._decoder.logits(hidden[first : first + computed], self._logits[:computed])
+            for start in range(0, computed, self._turn_rows):
+                end = min(start + self._turn_rows, computed)
+                yield slice(first + start, first + end), self._logits[start:end]
+
     def _score(self, batch: StepBatch) -> Iterator[TokenLogprobs]:
         """Of the batch's scored tokens, in turns of the same few rows of logits."""
-        rows = len(self._logits)
+        rows = self._turn_rows
         for first in range(0, len(batch.scored_tokens), rows):
             part = slice(first, first + rows)
             hidden = self._decoder.states(batch.scored_tokens[part])
@@ -259,7 +265,7 @@ class Runner:
         means nothing.
         """
         decoder, kv = self._decoder, self.kv
-        plan = heaviest_plan(self.limits, self.layout, scored=len(self._logits))
+        plan = heaviest_plan(self.limits, self.layout, scored=self._turn_rows)
         with_experts = [layer.index for layer in self.spec.layers if layer.experts is not None]
         layers = 1 + max([*(min(group.layers) for group in self.layout.groups), *with_experts[:1]])
         peak = PeakMemory()
@@ -279,8 +285,9 @@ class Runner:
                 hidden = decoder.forward(batch, kv, layers=layers)
             activations = peak.grown_bytes - scratch
             with peak:
+                self._logits.zero_()
                 # Rows that follow would use the same memory again.
-                self._sample(hidden[: len(self._logits)], batch)
+                self._sample(hidden[: self._turn_rows], batch)
                 deque(self._score(batch), maxlen=0)
             del batch, hidden  # What was only needed for the step is given back like the rest of it.
         self._buffers.known[:] = 0

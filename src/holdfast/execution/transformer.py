@@ -89,6 +89,7 @@ class Transformer:
         self._inner = buffer(tile, mlp_width(spec))
         self._branch = buffer(tile, spec.hidden_size) if sums_apart(spec) else None
         self._mlps = make_mlps(spec, weights, ops, self._gate_up, self._inner)
+        self._cut: StepBuffers | None = None
 
     def forward(self, batch: StepBatch, kv: KVStore, layers: int | None = None) -> torch.Tensor:
         """Normed hidden states [sampling rows, hidden] of the batch's sampling rows; writes KV pages.
@@ -167,7 +168,15 @@ class Transformer:
             self._adapters.rows = self._placed.part(first, count)
 
     def _step(self, batch: StepBatch) -> StepBuffers:
-        spec, count = self.spec, batch.token_count
+        """Cut anew only where the step before had another number of tokens: most that decode have not."""
+        angles = tuple(rotary.angles(batch.positions) for rotary in self._rotaries)
+        if self._cut is None or len(self._cut.stream) != batch.token_count:
+            self._cut = self._buffers_of(batch.token_count)
+        return replace(self._cut, angles=angles)
+
+    def _buffers_of(self, count: int) -> StepBuffers:
+        """For so many tokens; angles are the step's own."""
+        spec = self.spec
         qkv, attended = self._qkv[:count], self._attended[:count]
         heads = qkv.view(count, -1, spec.head_dim)
         rotated = spec.heads + spec.kv_heads
@@ -188,7 +197,7 @@ class Transformer:
             attended_heads=attended.view(count, spec.heads, spec.head_dim),
             gate_up=self._gate_up[:count],
             inner=self._inner[:count],
-            angles=tuple(rotary.angles(batch.positions) for rotary in self._rotaries),
+            angles=(),
         )
 
     def _norm(self, norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -100,8 +100,12 @@ def front_bytes(whole_vocabulary: bool) -> int:
     return FRONT_BYTES + more + 2 * SCORED_ENTRIES * WAITING_ENTRY_BYTES
 
 
-LOGITS_BYTES = 8 * MIB
-"""Of the logits buffer: rows beyond it are sampled in turns, so that many streams need no more memory."""
+LOGITS_BYTES = 4 * MIB
+"""Of the logits that are sampled at a time: rows beyond it are sampled in turns, so that many streams need little more
+memory."""
+
+HEAD_ROWS = 32
+"""Whose logits are computed at a time, however many are sampled in a turn: the head's weights are read once for all."""
 
 LOGITS_COPIES = 12
 """Of one turn, at the peak of a full sort: logits, the raw ones, chances, the sorted ones and them turned round, their
@@ -351,13 +355,24 @@ def logits_rows(vocab_size: int, max_num_seqs: int) -> int:
     return max(1, min(max_num_seqs, LOGITS_BYTES // (4 * vocab_size)))
 
 
+def head_rows(vocab_size: int, max_num_seqs: int) -> int:
+    """Of the logits buffer: one turn of sampling or more."""
+    return max(logits_rows(vocab_size, max_num_seqs), min(max_num_seqs, HEAD_ROWS))
+
+
 def logits_bytes(spec: ModelSpec, limits: Limits, pool_tokens: int | None = None) -> int:
     """`pool_tokens`: no more can be seen by penalties than the KV pool holds; None: it is not known yet."""
     rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
     turn, places = rows * spec.vocab_size * 4, rows * limits.max_model_len
     seen = places if pool_tokens is None else min(places, pool_tokens)
     scored = limits.max_num_batched_tokens * SCORED_BYTES
-    return SAMPLING_BYTES + scored + max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
+    waiting = (head_rows(spec.vocab_size, limits.max_num_seqs) - rows) * spec.vocab_size * 4
+    return (
+        SAMPLING_BYTES
+        + scored
+        + waiting
+        + max(LOGITS_COPIES * turn, 2 * turn + PENALTY_BYTES * places + SEEN_BYTES * seen)
+    )
 
 
 def buffers_bytes(layout: KVLayout, limits: Limits, *, pool_tokens: int = 0) -> int:
@@ -388,7 +403,7 @@ def scratch_bytes(
     compiled: bool = False,
 ) -> int:
     """The largest matrix that torch multiplies with, fused as execution fuses them; for machines where it copies."""
-    sampled = logits_rows(spec.vocab_size, limits.max_num_seqs) >= COPIED_FROM_ROWS
+    sampled = head_rows(spec.vocab_size, limits.max_num_seqs) >= COPIED_FROM_ROWS
     computed = limits.max_num_batched_tokens >= COPIED_FROM_ROWS
     return _scratch_bytes(Same(spec), Same(stored), sampled, computed, dtype, expand, compiled)
 

@@ -27,7 +27,7 @@ def test_random_mixes_tell_what_transformers_tell(
     source = random.Random(ahead * 100 + (window or 0))
     blocks = 30 if window is None else 16
     runner = driver_for(oracle, blocks=blocks, slots=6, budget=32).runner
-    runner._logits = runner._logits[:5].clone()  # Turns of a few rows.
+    runner._logits, runner._turn_rows = runner._logits[:5].clone(), 2  # Turns of a few rows.
     kv = KVCache(runner.layout, blocks, prefix_caching=True)
     limits = SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=100, max_steps_in_flight=ahead)
     scheduler = Scheduler(limits, kv)

@@ -17,6 +17,7 @@ from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.sampling.sampler import Sampler
+from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights.load import load_weights
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.records import BlockCopy, Row, SamplingParams, SequenceStart, StepPlan, TableWrite
@@ -148,10 +149,18 @@ def test_many_sampling_rows_are_sampled_in_turns(
     oracle = oracles("Llama")
     monkeypatch.setattr("holdfast.footprint.cpu.LOGITS_BYTES", 4 * 300 * 2)
     driver = driver_for(oracle, slots=7)
+    logits, computed = Transformer.logits, list[int]()
+
+    def counted(transformer: Transformer, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        computed.append(len(hidden))
+        logits(transformer, hidden, out)
+
+    monkeypatch.setattr(Transformer, "logits", counted)
     for slot in range(7):
         params = GREEDY.replace(logprobs=2) if slot in (2, 6) else GREEDY
         driver.start(slot, [slot + 1, 2 * slot + 1], params)
     result = driver.step(dict.fromkeys(range(7), 2))
+    assert computed == [7]  # The head's weights are read once for all turns.
     assert [entry is not None for entry in result.logprobs] == [slot in (2, 6) for slot in range(7)]
     for slot in range(7):
         oracle.assert_greedy(driver.tokens[slot], 2)

@@ -74,6 +74,32 @@ def test_a_file_of_the_reference_writer(tmp_path: Path) -> None:
         assert checkpoint.read("plain").tobytes() == plain.tobytes()
         assert checkpoint.read("half").tobytes() == half.tobytes()
         assert checkpoint.read("q").tobytes() == quantized.tobytes()
+        kept = numpy.zeros(quantized.nbytes + 2, numpy.uint8)
+        checkpoint.read_into("q", kept[1:-1])
+        assert kept.tobytes() == b"\0" + quantized.tobytes() + b"\0"
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 1 << 20])
+def test_a_vocabulary_that_nobody_reads_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(gguf, "_CHUNK_BYTES", chunk_bytes)
+    path = tmp_path / "written.gguf"
+    writer = gguf_library.GGUFWriter(path, "llama")
+    writer.add_array("llama.classifier.output_labels", ["no", "yes"])
+    writer.add_token_list(["a", "", "Ġc" * 30])
+    writer.add_token_types([1, 3, 1])
+    writer.add_tensor("plain", numpy.zeros((3, 4), "<f4"))
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    whole, without = gguf.read_header(path), gguf.read_header(path, vocabulary=False)
+    assert without.metadata == {**whole.metadata, "tokenizer.ggml.tokens": ["", "", ""]}
+    assert (without.tensors, without.data_start) == (whole.tensors, whole.data_start)
+    path.write_bytes(
+        path.read_bytes().replace(struct.pack("<Q", 90) + "Ġ".encode(), struct.pack("<Q", 1 << 62) + b"aa")
+    )
+    with pytest.raises(CheckpointError, match="truncated"):
+        gguf.read_header(path, vocabulary=False)
 
 
 def test_the_real_model_matches_its_spec(default_model: ModelFiles) -> None:

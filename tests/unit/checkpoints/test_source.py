@@ -201,4 +201,4 @@ def test_a_copy_of_a_built_in_model_is_hashed_for_its_sampling_alone(
     monkeypatch.setattr(builtin, "BUILTINS", (same,))
     assert locate_headers(str(copy)).generation_config == same.sampling
     monkeypatch.setattr(cache, "sha256_of", lambda *_, **__: pytest.fail("hashed by an engine, which samples as told"))
-    assert find_model(EngineConfig(model=str(copy)), advice=False).files.generation_config is None
+    assert find_model(EngineConfig(model=str(copy)), text=False).files.generation_config is None

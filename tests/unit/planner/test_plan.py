@@ -552,7 +552,7 @@ def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec:
     """The numbers add up also where what comes before KV is more than the budget."""
     asked = {"max_model_len": 8192, "max_num_seqs": 1024}
     with pytest.raises(DoesNotFitError) as caught:
-        plan(spec, 40, ram="16524MiB", **asked)
+        plan(spec, 40, ram="16508MiB", **asked)
     amounts = [float(size) * UNITS[unit] for size, unit in re.findall(r"([\d.]+) ([MG]iB)", str(caught.value.found))]
     budget, *terms, beyond, short = amounts
     needed = re.search(r"([\d.]+) ([MG]iB)", str(caught.value.needed))
@@ -562,7 +562,7 @@ def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec:
     lower = re.search(r", or --max-model-len (\d+) --max-num-seqs (\d+)(?:, or |$)", str(caught.value.fix))
     assert lower is not None
     length, sequences = map(int, lower.groups())
-    limits = plan(spec, 40, ram="16524MiB", max_model_len=length, max_num_seqs=sequences).limits
+    limits = plan(spec, 40, ram="16508MiB", max_model_len=length, max_num_seqs=sequences).limits
     assert (limits.max_model_len, limits.max_num_seqs) == (length, sequences)
 
 

@@ -75,15 +75,16 @@ def locate_headers(
     progress: bool = True,
     patience_s: float | None = None,
     cache: Path | None = None,
-    advice: bool = True,
+    text: bool = True,
 ) -> ModelFiles:
     """The same, good for counting: of a hub's model only headers are fetched, and nothing is kept.
 
     Without a hub (offline, out of reach, or without a first answer within `patience_s`) what an earlier download left
-    is taken. `advice`: False where nobody asks how the model is best sampled, for which a file may have to be hashed.
+    is taken. `text`: False where nobody reads or writes any: the vocabulary of a GGUF stays empty, and nobody asks how
+    the model is best sampled, for which a file may have to be hashed.
     """
     name = DEFAULT_MODEL if model is None else model
-    files = _here(name, progress=progress, advice=advice)
+    files = _here(name, progress=progress, text=text)
     if files is not None:
         return files
     from holdfast.checkpoints.sources import remote_headers
@@ -94,11 +95,11 @@ def locate_headers(
     return found if isinstance(found, ModelFiles) else from_path(found, name=name, kind="hub", wanted=wanted)
 
 
-def _here(name: str, *, progress: bool, advice: bool = True) -> ModelFiles | None:
+def _here(name: str, *, progress: bool, text: bool = True) -> ModelFiles | None:
     """The model when it is a path or built in."""
     path = Path(name).expanduser()
     if name and path.exists():
-        files, entry = from_path(path, name=name), builtin.of_file(path) if advice else None
+        files, entry = from_path(path, name=name, text=text), builtin.of_file(path) if text else None
         # The same file is sampled alike, whether it is named or pointed to.
         return files if entry is None else replace(files, generation_config=dict(entry.sampling))
     entry = builtin.find(name)
@@ -161,13 +162,17 @@ def refuse_known(name: str) -> None:
         from_config(entry.config)
 
 
-def from_path(path: Path, *, name: str, kind: Kind | None = None, wanted: str | None = None) -> ModelFiles:
-    """The files of a .gguf or a folder that is here; `wanted`: which GGUF of the folder."""
+def from_path(
+    path: Path, *, name: str, kind: Kind | None = None, wanted: str | None = None, text: bool = True
+) -> ModelFiles:
+    """The files of a .gguf or a folder that is here; `wanted`: which GGUF of the folder. `text`: with the vocabulary
+    of a .gguf."""
     if path.is_dir():
         return _from_folder(path, name, kind or "folder", wanted)
     if path.suffix == ".gguf":
         parts = part_names(path.name, where=str(path.parent), there=lambda part: path.with_name(part).is_file())
-        return _from_ggufs(tuple(path.with_name(part) for part in parts), name, kind or "file")
+        paths = tuple(path.with_name(part) for part in parts)
+        return _from_ggufs(paths, name, kind or "file", vocabulary=text)
     if pickles_in([path.name]):
         raise pickles_refused(str(path), [path.name])
     raise CheckpointError(
@@ -241,9 +246,10 @@ def _from_ggufs(
     kind: Kind,
     chosen: str = "",
     generation_config: dict[str, Any] | None = None,
+    vocabulary: bool = True,
 ) -> ModelFiles:
     """One file, or all parts of one model in order. `generation_config`: of the folder that it lies in."""
-    headers = [gguf.read_header(path, part=len(paths) > 1) for path in paths]
+    headers = [gguf.read_header(path, part=len(paths) > 1, vocabulary=vocabulary) for path in paths]
     header = gguf.join_parts(headers) if len(paths) > 1 else headers[0]
     return ModelFiles(
         name=name,

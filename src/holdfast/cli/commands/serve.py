@@ -204,15 +204,16 @@ def _trusted(config: ServerConfig) -> bool:
         return config.host == "localhost"
 
 
-def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse) -> int:
-    """`words`: as they were typed after `holdfast`. `parse`: how they were read."""
+def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse, early: EarlyProcess | None = None) -> int:
+    """`words`: as they were typed after `holdfast`. `parse`: how they were read. `early`: an engine process that waits
+    already; it is ended here."""
     unblock_output()
     try:
         engine_config, server_config = read_settings(arguments)
     except ConfigurationError as error:
         with_working_command(error, words, parse)
         raise
-    early = EarlyProcess()
+    early = early or EarlyProcess()
     given = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
     settings = {name: value for name, value in vars(arguments).items() if name in given}
     try:

@@ -85,7 +85,7 @@ def _build(
         socket.send(protocol.encode(protocol.Loading(stage, done, total)))
 
     fail_loading()
-    model = find_model(config, advice=False)  # The front gives requests their defaults.
+    model = find_model(config, text=False)  # The front has the tokenizer, and gives requests their defaults.
     core, info = build_core(config, model, progress, plan, heart.beat, own_threads=True)
     if grammar_address is not None:
         core.structured_output = make_structured_outputs(

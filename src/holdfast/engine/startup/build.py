@@ -74,14 +74,14 @@ class FoundModel:
         return self.files.format == "gguf"
 
 
-def find_model(config: EngineConfig, *, progress: bool = True, advice: bool = True) -> FoundModel:
-    """Its files, fetched where they are not here. What a hub's headers show not to fit is not fetched. `advice`: with
-    how it is best sampled."""
+def find_model(config: EngineConfig, *, progress: bool = True, text: bool = True) -> FoundModel:
+    """Its files, fetched where they are not here. What a hub's headers show not to fit is not fetched. `text`: with
+    a GGUF's vocabulary, and how the model is best sampled."""
     refuse_revision(config.model or DEFAULT_MODEL, config.revision)
     say_short_name(config.model, progress=progress)
     cache = _download_folder(config)
     try:
-        headers = locate_headers(config.model, revision=config.revision, progress=progress, cache=cache, advice=advice)
+        headers = locate_headers(config.model, revision=config.revision, progress=progress, cache=cache, text=text)
     except (ModelAccessError, ModelNotFoundError):
         refuse_known(config.model or DEFAULT_MODEL)
         headers = None  # Fetching says best what is wrong.

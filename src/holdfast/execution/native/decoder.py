@@ -131,7 +131,7 @@ class DecoderLayer:
             raise ValueError(f"the step's buffers {step.widths} do not fit the layer's {self._widths}")
         if (pool.kv_heads, pool.dim) != self._shape or pool.block_tokens != rows.block_tokens:
             raise ValueError(f"pages {list(pool.pages.shape)} do not fit the layer or the rows' blocks")
-        if places.dtype is not torch.int64 or len(places) != step.tokens or not places.is_contiguous():
+        if places.dtype is not torch.int64 or places.numel() != step.tokens or not places.is_contiguous():
             raise ValueError(f"places must be contiguous int64 [{step.tokens}]")
         if rows.tokens > step.tokens:
             raise ValueError(f"the rows need {rows.tokens} tokens, the step has {step.tokens}")

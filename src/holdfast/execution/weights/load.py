@@ -32,7 +32,7 @@ from holdfast.execution.weights.decoder_weights import (
 )
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import load_experts
-from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
+from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
 from holdfast.execution.weights.packed import PackedSource
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
@@ -322,11 +322,11 @@ class Loader:
 
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
+        assert self.checkpoint is not None
         row_bytes = self.stored[names[0]].nbytes // rows[0]
         target = self.make((sum(rows), row_bytes), torch.uint8, self.device)
         for name, part in zip(names, torch.split(target, rows), strict=True):
-            stored, order = self.read(name).view(-1, row_bytes), self.row_order(self.tensors[name])
-            part.copy_(stored if order is None else stored.index_select(0, order))
+            read_rows(self.checkpoint, self.stored[name].name, part, self.row_order(self.tensors[name]))
             self.step()
         return BlockMatrix(target, layout, bias)
 

@@ -15,7 +15,6 @@ from holdfast.planner.advice.quantized_remedies import smaller_kv
 from holdfast.planner.advice.remedy import (
     LEAST_CONTEXT,
     MODEST,
-    MOST_UTILIZATION,
     is_absolute,
     planned,
     with_settings,
@@ -26,6 +25,7 @@ from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
 from holdfast.planner.fit.search import USEFUL_TOKENS, Plan, Question, fit
+from holdfast.planner.inputs.question import MOST_UTILIZATION
 from holdfast.planner.sizing.default_limits import CPU_RUNGS, GPU_RUNGS
 from holdfast.units import counted
 

@@ -37,7 +37,6 @@ from holdfast.planner.advice.quantized_remedies import (
 )
 from holdfast.planner.advice.remedy import (
     MODEST,
-    MOST_UTILIZATION,
     USUAL_UTILIZATION,
     Change,
     Kind,
@@ -52,6 +51,7 @@ from holdfast.planner.advice.remedy import (
 from holdfast.planner.advice.search import first_that_fits
 from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.fit.search import Plan, fit
+from holdfast.planner.inputs.question import MOST_UTILIZATION
 from holdfast.planner.models.model_sources import holdfast_source
 from holdfast.units import counted
 

@@ -18,7 +18,7 @@ from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
 from holdfast.planner.fit.count import cannot_hold_weights
 from holdfast.planner.fit.search import Plan, Question, fit
-from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Settings
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, MOST_UTILIZATION, Settings
 from holdfast.planner.models.variants import Variant
 from holdfast.units import GIB, MIB, counted, format_bytes
 
@@ -40,8 +40,7 @@ Kind = Literal[
 ]
 LEAST_CONTEXT = CPU_USEFUL_TOKENS
 """A shorter one is not a remedy."""
-USUAL_UTILIZATION, MOST_UTILIZATION = 0.90, 0.95
-"""Never past the second: the rest is for what cannot be counted."""
+USUAL_UTILIZATION = 0.90
 MODEST = {"max_num_seqs": 16, "max_num_batched_tokens": 2048}
 """Enough for a small service, and little compared with the weights."""
 _FIELDS = {

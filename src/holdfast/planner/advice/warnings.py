@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from holdfast.hardware.gpus import Gpu
 from holdfast.planner.advice.remedy import (
-    MOST_UTILIZATION,
     USUAL_UTILIZATION,
     is_absolute,
     planned,
@@ -19,7 +18,7 @@ from holdfast.planner.advice.remedy import (
     with_settings,
 )
 from holdfast.planner.fit.search import Plan
-from holdfast.planner.inputs.question import Device
+from holdfast.planner.inputs.question import MOST_UTILIZATION, Device
 from holdfast.planner.sizing.dtype import is_fp8
 from holdfast.units import GIB, counted, format_bytes
 

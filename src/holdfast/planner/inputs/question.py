@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config.engine import DEFAULT_UTILIZATION, EngineConfig
-from holdfast.config.plan import PlanConfig
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.hardware import Processor
 from holdfast.hardware.gpus import Gpu
@@ -16,11 +15,16 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.compat.vllm_release import Vllm
 
+if TYPE_CHECKING:
+    from holdfast.config.plan import PlanConfig
+
 DeviceKind = Literal["gpu", "cpu"]
 USEFUL_TOKENS = 4096
 """A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""
 CPU_USEFUL_TOKENS = 512
 """The same of this engine on a CPU, and the shortest context that is advised anywhere."""
+MOST_UTILIZATION = 0.95
+"""Never advised past it: the rest is for what cannot be counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

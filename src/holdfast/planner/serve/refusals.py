@@ -15,11 +15,10 @@ from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
-from holdfast.planner.advice.remedy import MOST_UTILIZATION
 from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.fit.cpu import CpuCount, count_on_cpu
 from holdfast.planner.fit.result import Plan
-from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, MOST_UTILIZATION
 from holdfast.planner.sizing.default_limits import RAM_STEP_BYTES
 from holdfast.units import MIB, counted, format_bytes
 
