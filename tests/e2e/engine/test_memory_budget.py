@@ -55,6 +55,11 @@ async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
         refused = await http.post("/memory", json=asked)
         assert (refused.status_code, refused.json()["error"]["holdfast"]["code"]) == (400, code)
     assert engine.info.blocks == sizes[2]
+    # Nor do layers that are in memory leave it, though there is a folder for them.
+    terms = {term["term"]: term["planned_bytes"] for term in first["terms"]}
+    least = terms.pop("kv_pool") * (SMALL["max_model_len"] // 16 + 2) // (first["kv"]["blocks"] + 1)
+    refused = await http.post("/memory", json={"ram": sum(terms.values()) + least - 10 * MIB})
+    assert (refused.status_code, engine.info.blocks) == (400, sizes[2]), refused.text
 
     # A process that is started again has the budget of the last one.
     await http.post("/memory", json={"ram": "900MiB"})
@@ -64,11 +69,14 @@ async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
         text[: len(part)] for text, part in zip(alone, await _answers(http, 8), strict=True)
     ]
     assert (engine.restarts, engine.info.memory.budget_bytes) == (1, 900 * MIB)
+    await engine.sleep()
+    refused = await http.post("/memory", json={"ram": "1100MiB"})
+    assert (refused.status_code, refused.json()["error"]["holdfast"]["fix"]) == (503, "POST /wake_up")
 
 
-def test_a_budget_is_changed_while_answers_go_on() -> None:
+def test_a_budget_is_changed_while_answers_go_on(tmp_path) -> None:
     with asyncio.Runner() as runner:
-        config = EngineConfig(**SMALL)
+        config = EngineConfig(**SMALL, nvme_path=str(tmp_path))
         model = find_model(config)
         engine = ProcessEngine(config, model, open_tokenizer(config, model), plan=plan_model(config, model))
         app = create_app(engine, ServerSettings(served_model_names=("smollm2",), may_change_memory=True))

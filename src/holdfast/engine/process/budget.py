@@ -101,6 +101,9 @@ def with_budget(now: Serving, ram: int | None) -> tuple[EngineConfig, Plan]:
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         expand_weights="always" if plan.engine.expand_weights else "never",
+        # Layers that are in memory stay there.
+        nvme_path=None,
+        nvme=None,
     )
     front_bytes = plan.question.settings.front_bytes
     found = plan_model(held, now.model, front_bytes=front_bytes, kernels=plan.engine.compiled, engine_pid=now.pid)

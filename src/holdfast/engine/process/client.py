@@ -236,6 +236,7 @@ class ProcessEngine:
         was_ready = self._ready
         self._stopping, self._ready = True, False
         await self._end_supervisor()
+        self._budget.died()  # Nobody reads an answer any more.
         self._on_progress("stopped", 0, 0)  # A bar that is left open hides the terminal's cursor.
         if self._early is not None:
             self._early.end()
@@ -297,8 +298,13 @@ class ProcessEngine:
         self._send(protocol.ResetPrefixCache())
 
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
+        # Whoever asked may leave; what the engine was told is done, and known here.
+        await asyncio.shield(asyncio.create_task(self._change_budget(tier, budget_bytes)))
+
+    async def _change_budget(self, tier: str, budget_bytes: int | None) -> None:
         async with self._turning:
-            if not self._ready or self._draining or self._plan is None:
+            self._refuse_if_closed("")
+            if not self._ready or self._plan is None:
                 raise EngineError("the engine is not ready, and its budget cannot be changed", fix="try again later")
             now = Serving(config=self._config, model=self._model, plan=self._plan, info=self.info, pid=self.pid)
             then = await self._budget.change(now, tier, budget_bytes, self._send)
