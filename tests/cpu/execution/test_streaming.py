@@ -15,7 +15,7 @@ import torch
 
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.build import build_core, find_model, plan_model
-from holdfast.errors import EngineError
+from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming import layer_file
 from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
@@ -155,6 +155,14 @@ def test_what_is_still_on_its_way_after_an_error_does_not_overwrite_the_next_lay
     time.sleep(0.3)
     assert bytes(slots.arena(2).tensor((8 * PAGE,), torch.uint8, torch.device("cpu")).numpy()) == contents[2]
     slots.close()
+
+
+def test_a_disk_in_memory_is_refused(tiny_model, tmp_path, monkeypatch) -> None:
+    """What is kept there would take what was to be left free, and be counted by nobody."""
+    monkeypatch.setattr("holdfast.planner.serve.streamed.filesystem_type", lambda folder: "tmpfs")
+    config = EngineConfig(model=str(tiny_model), load_format="dummy", ram=1 << 20, nvme_path=str(tmp_path))
+    with pytest.raises(ConfigurationError, match="is tmpfs"):
+        plan_model(config, find_model(config))
 
 
 def descriptors() -> int:

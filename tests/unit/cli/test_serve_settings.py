@@ -226,7 +226,7 @@ def test_sigusr1_does_not_end_a_server_that_is_still_starting() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
         with pytest.raises(ConfigurationError):
-            serve.run(argparse.Namespace(config="missing.toml"), (), lambda words: None)
+            serve.run(argparse.Namespace(config=Path("missing.toml")), (), lambda words: None)
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
