@@ -52,6 +52,7 @@ def answers(model: Path, streamed: int, folder: Path, **settings: object) -> tup
     core.close()
     assert info.memory is not None
     below = [term for tier in info.memory.below for term in tier.terms]
+    assert str(folder) not in repr(info)  # What clients may see.
     assert [(term.term, term.planned_bytes) for term in below] == ([("weights", placed.file_bytes)] if placed else [])
     return [told[name] for name in sorted(told)], info.decisions
 
@@ -155,6 +156,15 @@ def test_what_is_still_on_its_way_after_an_error_does_not_overwrite_the_next_lay
     time.sleep(0.3)
     assert bytes(slots.arena(2).tensor((8 * PAGE,), torch.uint8, torch.device("cpu")).numpy()) == contents[2]
     slots.close()
+
+
+def test_a_slow_disk_is_not_a_hang(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
+    file, _ = filled(tmp_path, Disk(*["slow"] * 8))
+    slots, beats = LayerSlots(StreamedLayers((0, 1, 2), 8 * PAGE, 24 * PAGE), file), list[int]()
+    slots.begin(0, lambda: beats.append(0))
+    slots.close()
+    assert len(beats) == 8
 
 
 def test_a_disk_in_memory_is_refused(tiny_model, tmp_path, monkeypatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 import torch
@@ -53,8 +54,8 @@ class LayerSlots:
         """What was made in its slot goes to the file."""
         self._file.write(self._place[layer], self._slot(layer).memory)
 
-    def begin(self, layer: int) -> None:
-        """It is in its slot when this returns."""
+    def begin(self, layer: int, beat: Callable[[], None] | None = None) -> None:
+        """It is in its slot when this returns. `beat`: called while it comes, which may take long."""
         if layer not in self._place:
             return
         slot, place = self._slot(layer), self._place[layer]
@@ -63,6 +64,8 @@ class LayerSlots:
         try:
             for piece in slot.coming:
                 piece.result()
+                if beat is not None:
+                    beat()
         except BaseException:
             slot.place = None  # Its other pieces may still be on their way: whoever fills it next waits for them.
             raise

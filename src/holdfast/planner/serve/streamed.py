@@ -50,7 +50,7 @@ def with_streamed_layers(found: Plan, config: EngineConfig) -> Plan:
             fix="--nvme-path on a larger disk, or a larger --nvme or --ram",
             field="nvme_path",
         )
-    reason = f"the others fit in RAM; these are read from {config.nvme_path} for every step"
+    reason = "the others fit in RAM; these are read from the disk of --nvme-path for every step"
     value = f"{len(streamed.layers)} of {layers}, {format_bytes(streamed.weights_bytes)}"
     return replace(
         plan, decisions=(*plan.decisions, Decision("streamed_layers", value, reason, "planner", lowered=True))
