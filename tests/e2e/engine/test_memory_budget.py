@@ -46,6 +46,9 @@ async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
         assert tier["planned_bytes"] <= tier["budget_bytes"] == parse_bytes(budget)
         assert kv["blocks"] == engine.info.blocks
         sizes.append(kv["blocks"])
+        # A pool that is too small for all is warned of, once, with its size of now.
+        pools = [line for line in engine.info.lowered if line.startswith("kv_pool")]
+        assert pools == [line for line in engine.info.decisions if line in pools]
         assert f'num_gpu_blocks="{kv["blocks"]}"' in (await http.get("/metrics")).text
     assert not streams.done()
     assert sizes[0] < sizes[1] < sizes[2] == first["kv"]["blocks"]

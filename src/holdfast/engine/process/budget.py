@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -124,12 +124,20 @@ def told(info: EngineInfo, plan: Plan) -> EngineInfo:
     assert report is not None
     measured = {term.term: term.measured_bytes for term in report.terms}
     terms = [msgspec.structs.replace(term, measured_bytes=measured.get(term.term)) for term in planned_terms(plan)]
-    kept = [line for line in info.decisions if line.partition(" = ")[0] not in REPLACED]
+    last = {decision.field: decision for decision in plan.decisions if decision.field in REPLACED}
+
+    def kept(lines: Sequence[str]) -> list[str]:
+        return [line for line in lines if line.partition(" = ")[0] not in REPLACED]
+
     return msgspec.structs.replace(
         info,
         blocks=plan.engine.blocks - 1,
         kv_pool_bytes=plan.terms["kv_pool"],
         max_concurrency=concurrency(plan),
-        decisions=[*(decision.line() for decision in plan.decisions if decision.field in REPLACED), *kept],
+        decisions=[
+            *(decision.line() for decision in plan.decisions if decision.field in REPLACED),
+            *kept(info.decisions),
+        ],
+        lowered=[*kept(info.lowered), *(decision.line() for decision in last.values() if decision.lowered)],
         memory=msgspec.structs.replace(report, budget_bytes=plan.budget_bytes, terms=terms),
     )
