@@ -68,15 +68,21 @@ def make_result(
     begin_s, end_s = _window(load, options, safe, start_s, last_s)
     before = [sample for sample in sampler.samples if sample.at_s < start_s]
     samples = before[-1:] + sampler.samples[len(before) :]  # What counts up is counted from before the first request.
-    steady = end_s - begin_s >= DRIFT_LEAST_S and level_at(load.phases, begin_s - start_s + 1e-6) > 0
+    # What the last requests leave undone is no loss of speed, nor is a log that has quiet hours.
+    drains = load.requests is not None or bool(load.replay)
+    until_s = min(end_s, max((answer.sent_s for answer in answers), default=end_s)) if drains else end_s
+    steady = until_s - begin_s >= DRIFT_LEAST_S and level_at(load.phases, begin_s - start_s + 1e-6) > 0
+    whole = figures(answers, start_s, max(last_s, start_s + 1e-3) + 1e-3, slo=slo)
     evidence = RunEvidence(
         peak=figures(answers, begin_s, end_s, slo=slo),
+        whole=None if options.steps else whole,
         loop=load.loop,
+        same_process=sampler.same_process,
         clients=clients.reports,
         stall=longest_stall(answers, start_s),
-        throughput=throughput_drift(answers, begin_s, end_s) if steady else None,
-        ram=memory_drift(samples, begin_s, end_s, vram=False) if steady else None,
-        vram=memory_drift(samples, begin_s, end_s, vram=True) if steady else None,
+        throughput=throughput_drift(answers, begin_s, until_s) if steady and not load.replay else None,
+        ram=memory_drift(samples, begin_s, until_s, vram=False) if steady else None,
+        vram=memory_drift(samples, begin_s, until_s, vram=True) if steady else None,
         samples=samples,
     )
     judged = checks(evidence, allowed)
@@ -110,7 +116,7 @@ def make_result(
         phases=[{"name": phase.name, "seconds": _finite(phase.seconds)} for phase in load.phases],
         window_s=(begin_s - start_s, end_s - start_s),
         peak=evidence.peak,
-        whole=figures(answers, start_s, max(last_s, start_s + 1e-3) + 1e-3, slo=slo),
+        whole=whole,
         points=points,
         knee=knee(points),
         throughput_drift=evidence.throughput,

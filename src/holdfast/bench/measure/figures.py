@@ -49,7 +49,7 @@ class ErrorKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the requests sent within a span of time; rates are of what came within it."""
+    """Of the requests that were to be sent within a span of time; rates are of what came within it."""
 
     seconds: float
     requests: int
@@ -118,7 +118,8 @@ def figures(
     answers: Sequence[TimedAnswer], begin_s: float, end_s: float, *, slo: dict[str, float] | None = None
 ) -> Figures:
     """`slo`: most seconds of ttft, itl (a request's mean), e2e, counted from when a request was to be sent."""
-    sent = [answer for answer in answers if begin_s <= answer.sent_s < end_s]
+    # Not by when they were sent: those that a late client sent after the span are those that waited longest.
+    sent = [answer for answer in answers if begin_s <= answer.intended_s < end_s]
     good = [answer for answer in sent if answer.good]
     seconds = max(end_s - begin_s, 1e-9)
     times, weights = token_times(answers)

@@ -79,6 +79,8 @@ class ServerSampler:
         self._pages = {"metrics": True, "memory": True}
         self.local = is_local(url)
         self._pids = server_pids(url) if self.local else []
+        self.same_process: bool | None = None
+        """At the end, whether any process of the beginning still listens; None: none could be seen."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -90,6 +92,8 @@ class ServerSampler:
         self._thread.join(30)
         self.samples.append(self.read())  # A short run has one at least, and the end of a long one is known.
         self._client.close()
+        if self._pids:
+            self.same_process = not set(self._pids).isdisjoint(server_pids(self._url))
 
     def _run(self) -> None:
         due_s = time.monotonic()
