@@ -11,7 +11,7 @@ from made_up_answers import GAP_S, TTFT_S, answer
 
 from holdfast.bench.client.answers import TimedAnswer
 from holdfast.bench.client.worker import ClientReport
-from holdfast.bench.measure.figures import figures, percentiles
+from holdfast.bench.measure.figures import figures, percentiles, token_times
 from holdfast.bench.measure.load_points import knee, load_points, safe_point
 from holdfast.bench.measure.objectives import limits, parse_slo
 from holdfast.bench.measure.samples import ServerSample, gpu_reading, is_local
@@ -241,3 +241,13 @@ def test_memory_that_nobody_saw_is_said() -> None:
     seen, unseen = (RunEvidence(peak=figures(STEADY, 0, 20), loop="closed", samples=held) for held in (samples(), []))
     assert reason_of(checks(seen, Allowed())).endswith("checks passed")
     assert "memory could not be seen" in reason_of(checks(unseen, Allowed()))
+
+
+def test_every_event_has_its_moment_and_its_part_of_the_tokens() -> None:
+    three = answer(5.0, ttft_s=1.0, gaps=array("f", [0.5, 0.25]).tobytes(), output_tokens=6)
+    left = answer(2.0, ttft_s=1.0, gaps=array("f", [0.5]).tobytes(), output_tokens=9, cancelled=True)
+    one = answer(7.0, ttft_s=1.0, gaps=b"", output_tokens=0)
+    times, weights = token_times([three, answer(1.0, error="reset", first_s=None), left, one])
+    assert times.tolist() == pytest.approx([6.0, 6.5, 6.75, 3.0, 3.5, 8.0])
+    assert weights.tolist() == [2.0, 2.0, 2.0, 1.0, 1.0, 0.0]
+    assert [len(found) for found in token_times([])] == [0, 0]
