@@ -16,7 +16,7 @@ from holdfast.bench.client.processes import ClientProcesses, client_processes
 from holdfast.bench.load.load import Load
 from holdfast.bench.load.profile import PEAK, level_at, span, total_seconds
 from holdfast.bench.measure.advice import advice
-from holdfast.bench.measure.figures import figures, gaps_of, token_times, tpot_of
+from holdfast.bench.measure.figures import figures, gaps_of, mean_in_flight, token_times, tpot_of
 from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, safe_point
 from holdfast.bench.measure.objectives import limits
 from holdfast.bench.measure.samples import ServerSample, ServerSampler
@@ -209,13 +209,12 @@ def timeline(answers: Sequence[TimedAnswer], start_s: float, last_s: float) -> T
     bins = min(BINS, max(FEWEST_BINS, len(answers) // REQUESTS_OF_A_BIN))
     bin_s = max(SHORTEST_BIN_S, (last_s - start_s) / bins)
     count = max(1, math.ceil((last_s - start_s) / bin_s))
-    edges = start_s + bin_s * np.arange(count + 1)
+    edges = start_s + bin_s * np.arange(count + 1, dtype=np.float64)
     times, weights = token_times(answers)
     tokens, _ = np.histogram(times, edges, weights=weights)
-    busy, ttfts = np.zeros(count), [list[float]() for _ in range(count)]
+    ttfts = [list[float]() for _ in range(count)]
     gap_times, gaps = [np.empty(0)], [np.empty(0)]
     for answer in answers:
-        busy += np.clip(edges[1:], answer.sent_s, answer.end_s) - np.clip(edges[:-1], answer.sent_s, answer.end_s)
         if answer.first_s is not None:
             ttfts[min(count - 1, max(0, int((answer.sent_s - start_s) / bin_s)))].append(answer.first_s - answer.sent_s)
             found = gaps_of(answer)
@@ -232,7 +231,7 @@ def timeline(answers: Sequence[TimedAnswer], start_s: float, last_s: float) -> T
     return Timeline(
         bin_s=bin_s,
         output_tokens_per_s=[round(float(value) / bin_s, 3) for value in tokens],
-        in_flight=[round(float(value) / bin_s, 3) for value in busy],
+        in_flight=[round(float(value), 3) for value in mean_in_flight(answers, edges)],
         ttft_p50_s=ranks(ttfts, 50),
         ttft_p99_s=ranks(ttfts, 99),
         itl_p50_s=ranks(split, 50),

@@ -6,12 +6,13 @@ from array import array
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 from made_up_answers import GAP_S, TTFT_S, answer
 
 from holdfast.bench.client.answers import TimedAnswer
 from holdfast.bench.client.worker import ClientReport
-from holdfast.bench.measure.figures import figures, percentiles, token_times
+from holdfast.bench.measure.figures import figures, mean_in_flight, percentiles, token_times
 from holdfast.bench.measure.load_points import knee, load_points, safe_point
 from holdfast.bench.measure.objectives import limits, parse_slo
 from holdfast.bench.measure.samples import ServerSample, gpu_reading, is_local
@@ -251,3 +252,8 @@ def test_every_event_has_its_moment_and_its_part_of_the_tokens() -> None:
     assert times.tolist() == pytest.approx([6.0, 6.5, 6.75, 3.0, 3.5, 8.0])
     assert weights.tolist() == [2.0, 2.0, 2.0, 1.0, 1.0, 0.0]
     assert [len(found) for found in token_times([])] == [0, 0]
+
+
+def test_requests_in_flight_are_those_of_each_moment() -> None:
+    held = [msgspec.structs.replace(answer(0.0), sent_s=sent, end_s=end) for sent, end in ((9.0, 10.5), (10.25, 13.0))]
+    assert mean_in_flight(held, np.array([10.0, 11.0, 12.0, 14.0])).tolist() == pytest.approx([1.25, 1.0, 0.5])

@@ -212,6 +212,17 @@ def peak_in_flight(answers: Sequence[TimedAnswer], begin_s: float = -math.inf, e
     return most
 
 
+def mean_in_flight(answers: Sequence[TimedAnswer], edges: Floats) -> Floats:
+    """Between each two edges, over its time: by the seconds that all had been under way until each edge."""
+    until = np.zeros(len(edges))
+    for sign, moments in ((1, [answer.sent_s for answer in answers]), (-1, [answer.end_s for answer in answers])):
+        at = np.sort(np.array(moments) - edges[0])
+        sums = np.concatenate(([0.0], np.cumsum(at)))
+        before = np.searchsorted(at, edges - edges[0])
+        until += sign * (before * (edges - edges[0]) - sums[before])
+    return np.asarray(np.diff(until) / np.diff(edges))
+
+
 def _counted_by(good: Sequence[TimedAnswer]) -> str:
     told = {answer.counted for answer in good}
     return "both" if len(told) == 2 else "events" if told == {False} else "usage"
