@@ -15,7 +15,7 @@ from holdfast.bench.client.worker import ClientReport
 from holdfast.bench.measure.figures import figures, mean_in_flight, percentiles, token_times
 from holdfast.bench.measure.load_points import knee, load_points, safe_point
 from holdfast.bench.measure.objectives import limits, parse_slo
-from holdfast.bench.measure.samples import ServerSample, gpu_reading, is_local
+from holdfast.bench.measure.samples import ServerSample, gpu_reading, is_local, restarted
 from holdfast.bench.measure.steadiness import longest_stall, memory_drift, throughput_drift
 from holdfast.bench.measure.verdict import Allowed, RunEvidence, checks, reason_of
 from holdfast.errors import ConfigurationError
@@ -257,3 +257,14 @@ def test_every_event_has_its_moment_and_its_part_of_the_tokens() -> None:
 def test_requests_in_flight_are_those_of_each_moment() -> None:
     held = [msgspec.structs.replace(answer(0.0), sent_s=sent, end_s=end) for sent, end in ((9.0, 10.5), (10.25, 13.0))]
     assert mean_in_flight(held, np.array([10.0, 11.0, 12.0, 14.0])).tolist() == pytest.approx([1.25, 1.0, 0.5])
+
+
+def test_an_engine_that_was_restarted_is_noticed() -> None:
+    told = [
+        ServerSample(at_s=0.0, engine_restarts=1.0),
+        ServerSample(at_s=1.0),
+        ServerSample(at_s=2.0, engine_restarts=2.0),
+    ]
+    assert restarted(told)
+    assert not restarted(told[:2])
+    assert not restarted([])
