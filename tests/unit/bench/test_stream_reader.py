@@ -80,6 +80,16 @@ async def test_events_are_counted_however_their_bytes_are_cut(size: int, end: st
         assert len(found.gaps) == 4 * 2  # Three events have tokens; the role, usage and the end have none.
 
 
+@pytest.mark.parametrize("before", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"])
+async def test_what_announces_an_answer_is_none(before: bytes) -> None:
+    head = HEAD.replace(b"text/event-stream", b"Text/Event-Stream")
+    whole = before + head + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(stream(ANSWER), 64)
+    for piece in (1, len(whole)):
+        raw, connection = await answered([whole[at : at + piece] for at in range(0, len(whole), piece)])
+        assert read(raw).good
+        assert not connection.closed
+
+
 async def test_an_answer_that_ends_with_its_connection_is_whole() -> None:
     raw, connection = await answered([HEAD + b"\r\n" + stream(ANSWER)])
     assert read(raw).good
@@ -113,6 +123,7 @@ async def test_without_usage_events_are_counted() -> None:
         (HEAD + b"Content-Length: 500\r\n\r\n" + stream([token("a")]), "reset", ""),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "no stream", "{}"),
         (b"SMTP ready\r\n", "protocol", ""),
+        (HEAD + b"Content-Encoding: gzip\r\n\r\nx", "protocol: content-encoding gzip, and none was accepted", ""),
     ],
 )
 async def test_failures_are_told_by_kind(message: bytes, kind: str, said: str) -> None:

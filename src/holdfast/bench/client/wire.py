@@ -26,6 +26,8 @@ BODY_LIMIT_BYTES = 64 << 10
 """Of an answer that is no stream, which is an error or somebody else's."""
 EVENT_LIMIT_BYTES = 16 * MIB
 CONNECT_TIMEOUT_S = 20.0
+FIRST_FINAL = 200
+"""Statuses below announce an answer."""
 STALE_S = 0.1
 """A kept connection that the server had given up already breaks within a round trip; one that breaks later had been
 taken, and its request with it."""
@@ -117,14 +119,16 @@ class StreamConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        if name == b"content-type" and value.startswith(b"text/event-stream"):
+        if name == b"content-type" and value.lower().startswith(b"text/event-stream"):
             self._streaming = True
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            self._fail(f"protocol: content-encoding {value[:20].decode('latin-1')}, and none was accepted")
         elif name in (b"content-length", b"transfer-encoding"):
             self._framed = True
 
     def on_headers_complete(self) -> None:
-        assert self._answer is not None
-        self._answer.status = self._parser.get_status_code()
+        if self._answer is not None:
+            self._answer.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
         answer = self._answer
@@ -162,6 +166,10 @@ class StreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._answer is None:
+            return
+        if self._answer.status < FIRST_FINAL:  # 100 Continue, 103 Early Hints: the answer comes behind it.
+            self._answer.status = 0
+            self._streaming = self._framed = False
             return
         if not self._parser.should_keep_alive():
             self.close()
