@@ -16,7 +16,7 @@ from holdfast.bench.client.processes import ClientProcesses, client_processes
 from holdfast.bench.load.load import Load
 from holdfast.bench.load.profile import PEAK, level_at, span, total_seconds
 from holdfast.bench.measure.advice import advice
-from holdfast.bench.measure.figures import figures, gaps_of, token_times, tpot_of
+from holdfast.bench.measure.figures import figures, gaps_of, mean_in_flight, token_times, tpot_of
 from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, safe_point
 from holdfast.bench.measure.objectives import limits
 from holdfast.bench.measure.samples import ServerSample, ServerSampler
@@ -68,15 +68,21 @@ def make_result(
     begin_s, end_s = _window(load, options, safe, start_s, last_s)
     before = [sample for sample in sampler.samples if sample.at_s < start_s]
     samples = before[-1:] + sampler.samples[len(before) :]  # What counts up is counted from before the first request.
-    steady = end_s - begin_s >= DRIFT_LEAST_S and level_at(load.phases, begin_s - start_s + 1e-6) > 0
+    # What the last requests leave undone is no loss of speed, nor is a log that has quiet hours.
+    drains = load.requests is not None or bool(load.replay)
+    until_s = min(end_s, max((answer.sent_s for answer in answers), default=end_s)) if drains else end_s
+    steady = until_s - begin_s >= DRIFT_LEAST_S and level_at(load.phases, begin_s - start_s + 1e-6) > 0
+    whole = figures(answers, start_s, max(last_s, start_s + 1e-3) + 1e-3, slo=slo)
     evidence = RunEvidence(
         peak=figures(answers, begin_s, end_s, slo=slo),
+        whole=None if options.steps else whole,
         loop=load.loop,
+        same_process=sampler.same_process,
         clients=clients.reports,
         stall=longest_stall(answers, start_s),
-        throughput=throughput_drift(answers, begin_s, end_s) if steady else None,
-        ram=memory_drift(samples, begin_s, end_s, vram=False) if steady else None,
-        vram=memory_drift(samples, begin_s, end_s, vram=True) if steady else None,
+        throughput=throughput_drift(answers, begin_s, until_s) if steady and not load.replay else None,
+        ram=memory_drift(samples, begin_s, until_s, vram=False) if steady else None,
+        vram=memory_drift(samples, begin_s, until_s, vram=True) if steady else None,
         samples=samples,
     )
     judged = checks(evidence, allowed)
@@ -110,7 +116,7 @@ def make_result(
         phases=[{"name": phase.name, "seconds": _finite(phase.seconds)} for phase in load.phases],
         window_s=(begin_s - start_s, end_s - start_s),
         peak=evidence.peak,
-        whole=figures(answers, start_s, max(last_s, start_s + 1e-3) + 1e-3, slo=slo),
+        whole=whole,
         points=points,
         knee=knee(points),
         throughput_drift=evidence.throughput,
@@ -203,13 +209,12 @@ def timeline(answers: Sequence[TimedAnswer], start_s: float, last_s: float) -> T
     bins = min(BINS, max(FEWEST_BINS, len(answers) // REQUESTS_OF_A_BIN))
     bin_s = max(SHORTEST_BIN_S, (last_s - start_s) / bins)
     count = max(1, math.ceil((last_s - start_s) / bin_s))
-    edges = start_s + bin_s * np.arange(count + 1)
+    edges = start_s + bin_s * np.arange(count + 1, dtype=np.float64)
     times, weights = token_times(answers)
     tokens, _ = np.histogram(times, edges, weights=weights)
-    busy, ttfts = np.zeros(count), [list[float]() for _ in range(count)]
+    ttfts = [list[float]() for _ in range(count)]
     gap_times, gaps = [np.empty(0)], [np.empty(0)]
     for answer in answers:
-        busy += np.clip(edges[1:], answer.sent_s, answer.end_s) - np.clip(edges[:-1], answer.sent_s, answer.end_s)
         if answer.first_s is not None:
             ttfts[min(count - 1, max(0, int((answer.sent_s - start_s) / bin_s)))].append(answer.first_s - answer.sent_s)
             found = gaps_of(answer)
@@ -226,7 +231,7 @@ def timeline(answers: Sequence[TimedAnswer], start_s: float, last_s: float) -> T
     return Timeline(
         bin_s=bin_s,
         output_tokens_per_s=[round(float(value) / bin_s, 3) for value in tokens],
-        in_flight=[round(float(value) / bin_s, 3) for value in busy],
+        in_flight=[round(float(value), 3) for value in mean_in_flight(answers, edges)],
         ttft_p50_s=ranks(ttfts, 50),
         ttft_p99_s=ranks(ttfts, 99),
         itl_p50_s=ranks(split, 50),

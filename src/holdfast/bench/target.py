@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -14,7 +15,7 @@ from holdfast.bench.client.wire import trusted
 from holdfast.bench.load.load import CHAT, Load
 from holdfast.bench.load.prompts import WORDS
 from holdfast.doctor.probe.metrics_page import OK, client_for, get
-from holdfast.errors import EngineError
+from holdfast.errors import ConfigurationError, EngineError
 from holdfast.units import shorten
 
 FEW_WORDS, MORE_WORDS = 16, 144
@@ -36,6 +37,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_target(url: str, key: str | None, model: str | None, certificate: str = "") -> Target:
     """`url`: scheme, host, port and perhaps a path, without /v1."""
+    if "@" in urlsplit(url).netloc:
+        raise ConfigurationError(
+            "the address has a user or a password in it, which would stand in every report",
+            needed="an address without, and a key",
+            fix="set HOLDFAST_API_KEY, and leave out what stands before the @",
+            field="target",
+        )
     with client_for(key, trusted(certificate)) as client:
         reply = get(client, f"{url}/v1/models")
     if reply.status != OK and model is None:

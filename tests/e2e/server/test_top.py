@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import msgspec
 import pytest
 
@@ -103,6 +104,24 @@ def test_the_hour_is_gathered_and_begins_anew_with_another_server(launch) -> Non
     state = watched.look().state
     assert state is not None
     assert state.history.samples == []
+    watched.close()
+
+
+def test_servers_that_share_an_address_are_not_asked_without_end(launch) -> None:
+    """As behind a proxy that hands each request to another of them."""
+    servers = [launch(), launch()]
+    watched = top.WatchedServer(top.ServerAddress(servers[0].url))
+    for server in servers:
+        server.call(server._app.state.ui.history.take)
+    asked: list[str] = []
+
+    def in_turn(request: httpx.Request) -> None:
+        asked.append(request.url.query.decode())
+        request.url = request.url.copy_with(port=servers[len(asked) % 2].port)
+
+    watched._client.event_hooks = {"request": [in_turn]}
+    assert [watched.look().status for _ in range(2)] == ["ready"] * 2
+    assert asked == ["since=0", "since=1", "since=0"]
     watched.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from functools import cache
 from html.parser import HTMLParser
@@ -15,8 +16,8 @@ import pytest
 from made_up_answers import answer
 
 from holdfast.bench.client.worker import ClientReport
-from holdfast.bench.load.load import Load
-from holdfast.bench.load.profile import default_profile
+from holdfast.bench.load.load import Arrival, Load
+from holdfast.bench.load.profile import Phase, default_profile
 from holdfast.bench.measure.objectives import parse_slo
 from holdfast.bench.measure.samples import ServerSample
 from holdfast.bench.measure.verdict import Allowed
@@ -47,7 +48,7 @@ def result(seed: int, *, slower: float = 1.0, requests: int = 1500, model: str =
         ServerSample(at_s=float(at), running=8.0, waiting=0.0, kv_share=0.3, ram_bytes=900 * MIB + at, power_w=300.0)
         for at in range(31)
     ]
-    sampler = SimpleNamespace(samples=samples, engine="vllm", settings={}, local=False)
+    sampler = SimpleNamespace(samples=samples, engine="vllm", settings={}, local=False, same_process=None)
     clients = SimpleNamespace(answers=answers, start_s=0.0, reports=[ClientReport(cpu_share=0.2, loop_lag_s=0.0)])
     load = Load(url="http://x", model=model, phases=default_profile(1, 30, 1), concurrency=8)
     options = RunOptions(allowed=Allowed(objectives=parse_slo("ttft=1s")))
@@ -147,3 +148,32 @@ def test_people_read_what_was_loaded_and_found() -> None:
     assert "closed loop, 8 at once; up 1 s, peak 30 s, down 1 s; figures are of seconds 1 to 31" in said
     assert "RAM 900.00 MiB to 900.00 MiB, KV cache at most 30%" in said
     assert "300 W on average" in said
+
+
+@pytest.mark.parametrize("replay", [(), (Arrival(0.0, 1, 1),)])
+def test_the_last_requests_of_a_count_and_a_quiet_log_are_no_loss_of_speed(replay: tuple[Arrival, ...]) -> None:
+    waves = [answer(10.0 * wave, gap_s=1.0) for wave in range(3) for _ in range(8)]
+    load = Load(url="http://x", phases=(Phase("peak", math.inf),), concurrency=8, requests=25, replay=replay)
+    clients = SimpleNamespace(answers=[*waves, answer(30.0, gap_s=1.0)], start_s=0.0, reports=[])
+    sampler = SimpleNamespace(samples=[], engine=None, settings={}, local=False, same_process=None)
+    found = make_result(Target(url="http://x", model="m"), load, RunOptions(), clients, sampler)  # type: ignore[arg-type]
+    assert found.verdict.passed, found.verdict.reason
+    assert (found.throughput_drift is None) == bool(replay)
+
+
+def test_failures_that_no_figure_has_are_noted() -> None:
+    sound = result(1)
+    broken = msgspec.structs.replace(sound, peak=msgspec.structs.replace(sound.peak, failed=700))
+    assert compare(sound, sound).warnings == []
+    [note] = compare(sound, broken).warnings
+    assert note.startswith("B: 700 of 1,500 requests failed")
+
+
+def test_a_result_that_could_not_be_kept_is_refused_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("--save", "--html"):
+        assert main(["bench", "http://127.0.0.1:9", flag, str(tmp_path / "none" / "x")]) == 2
+        assert f"{flag}: " in capsys.readouterr().err
+    assert main(["bench", "http://me:secret@127.0.0.1:9"]) == 2
+    assert "secret" not in capsys.readouterr().err

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 
 import pytest
 
 from holdfast.bench.client.answers import TimedAnswer, read_answer
-from holdfast.bench.client.wire import RawAnswer, StreamConnection
+from holdfast.bench.client.wire import STALE_S, Connections, RawAnswer, StreamConnection
 from holdfast.bench.load.prompts import BenchRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
@@ -78,10 +80,32 @@ async def test_events_are_counted_however_their_bytes_are_cut(size: int, end: st
         assert len(found.gaps) == 4 * 2  # Three events have tokens; the role, usage and the end have none.
 
 
+@pytest.mark.parametrize("before", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"])
+async def test_what_announces_an_answer_is_none(before: bytes) -> None:
+    head = HEAD.replace(b"text/event-stream", b"Text/Event-Stream")
+    whole = before + head + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(stream(ANSWER), 64)
+    for piece in (1, len(whole)):
+        raw, connection = await answered([whole[at : at + piece] for at in range(0, len(whole), piece)])
+        assert read(raw).good
+        assert not connection.closed
+
+
 async def test_an_answer_that_ends_with_its_connection_is_whole() -> None:
     raw, connection = await answered([HEAD + b"\r\n" + stream(ANSWER)])
     assert read(raw).good
     assert connection.closed
+
+
+@pytest.mark.parametrize(
+    ("events", "tokens", "counted"), [([token("a"), token("b", "stop")], 2, False), ([token("", "stop")], 0, True)]
+)
+async def test_a_usage_of_nothing_is_believed_where_nothing_came(
+    events: list[object], tokens: int, counted: bool
+) -> None:
+    usage = {"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": 0}}
+    raw, _ = await answered([HEAD + b"\r\n" + stream([ROLE, *events, usage, "data: [DONE]"])])
+    found = read(raw)
+    assert (found.good, found.output_tokens, found.counted) == (True, tokens, counted)
 
 
 async def test_without_usage_events_are_counted() -> None:
@@ -99,6 +123,7 @@ async def test_without_usage_events_are_counted() -> None:
         (HEAD + b"Content-Length: 500\r\n\r\n" + stream([token("a")]), "reset", ""),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", "no stream", "{}"),
         (b"SMTP ready\r\n", "protocol", ""),
+        (HEAD + b"Content-Encoding: gzip\r\n\r\nx", "protocol: content-encoding gzip, and none was accepted", ""),
     ],
 )
 async def test_failures_are_told_by_kind(message: bytes, kind: str, said: str) -> None:
@@ -122,3 +147,41 @@ async def test_patience_ends() -> None:
     connection.connection_made(FakeTransport())
     await connection.ask(b"", raw, timeout_s=0.01, cancel_after=None)
     assert read(raw).error == "timeout"
+
+
+@pytest.mark.parametrize(("after_s", "asked"), [(0.0, 2), (2 * STALE_S, 1)])
+async def test_only_a_connection_that_was_given_up_before_is_asked_again(after_s: float, asked: int) -> None:
+    """A server that took a request and left it has failed it."""
+    heads: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"{}"))
+        if len(heads) == 1:
+            await asyncio.sleep(after_s)
+        else:
+            writer.write(HEAD + b"\r\n" + stream(ANSWER))
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        connections = Connections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "/v1/x", {})
+        await connections.open_ahead(1)
+        began_s = asyncio.get_running_loop().time()
+        raw = await connections.ask(b"{}", timeout_s=10)
+    assert len(heads) == asked
+    assert raw.failure == ("" if asked == 2 else "reset")
+    assert raw.sent_s - began_s < STALE_S
+
+
+async def test_a_connection_that_is_lost_is_freed_without_a_collection() -> None:
+    """Collections are off during a run, which may make a hundred thousand connections."""
+    gc.collect()
+    gc.disable()
+    try:
+        _, connection = await answered([HEAD + b"\r\n" + stream(ANSWER)])
+        gone = weakref.ref(connection)
+        del connection
+        assert gone() is None
+    finally:
+        gc.enable()

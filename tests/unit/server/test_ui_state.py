@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from starlette.requests import Request
 
 from holdfast.engine.fake import FakeEngine
 from holdfast.engine.requests.adapters import Loaded
@@ -18,6 +19,7 @@ from holdfast.records import AdapterRef, AnswerDelta, EngineStats
 from holdfast.server.settings import ServerSettings
 from holdfast.server.ui.machine import Holder, MachineTier, MachineWatch, look
 from holdfast.server.ui.notices import LogNotices, notices
+from holdfast.server.ui.routes import _is_near
 from holdfast.server.ui.state import SHOWN_REQUESTS, StateKeeper, requests_state
 
 
@@ -179,3 +181,26 @@ async def test_all_that_ask_within_a_second_share_one_look() -> None:
     assert first.server.status == "ready"
     assert first.model is not None
     assert first.model.can_chat
+
+
+@pytest.mark.parametrize(
+    ("client", "headers", "near"),
+    [
+        ("127.0.0.1", {"host": "127.0.0.1:8000"}, True),
+        ("127.0.0.1", {"host": "localhost:8000"}, True),
+        ("::1", {"host": "[::1]:8000"}, True),
+        (None, {"host": "localhost"}, True),  # A Unix domain socket.
+        ("10.0.0.7", {"host": "127.0.0.1:8000"}, False),
+        ("127.0.0.1", {"host": "rebound.example:8000"}, False),
+        ("127.0.0.1", {}, False),
+        ("127.0.0.1", {"host": "[::1"}, False),
+        ("127.0.0.1", {"host": "localhost", "origin": "https://elsewhere.example"}, False),
+        ("127.0.0.1", {"host": "localhost", "x-forwarded-for": "10.0.0.7"}, False),
+    ],
+)
+def test_names_of_processes_are_told_to_this_machine_alone(
+    client: str | None, headers: dict[str, str], near: bool
+) -> None:
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asked = Request({"type": "http", "client": client and (client, 9), "headers": pairs})
+    assert _is_near(asked) == near

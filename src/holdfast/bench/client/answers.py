@@ -40,7 +40,7 @@ class TimedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
     output_tokens: int = 0
     counted: bool = False
-    """By the server's usage; else its events were counted."""
+    """By the server's usage; else its events were counted, as where a usage of 0 cannot be true."""
     error: str = ""
     """Its kind: `HTTP 503`, `timeout`, `reset`, `connect: ...`, `protocol`, `stream error`, `incomplete`."""
     said: str = ""
@@ -69,7 +69,7 @@ def read_answer(raw: RawAnswer, request: BenchRequest, *, intended_s: float) -> 
         return TimedAnswer(**known, error=f"HTTP {raw.status}", said=_message(raw.body))
     if not raw.times:
         return TimedAnswer(**known, error="no stream", said=shorten(raw.body.decode("utf-8", "replace"), SAID_CHARS))
-    first, trailing, closing = _first_token(raw.head), *_closing(raw.tail)
+    (first, with_text), (trailing, closing) = _first_token(raw.head), _closing(raw.tail)
     if closing.error:
         return TimedAnswer(**known, error="stream error", said=closing.error)
     last = len(raw.times) - 1 - trailing
@@ -81,6 +81,8 @@ def read_answer(raw: RawAnswer, request: BenchRequest, *, intended_s: float) -> 
         return TimedAnswer(**known, error="incomplete", said="the stream ended without a finish_reason or [DONE]")
     gaps = array("f", (later - earlier for earlier, later in itertools.pairwise(times)))
     usage = closing.usage
+    told = _count(usage.get("completion_tokens"))
+    believed = told is not None and (told > 0 or not with_text)
     details = usage.get("prompt_tokens_details") or {}
     return TimedAnswer(
         **known | {"end_s": raw.end_s if cancelled else max(times[-1], raw.sent_s)},
@@ -88,8 +90,8 @@ def read_answer(raw: RawAnswer, request: BenchRequest, *, intended_s: float) -> 
         gaps=gaps.tobytes(),
         prompt_tokens=_count(usage.get("prompt_tokens")) or 0,
         cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else None,
-        output_tokens=_count(usage.get("completion_tokens")) or len(times),
-        counted=_count(usage.get("completion_tokens")) is not None,
+        output_tokens=told if told is not None and believed else len(times),
+        counted=believed,
         cancelled=cancelled,
     )
 
@@ -105,14 +107,14 @@ class _Closing(msgspec.Struct):
     error: str = ""
 
 
-def _first_token(head: Iterable[bytes]) -> int:
-    """The place of the first event with text; where none of these has any, of the first with a choice."""
+def _first_token(head: Iterable[bytes]) -> tuple[int, bool]:
+    """The place of the first event with text, and True; where none of these has any, of the first with a choice."""
     choice = 0
     for at, event in enumerate(_events(head)):
         if event is not None and _text(event):
-            return at
+            return at, True
         choice += at == choice and not (event or {}).get("choices")
-    return choice
+    return choice, False
 
 
 def _closing(tail: Iterable[bytes]) -> tuple[int, _Closing]:

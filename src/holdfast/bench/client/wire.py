@@ -26,6 +26,11 @@ BODY_LIMIT_BYTES = 64 << 10
 """Of an answer that is no stream, which is an error or somebody else's."""
 EVENT_LIMIT_BYTES = 16 * MIB
 CONNECT_TIMEOUT_S = 20.0
+FIRST_FINAL = 200
+"""Statuses below announce an answer."""
+STALE_S = 0.1
+"""A kept connection that the server had given up already breaks within a round trip; one that breaks later had been
+taken, and its request with it."""
 
 
 class RawAnswer:
@@ -101,25 +106,29 @@ class StreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        self._transport = None
         if self._answer is not None:
             if exc is None and self._answer.status and not self._framed:
                 self._now = monotonic()
                 self._finish()  # An answer without a length ends with its connection.
             else:
                 self._fail("reset")
+        self._parser = None  # It holds this connection: a cycle, and nobody collects those during a run.
 
     # From the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        if name == b"content-type" and value.startswith(b"text/event-stream"):
+        if name == b"content-type" and value.lower().startswith(b"text/event-stream"):
             self._streaming = True
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            self._fail(f"protocol: content-encoding {value[:20].decode('latin-1')}, and none was accepted")
         elif name in (b"content-length", b"transfer-encoding"):
             self._framed = True
 
     def on_headers_complete(self) -> None:
-        assert self._answer is not None
-        self._answer.status = self._parser.get_status_code()
+        if self._answer is not None:
+            self._answer.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
         answer = self._answer
@@ -157,6 +166,10 @@ class StreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._answer is None:
+            return
+        if self._answer.status < FIRST_FINAL:  # 100 Continue, 103 Early Hints: the answer comes behind it.
+            self._answer.status = 0
+            self._streaming = self._framed = False
             return
         if not self._parser.should_keep_alive():
             self.close()
@@ -204,21 +217,26 @@ class Connections:
         self, body: bytes, *, timeout_s: float, cancel_after: int | None = None, keep_all: bool = False
     ) -> RawAnswer:
         message = self._head + b"%d\r\n\r\n" % len(body) + body
+        first_s: float | None = None
         while True:
             answer = RawAnswer(keep_all=keep_all)
             began_s = monotonic()
             connection, why = await self._open()
             if connection is None:
-                answer.sent_s, answer.end_s, answer.failure = began_s, monotonic(), why
+                answer.sent_s, answer.end_s, answer.failure = first_s or began_s, monotonic(), why
                 return answer
             kept = connection.used
             await connection.ask(message, answer, timeout_s=timeout_s, cancel_after=cancel_after)
             if not connection.closed:
                 self._idle.append(connection)
+            if not kept:
+                answer.sent_s = began_s  # A new connection is a part of what a client waits for.
+            if first_s is None:
+                first_s = answer.sent_s
             # A server may close a kept connection just when it is used: that is asked again, as every client does.
-            if not (kept and answer.failure == "reset" and not answer.status):
-                if not kept:
-                    answer.sent_s = began_s  # A new connection is a part of what a client waits for.
+            stale = kept and answer.failure == "reset" and not answer.status and answer.end_s - answer.sent_s < STALE_S
+            if not stale:
+                answer.sent_s = first_s
                 return answer
 
     async def open_ahead(self, count: int) -> None:

@@ -21,6 +21,7 @@ from holdfast.bench.client.answers import TimedAnswer
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+GAP_BYTES = 4
 NAMES = ("p50", "p90", "p95", "p99", "p99_9")
 
 
@@ -49,7 +50,7 @@ class ErrorKind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the requests sent within a span of time; rates are of what came within it."""
+    """Of the requests that were to be sent within a span of time; rates are of what came within it."""
 
     seconds: float
     requests: int
@@ -103,22 +104,32 @@ def tpot_of(answer: TimedAnswer) -> float | None:
 
 
 def token_times(answers: Sequence[TimedAnswer]) -> tuple[Floats, Floats]:
-    """When events with tokens came, and how many tokens each stands for: a server may send several in one."""
-    times, weights = [np.empty(0)], [np.empty(0)]
-    for answer in answers:
-        if answer.first_s is None:
-            continue
-        at = answer.first_s + np.concatenate(([0.0], np.cumsum(gaps_of(answer))))
-        times.append(at)
-        weights.append(np.full(len(at), answer.output_tokens / len(at) if answer.good else 1.0))
-    return np.concatenate(times), np.concatenate(weights)
+    """When events with tokens came, and how many tokens each stands for: a server may send several in one.
+
+    All streams in one array, since a run may have ten million events: each begins with a gap of 0, gaps are summed
+    up, and what stands at its begin is replaced by its first moment.
+    """
+    started = [(answer, answer.first_s) for answer in answers if answer.first_s is not None]
+    events = np.array([1 + len(answer.gaps) // GAP_BYTES for answer, _ in started], dtype=np.int64)
+    begins = np.cumsum(events) - events
+    times = np.zeros(int(events.sum()))
+    later = np.ones(len(times), dtype=bool)
+    later[begins] = False
+    times[later] = np.frombuffer(b"".join(answer.gaps for answer, _ in started), dtype=np.float32)
+    np.cumsum(times, out=times)
+    times += np.repeat(np.array([first_s for _, first_s in started]) - times[begins], events)
+    tokens = np.array(
+        [answer.output_tokens if answer.good else count for (answer, _), count in zip(started, events, strict=True)]
+    )
+    return times, np.repeat(tokens / events, events)
 
 
 def figures(
     answers: Sequence[TimedAnswer], begin_s: float, end_s: float, *, slo: dict[str, float] | None = None
 ) -> Figures:
     """`slo`: most seconds of ttft, itl (a request's mean), e2e, counted from when a request was to be sent."""
-    sent = [answer for answer in answers if begin_s <= answer.sent_s < end_s]
+    # Not by when they were sent: those that a late client sent after the span are those that waited longest.
+    sent = [answer for answer in answers if begin_s <= answer.intended_s < end_s]
     good = [answer for answer in sent if answer.good]
     seconds = max(end_s - begin_s, 1e-9)
     times, weights = token_times(answers)
@@ -199,6 +210,17 @@ def peak_in_flight(answers: Sequence[TimedAnswer], begin_s: float = -math.inf, e
         now += change
         most = max(most, now)
     return most
+
+
+def mean_in_flight(answers: Sequence[TimedAnswer], edges: Floats) -> Floats:
+    """Between each two edges, over its time: by the seconds that all had been under way until each edge."""
+    until = np.zeros(len(edges))
+    for sign, moments in ((1, [answer.sent_s for answer in answers]), (-1, [answer.end_s for answer in answers])):
+        at = np.sort(np.array(moments) - edges[0])
+        sums = np.concatenate(([0.0], np.cumsum(at)))
+        before = np.searchsorted(at, edges - edges[0])
+        until += sign * (before * (edges - edges[0]) - sums[before])
+    return np.asarray(np.diff(until) / np.diff(edges))
 
 
 def _counted_by(good: Sequence[TimedAnswer]) -> str:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from holdfast.bench.client.answers import TimedAnswer
-from holdfast.bench.measure.figures import Floats, latencies, token_times
+from holdfast.bench.measure.figures import latencies, mean_in_flight, token_times
 from holdfast.bench.measure.objectives import Objective
 
 BINS = 120
@@ -49,7 +49,7 @@ def load_points(answers: Sequence[TimedAnswer], objectives: tuple[Objective, ...
     begin, end = min(answer.sent_s for answer in answers), max(answer.sent_s for answer in answers)
     width = min(LONGEST_BIN_S, max(1e-3, (end - begin) / BINS))
     edges = np.arange(begin, end + width, width)
-    at_once = _mean_in_flight(answers, edges)
+    at_once = mean_in_flight(answers, edges)
     times, weights = token_times(answers)
     tokens, _ = np.histogram(times, edges, weights=weights)
     classes = [bisect.bisect_left(EDGES, round(count)) for count in at_once]
@@ -96,17 +96,6 @@ def _point(
 def _judged(metric: str) -> str:
     """What a user waits for counts from when the request was to be sent."""
     return {"ttft": "ttft_intended", "e2e": "e2e_intended"}.get(metric, metric)
-
-
-def _mean_in_flight(answers: Sequence[TimedAnswer], edges: Floats) -> Floats:
-    """Of each bin, over its time."""
-    busy = np.zeros(len(edges) - 1)
-    width = edges[1] - edges[0]
-    for answer in answers:
-        low = np.clip(edges[:-1], answer.sent_s, answer.end_s)
-        high = np.clip(edges[1:], answer.sent_s, answer.end_s)
-        busy += high - low
-    return np.asarray(busy / width)
 
 
 def knee(points: Sequence[LoadPoint]) -> LoadPoint | None:

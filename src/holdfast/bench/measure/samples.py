@@ -33,6 +33,7 @@ _RESIDENT = re.compile(rb"^process_resident_memory_bytes(?:\{.*\})? +([0-9.e+]+)
 _QUEUED = re.compile(
     rb"^(?:vllm|sglang):(?:request_)?queue_time_seconds_(sum|count)(?:\{.*\})? +([0-9.e+-]+)", re.MULTILINE
 )
+_RESTARTS = re.compile(rb"^holdfast:engine_restarts_total(?:\{.*\})? +([0-9.e+]+)", re.MULTILINE)
 METRICS = ("running", "waiting", "kv_share", "preemptions", "tokens", "prefix_asked", "prefix_found")
 
 
@@ -51,6 +52,8 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     queue_seconds: float | None = None
     """That requests have waited in the server's queue since it started, and how many of them."""
     queued: float | None = None
+    engine_restarts: float | None = None
+    """Of Holdfast, whose requests outlive them."""
     ram_bytes: int | None = None
     kv_touched_bytes: int = 0
     """Of RAM, the part of the KV cache that was ever written: it grows to what was planned, and stays."""
@@ -79,6 +82,9 @@ class ServerSampler:
         self._pages = {"metrics": True, "memory": True}
         self.local = is_local(url)
         self._pids = server_pids(url) if self.local else []
+        self.same_process: bool | None = None
+        """At the end, whether a process of the beginning listens and no engine was restarted behind it; None: not
+        to be seen."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -90,6 +96,10 @@ class ServerSampler:
         self._thread.join(30)
         self.samples.append(self.read())  # A short run has one at least, and the end of a long one is known.
         self._client.close()
+        if self._pids:
+            self.same_process = not set(self._pids).isdisjoint(server_pids(self._url))
+        if restarted(self.samples):
+            self.same_process = False
 
     def _run(self) -> None:
         due_s = time.monotonic()
@@ -131,6 +141,8 @@ class ServerSampler:
             waits[kind] = waits.get(kind, 0.0) + float(value)
         if len(waits) == 2:
             found |= {"queue_seconds": waits[b"sum"], "queued": waits[b"count"]}
+        if restarts := _RESTARTS.findall(body):
+            found["engine_restarts"] = sum(map(float, restarts))
         held = _RESIDENT.search(body)
         return found | ({"ram_bytes": int(float(held[1]))} if held else {})
 
@@ -156,6 +168,12 @@ class ServerSampler:
         machine = memory()
         free = machine.available_bytes / machine.total_bytes
         return {"ram_free_share": free, "ram_bytes": sum(held)} | gpu_reading(self._pids)
+
+
+def restarted(samples: Sequence[ServerSample]) -> bool:
+    """Whether the server says that its engine was restarted meanwhile."""
+    told = [sample.engine_restarts for sample in samples if sample.engine_restarts is not None]
+    return bool(told) and told[-1] > told[0]
 
 
 def gpu_reading(pids: Sequence[int], nvml: Any = None) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from holdfast.bench.measure.figures import token_times
 from holdfast.bench.measure.samples import ServerSample
 
 FIFTHS = 5
+LOOKED_AT = 50
+"""Of the longest times without anything, for one that some stream spans."""
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,8 @@ def longest_stall(answers: Sequence[TimedAnswer], start_s: float) -> Stall | Non
     gaps = np.diff(times)
     begins = np.array([answer.first_s for answer in streams])
     ends = np.array([answer.end_s for answer in streams])
-    for place in np.argsort(gaps)[::-1][:50]:
+    longest = np.argpartition(gaps, -LOOKED_AT)[-LOOKED_AT:] if len(gaps) > LOOKED_AT else np.arange(len(gaps))
+    for place in longest[np.argsort(gaps[longest])[::-1]]:
         low, high = times[place], times[place + 1]
         spanning = int(((begins <= low) & (ends >= high)).sum())
         if spanning:

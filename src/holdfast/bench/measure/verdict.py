@@ -2,8 +2,9 @@
 
     client       the client kept up, so that the figures are the server's
     requests     something was answered at peak
-    errors       few enough failed
-    slo          each objective, at its percentile
+    errors       few enough failed, at peak and over the whole run
+    process      the server's own was there from the beginning to the end
+    slo          each objective, at its percentile, of enough requests for one
     stall        no time in which every stream stood still
     throughput   the last fifth of the peak against the second
     memory       the same, of RAM and VRAM: a leak
@@ -35,6 +36,13 @@ STALL_S, STALL_GAPS = 1.0, 20
 """A stall is at least this long, and so many usual times between tokens."""
 LEAK_BYTES, LEAK_SHARE = 16 * MIB, 0.02
 SLOWER_SHARE = 0.1
+LEAST_VALUES = {"p50": 2, "p90": 10, "p95": 20, "p99": 100, "p99_9": 1000}
+"""Of fewer no value lies beyond the percentile: it is the highest by another name, and proves nothing."""
+OUT_OF_SOCKETS = ("Too many open files", "Cannot assign requested address")
+"""What the client's own system says when it has no more."""
+
+
+HEADROOM = " headroom"
 
 
 class BenchCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +68,11 @@ class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """All that a verdict is made of."""
 
     peak: Figures
+    whole: Figures | None = None
+    """None: errors beyond what is judged are what the run was for, as in a search for the knee."""
     loop: str
+    same_process: bool | None = None
+    """Whether the server at the end was that of the beginning; None: it cannot be seen from here."""
     clients: Sequence[ClientReport] = ()
     stall: Stall | None = None
     throughput: Drift | None = None
@@ -79,6 +91,7 @@ class Allowed(msgspec.Struct, frozen=True, kw_only=True):
 
 def checks(evidence: RunEvidence, allowed: Allowed) -> list[BenchCheck]:
     found = [_client(evidence, allowed), _requests(evidence), _errors(evidence, allowed)]
+    found += [] if evidence.same_process is None else [_process(same=evidence.same_process)]
     found += [_objective(evidence, objective) for objective in allowed.objectives]
     found += [_stall(evidence)]
     if evidence.throughput is not None:
@@ -94,7 +107,8 @@ def reason_of(found: Sequence[BenchCheck]) -> str:
     """The first that failed, and how many others did."""
     failed = [check for check in found if not check.passed]
     if not failed:
-        return f"{len(found)} checks passed"
+        seen = any(check.name.endswith(HEADROOM) for check in found)
+        return f"{len(found)} checks passed{'' if seen else '; memory could not be seen from here and is not judged'}"
     more = f"; {len(failed) - 1} more failed" if len(failed) > 1 else ""
     return f"{failed[0].name}: {failed[0].reason}{more}"
 
@@ -105,8 +119,11 @@ def _client(evidence: RunEvidence, allowed: Allowed) -> BenchCheck:
     lag, ttft = evidence.peak.lag, evidence.peak.ttft
     behind = evidence.loop != "closed" and lag is not None and ttft is not None and not allowed.limited_client
     late = behind and lag is not None and ttft is not None and lag.p99 > max(LATE_S, LATE_SHARE * ttft.p50)
+    refused = next((one.kind for one in evidence.peak.errors if any(why in one.kind for why in OUT_OF_SOCKETS)), "")
     reason = ""
-    if late and lag is not None:
+    if refused:
+        reason = f"the client's own system gave it no more connections ({refused}): raise ulimit -n, or use --workers"
+    elif late and lag is not None:
         reason = f"the client fell behind its own schedule, by {format_duration(lag.p99)} at p99: use more --workers"
     elif busiest > BUSY_SHARE:
         reason = "a client process used all of its core, so that events waited to be read: use more --workers"
@@ -120,28 +137,51 @@ def _client(evidence: RunEvidence, allowed: Allowed) -> BenchCheck:
 
 def _requests(evidence: RunEvidence) -> BenchCheck:
     peak = evidence.peak
-    answered = peak.completed > 0
-    kinds = ", ".join(f"{error.count} x {error.kind}" for error in peak.errors[:3])
-    reason = "" if answered else f"no request that was sent at peak was answered{': ' + kinds if kinds else ''}"
+    reason = ""
+    if not peak.completed:
+        kinds = ", ".join(f"{error.count} x {error.kind}" for error in peak.errors[:3])
+        reason = f"no request that was sent at peak was answered{': ' + kinds if kinds else ''}"
+    elif not peak.output_tokens:
+        reason = "not one answer had a token"
     return BenchCheck(
-        name="requests", passed=answered, measured=f"{peak.completed:,} of {peak.requests:,}", limit="1", reason=reason
+        name="requests",
+        passed=not reason,
+        measured=f"{peak.completed:,} of {peak.requests:,}",
+        limit="1",
+        reason=reason,
     )
 
 
 def _errors(evidence: RunEvidence, allowed: Allowed) -> BenchCheck:
-    peak = evidence.peak
-    share = peak.failed / peak.requests if peak.requests else 0.0
+    """Of the peak, or of the whole run where that is worse: a server that dies as load falls has not passed."""
+    worst = max((evidence.peak, evidence.whole or evidence.peak), key=_failed_share)
+    share = _failed_share(worst)
     passed = share <= allowed.error_share
     kinds = ", ".join(
         f"{error.count} x {error.kind}{' (' + error.example + ')' if error.example else ''}"
-        for error in peak.errors[:3]
+        for error in worst.errors[:3]
     )
+    when = "" if worst is evidence.peak else " of the whole run"
     return BenchCheck(
         name="errors",
         passed=passed,
         measured=f"{share:.2%}",
         limit=f"{allowed.error_share:.2%}",
-        reason="" if passed else f"{peak.failed:,} of {peak.requests:,} requests failed: {kinds}",
+        reason="" if passed else f"{worst.failed:,} of {worst.requests:,} requests{when} failed: {kinds}",
+    )
+
+
+def _failed_share(found: Figures) -> float:
+    return found.failed / found.requests if found.requests else 0.0
+
+
+def _process(*, same: bool) -> BenchCheck:
+    return BenchCheck(
+        name="server process",
+        passed=same,
+        measured="the same" if same else "ended",
+        limit="the same",
+        reason="" if same else "it ended during the run, and at most another one took its place: see its log",
     )
 
 
@@ -149,16 +189,23 @@ def _objective(evidence: RunEvidence, objective: Objective) -> BenchCheck:
     judged = {"ttft": evidence.peak.ttft_intended, "e2e": evidence.peak.e2e_intended, "tpot": evidence.peak.tpot}
     found = judged.get(objective.metric, evidence.peak.itl)
     value = None if found is None else found.at(objective.percentile)
-    passed = value is not None and value <= objective.seconds
     limit = f"{1e3 * objective.seconds:g} ms"
     rank = objective.percentile.replace("_", ".")
     measured = "nothing" if value is None else f"{1e3 * value:.1f} ms"
+    reason = ""
+    if value is None or value > objective.seconds:
+        reason = f"{measured} at {rank}, above {limit}"
+    elif found is not None and found.count < (least := LEAST_VALUES[objective.percentile]):
+        reason = (
+            f"{found.count} values are too few for {rank}, which needs {least}: a longer --peak, or a lower percentile"
+            f" ({objective.metric}.p90=...)"
+        )
     return BenchCheck(
         name=f"{objective.metric} {rank}",
-        passed=passed,
+        passed=not reason,
         measured=measured,
         limit=limit,
-        reason="" if passed else f"{measured} at {rank}, above {limit}",
+        reason=reason,
     )
 
 
@@ -214,7 +261,7 @@ def _headroom(samples: Sequence[ServerSample], headroom: float) -> list[BenchChe
         passed = least >= headroom
         found.append(
             BenchCheck(
-                name=f"{tier.upper()} headroom",
+                name=f"{tier.upper()}{HEADROOM}",
                 passed=passed,
                 measured=f"{least:.1%}",
                 limit=f"{headroom:.0%}",

@@ -92,8 +92,8 @@ def _values(result: BenchResult) -> dict[str, Floats]:
     columns, line = result.requests, result.timeline
     chosen = [
         at
-        for at, sent in enumerate(columns.sent_s)
-        if begin <= sent < end and not columns.error[at] and not columns.cancelled[at]
+        for at, due in enumerate(columns.intended_s)
+        if begin <= due < end and not columns.error[at] and not columns.cancelled[at]
     ]
     bins = [
         rate
@@ -152,6 +152,11 @@ def _warnings(a: BenchResult, b: BenchResult) -> Iterator[str]:
         client = next((check for check in result.verdict.checks if check.name == "client" and not check.passed), None)
         if client is not None:
             yield f"{word}: {client.reason}"
+        if result.peak.failed:
+            yield (
+                f"{word}: {result.peak.failed:,} of {result.peak.requests:,} requests failed, and failures are in none"
+                " of these figures"
+            )
 
 
 def compare_lines(found: Comparison) -> Iterator[str]:

@@ -157,6 +157,8 @@ def run(arguments: argparse.Namespace) -> int:
             fix="holdfast bench http://127.0.0.1:8000, or holdfast bench smollm2",
             field="target",
         )
+    for field in ("save", "html"):
+        _check_writable(getattr(arguments, field), field)
     with _server(arguments) as (url, model):
         result = measured(arguments, url, model)
     document = as_json(result)
@@ -398,6 +400,20 @@ def _check_certificate(path: str) -> None:
             found=str(error),
             fix="the server's --ssl-certfile",
             field="certificate",
+        ) from error
+
+
+def _check_writable(path: str | None, field: str) -> None:
+    """Before the run: its result would be lost after it."""
+    try:
+        if path:
+            Path(path).open("ab").close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"--{field}: {shorten(path)} cannot be written",
+            found=str(error),
+            fix=f"--{field} result.{'json' if field == 'save' else 'html'}",
+            field=field,
         ) from error
 
 

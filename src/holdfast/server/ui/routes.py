@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from importlib.resources import files
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -67,11 +68,21 @@ def ui_routes(keeper: StateKeeper, *, with_key: bool) -> list[Route]:
 
 
 def _is_near(request: Request) -> bool:
-    """Asked from this machine, and not for somebody else: names of its processes are nobody else's business."""
+    """Asked from this machine, and not for somebody else: names of its processes are nobody else's business. A page of
+    another site, whose name was made to mean this machine (DNS rebinding) or that CORS lets read, is somebody else."""
     host = request.client.host if request.client is not None else "127.0.0.1"  # None: a Unix domain socket.
-    forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
+    if any(name in request.headers for name in ("forwarded", "x-forwarded-for", "x-real-ip", "origin")):
+        return False
     try:
-        return ipaddress.ip_address(host).is_loopback and not forwarded
+        asked = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return False
+    return _is_loopback(host) and (asked == "localhost" or _is_loopback(asked))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

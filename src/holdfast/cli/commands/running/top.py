@@ -150,7 +150,8 @@ class WatchedServer:
             return ServerLook(url, "unknown", f"its state cannot be read: {error}")
         if self._last is not None and self._last.server.id != state.server.id:
             self._last, self._samples = None, []  # Another run: its samples are numbered anew.
-            return self.look()
+            if since > 0:  # Once: several servers may share an address, each with its own.
+                return self.look()
         return self._gathered(state)
 
     def _without_state(self) -> ServerLook:

@@ -24,11 +24,18 @@ function say(status, text) {
 
 async function look() {
   let answer;
+  const since = newest;
   try {
-    answer = await ask(`ui/state?since=${newest}`, { signal: AbortSignal.timeout(PATIENCE_MS) });
+    answer = await ask(`ui/state?since=${since}`, { signal: AbortSignal.timeout(PATIENCE_MS) });
     if (answer.status === 401) return askForKey();
     if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
-    show(await answer.json());
+    const state = await answer.json();
+    if (server !== null && server !== state.server.id) {
+      // Another run of the server: its samples are numbered anew. Asked again once, since several may share an address.
+      [samples, newest, before, server] = [[], 0, null, null];
+      if (since > 0) return look();
+    }
+    show(state);
   } catch (error) {
     document.body.classList.add("stale");
     say("unreachable", answer ? String(error.message) : "not reachable; trying again");
@@ -36,12 +43,6 @@ async function look() {
 }
 
 function show(state) {
-  if (server !== null && server !== state.server.id) {
-    // Another run of the server: its samples are numbered anew.
-    [samples, newest, before] = [[], 0, null];
-    server = state.server.id;
-    return look();
-  }
   server = state.server.id;
   document.body.classList.remove("stale");
   byId("key-form").hidden = true;
