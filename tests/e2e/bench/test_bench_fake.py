@@ -61,6 +61,7 @@ def differences(settings: FakeSettings) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_percentiles_are_those_of_the_servers_own_send_times() -> None:
     settings = FakeSettings(ttft_s=(0.04, 0.1), itl_s=(0.002, 0.02))
     found: dict[str, float] = {}
@@ -85,6 +86,7 @@ def test_the_verdict_finds_a_leak_a_stall_and_errors(capsys: pytest.CaptureFixtu
     assert found["version"] == 1
 
 
+@pytest.mark.long
 def test_the_knee_and_what_is_safe_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     with running_fake(FakeSettings(slots=4, ttft_s=(0.02, 0.02), itl_s=(0.004, 0.004))) as fake:
         words = ("--find-knee", "--concurrency", "16", "--step", "0.8s", "--output", "16", "--slo", "ttft.p50=60ms")
