@@ -74,7 +74,9 @@ def make_result(
         loop=load.loop,
         clients=clients.reports,
         stall=longest_stall(answers, start_s),
-        throughput=throughput_drift(answers, begin_s, end_s) if steady else None,
+        throughput=throughput_drift(answers, begin_s, _last_sent(load, answers, end_s))
+        if steady and load.loop != "replay"  # Whose load is what the log has, not steady.
+        else None,
         ram=memory_drift(samples, begin_s, end_s, vram=False) if steady else None,
         vram=memory_drift(samples, begin_s, end_s, vram=True) if steady else None,
         samples=samples,
@@ -138,7 +140,12 @@ def _window(
         begin, end = span(load.phases, PEAK)
         if math.isfinite(end) and load.requests is None:
             return start_s + begin, start_s + end
-    return start_s, max(last_s, start_s + 1e-3)
+    return start_s, math.nextafter(max(last_s, start_s + 1e-3), math.inf)  # The last answer is within.
+
+
+def _last_sent(load: Load, answers: Sequence[TimedAnswer], end_s: float) -> float:
+    """Until when load was steady: a run of so many requests has fewer and fewer under way after its last."""
+    return end_s if load.requests is None else max((answer.sent_s for answer in answers), default=end_s)
 
 
 def _safe_reason(points: Sequence[LoadPoint], safe: LoadPoint | None, *, promised: bool) -> str:

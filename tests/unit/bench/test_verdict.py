@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from types import SimpleNamespace
 
@@ -96,6 +97,17 @@ def test_memory_that_runs_out_fails_the_headroom() -> None:
 def test_a_server_that_slows_down_is_found() -> None:
     fewer = [answer(0.05 * at) for at in range(320)] + [answer(16 + 0.1 * at) for at in range(40)]
     assert failed(judged(fewer)) == ["throughput over time"]
+
+
+def test_a_lull_of_arrivals_and_a_handful_of_requests_are_no_server_that_slows_down() -> None:
+    by_chance = random.Random(1)
+    for _ in range(20):  # Without the noise of arrivals some of them fail.
+        arrivals = sorted(by_chance.uniform(0, 20) for _ in range(400))
+        assert failed(judged([answer(at) for at in arrivals])) == []
+    few = [answer(2.0 * at) for at in range(7)]
+    assert "throughput over time" not in judged(few)
+    slower_at_last = [*STEADY[:320], *STEADY[320::4]]
+    assert failed(judged(slower_at_last)) == ["throughput over time"]
 
 
 def test_a_stall_of_all_streams_is_found_and_a_pause_between_requests_is_none() -> None:
