@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from made_up_answers import answer
+from msgspec.structs import replace
 
 from holdfast.bench.client.worker import ClientReport
 from holdfast.bench.load.load import Load
@@ -147,3 +148,16 @@ def test_people_read_what_was_loaded_and_found() -> None:
     assert "closed loop, 8 at once; up 1 s, peak 30 s, down 1 s; figures are of seconds 1 to 31" in said
     assert "RAM 900.00 MiB to 900.00 MiB, KV cache at most 30%" in said
     assert "300 W on average" in said
+
+
+def test_prompts_that_a_server_has_cached_from_an_earlier_run_are_told() -> None:
+    found = result(1)
+
+    def told(cached: int, **load: int) -> bool:
+        peak = replace(found.peak, cached_tokens=cached * found.peak.completed)
+        said = lines(replace(found, peak=peak, load=found.load | {"template_tokens": 30.0} | load))
+        return any("another --seed" in line for line in said)
+
+    assert not told(16)
+    assert told(64)
+    assert not told(64, prefix_tokens=50)
