@@ -21,7 +21,7 @@ from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, saf
 from holdfast.bench.measure.objectives import limits
 from holdfast.bench.measure.samples import ServerSample, ServerSampler
 from holdfast.bench.measure.steadiness import longest_stall, memory_drift, throughput_drift
-from holdfast.bench.measure.verdict import Allowed, BenchVerdict, RunEvidence, checks, reason_of
+from holdfast.bench.measure.verdict import CLIENT, Allowed, BenchVerdict, RunEvidence, checks, reason_of
 from holdfast.bench.result import BenchResult, RequestColumns, Timeline
 from holdfast.bench.target import Target
 
@@ -90,7 +90,7 @@ def make_result(
         safe_concurrency=None if safe is None else safe.at_once,
         safe_reason=_safe_reason(points, safe, promised=bool(allowed.objectives)),
         advice=[]
-        if passed
+        if all(check.passed for check in judged if check.name != CLIENT)
         else advice(
             options.model or target.root or target.model,
             engine=sampler.engine or target.engine,

@@ -35,7 +35,9 @@ HOSTILE = '<script>alert("x")</script>'
 
 
 @cache
-def result(seed: int, *, slower: float = 1.0, requests: int = 1500, model: str = "m") -> BenchResult:
+def result(
+    seed: int, *, slower: float = 1.0, requests: int = 1500, model: str = "m", busy: float = 0.2, slo: str = "ttft=1s"
+) -> BenchResult:
     """Of a server whose latencies were drawn, 30 seconds at peak."""
     draw = random.Random(seed)
     answers = [
@@ -49,9 +51,9 @@ def result(seed: int, *, slower: float = 1.0, requests: int = 1500, model: str =
         for at in range(31)
     ]
     sampler = SimpleNamespace(samples=samples, engine="vllm", settings={}, local=False)
-    clients = SimpleNamespace(answers=answers, start_s=0.0, reports=[ClientReport(cpu_share=0.2, loop_lag_s=0.0)])
+    clients = SimpleNamespace(answers=answers, start_s=0.0, reports=[ClientReport(cpu_share=busy, loop_lag_s=0.0)])
     load = Load(url="http://x", model=model, phases=default_profile(1, 30, 1), concurrency=8)
-    options = RunOptions(allowed=Allowed(objectives=parse_slo("ttft=1s")))
+    options = RunOptions(allowed=Allowed(objectives=parse_slo(slo)))
     return make_result(Target(url="http://x", model=model), load, options, clients, sampler)  # type: ignore[arg-type]
 
 
@@ -148,6 +150,12 @@ def test_people_read_what_was_loaded_and_found() -> None:
     assert "closed loop, 8 at once; up 1 s, peak 30 s, down 1 s; figures are of seconds 1 to 31" in said
     assert "RAM 900.00 MiB to 900.00 MiB, KV cache at most 30%" in said
     assert "300 W on average" in said
+
+
+def test_a_client_that_was_too_slow_gives_no_advice_for_the_server() -> None:
+    assert not result(1, busy=0.95).verdict.passed
+    assert result(1, busy=0.95).verdict.advice == []
+    assert result(1, slo="ttft=1ms").verdict.advice
 
 
 def test_prompts_that_a_server_has_cached_from_an_earlier_run_are_told() -> None:

@@ -130,6 +130,9 @@ def test_a_client_that_falls_behind_says_so() -> None:
     assert found.ttft_intended.p50 == pytest.approx(found.ttft.p50 + 0.3)
     assert failed(judged(late, objectives=parse_slo("ttft=200ms"))) == ["client", "ttft p99"]
     assert failed(judged(late, limited_client=True)) == []
+    for busy, helps in ((0.1, "cores free"), (0.6, "--workers")):
+        behind = RunEvidence(peak=found, loop="open", clients=[ClientReport(cpu_share=busy, loop_lag_s=0.0)])
+        assert reason_of(checks(behind, Allowed())).endswith(helps)
 
 
 def rising(capacity: int) -> list[TimedAnswer]:

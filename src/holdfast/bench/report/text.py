@@ -90,7 +90,7 @@ def _were_asked_before(result: BenchResult) -> bool:
     load, peak = result.load, result.peak
     if load["prefix_tokens"] or load["turns"] > 1 or load["prompts_of_a_file"]:
         return False
-    return (peak.cached_tokens or 0) > peak.completed * (load["template_tokens"] + USUAL_BLOCK)
+    return bool((peak.cached_tokens or 0) > peak.completed * (load["template_tokens"] + USUAL_BLOCK))
 
 
 def _counted(peak: Figures) -> str:
