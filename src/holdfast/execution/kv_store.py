@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.memory import reserved_memory
+from holdfast.execution.memory import own_memory, reserved_memory
 from holdfast.kvcache.groups import KVLayout
 from holdfast.records import BlockCopy
 
@@ -65,10 +65,11 @@ class KVStore:
             )
         self.layout, self.blocks, self.most_blocks = layout, blocks, max(blocks, most_blocks or 0)
         self._memory: mmap.mmap | None = None
-        if self.most_blocks > blocks:
+        if most_blocks is not None:
             self._memory = reserved_memory(self.most_blocks * layout.page_bytes)
-            if self._memory is None:
+            if self._memory is None:  # It cannot grow, but what becomes free of it can be given back all the same.
                 self.most_blocks = blocks
+                self._memory = own_memory(blocks * layout.page_bytes)
         shape = (self.most_blocks, *layout.page_shape)
         # Not zeroed as a whole: the system backs a page of memory when it is first touched.
         if self._memory is None:

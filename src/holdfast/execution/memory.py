@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
 from math import prod
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -27,6 +29,8 @@ OWN_PAGES_BYTES = 256 * 1024
 
 MAP_NORESERVE = 0x4000
 """Of Linux, on x86 and on Arm."""
+
+OVERCOMMIT, NEVER = Path("/proc/sys/vm/overcommit_memory"), "2"
 
 ARM_KEEPS_S, ARM_LARGE_BYTES = 0.11, 64 << 20
 
@@ -68,15 +72,33 @@ class Arena:
 
 
 def reserved_memory(nbytes: int) -> mmap.mmap | None:
-    """Addresses for so many bytes, which take memory as they are touched; None: the system does not give them, as under
-    a limit of addresses (ulimit -v) or without overcommit."""
+    """Addresses for so many bytes, which take memory as they are touched; None: the system does not give them, or
+    counts them as if they were touched (ulimit -v, vm.overcommit_memory=2), and others would go short of them."""
+    return _anonymous(nbytes, MAP_NORESERVE) if _addresses_are_free() else None
+
+
+def own_memory(nbytes: int) -> mmap.mmap | None:
+    """Pages that can be given back one by one; None: not on this system."""
+    return _anonymous(nbytes, 0)
+
+
+def _anonymous(nbytes: int, flags: int) -> mmap.mmap | None:
     if not sys.platform.startswith("linux"):
         return None
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        return mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     except OSError:
         return None
+
+
+def _addresses_are_free() -> bool:
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return False
+    try:
+        return OVERCOMMIT.read_text().strip() != NEVER
+    except OSError:
+        return True
 
 
 class PeakMemory:

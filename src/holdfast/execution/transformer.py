@@ -110,7 +110,7 @@ class Transformer:
         slots = self.weights.slots
         for index, layer in enumerate(self.weights.layers[:-1] if cut else self.weights.layers[:layers]):
             if slots is not None:
-                slots.begin(index)
+                slots.begin(index, self._beat)
             if fused is not None:
                 group, place = self._places[index]
                 scales, center = self.kv_scales.of(index), self.kv_scales.center(index)
@@ -239,7 +239,7 @@ class Transformer:
         """The last layer: all tokens leave their keys and values, the rest is added to the sampling rows alone."""
         layer, last, slots = self.weights.layers[-1], len(self.weights.layers) - 1, self.weights.slots
         if slots is not None:
-            slots.begin(last)
+            slots.begin(last, self._beat)
         self._attend(last, step, batch, kv)
         if len(sampling):
             self._place(batch.adapted_sampling)

@@ -270,3 +270,18 @@ def _statistic(path: Path, name: str) -> int:
     except (OSError, ValueError):
         pass
     return 0
+
+
+def filesystem_type(folder: Path) -> str | None:
+    """As the system names it (ext4, tmpfs); None: that cannot be told."""
+    device = folder.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        mounted, _, source = line.partition(" - ")
+        if mounted.split()[2] == wanted:
+            return source.split()[0]
+    return None

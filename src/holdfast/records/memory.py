@@ -23,7 +23,6 @@ class LowerTier(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     free_bytes: int
     limited_by: str
-    """Where it is."""
     terms: list[MemoryTerm]
 
 

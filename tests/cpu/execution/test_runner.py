@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigurationError, EngineError
+from holdfast.execution import memory
 from holdfast.execution.device import lean_products, packs_weights, set_threads
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory
@@ -255,6 +256,23 @@ def test_products_leave_torch_as_they_found_it() -> None:
     assert bool(torch.backends.mkldnn.enabled) == before
     with lean_products(torch.bfloat16, CPU):
         assert bool(torch.backends.mkldnn.enabled) == before
+
+
+def test_a_pool_that_cannot_grow_gives_its_memory_back_too(monkeypatch, tmp_path) -> None:
+    """Being as large as can be of use, or where addresses count as memory."""
+    layout = KVLayout(
+        groups=form_groups([None])[0], block_tokens=16, layers_per_page=1, kv_heads=8, head_dim=1024, element_bytes=4
+    )
+    blocks = (64 << 20) // layout.page_bytes
+    (tmp_path / "overcommit_memory").write_text("2\n")
+    for most_blocks, overcommit in ((blocks, memory.OVERCOMMIT), (1 << 40, tmp_path / "overcommit_memory")):
+        monkeypatch.setattr(memory, "OVERCOMMIT", overcommit)
+        kv = KVStore(layout, blocks, CPU, torch.float32, most_blocks=most_blocks)
+        assert kv.most_blocks == blocks
+        kv.pages.fill_(1.0)
+        full = PeakMemory.resident_bytes()
+        kv.resize(2)
+        assert full - PeakMemory.resident_bytes() > 50 << 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])

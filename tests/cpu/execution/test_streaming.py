@@ -15,10 +15,11 @@ import torch
 
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.build import build_core, find_model, plan_model
-from holdfast.errors import EngineError
+from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming import layer_file
-from holdfast.execution.streaming.layer_file import LayerFile
+from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
+from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.footprint.streamed import StreamedLayers, streamed_layers
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import Request, SamplingParams
@@ -51,6 +52,7 @@ def answers(model: Path, streamed: int, folder: Path, **settings: object) -> tup
     core.close()
     assert info.memory is not None
     below = [term for tier in info.memory.below for term in tier.terms]
+    assert str(folder) not in repr(info)  # What clients may see.
     assert [(term.term, term.planned_bytes) for term in below] == ([("weights", placed.file_bytes)] if placed else [])
     return [told[name] for name in sorted(told)], info.decisions
 
@@ -96,7 +98,7 @@ class Disk:
         return os.preadv(file, [piece[: 512 if fault == "short" else len(piece)]], offset)
 
 
-def filled(folder: Path, disk: Disk) -> tuple[LayerFile, list[bytes]]:
+def filled(folder: Path, disk: ReadInto) -> tuple[LayerFile, list[bytes]]:
     file = LayerFile(folder, 3, 8 * PAGE, disk)
     contents = [random.randbytes(8 * PAGE) for _ in range(3)]
     memory = mmap.mmap(-1, 8 * PAGE)
@@ -133,6 +135,81 @@ def test_a_disk_without_room_is_refused(tmp_path) -> None:
         LayerFile(tmp_path, 1 << 20, 1 << 40)
     with pytest.raises(EngineError, match="HF443"):
         LayerFile(tmp_path / "missing", 1, PAGE)
+
+
+def test_what_is_still_on_its_way_after_an_error_does_not_overwrite_the_next_layer(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(layer_file, "BEFORE_RETRY_S", 0.0)
+
+    def read(descriptor: int, piece: memoryview, offset: int) -> int:
+        if offset == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if offset == PAGE:  # Of the same layer.
+            time.sleep(0.2)
+        return os.preadv(descriptor, [piece], offset)
+
+    file, contents = filled(tmp_path, read)
+    slots = LayerSlots(StreamedLayers((0, 1, 2), 8 * PAGE, 24 * PAGE), file)
+    with pytest.raises(EngineError, match="HF443"):
+        slots.begin(0)
+    slots.begin(2)  # In the same slot.
+    time.sleep(0.3)
+    assert bytes(slots.arena(2).tensor((8 * PAGE,), torch.uint8, torch.device("cpu")).numpy()) == contents[2]
+    slots.close()
+
+
+def test_a_slow_disk_is_not_a_hang(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
+    file, _ = filled(tmp_path, Disk(*["slow"] * 8))
+    slots, beats = LayerSlots(StreamedLayers((0, 1, 2), 8 * PAGE, 24 * PAGE), file), list[int]()
+    slots.begin(0, lambda: beats.append(0))
+    slots.close()
+    assert len(beats) == 8
+
+
+def test_a_disk_in_memory_is_refused(tiny_model, tmp_path, monkeypatch) -> None:
+    """What is kept there would take what was to be left free, and be counted by nobody."""
+    monkeypatch.setattr("holdfast.planner.serve.streamed.filesystem_type", lambda folder: "tmpfs")
+    config = EngineConfig(model=str(tiny_model), load_format="dummy", ram=1 << 20, nvme_path=str(tmp_path))
+    with pytest.raises(ConfigurationError, match="is tmpfs"):
+        plan_model(config, find_model(config))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_is_not_kept_is_closed(tmp_path, monkeypatch) -> None:
+    """A disk that becomes full in between, and a load that fails later."""
+    before = descriptors()
+    LayerFile(tmp_path, 1, PAGE)
+    assert descriptors() == before
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(EngineError, match="No space left"):
+        LayerFile(tmp_path, 1, PAGE)
+    assert descriptors() == before
+
+
+def test_file_systems_that_can_do_less(tmp_path, monkeypatch) -> None:
+    """Without unnamed files or allocation, as some containers have them, reads still go past the page cache."""
+    usual = LayerFile(tmp_path, 3, PAGE)
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda p, flags, *mode: (refuse if p == tmp_path else real)(p, flags, *mode))
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    file, contents = filled(tmp_path, Disk())
+    memory = mmap.mmap(-1, 8 * PAGE)
+    for piece in file.read(1, memory):
+        piece.result()
+    assert (file.direct, memory[:]) == (usual.direct, contents[1])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_arena_hands_out_what_it_has() -> None:

@@ -14,6 +14,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
 from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.planner.serve import streamed
 from holdfast.records import EngineInfo
 from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
@@ -45,6 +46,9 @@ async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
         assert tier["planned_bytes"] <= tier["budget_bytes"] == parse_bytes(budget)
         assert kv["blocks"] == engine.info.blocks
         sizes.append(kv["blocks"])
+        # A pool that is too small for all is warned of, once, with its size of now.
+        pools = [line for line in engine.info.lowered if line.startswith("kv_pool")]
+        assert pools == [line for line in engine.info.decisions if line in pools]
         assert f'num_gpu_blocks="{kv["blocks"]}"' in (await http.get("/metrics")).text
     assert not streams.done()
     assert sizes[0] < sizes[1] < sizes[2] == first["kv"]["blocks"]
@@ -55,6 +59,11 @@ async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
         refused = await http.post("/memory", json=asked)
         assert (refused.status_code, refused.json()["error"]["holdfast"]["code"]) == (400, code)
     assert engine.info.blocks == sizes[2]
+    # Nor do layers that are in memory leave it, though there is a folder for them.
+    terms = {term["term"]: term["planned_bytes"] for term in first["terms"]}
+    least = terms.pop("kv_pool") * (SMALL["max_model_len"] // 16 + 2) // (first["kv"]["blocks"] + 1)
+    refused = await http.post("/memory", json={"ram": sum(terms.values()) + least - 10 * MIB})
+    assert (refused.status_code, engine.info.blocks) == (400, sizes[2]), refused.text
 
     # A process that is started again has the budget of the last one.
     await http.post("/memory", json={"ram": "900MiB"})
@@ -64,11 +73,14 @@ async def _breathes(engine: ProcessEngine, http: httpx.AsyncClient) -> None:
         text[: len(part)] for text, part in zip(alone, await _answers(http, 8), strict=True)
     ]
     assert (engine.restarts, engine.info.memory.budget_bytes) == (1, 900 * MIB)
+    await engine.sleep()
+    refused = await http.post("/memory", json={"ram": "1100MiB"})
+    assert (refused.status_code, refused.json()["error"]["holdfast"]["fix"]) == (503, "POST /wake_up")
 
 
-def test_a_budget_is_changed_while_answers_go_on() -> None:
+def test_a_budget_is_changed_while_answers_go_on(tmp_path) -> None:
     with asyncio.Runner() as runner:
-        config = EngineConfig(**SMALL)
+        config = EngineConfig(**SMALL, nvme_path=str(tmp_path))
         model = find_model(config)
         engine = ProcessEngine(config, model, open_tokenizer(config, model), plan=plan_model(config, model))
         app = create_app(engine, ServerSettings(served_model_names=("smollm2",), may_change_memory=True))
@@ -79,8 +91,9 @@ def test_a_budget_is_changed_while_answers_go_on() -> None:
             runner.run(engine.stop())
 
 
-def test_a_model_larger_than_its_budget_is_read_from_a_disk(tmp_path) -> None:
+def test_a_model_larger_than_its_budget_is_read_from_a_disk(tmp_path, monkeypatch) -> None:
     """By itself, once there is a folder; as few layers as need be, and the same tokens."""
+    monkeypatch.setattr(streamed, "IN_MEMORY", ())  # Some machines have such a folder for tests.
     small = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     config = EngineConfig(**small)
     plan = plan_model(config, find_model(config))

@@ -20,7 +20,7 @@ from holdfast.engine.core import masks
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.startup.build import build_core, find_model
-from holdfast.errors import EngineError
+from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.kvcache import KVCache
 from holdfast.records import (
     EngineOutput,
@@ -205,7 +205,7 @@ def test_answers_are_the_same_while_the_pool_is_resized(built, service, steps_ah
     try:
         assert run(core, requests, {}) == plain
         assert core.scheduler.kv.blocks_total + 1 in sizes
-        with pytest.raises(EngineError, match="so many pages"):
+        with pytest.raises(DoesNotFitError, match="so many pages"):
             core.resize_kv(least - 1)
     finally:
         built.runner.resize_kv(blocks)

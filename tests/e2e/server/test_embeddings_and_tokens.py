@@ -42,6 +42,23 @@ def test_base64_holds_the_same_numbers(http):
     assert list(struct.unpack("<8f", base64.b64decode(packed["embedding"]))) == pytest.approx(plain)
 
 
+@pytest.mark.parametrize(("dtype", "letter"), [("float32", "f"), ("float16", "e")])
+def test_vllms_bytes_hold_the_same_numbers(http, dtype, letter):
+    asked = {"input": ["abc", "de"], "embed_dtype": dtype, "endianness": "big"}
+    plain = [one["embedding"] for one in http.post("/v1/embeddings", json=asked).json()["data"]]
+    answer = http.post("/v1/embeddings", json={**asked, "encoding_format": "bytes"})
+    assert answer.headers["content-type"] == "application/octet-stream"
+    said = json.loads(answer.headers["metadata"])
+    assert (len(said["data"]), said["usage"]["prompt_tokens"], said["model"]) == (2, 5, "fake")
+    for item, vector in zip(said["data"], plain, strict=True):
+        part = answer.content[item["start"] : item["end"]]
+        assert list(struct.unpack(f">{item['shape'][0]}{letter}", part)) == pytest.approx(vector, rel=1e-3)
+    alone = http.post("/v1/embeddings", json={**asked, "encoding_format": "bytes_only"})
+    assert (alone.content, "metadata" in alone.headers) == (answer.content, False)
+    many = http.post("/v1/embeddings", json={"input": ["a"] * 600, "encoding_format": "bytes"})
+    assert (many.status_code, many.json()["error"]["param"]) == (400, "encoding_format")
+
+
 @pytest.mark.parametrize(("endianness", "mark"), [("little", "<"), ("big", ">"), ("native", "=")])
 @pytest.mark.parametrize(("dtype", "letter"), [("float32", "f"), ("float16", "e"), ("bfloat16", "H")])
 def test_base64_of_vllms_dtypes_and_orders(http, endianness, mark, dtype, letter):
@@ -232,7 +249,9 @@ def test_the_prefix_cache_is_forgotten(launch):
 def test_room_is_given_back_when_all_is_sent(monkeypatch, launch):
     """Also by a request that fails, and with room for one request at a time."""
     monkeypatch.setattr("holdfast.server.endpoints.pooling.prompt_vectors.TOLD_ENTRIES", 4)
-    monkeypatch.setattr("holdfast.server.app.LogprobBudget", lambda most_waiting: LogprobBudget(4, most_waiting))
+    monkeypatch.setattr(
+        "holdfast.server.app.LogprobBudget", lambda entries, most_waiting: LogprobBudget(4, most_waiting)
+    )
     with launch().client() as http:
         for _ in range(3):
             assert http.post("/v1/embeddings", json={"input": ["a"] * 20}).status_code == 200

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -218,3 +219,14 @@ def test_vllms_module_starts_the_same_server() -> None:
     assert ended.returncode == 2
     assert "--logits-processors is not supported" in ended.stderr
     assert "run" in ended.stderr or "fix" in ended.stderr
+
+
+def test_sigusr1_does_not_end_a_server_that_is_still_starting() -> None:
+    """Fetching a model may take minutes, before there is a loop that hears it."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        with pytest.raises(ConfigurationError):
+            serve.run(argparse.Namespace(config=Path("missing.toml")), (), lambda words: None)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)

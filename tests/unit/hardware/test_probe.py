@@ -95,3 +95,7 @@ def test_hyperthreads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.M
     assert usable_cores(tmp_path) == 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {100, 101})
     assert usable_cores(tmp_path) == 2, "the system does not tell of these"
+
+
+def test_what_a_folder_lies_on() -> None:
+    assert probe.filesystem_type(Path("/proc")) == "proc"

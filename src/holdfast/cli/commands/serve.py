@@ -8,7 +8,9 @@ import ipaddress
 import logging
 import os
 import shlex
+import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,6 +210,8 @@ def run(arguments: argparse.Namespace, words: tuple[str, ...], parse: Parse, ear
     """`words`: as they were typed after `holdfast`. `parse`: how they were read. `early`: an engine process that waits
     already; it is ended here."""
     unblock_output()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # It would end a process that is not ready to hear it.
     try:
         engine_config, server_config = read_settings(arguments)
     except ConfigurationError as error:

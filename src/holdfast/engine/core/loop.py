@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
-from holdfast.errors import EngineError, HoldfastError
+from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.records import EngineOutput, EngineStats, Request, StepPlan, StepResult, TokenMasks
 from holdfast.scheduler import Scheduler
 from holdfast.scheduler.outputs import refused
@@ -153,17 +153,23 @@ class EngineCore:
 
     def resize_kv(self, blocks: int) -> None:
         """The KV pool has so many pages from now on, the null page included. Answers go on: what lies in pages that go
-        is moved, and where there is no room for all, the youngest wait. Raises, and changes nothing, where the pool
-        cannot have so many."""
+        is moved, and where there is no room for all, the youngest wait. Raises DoesNotFitError, and changes nothing,
+        where the pool cannot have so many; of whatever else stops it: as of a step."""
         least, most = self.scheduler.least_blocks, self.runner.most_blocks
         if not least <= blocks <= most:
-            raise EngineError("the KV pool cannot have so many pages", needed=f"{least} to {most}", found=str(blocks))
+            raise DoesNotFitError(
+                "the KV pool cannot have so many pages",
+                needed=f"{least} to {most}",
+                found=str(blocks),
+                fix="another size, or a restart with it",
+            )
         try:
             while self._in_flight:
                 self._undelivered += self._apply_oldest()
             moving = self.scheduler.resize(blocks)
             if moving is not None:
-                self.scheduler.apply(self.runner.submit(moving).result(), time.monotonic())
+                done = self.runner.submit(moving).result()  # An adapter may have come with it, or failed to.
+                self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
             self.runner.resize_kv(blocks)
         except BaseException:
             self.start_over()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -101,6 +101,9 @@ def with_budget(now: Serving, ram: int | None) -> tuple[EngineConfig, Plan]:
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         expand_weights="always" if plan.engine.expand_weights else "never",
+        # Layers that are in memory stay there.
+        nvme_path=None,
+        nvme=None,
     )
     front_bytes = plan.question.settings.front_bytes
     found = plan_model(held, now.model, front_bytes=front_bytes, kernels=plan.engine.compiled, engine_pid=now.pid)
@@ -121,12 +124,20 @@ def told(info: EngineInfo, plan: Plan) -> EngineInfo:
     assert report is not None
     measured = {term.term: term.measured_bytes for term in report.terms}
     terms = [msgspec.structs.replace(term, measured_bytes=measured.get(term.term)) for term in planned_terms(plan)]
-    kept = [line for line in info.decisions if line.partition(" = ")[0] not in REPLACED]
+    last = {decision.field: decision for decision in plan.decisions if decision.field in REPLACED}
+
+    def kept(lines: Sequence[str]) -> list[str]:
+        return [line for line in lines if line.partition(" = ")[0] not in REPLACED]
+
     return msgspec.structs.replace(
         info,
         blocks=plan.engine.blocks - 1,
         kv_pool_bytes=plan.terms["kv_pool"],
         max_concurrency=concurrency(plan),
-        decisions=[*(decision.line() for decision in plan.decisions if decision.field in REPLACED), *kept],
+        decisions=[
+            *(decision.line() for decision in plan.decisions if decision.field in REPLACED),
+            *kept(info.decisions),
+        ],
+        lowered=[*kept(info.lowered), *(decision.line() for decision in last.values() if decision.lowered)],
         memory=msgspec.structs.replace(report, budget_bytes=plan.budget_bytes, terms=terms),
     )

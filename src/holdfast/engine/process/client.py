@@ -233,9 +233,9 @@ class ProcessEngine:
             )
 
     async def stop(self) -> None:
-        was_ready = self._ready
-        self._stopping, self._ready = True, False
+        was_ready, self._stopping, self._ready = self._ready, True, False
         await self._end_supervisor()
+        self._budget.died()  # Nobody reads an answer any more.
         self._on_progress("stopped", 0, 0)  # A bar that is left open hides the terminal's cursor.
         if self._early is not None:
             self._early.end()
@@ -298,7 +298,8 @@ class ProcessEngine:
 
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         async with self._turning:
-            if not self._ready or self._draining or self._plan is None:
+            self._refuse_if_closed("")
+            if not self._ready or self._plan is None:
                 raise EngineError("the engine is not ready, and its budget cannot be changed", fix="try again later")
             now = Serving(config=self._config, model=self._model, plan=self._plan, info=self.info, pid=self.pid)
             then = await self._budget.change(now, tier, budget_bytes, self._send)
@@ -370,9 +371,8 @@ class ProcessEngine:
         limit_s, decision = hang_limit(self._config, info)
         child.watch.expect(limit_s)
         named = msgspec.structs.replace(info, model=self._model.files.name)
-        self._info = decided(
-            named, self._config, self._defaults, [decision], advised=bool(self._model.files.generation_config)
-        )
+        advised = bool(self._model.files.generation_config)
+        self._info = decided(named, self._config, self._defaults, [decision], advised=advised)
         self._door = Admission(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
         self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
         # A new process has touched nothing of its pool yet.

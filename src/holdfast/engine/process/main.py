@@ -24,7 +24,7 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process import protocol
 from holdfast.engine.process.fault_injection import fail_loading, with_faults
 from holdfast.engine.startup.prespawn import cannot_start, shortage
-from holdfast.errors import HoldfastError
+from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.observability.nonblocking_output import unblock_output
 from holdfast.planner import Plan
 
@@ -36,7 +36,8 @@ BEAT_S = 0.4
 def run(address: str) -> int:
     unblock_output()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
-    for one in (signal.SIGINT, signal.SIGTERM):  # They may reach the whole terminal group, or unit; the front decides.
+    # They may reach the whole terminal group, or unit; the front decides.
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(one, signal.SIG_IGN)
     _end_with_parent()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
@@ -130,7 +131,9 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
             elif isinstance(heard, protocol.ResetPrefixCache):
                 core.scheduler.reset_prefix_cache()
             elif isinstance(heard, protocol.ResizeKV):
-                socket.send(protocol.encode(_resized(core, heard.blocks)))
+                resized = _resized(core, heard.blocks)
+                socket.send(protocol.encode(protocol.StepOutputs([], core.stats())))  # Whoever asked sees what it did.
+                socket.send(protocol.encode(resized))
             elif isinstance(heard, protocol.Stop):
                 return
             changed = True
@@ -140,9 +143,11 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
 
 
 def _resized(core: EngineCore, blocks: int) -> protocol.Resized:
+    """Of anything but a refusal this process ends, as of a step that fails: the front starts another, and requests go
+    on there."""
     try:
         core.resize_kv(blocks)
-    except HoldfastError as error:
+    except DoesNotFitError as error:
         return protocol.Resized(protocol.pack_failure(error))
     return protocol.Resized()
 

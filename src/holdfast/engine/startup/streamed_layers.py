@@ -37,7 +37,7 @@ def lower_tiers(config: EngineConfig, plan: Plan) -> list[LowerTier]:
             tier="nvme",
             total_bytes=disk.total,
             free_bytes=disk.free + size,
-            limited_by=config.nvme_path,
+            limited_by="disk",  # Clients are told, and paths are not theirs to know.
             terms=[MemoryTerm(tier="nvme", term="weights", planned_bytes=size, measured_bytes=size)],
         )
     ]

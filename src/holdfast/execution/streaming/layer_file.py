@@ -7,12 +7,14 @@ The file has no name: however the process ends, nothing is left of it. Knows not
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,8 +36,10 @@ class LayerFile:
 
     def __init__(self, folder: Path, places: int, place_bytes: int, read: ReadInto | None = None) -> None:
         self.place_bytes, self.nbytes, self._read = place_bytes, places * place_bytes, read or _pread
-        self.direct = True
+        self.direct = False
+        """Reads go past the page cache."""
         self._file = self._open(folder)
+        self._end = weakref.finalize(self, os.close, self._file)  # Loading may fail in the middle.
         self._threads = ThreadPoolExecutor(DEPTH, "layer-reader")
 
     def _open(self, folder: Path) -> int:
@@ -44,19 +48,22 @@ class LayerFile:
             if free < self.nbytes:
                 raise _failed(f"there is not enough room in {folder}", self.nbytes, f"{format_bytes(free)} free")
             file = self._unnamed(folder)
-            os.posix_fallocate(file, 0, self.nbytes)
+            try:
+                _allocate(file, self.nbytes)
+                self.direct = _past_page_cache(file)
+            except BaseException:
+                os.close(file)
+                raise
         except OSError as error:
             raise _failed(f"cannot keep layers in {folder}", self.nbytes, error.strerror or str(error)) from error
         return file
 
     def _unnamed(self, folder: Path) -> int:
-        """Past the page cache where the file system can, as tmpfs cannot."""
         try:
-            return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
-        except OSError as error:
+            return os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+        except OSError as error:  # Not every file system has files without names; some containers' have not.
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
                 raise
-        self.direct = False
         file, name = tempfile.mkstemp(dir=folder)
         os.unlink(name)
         return file
@@ -72,17 +79,12 @@ class LayerFile:
             if written != len(piece):
                 raise _failed("a layer could not be written", self.nbytes, f"{written} of {len(piece)} bytes were")
 
-    def read(self, place: int, memory: mmap.mmap) -> list[Future[None]]:
-        """Begins to; it is there when all of these are done."""
+    def read(self, place: int, memory: mmap.mmap) -> Iterator[Future[None]]:
+        """Begins to, piece by piece; it is there when all of these are done."""
         view = memoryview(memory)
-        return [
-            self._threads.submit(
-                self._read_piece,
-                view[first : min(first + PIECE_BYTES, self.place_bytes)],
-                place * self.place_bytes + first,
-            )
-            for first in range(0, self.place_bytes, PIECE_BYTES)
-        ]
+        for first in range(0, self.place_bytes, PIECE_BYTES):
+            piece = view[first : min(first + PIECE_BYTES, self.place_bytes)]
+            yield self._threads.submit(self._read_piece, piece, place * self.place_bytes + first)
 
     def _read_piece(self, piece: memoryview, offset: int) -> None:
         for attempt in range(READ_TRIES):
@@ -99,7 +101,26 @@ class LayerFile:
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
-        os.close(self._file)
+        self._end()
+
+
+def _allocate(file: int, nbytes: int) -> None:
+    """So that a full disk is found now. Where the file system cannot, it is found while writing."""
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        os.ftruncate(file, nbytes)
+
+
+def _past_page_cache(file: int) -> bool:
+    """From now on. Not every file system can."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
 
 
 def _pread(file: int, piece: memoryview, offset: int) -> int:

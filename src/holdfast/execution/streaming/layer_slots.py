@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import mmap
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -32,9 +33,6 @@ class LayerSlots:
         self._file = file
         self._place = {layer: place for place, layer in enumerate(streamed.layers)}
         self._slots = [_Slot(streamed.place_bytes) for _ in range(streamed.slots)]
-        self.waited_s = 0.0
-        """That computing stood still for the disk."""
-        self.read_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -56,22 +54,22 @@ class LayerSlots:
         """What was made in its slot goes to the file."""
         self._file.write(self._place[layer], self._slot(layer).memory)
 
-    def begin(self, layer: int) -> None:
-        """It is in its slot when this returns."""
+    def begin(self, layer: int, beat: Callable[[], None] | None = None) -> None:
+        """It is in its slot when this returns. `beat`: called while it comes, which may take long."""
         if layer not in self._place:
             return
         slot, place = self._slot(layer), self._place[layer]
         if slot.place != place:
             self._fill(slot, place)
-        if slot.coming:
-            began_s, coming, slot.coming = time.monotonic(), slot.coming, []
-            try:
-                for piece in coming:
-                    piece.result()
-            except BaseException:
-                slot.place = None
-                raise
-            self.waited_s += time.monotonic() - began_s
+        try:
+            for piece in slot.coming:
+                piece.result()
+                if beat is not None:
+                    beat()
+        except BaseException:
+            slot.place = None  # Its other pieces may still be on their way: whoever fills it next waits for them.
+            raise
+        slot.coming = []
 
     def end(self, layer: int) -> None:
         """It was computed: whoever is next in its slot may come."""
@@ -93,10 +91,11 @@ class LayerSlots:
         return Decision("nvme_read", f"{rate / 1e9:.2f} GB/s", f"{step}{how}", "measured")
 
     def _fill(self, slot: _Slot, place: int) -> None:
-        for piece in slot.coming:  # Of another layer, which nobody has waited for.
-            piece.exception()
-        slot.place, slot.coming = place, self._file.read(place, slot.memory)
-        self.read_bytes += self._file.place_bytes
+        wait(slot.coming)  # Of another layer, which nobody has waited for.
+        slot.place, slot.coming = None, []  # Until all of it is asked for: that may be interrupted.
+        for piece in self._file.read(place, slot.memory):
+            slot.coming.append(piece)
+        slot.place = place
 
     def _slot(self, layer: int) -> _Slot:
         return self._slots[self._place[layer] % len(self._slots)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.hardware import filesystem_type
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
@@ -17,6 +18,8 @@ from holdfast.units import format_bytes
 
 STREAMED_TOKENS = 8192
 """Of context that layers make room for where none was asked for: more would cost every token of every answer time."""
+
+IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def with_streamed_layers(found: Plan, config: EngineConfig) -> Plan:
@@ -48,7 +51,7 @@ def with_streamed_layers(found: Plan, config: EngineConfig) -> Plan:
             fix="--nvme-path on a larger disk, or a larger --nvme or --ram",
             field="nvme_path",
         )
-    reason = f"the others fit in RAM; these are read from {config.nvme_path} for every step"
+    reason = "the others fit in RAM; these are read from the disk of --nvme-path for every step"
     value = f"{len(streamed.layers)} of {layers}, {format_bytes(streamed.weights_bytes)}"
     return replace(
         plan, decisions=(*plan.decisions, Decision("streamed_layers", value, reason, "planner", lowered=True))
@@ -67,4 +70,12 @@ def _room(folder: str) -> tuple[int, int]:
             fix="another --nvme-path" if Path(folder).exists() else f"mkdir -p {folder}",
             field="nvme_path",
         ) from error
+    if (kind := filesystem_type(Path(folder))) in IN_MEMORY:
+        raise ConfigurationError(
+            f"--nvme-path: {folder} is {kind}: what is written there takes the memory that layers shall leave free",
+            needed="a folder on a disk",
+            found=kind,
+            fix="--nvme-path /var/tmp",
+            field="nvme_path",
+        )
     return found.total, found.free

@@ -19,17 +19,20 @@ from holdfast.server.response.generation import cancel_on_disconnect, coalesce
 from holdfast.server.response.streams import ClientGone
 from holdfast.server.settings import ServerSettings, body_limit
 
+JSON = ((b"content-type", b"application/json"),)
+
 Answering = Callable[[bytes, Record], Awaitable[Any]]
 """From a body to what is encoded as JSON, or to pieces of bytes (`Pieces`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """JSON that is encoded while it is sent."""
+    """What is encoded while it is sent."""
 
     content: Iterable[bytes]
     resources: AsyncExitStack
     """What is let go of when all of it is sent, or nobody is left to send it to."""
+    headers: tuple[tuple[bytes, bytes], ...] = JSON
 
 
 class Exchange:
@@ -52,15 +55,14 @@ class Exchange:
 
     async def _serve(self, body: bytes, record: Record, send: Send) -> None:
         answer = await self._answer(body, record)
-        headers = [(b"content-type", b"application/json")]
         if not isinstance(answer, Pieces):
             content = msgspec.json.encode(answer)
-            headers.append((b"content-length", str(len(content)).encode()))
+            headers = (*JSON, (b"content-length", str(len(content)).encode()))
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": content})
             return
         async with answer.resources:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
             for piece in coalesce(answer.content):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await asyncio.sleep(0)

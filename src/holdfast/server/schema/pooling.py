@@ -28,7 +28,9 @@ class EmbeddingBody(PoolingCommon, kw_only=True):
 
     input: Annotated[Any, msgspec.Meta(extra_json_schema=PROMPT_SCHEMA)]
     """A text, several, token ids, or several lists of them."""
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
+    """`bytes`: the body is the numbers themselves, and the header `metadata` says where each vector lies; `bytes_only`:
+    without that header. Both as vLLM has them."""
     embed_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Of numbers in base64, as vLLM has it; those in JSON are float32."""
     endianness: Literal["native", "little", "big"] = "native"

@@ -31,7 +31,11 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     listener = socket.socket(fileno=int(sys.argv[1]))
-    for one in (signal.SIGINT, signal.SIGTERM):  # They may reach the whole group or unit; the front decides.
+    for one in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # They may reach the whole group or unit; the front decides.
         signal.signal(one, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for a worker: its connection tells.
     _prefer_for_oom_kill()

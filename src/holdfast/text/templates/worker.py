@@ -41,7 +41,8 @@ def main(parent: int) -> None:
 
 def _end_with(parent: int) -> None:
     """While it waits it hears that the other end is closed; while it works the kernel ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for one in (signal.SIGINT, signal.SIGUSR1):  # They may reach the whole group or unit; the front decides.
+        signal.signal(one, signal.SIG_IGN)
     if sys.platform == "linux":
         set_death_signal = 1
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)

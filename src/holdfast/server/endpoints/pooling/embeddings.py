@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import base64
+import json
 import struct
 import sys
 import time
@@ -31,6 +32,8 @@ from holdfast.server.schema.requests import Usage
 
 _TASKS = ("embed", "classify")
 LARGEST_FLOAT16 = 65504.0
+MOST_METADATA_BYTES = 32 << 10
+"""Of a header: half of what Python's clients read of one."""
 
 
 class Embeddings:
@@ -68,7 +71,10 @@ class Embeddings:
         async with AsyncExitStack() as stack:
             await self._vectors.hold(stack, len(prompts), "input")
             found = await self._vectors.all_of(prompts, body, record, shaped=shaped)
+            headers = _binary_headers(found, usage_of(record), record, body)
             resources = stack.pop_all()
+        if headers is not None:
+            return Pieces((binary(one.vector, body.embed_dtype, body.endianness) for one in found), resources, headers)
         return Pieces(_pieces(found, usage_of(record), record, body, member), resources)
 
     def _activation(self, body: EmbeddingBody) -> str:
@@ -135,6 +141,34 @@ def _bfloat16(word: int) -> int:
     if word & 0x7FFFFFFF > 0x7F800000:
         return word >> 16 | 0x40
     return (word + 0x7FFF + (word >> 16 & 1)) >> 16
+
+
+def _binary_headers(
+    found: list[PromptVector], usage: Usage, record: Record, body: EmbeddingBody
+) -> tuple[tuple[bytes, bytes], ...] | None:
+    """Of vLLM's own formats: the numbers alone; in `bytes` a header says where each vector lies. None: it is JSON."""
+    if not body.encoding_format.startswith("bytes"):
+        return None
+    headers = ((b"content-type", b"application/octet-stream"),)
+    if body.encoding_format == "bytes_only":
+        return headers
+    width, at, data = 4 if body.embed_dtype == "float32" else 2, 0, list[dict[str, Any]]()
+    for index, one in enumerate(found):
+        count = len(one.vector) // FLOAT_BYTES
+        item = {"index": index, "embed_dtype": body.embed_dtype, "endianness": body.endianness, "start": at}
+        data.append(item | {"end": at + count * width, "shape": [count]})
+        at += count * width
+    told = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.total_tokens}
+    said = {"id": record.answer_id, "created": int(time.time()), "model": record.model, "data": data, "usage": told}
+    metadata = json.dumps(said).encode()
+    if len(metadata) > MOST_METADATA_BYTES:
+        raise RequestError(
+            f"the header that says where {len(found)} vectors lie would have {len(metadata):,} bytes",
+            needed=f"at most {MOST_METADATA_BYTES:,}, which clients read",
+            fix="encoding_format bytes_only or base64, or fewer inputs",
+            field="encoding_format",
+        )
+    return *headers, (b"metadata", metadata)
 
 
 def _pieces(

@@ -1,0 +1,72 @@
+"""A KV pool of another size, seen from outside: who is told what, and what becomes of a resize that fails."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.process import main, protocol
+from holdfast.errors import DoesNotFitError, EngineError
+from holdfast.records import EngineOutput, EngineStats, FinishReason
+
+
+class Socket:
+    """Says these, and then stop."""
+
+    def __init__(self, *said: protocol.ToEngine) -> None:
+        self._said, self.heard = [*said, protocol.Stop()], list[object]()
+
+    def poll(self, timeout_ms: int) -> None:
+        pass
+
+    def recv(self, flags: int) -> bytes:
+        assert flags == zmq.NOBLOCK
+        return protocol.encode(self._said.pop(0))
+
+    def send(self, message: bytes) -> None:
+        self.heard.append(protocol.decode_from_engine(message))
+
+
+def serve(resize_kv) -> list[object]:
+    core = SimpleNamespace(has_work=False, resize_kv=resize_kv, stats=lambda: EngineStats(blocks_touched=7))
+    socket = Socket(protocol.ResizeKV(5))
+    main._serve(core, socket, SimpleNamespace(beat=lambda: None))
+    return socket.heard
+
+
+def test_whoever_asked_hears_after_the_numbers_have_come() -> None:
+    numbers, resized = serve(lambda blocks: None)
+    assert isinstance(numbers, protocol.StepOutputs)
+    assert (numbers.stats.blocks_touched, resized) == (7, protocol.Resized())
+
+
+def test_a_size_that_is_refused_is_told_and_a_resize_that_fails_ends_the_process() -> None:
+    """All requests were dropped by then: only the front can go on with them, in another process."""
+
+    def refuse(blocks: int) -> None:
+        raise DoesNotFitError("too many")
+
+    def fail(blocks: int) -> None:
+        raise EngineError("the disk is gone")
+
+    assert serve(refuse)[-1].failure.message == "too many"
+    with pytest.raises(EngineError, match="gone"):
+        serve(fail)
+
+
+def test_what_ends_while_pages_are_moved_is_told() -> None:
+    """An adapter that could not be read ends those who wait for it."""
+    ended = EngineOutput(request_id="waits", finish_reason=FinishReason.ERROR)
+    scheduler = SimpleNamespace(
+        least_blocks=2, resize=lambda blocks: "moving", apply=lambda result, now_s: [ended], has_unfinished=False
+    )
+    runner = SimpleNamespace(
+        most_blocks=9, submit=lambda plan: SimpleNamespace(result=lambda: plan), resize_kv=lambda blocks: None
+    )
+    core = EngineCore(scheduler, runner)
+    core.resize_kv(5)
+    assert core._undelivered == [ended]
+    assert core.has_work
