@@ -33,6 +33,9 @@ def own_server(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
         try:
             _wait_until_ready(process, url, Path(name))
             yield url
+        except KeyboardInterrupt:
+            Path(name).unlink()
+            raise
         finally:
             process.terminate()
             try:

@@ -21,7 +21,7 @@ from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, saf
 from holdfast.bench.measure.objectives import limits
 from holdfast.bench.measure.samples import ServerSample, ServerSampler
 from holdfast.bench.measure.steadiness import longest_stall, memory_drift, throughput_drift
-from holdfast.bench.measure.verdict import Allowed, BenchVerdict, RunEvidence, checks, reason_of
+from holdfast.bench.measure.verdict import CLIENT, Allowed, BenchVerdict, RunEvidence, checks, reason_of
 from holdfast.bench.result import BenchResult, RequestColumns, Timeline
 from holdfast.bench.target import Target
 
@@ -94,7 +94,7 @@ def make_result(
         safe_concurrency=None if safe is None else safe.at_once,
         safe_reason=_safe_reason(points, safe, promised=bool(allowed.objectives)),
         advice=[]
-        if passed
+        if all(check.passed for check in judged if check.name != CLIENT)
         else advice(
             options.model or target.root or target.model,
             engine=sampler.engine or target.engine,
@@ -144,7 +144,7 @@ def _window(
         begin, end = span(load.phases, PEAK)
         if math.isfinite(end) and load.requests is None:
             return start_s + begin, start_s + end
-    return start_s, max(last_s, start_s + 1e-3)
+    return start_s, math.nextafter(max(last_s, start_s + 1e-3), math.inf)  # The last answer is within.
 
 
 def _safe_reason(points: Sequence[LoadPoint], safe: LoadPoint | None, *, promised: bool) -> str:

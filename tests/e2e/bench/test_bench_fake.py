@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -116,6 +118,7 @@ def test_a_sound_server_passes_and_people_can_read_it(capsys: pytest.CaptureFixt
     assert "\nPASS: " in said
     found = json.loads(kept.read_text())
     assert len(found["requests"]["ttft_s"]) == 30
+    assert found["peak"]["requests_per_s"] * found["peak"]["seconds"] == pytest.approx(30)
     assert found["load"]["words_per_token"] < 0.5  # The fake counts more tokens than words.
     assert sum(found["requests"]["prompt_tokens"]) / 30 == pytest.approx(256, rel=0.1)
 
@@ -125,7 +128,7 @@ def test_an_open_loop_sends_at_its_own_times_whatever_the_server_does(capsys: py
         words = ("--rate", "20", "--arrivals", "constant", "--up", "0", "--peak", "1s", "--down", "0", "--output", "1")
         _, found = bench(fake.url, *words, "--workers", "2", capsys=capsys)
     assert found["whole"]["requests"] == 20
-    assert found["requests"]["intended_s"] == pytest.approx([0.05 * at for at in range(1, 21)])
+    assert sorted(found["requests"]["intended_s"]) == pytest.approx([0.05 * at for at in range(1, 21)])
     assert found["peak"]["ttft"]["max"] > 0.8  # Each waited for those before it; none was held back.
     assert len(found["clients"]) == 2
 
@@ -171,6 +174,7 @@ def test_a_log_is_replayed_with_its_lengths_and_times(capsys: pytest.CaptureFixt
         _, found = bench(fake.url, "--traffic", str(log), "--speed", "2", capsys=capsys)
     assert found["requests"]["intended_s"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert found["requests"]["output_tokens"] == [3, 4, 5, 6]
+    assert [phase["seconds"] for phase in found["phases"]] == [None]  # Its time is the log's.
     assert found["requests"]["prompt_tokens"] == pytest.approx([50, 150, 250, 350], rel=0.15)
 
 
@@ -184,6 +188,31 @@ def test_what_cannot_be_benchmarked_is_refused(capsys: pytest.CaptureFixture[str
     assert main(["bench", "http://127.0.0.1:9", "--peak", "soon"]) == 2
     assert main(["bench", "http://127.0.0.1:9"]) == 1
     assert "HF164" in capsys.readouterr().err
+    assert main(["bench", "http://127.0.0.1:9", "--concurrency", "many"]) == 2
+    assert "a whole number" in capsys.readouterr().err
+    assert main(["bench", "http://127.0.0.1:9", "--rate", "fast"]) == 2
+    assert "a number above 0" in capsys.readouterr().err
+    assert main(["bench", "http://127.0.0.1:9", "--html", "no/such/folder/a.html"]) == 2  # Not after the run.
+    assert "no/such/folder" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_run_with_a_line_and_without_traces_of_its_processes(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello\n")
+    with running_fake(FakeSettings(ttft_s=(60, 60))) as fake:
+        words = ("bench", fake.url, "--quiet", "--concurrency", "2", "--prompts", str(prompts))
+        run = subprocess.Popen([sys.executable, "-m", "holdfast", *words], stderr=subprocess.PIPE, process_group=0)
+        workers: list[psutil.Process] = []
+        while not workers:
+            assert run.poll() is None
+            workers = [one for one in psutil.Process(run.pid).children() if WORKER in one.cmdline()]
+            time.sleep(0.01)
+        os.killpg(run.pid, signal.SIGINT)  # As a terminal does: to all of them.
+        _, said = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 130
+    assert said.decode().count("\n") == 1, said.decode()
+    assert "interrupted" in said.decode()
+    assert not any(one.is_running() for one in workers)
 
 
 def test_a_server_of_a_model_is_started_and_stopped(tiny_arguments, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from holdfast import LLM, SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.planner.serve import streamed
 from holdfast.records import EngineInfo
 from holdfast.server.app import create_app
@@ -116,3 +116,6 @@ def test_a_model_larger_than_its_budget_is_read_from_a_disk(tmp_path, monkeypatc
         with pytest.raises(HoldfastError):
             LLM(**small, ram=needed - 50 * MIB, **refused)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="Not a directory"):
+        LLM(**small, ram=needed - 50 * MIB, nvme_path=str(tmp_path / "file"))

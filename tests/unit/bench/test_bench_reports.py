@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from made_up_answers import answer
+from msgspec.structs import replace
 
 from holdfast.bench.client.worker import ClientReport
 from holdfast.bench.load.load import Arrival, Load
@@ -35,7 +36,9 @@ HOSTILE = '<script>alert("x")</script>'
 
 
 @cache
-def result(seed: int, *, slower: float = 1.0, requests: int = 1500, model: str = "m") -> BenchResult:
+def result(
+    seed: int, *, slower: float = 1.0, requests: int = 1500, model: str = "m", busy: float = 0.2, slo: str = "ttft=1s"
+) -> BenchResult:
     """Of a server whose latencies were drawn, 30 seconds at peak."""
     draw = random.Random(seed)
     answers = [
@@ -49,9 +52,9 @@ def result(seed: int, *, slower: float = 1.0, requests: int = 1500, model: str =
         for at in range(31)
     ]
     sampler = SimpleNamespace(samples=samples, engine="vllm", settings={}, local=False, same_process=None)
-    clients = SimpleNamespace(answers=answers, start_s=0.0, reports=[ClientReport(cpu_share=0.2, loop_lag_s=0.0)])
+    clients = SimpleNamespace(answers=answers, start_s=0.0, reports=[ClientReport(cpu_share=busy, loop_lag_s=0.0)])
     load = Load(url="http://x", model=model, phases=default_profile(1, 30, 1), concurrency=8)
-    options = RunOptions(allowed=Allowed(objectives=parse_slo("ttft=1s")))
+    options = RunOptions(allowed=Allowed(objectives=parse_slo(slo)))
     return make_result(Target(url="http://x", model=model), load, options, clients, sampler)  # type: ignore[arg-type]
 
 
@@ -152,8 +155,8 @@ def test_people_read_what_was_loaded_and_found() -> None:
 
 @pytest.mark.parametrize("replay", [(), (Arrival(0.0, 1, 1),)])
 def test_the_last_requests_of_a_count_and_a_quiet_log_are_no_loss_of_speed(replay: tuple[Arrival, ...]) -> None:
-    waves = [answer(10.0 * wave, gap_s=1.0) for wave in range(3) for _ in range(8)]
-    load = Load(url="http://x", phases=(Phase("peak", math.inf),), concurrency=8, requests=25, replay=replay)
+    waves = [answer(10.0 * wave, gap_s=1.0) for wave in range(3) for _ in range(40)]
+    load = Load(url="http://x", phases=(Phase("peak", math.inf),), concurrency=40, requests=121, replay=replay)
     clients = SimpleNamespace(answers=[*waves, answer(30.0, gap_s=1.0)], start_s=0.0, reports=[])
     sampler = SimpleNamespace(samples=[], engine=None, settings={}, local=False, same_process=None)
     found = make_result(Target(url="http://x", model="m"), load, RunOptions(), clients, sampler)  # type: ignore[arg-type]
@@ -177,3 +180,22 @@ def test_a_result_that_could_not_be_kept_is_refused_before_the_run(
         assert f"{flag}: " in capsys.readouterr().err
     assert main(["bench", "http://me:secret@127.0.0.1:9"]) == 2
     assert "secret" not in capsys.readouterr().err
+
+
+def test_a_client_that_was_too_slow_gives_no_advice_for_the_server() -> None:
+    assert not result(1, busy=0.95).verdict.passed
+    assert result(1, busy=0.95).verdict.advice == []
+    assert result(1, slo="ttft=1ms").verdict.advice
+
+
+def test_prompts_that_a_server_has_cached_from_an_earlier_run_are_told() -> None:
+    found = result(1)
+
+    def told(cached: int, **load: int) -> bool:
+        peak = replace(found.peak, cached_tokens=cached * found.peak.completed)
+        said = lines(replace(found, peak=peak, load=found.load | {"template_tokens": 30.0} | load))
+        return any("another --seed" in line for line in said)
+
+    assert not told(16)
+    assert told(64)
+    assert not told(64, prefix_tokens=50)

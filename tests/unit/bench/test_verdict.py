@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from types import SimpleNamespace
 
@@ -100,6 +101,17 @@ def test_a_server_that_slows_down_is_found() -> None:
     assert failed(judged(fewer)) == ["throughput over time"]
 
 
+def test_a_lull_of_arrivals_and_a_handful_of_requests_are_no_server_that_slows_down() -> None:
+    by_chance = random.Random(1)
+    for _ in range(20):  # Without the noise of arrivals some of them fail.
+        arrivals = sorted(by_chance.uniform(0, 20) for _ in range(400))
+        assert failed(judged([answer(at) for at in arrivals])) == []
+    few = [answer(2.0 * at) for at in range(7)]
+    assert "throughput over time" not in judged(few)
+    slower_at_last = [*STEADY[:320], *STEADY[320::4]]
+    assert failed(judged(slower_at_last)) == ["throughput over time"]
+
+
 def test_a_stall_of_all_streams_is_found_and_a_pause_between_requests_is_none() -> None:
     waits = [0.02] * 4 + [1.5] + [0.02] * 4
     held = [answer(9.9, gaps=array("f", waits).tobytes(), end_s=9.9 + TTFT_S + sum(waits))]
@@ -120,6 +132,9 @@ def test_a_client_that_falls_behind_says_so() -> None:
     assert found.ttft_intended.p50 == pytest.approx(found.ttft.p50 + 0.3)
     assert failed(judged(late, objectives=parse_slo("ttft=200ms"))) == ["client", "ttft p99"]
     assert failed(judged(late, limited_client=True)) == []
+    for busy, helps in ((0.1, "cores free"), (0.6, "--workers")):
+        behind = RunEvidence(peak=found, loop="open", clients=[ClientReport(cpu_share=busy, loop_lag_s=0.0)])
+        assert reason_of(checks(behind, Allowed())).endswith(helps)
 
 
 def rising(capacity: int) -> list[TimedAnswer]:

@@ -32,10 +32,20 @@ class ClientProcesses:
         self.reports: list[ClientReport] = []
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "holdfast.bench.client.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-m", "holdfast.bench.client.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                process_group=0,  # Ctrl-C in a terminal is for this process, which ends them.
             )
             for _ in range(workers)
         ]
+        try:
+            self._begin(load, workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, load: Load, workers: int) -> None:
         for index, process in enumerate(self._processes):
             order = msgspec.msgpack.encode(WorkerOrder(load, WorkerShare(index, workers)))
             self._tell(process, HEADER.pack(len(order)) + order)

@@ -9,7 +9,6 @@ A frame is 4 bytes of length, then msgpack.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import struct
 import sys
@@ -94,8 +93,7 @@ def main() -> None:
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         send(WorkerFrame([]))
         (start_s,) = MOMENT.unpack(read(MOMENT.size))
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is for who started it, and says enough there.
-            runner.run(work(WorkerOrder(order.load, msgspec.structs.replace(order.share, start_s=start_s))))
+        runner.run(work(WorkerOrder(order.load, msgspec.structs.replace(order.share, start_s=start_s))))
 
 
 if __name__ == "__main__":

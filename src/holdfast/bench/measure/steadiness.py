@@ -3,6 +3,7 @@ longest time in which no stream that was under way got anything."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -16,6 +17,10 @@ from holdfast.bench.measure.samples import ServerSample
 FIFTHS = 5
 LOOKED_AT = 50
 """Of the longest times without anything, for one that some stream spans."""
+BINS_OF_A_FIFTH = 6
+"""How much these differ within a fifth says by how much two fifths differ by chance."""
+FEWEST_REQUESTS = 20
+"""Of a fifth with fewer, throughput says when they happened to come."""
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +28,8 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
     early: float
     late: float
+    noise: float = 0.0
+    """The standard error of their difference; 0: not known."""
 
     @property
     def share(self) -> float:
@@ -43,13 +50,18 @@ def _fifth(number: int, begin_s: float, end_s: float) -> tuple[float, float]:
 
 
 def throughput_drift(answers: Sequence[TimedAnswer], begin_s: float, end_s: float) -> Drift | None:
-    """In output tokens a second."""
+    """In output tokens a second. None: too few requests were under way to tell."""
+    low, high = _fifth(1, begin_s, end_s)
+    if sum(answer.sent_s < high and answer.end_s >= low for answer in answers) < FEWEST_REQUESTS:
+        return None
     times, weights = token_times(answers)
-    rates = []
-    for number in (1, FIFTHS - 1):
-        low, high = _fifth(number, begin_s, end_s)
-        rates.append(float(weights[(times >= low) & (times < high)].sum()) / (high - low))
-    return Drift(early=rates[0], late=rates[1]) if rates[0] else None
+    edges = np.linspace(begin_s, end_s, FIFTHS * BINS_OF_A_FIFTH + 1)
+    counts, _ = np.histogram(times, edges, weights=weights)
+    rates = (counts / np.diff(edges)).reshape(FIFTHS, BINS_OF_A_FIFTH)
+    means = rates.mean(axis=1)
+    # The median: a server that slows down within a fifth must not count as noise.
+    noise = math.sqrt(2 * np.median(rates.var(axis=1, ddof=1)) / BINS_OF_A_FIFTH)
+    return Drift(early=float(means[1]), late=float(means[-1]), noise=noise) if means[1] else None
 
 
 def memory_drift(samples: Sequence[ServerSample], begin_s: float, end_s: float, *, vram: bool) -> Drift | None:

@@ -16,6 +16,8 @@ ROWS = (
     ("lag", "sent late by"),
 )
 WIDTH = 12
+USUAL_BLOCK = 16
+"""Tokens that a prefix cache counts by."""
 
 
 def lines(result: BenchResult) -> Iterator[str]:
@@ -27,6 +29,8 @@ def lines(result: BenchResult) -> Iterator[str]:
         f", at most {peak.peak_in_flight:,} at once"
     )
     yield f"{'tokens':<24}{peak.prompt_tokens:,} in{_cached(peak)}, {peak.output_tokens:,} out{_counted(peak)}"
+    if _were_asked_before(result):
+        yield f"{'':<24}the server had these prompts from an earlier run: for a cold cache another --seed"
     rates = f"{peak.output_tokens_per_s:,.1f} output tokens/s, {peak.total_tokens_per_s:,.1f} in all,"
     yield f"{'throughput':<24}{rates} {peak.requests_per_s:,.2f} requests/s"
     if peak.good_requests_per_s is not None:
@@ -79,6 +83,14 @@ def _cached(peak: Figures) -> str:
     if peak.cached_tokens is None or not peak.prompt_tokens:
         return ""
     return f" ({peak.cached_tokens / peak.prompt_tokens:.0%} of them cached)"
+
+
+def _were_asked_before(result: BenchResult) -> bool:
+    """More was cached than the chat template's, of prompts that have nothing else in common within a run."""
+    load, peak = result.load, result.peak
+    if load["prefix_tokens"] or load["turns"] > 1 or load["prompts_of_a_file"]:
+        return False
+    return bool((peak.cached_tokens or 0) > peak.completed * (load["template_tokens"] + USUAL_BLOCK))
 
 
 def _counted(peak: Figures) -> str:

@@ -134,17 +134,16 @@ def _add_what_is_asked(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
+    return int(text)
 
 
 def _positive_float(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError("must be a number above 0")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -158,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
             field="target",
         )
     for field in ("save", "html"):
-        _check_writable(getattr(arguments, field), field)
+        _check_can_be_written(getattr(arguments, field), field)
     with _server(arguments) as (url, model):
         result = measured(arguments, url, model)
     document = as_json(result)
@@ -263,6 +262,9 @@ def measured(arguments: argparse.Namespace, url: str, model: str | None) -> Benc
     progress = None if arguments.quiet or not sys.stderr.isatty() else _StatusLine(load)
     try:
         return run_bench(target, load, _with(options, model=model), progress)
+    except KeyboardInterrupt:
+        print("holdfast: interrupted before the end of the run: no figures, nothing written", file=sys.stderr)
+        raise
     finally:
         if progress is not None:
             progress.clear()
@@ -336,7 +338,7 @@ def _phases(arguments: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
         most = arguments.concurrency or DEFAULT_KNEE
         steps = (*(level for power in range(20) if (level := 1 << power) < most), most)
         return steps_profile(steps, parse_duration(arguments.step or DEFAULT_STEP, field="step")), steps
-    if arguments.requests is not None:
+    if arguments.requests is not None or arguments.traffic:
         return (Phase(PEAK, float("inf")),), ()
     up, peak, down = (
         parse_duration(usual if getattr(arguments, name) is None else getattr(arguments, name), field=name)
@@ -387,6 +389,28 @@ def _text_of(path: str) -> str:
         ) from error
 
 
+def _check_can_be_written(path: str | None, field: str) -> None:
+    """Before the run: its figures must not be lost after minutes."""
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    reason = ""
+    if not folder.is_dir():
+        reason = f"there is no folder {folder}"
+    elif Path(path).is_dir():
+        reason = "it is a folder"
+    elif not os.access(path if Path(path).exists() else folder, os.W_OK):
+        reason = "no permission"
+    if reason:
+        raise ConfigurationError(
+            f"--{field}: {shorten(path)} cannot be written",
+            needed="a file in an existing folder",
+            found=reason,
+            fix=f"--{field} {'result.json' if field == 'save' else 'report.html'}",
+            field=field,
+        )
+
+
 def _check_certificate(path: str) -> None:
     import ssl
 
@@ -400,20 +424,6 @@ def _check_certificate(path: str) -> None:
             found=str(error),
             fix="the server's --ssl-certfile",
             field="certificate",
-        ) from error
-
-
-def _check_writable(path: str | None, field: str) -> None:
-    """Before the run: its result would be lost after it."""
-    try:
-        if path:
-            Path(path).open("ab").close()
-    except OSError as error:
-        raise ConfigurationError(
-            f"--{field}: {shorten(path)} cannot be written",
-            found=str(error),
-            fix=f"--{field} result.{'json' if field == 'save' else 'html'}",
-            field=field,
         ) from error
 
 

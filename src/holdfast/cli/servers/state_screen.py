@@ -203,9 +203,11 @@ def _hour(state: UiState, width: int, blocks: bool) -> Iterator[Text]:
         highest = [max(values[place : place + step]) for place in range(0, len(values), step)]
         top = max(highest, default=0.0)
         drawn = "".join(heights[round((len(heights) - 1) * value / top) if top else 0] for value in highest)
-        minutes = len(values) * state.history.interval_s / 60
+        span_s, digits = len(values) * state.history.interval_s, 1 if field.endswith("per_s") else 0
         yield Text.assemble(
-            (f"  {title:<9}", "bright_black"), (drawn, "green"), f"  up to {top:,.1f} within {minutes:.0f} min"
+            (f"  {title:<9}", "bright_black"),
+            (drawn, "green"),
+            f"  up to {top:,.{digits}f} within {format_duration(span_s)}",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -60,12 +61,13 @@ def with_streamed_layers(found: Plan, config: EngineConfig) -> Plan:
 def _room(folder: str) -> tuple[int, int]:
     """Bytes of the disk, and those that are free."""
     try:
+        os.listdir(folder)  # A file has a disk as well.
         found = shutil.disk_usage(Path(folder))
     except OSError as error:
         raise ConfigurationError(
             f"--nvme-path: {error.strerror or error}: {folder}",
             needed="a folder on a fast disk",
-            fix=f"mkdir -p {folder}",
+            fix="another --nvme-path" if Path(folder).exists() else f"mkdir -p {folder}",
             field="nvme_path",
         ) from error
     if (kind := filesystem_type(Path(folder))) in IN_MEMORY:
