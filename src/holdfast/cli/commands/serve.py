@@ -352,9 +352,8 @@ def _log_ready(engine: Engine, settings: ServerSettings, reach: _Reach) -> None:
         curl = f"curl --unix-socket {shlex.quote(reach.socket_path)}{header}"
         log.info("Ready: %s (try: %s %s/v1/models)", reach.socket_path, curl, url)
         return
-    log.info("Decisions and all memory: %sholdfast ps -v %s", key, url)
-    if settings.ui:
-        log.info("To watch and try it: %s/ in a browser, or %sholdfast top %s", url, key, url)
+    page = f"{url}/, " if settings.ui else ""
+    log.info("Watch: %s%sholdfast top, %sholdfast ps -v", page, key, key)
     if reach.loopback:
         safely = "" if needs_key else " --api-key KEY"
         log.info("Reached from this machine only; else --host 0.0.0.0%s", safely)

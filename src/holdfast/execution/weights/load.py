@@ -109,7 +109,7 @@ class Loader:
         pack: bool,
         progress: Progress | None,
         quantize: Quantize | None,
-        slots: LayerSlots | None,
+        slots: LayerSlots | None = None,
     ) -> None:
         self.spec, self.checkpoint = spec, checkpoint
         self.dtype, self.device, self.progress = dtype, device, progress
