@@ -176,9 +176,12 @@ def test_answers_with_a_form_are_those_of_the_plain_loop(built, service, blocks,
         tokens = plain[str(place)][0]
         text = b"".join(TOKENS[token] for token in tokens).decode()
         assert place % 3 == 0 or re.fullmatch(FORMS[place % len(FORMS)].replace("{80,400}", "*"), text)
-    ahead = formed(core_with(built, 1, blocks), service)
-    assert run(ahead, requests, abort_after) == plain
-    # On a busy machine masks may be late, and their rows sent back, with room for all too.
+    # On a busy machine masks may be late: rows are sent back with room for all too, and so few run that all have room.
+    for _ in range(5):
+        ahead = formed(core_with(built, 1, blocks), service)
+        assert run(ahead, requests, abort_after) == plain
+        if ahead.stats().preemptions_total > 0 or blocks != 13:
+            break
     assert ahead.stats().preemptions_total > 0 or blocks != 13
     # Some masks are late: their rows are computed once more, when the step that goes on from them is not planned yet.
     calls, real = itertools.count(), masks.StepMasks.rows

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import statistics
+import time
 
 import pytest
+import uvloop
 
+from holdfast.bench.client.drive import _until
 from holdfast.bench.load.inputs import parse_lengths, parse_share, read_prompts, read_replay
 from holdfast.bench.load.load import COMPLETIONS, LengthRange, Load
 from holdfast.bench.load.profile import (
@@ -147,3 +151,16 @@ def test_a_log_is_replayed_at_its_own_times(tmp_path) -> None:
     with pytest.raises(ConfigurationError) as refused:
         read_replay(str(path))
     assert refused.value.code == "HF163"
+
+
+def test_nothing_is_sent_before_its_time() -> None:
+    async def early() -> list[float]:
+        found = []
+        for at in range(20):
+            moment = time.monotonic() + 0.001 + at * 0.0001
+            await _until(moment)
+            found.append(moment - time.monotonic())
+        return found
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert max(runner.run(early())) <= 0

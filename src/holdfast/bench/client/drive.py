@@ -136,8 +136,11 @@ def _part(whole: int, share: WorkerShare) -> int:
 
 
 async def _until(moment_s: float) -> None:
-    """Lets the loop read in any case: one that is behind would else never hear of an answer."""
+    """Lets the loop read in any case: one that is behind would else never hear of an answer. Not before that moment,
+    as a loop that counts in milliseconds would have it."""
     await asyncio.sleep(max(0.0, moment_s - monotonic()))
+    while monotonic() < moment_s:
+        await asyncio.sleep(0)
 
 
 def allow_many_files() -> None:
