@@ -324,15 +324,15 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
         return plan
     one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank)
     pinned = 0 if plan.engine.streamed is None else plan.engine.streamed.pinned_bytes
-    free = max(0, machine.available_bytes - front_bytes - forms - pinned)
-    asked = config.lora_copies * one
+    others = front_bytes + forms + pinned
+    free, asked = max(0, machine.available_bytes - others), config.lora_copies * one
     if asked > free:
         fewer = free // one
         raise DoesNotFitError(
             f"{counted(config.lora_copies, 'adapter')} of rank {config.lora_rank} do not fit in host RAM, where copies"
             " of them are kept",
-            needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(front_bytes + forms + pinned)} for"
-            " the API server, structured output and streamed layers",
+            needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(others)} for the API server,"
+            " structured output and streamed layers",
             found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
             fix=f"--max-cpu-loras {fewer}"
             if fewer >= config.lora_places
