@@ -497,6 +497,13 @@ def test_what_a_refusal_advises_fits_when_it_is_planned(spec: ModelSpec) -> None
             plan(spec, free_gib, **changed)
 
 
+def test_ram_that_refuses_a_model_names_a_disk_where_that_would_do(spec: ModelSpec) -> None:
+    for free_gib, helps in ((6, True), (1, False)):
+        with pytest.raises(DoesNotFitError) as caught:
+            plan(spec, free_gib)
+        assert str(caught.value.fix).endswith(FROM_DISK) is helps
+
+
 def field_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 

@@ -114,8 +114,18 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
         pool = min(most.ranks[0].room_bytes, _pool_bytes(plan, kv_bytes))
         return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= pool
 
-    streamed = next(count for count in range(1, layers + 1) if enough(planned(count, length)))
+    # What is left with all of them streamed bounds how many may stay: few need to be planned.
+    left = most.ranks[0].room_bytes - min(most.ranks[0].room_bytes, _pool_bytes(most, kv_bytes))
+    able = (count for count in range(1, layers + 1) if _freed(question, count) >= _freed(question, layers) - left)
+    streamed = next(count for count in able if enough(planned(count, length)))
     return _over_host(planned(streamed, asked))
+
+
+def _freed(question: Question, streamed: int) -> int:
+    """Of VRAM."""
+    found = streamed_on_gpu(with_streamed(question, streamed, 0, None))
+    assert found is not None
+    return found.weights_bytes - found.slots_bytes
 
 
 def place_by_hand(question: Question) -> Placement | None:
