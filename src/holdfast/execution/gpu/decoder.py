@@ -15,13 +15,14 @@ from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.cuda.module import kernel_decision
 from holdfast.execution.gpu.layers.attention import DecodeRows, GpuAttention, PrefillRows
-from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
+from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, arrange, gpu_linear
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.layers.mlp import GpuMlp, MlpBuffers, gating_decisions, make_mlps
 from holdfast.execution.gpu.layers.prefill_kernel import expands_whole
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.layers.rope import rotaries
+from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import sums_apart
@@ -54,6 +55,12 @@ class _Layer:
     @property
     def kind(self) -> tuple[object, ...]:
         return self.qkv.kind, self.o.kind, self.mlp.kind
+
+
+def arrange_layer(layer: LayerWeights, dtype: torch.dtype, device: torch.device) -> None:
+    """Of one that leaves the GPU when it is loaded: whatever products change of its bytes is changed now."""
+    for linear in (layer.qkv, layer.o, *layer.mlp.linears):
+        arrange(linear, dtype, device)
 
 
 class GpuDecoder:
@@ -107,6 +114,8 @@ class GpuDecoder:
         def beside(layer: int, product: str, base: GpuLinear) -> GpuLinear:
             return base if adapters is None else adapters.beside(layer, product, base)
 
+        self.streamed = weights.slots if isinstance(weights.slots, DeviceLayers) else None
+        """Layers that do not stay on the GPU."""
         self._layers = [
             _Layer(
                 layer,
@@ -133,7 +142,10 @@ class GpuDecoder:
         if self._embedding_scale != 1.0:
             stream[:count].mul_(self._embedding_scale)
         heads_apart = self.spec.decoder.query_key_norm == "head"
+        streamed = self.streamed
         for index, layer in enumerate(self._layers[:layers]):
+            if streamed is not None:
+                streamed.begin(index)
             qkv, attended = self._project(layer, stream)
             (group, place), (key_scale, value_scale) = self._places[index], self.kv_scales.of(index)
             kernels.rotate_and_store(
@@ -155,6 +167,8 @@ class GpuDecoder:
             self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count], scales)
             self._add_attended(layer, attended, stream)
             self._feed(layer, stream)
+            if streamed is not None:
+                streamed.end(index)
         return stream
 
     @property

@@ -167,6 +167,8 @@ class GpuRunner:
         self._next = 0
         self._embeds = numpy.zeros(rows, dtype=bool)
         self._kv: KVRange | None = None
+        # Streamed layers are waited for one by one, and launching takes less time than they take to come.
+        graphs = graphs and self._decoder.streamed is None
         self._graphs = DecodeGraphs(rows, self._run_decode, device) if graphs and pin else None
 
     @property
@@ -181,6 +183,10 @@ class GpuRunner:
     @property
     def adapters_bytes(self) -> int:
         return 0 if self._adapters is None else self._adapters.nbytes
+
+    @property
+    def layer_slots_bytes(self) -> int:
+        return 0 if self.decoder.streamed is None else self.decoder.streamed.nbytes
 
     @property
     def attention_backend(self) -> str:
@@ -201,6 +207,11 @@ class GpuRunner:
         if self._decoder is None:
             raise EngineError("the runner is closed")
         return self._decoder
+
+    def measure_link(self) -> list[Decision]:
+        """Of layers that do not stay on the GPU; nothing where all do."""
+        with self._here():
+            return [] if self.decoder.streamed is None else self.decoder.streamed.decisions()
 
     def reserve_kv(self, most_blocks: int) -> None:
         self._kv = KVRange(self.layout, most_blocks, self.device, self.kv_dtype)
@@ -453,18 +464,22 @@ class GpuRunner:
             if self._adapters is not None:
                 self._adapters.tiles = None  # Of the step before: its rows are more than a product tried has.
             if self.device.type == "cuda":
-                self.decoder.load_products(self._logits)
-                for size in padded_sizes(self.limits.max_num_seqs):
-                    self._forms.decode([], size)
-                    for work in Work:
-                        self._run_decode(size, work)
-                    if self._adapters is not None:
-                        self._adapters.profile_decode(size)
-                        self._run_decode(size, Work.DRAW, True)
+                with nullcontext() if self.decoder.streamed is None else self.decoder.streamed.as_they_are():
+                    self._load_kernels()
             if self._adapters is not None:
                 self._adapters.places.profile_run(False)
         self._books.known[:] = 0
         self._books.adapter_places[:] = -1
+
+    def _load_kernels(self) -> None:
+        self.decoder.load_products(self._logits)
+        for size in padded_sizes(self.limits.max_num_seqs):
+            self._forms.decode([], size)
+            for work in Work:
+                self._run_decode(size, work)
+            if self._adapters is not None:
+                self._adapters.profile_decode(size)
+                self._run_decode(size, Work.DRAW, True)
 
     def capture(self) -> None:
         """The graphs that are needed first: of one row, and of as many as there may be. Others when they are needed."""
@@ -488,6 +503,8 @@ class GpuRunner:
                 self._kv.close()
             if self._adapters is not None:
                 self._adapters.places.close()
+            if self._decoder.streamed is not None:
+                self._decoder.streamed.close()
             self._decoder = self._kv = self._adapters = None
             del self._sampler, self._slots, self._forms, self._logits, self._sampled
             gc.collect()
