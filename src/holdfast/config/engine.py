@@ -195,13 +195,19 @@ class EngineConfig:
     )
     nvme_path: str | None = setting(
         None,
-        "folder on a fast disk for layers that do not fit in RAM, which are read for every step (CPU); the file has no "
-        "name, and is gone when the server ends",
+        "folder on a fast disk for layers that do not fit in RAM, which are read for every step; the file has no name, "
+        "and is gone when the server ends",
         optional(text),
         metavar="DIR",
     )
     nvme: int | None = setting(
         None, "maximum size of that file, such as 40GiB; default: what is free there", optional(memory), metavar="SIZE"
+    )
+    no_offload: bool = setting(
+        False,
+        "refuse a model that does not fit on the GPU, instead of keeping some of its layers in RAM and copying them to "
+        "the GPU for every step",
+        flag,
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
@@ -307,13 +313,6 @@ class EngineConfig:
                 needed="nvme_path as well",
                 fix="--nvme-path DIR",
                 field="nvme",
-            )
-        if self.nvme_path is not None and self.device == "cuda":
-            raise ConfigurationError(
-                "nvme_path is for layers that do not fit in RAM; on a GPU all layers stay in its memory so far",
-                needed="device cpu",
-                fix="leave --nvme-path out, or --device cpu",
-                field="nvme_path",
             )
         self._check_lora()
         if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):

@@ -178,6 +178,13 @@ def layer_bytes(
     return tuple(found[f"layers.{layer.index}"] for layer in spec.layers)
 
 
+def embedding_bytes(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, quantize: Quantize | None = None
+) -> int:
+    """The same of the embedding, where weights stay as they are stored."""
+    return _bytes_by_layer(Same(spec), Same(stored), dtype, False, False, quantize)["embed"]
+
+
 Stored = Mapping[str, StoredTensor] | None
 
 

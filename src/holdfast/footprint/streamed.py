@@ -1,4 +1,10 @@
-"""What layers take that do not stay in memory: slots in RAM that they take turns in, and a file that has them all."""
+"""What layers take that do not stay where they are computed: slots that they take turns in, and where they wait.
+
+    computed on a CPU    slots in RAM   ◄── all of them in a file on a disk
+    computed on a GPU    slots in VRAM  ◄── pinned RAM  ◄── those that RAM does not hold, in a file on a disk
+
+Pure arithmetic: execution allocates by it, the planner counts by it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,12 @@ from dataclasses import dataclass
 from holdfast.units import MIB
 
 SLOTS = 2
-"""One is computed from while the other is filled. More would only help where computing takes longer than reading."""
+"""One is computed from while the other is filled: the link is never idle while a layer comes more slowly than it is
+computed. A third would take the room of a layer that could stay, whose bytes would then move in every step."""
+READ_SLOTS = 2
+"""In pinned RAM, of layers that come from a disk to a GPU: one is read while the other is copied, which is sooner."""
+GATHERS_EMBEDDING = False
+"""Whether a GPU takes rows of an embedding that is not the head as well from pinned RAM: execution has to do it."""
 PLACE_GRAIN_BYTES = MIB // 16
 """A place is a whole number of these: whole pages of the disk and of memory, and room for the gaps between tensors."""
 
@@ -17,13 +28,29 @@ PLACE_GRAIN_BYTES = MIB // 16
 class StreamedLayers:
     layers: tuple[int, ...]
     """In their order."""
-    place_bytes: int
-    """Of the largest."""
+    sizes: tuple[int, ...]
+    """Of each of `layers` as it is kept and copied, in one piece with the gaps between its tensors."""
     weights_bytes: int
-    """Of all of them, as they would lie in memory."""
+    """Of all of them, as they would lie where they are computed."""
+    on_disk: tuple[int, ...]
+    """Those of `layers` that are in a file; the others are in pinned RAM. On a CPU all of them."""
+    embedding_bytes: int = 0
+    """Of the embedding in pinned RAM, where rows of it are gathered; 0: it is where layers are computed."""
+
+    @property
+    def in_ram(self) -> tuple[int, ...]:
+        """In pinned RAM, beside a GPU."""
+        apart = set(self.on_disk)
+        return tuple(layer for layer in self.layers if layer not in apart)
+
+    @property
+    def place_bytes(self) -> int:
+        """Of the largest: of a slot, and of a place in the file."""
+        return max(self.sizes, default=0)
 
     @property
     def slots(self) -> int:
+        """Where layers are computed from: in VRAM, or in RAM on a CPU."""
         return min(SLOTS, len(self.layers))
 
     @property
@@ -31,15 +58,44 @@ class StreamedLayers:
         return self.slots * self.place_bytes
 
     @property
+    def read_slots(self) -> int:
+        """In pinned RAM beside a GPU, for what comes from the file."""
+        return min(READ_SLOTS, len(self.on_disk))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Beside a GPU: the layers in RAM, the embedding if it is there, and the slots that those of the file are read
+        into."""
+        apart = set(self.on_disk)
+        kept = sum(size for layer, size in zip(self.layers, self.sizes, strict=True) if layer not in apart)
+        return kept + self.embedding_bytes + self.read_slots * self.place_bytes
+
+    @property
     def file_bytes(self) -> int:
-        return len(self.layers) * self.place_bytes
+        return len(self.on_disk) * self.place_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """In every step, into slots."""
+        return sum(self.sizes)
+
+    @property
+    def read_bytes(self) -> int:
+        """In every step, from the disk."""
+        apart = set(self.on_disk)
+        return sum(size for layer, size in zip(self.layers, self.sizes, strict=True) if layer in apart)
 
 
-def streamed_layers(by_layer: Sequence[int], streamed: int) -> StreamedLayers:
+def streamed_layers(by_layer: Sequence[int], streamed: int, on_disk: int | None = None) -> StreamedLayers:
     """So many of the layers, whose bytes are given; spread evenly: while those between are computed, the next one is on
-    its way."""
-    count = len(by_layer)
-    chosen = tuple(layer for layer in range(count) if (layer + 1) * streamed // count > layer * streamed // count)
-    largest = max((by_layer[layer] for layer in chosen), default=0)
-    place = (largest // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES if chosen else 0
-    return StreamedLayers(chosen, place, sum(by_layer[layer] for layer in chosen))
+    its way. `on_disk`: so many of these, spread evenly too; None: all."""
+    chosen = evenly(tuple(range(len(by_layer))), streamed)
+    apart = chosen if on_disk is None else evenly(chosen, on_disk)
+    sizes = tuple((by_layer[layer] // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES for layer in chosen)
+    return StreamedLayers(chosen, sizes, sum(by_layer[layer] for layer in chosen), apart)
+
+
+def evenly(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """So many of them."""
+    of = len(layers)
+    return tuple(layer for at, layer in enumerate(layers) if (at + 1) * count // of > at * count // of)

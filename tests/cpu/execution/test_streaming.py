@@ -149,7 +149,7 @@ def test_what_is_still_on_its_way_after_an_error_does_not_overwrite_the_next_lay
         return os.preadv(descriptor, [piece], offset)
 
     file, contents = filled(tmp_path, read)
-    slots = LayerSlots(StreamedLayers((0, 1, 2), 8 * PAGE, 24 * PAGE), file)
+    slots = LayerSlots(StreamedLayers((0, 1, 2), (8 * PAGE,) * 3, 24 * PAGE, (0, 1, 2)), file)
     with pytest.raises(EngineError, match="HF443"):
         slots.begin(0)
     slots.begin(2)  # In the same slot.
@@ -161,7 +161,7 @@ def test_what_is_still_on_its_way_after_an_error_does_not_overwrite_the_next_lay
 def test_a_slow_disk_is_not_a_hang(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
     file, _ = filled(tmp_path, Disk(*["slow"] * 8))
-    slots, beats = LayerSlots(StreamedLayers((0, 1, 2), 8 * PAGE, 24 * PAGE), file), list[int]()
+    slots, beats = LayerSlots(StreamedLayers((0, 1, 2), (8 * PAGE,) * 3, 24 * PAGE, (0, 1, 2)), file), list[int]()
     slots.begin(0, lambda: beats.append(0))
     slots.close()
     assert len(beats) == 8
@@ -224,4 +224,4 @@ def test_an_arena_hands_out_what_it_has() -> None:
 
 
 def test_nothing_is_streamed_without_a_layer() -> None:
-    assert streamed_layers([10, 20], 0) == StreamedLayers((), 0, 0)
+    assert streamed_layers([10, 20], 0) == StreamedLayers((), (), 0, ())

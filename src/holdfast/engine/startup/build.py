@@ -161,8 +161,18 @@ def plan_model(
     if config.device == "cuda":
         from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
 
-        plan = make_gpu_plan(model.spec, stored, config, probe().gpus, name=model.files.name, gguf=model.in_gguf)
-        return with_host_memory(plan, config, memory(), front_bytes)
+        host = memory()
+        plan = make_gpu_plan(
+            model.spec,
+            stored,
+            config,
+            probe().gpus,
+            name=model.files.name,
+            gguf=model.in_gguf,
+            host=host,
+            front_bytes=front_bytes,
+        )
+        return with_host_memory(plan, config, host, front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
     begun = None if engine_pid is None else resident(engine_pid)
     if begun is not None:
@@ -219,7 +229,7 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
 
     stored = _stored(config, model)
-    return make_gpu_plan(model.spec, stored, config, gpus, name=model.files.name, gguf=model.in_gguf)
+    return make_gpu_plan(model.spec, stored, config, gpus, name=model.files.name, gguf=model.in_gguf, host=memory())
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:

@@ -16,6 +16,7 @@ from holdfast.footprint import cpu
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
+from holdfast.footprint.streamed import GATHERS_EMBEDDING, StreamedLayers, streamed_layers
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_overhead import links_bytes
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
@@ -141,7 +142,9 @@ def _share(
         )
         return *_with_draft(drafting, found, cost, AS_STORED, stored_kv, tensor_parallel), ()
     if whose == "holdfast":
-        held = _own_bytes(question, every) or held
+        held, streamed = _own_bytes(question, every) or held, streamed_on_gpu(question)
+        held -= 0 if streamed is None else streamed.weights_bytes + streamed.embedding_bytes
+        slots = 0 if streamed is None else streamed.slots_bytes
         layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
         cost = layout_cost(layout, limits.max_num_batched_tokens)
         weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
@@ -151,6 +154,7 @@ def _share(
             limits,
             dtype=dtype,
             weights_bytes=held,
+            slots_bytes=slots,
             block_tokens=settings.block_tokens,
             quantized=weights is not None and weights.quantized,
             rounded=weights is not None and weights.rounds_inputs(capability),
@@ -158,7 +162,7 @@ def _share(
             max_lora_rank=settings.max_lora_rank,
             graphs=settings.graphs,
         )
-        return tuple(found), cost, byte_terms.engine_gpu_loading(held, largest)
+        return tuple(found), cost, byte_terms.engine_gpu_loading(held, slots, largest)
     gpu, vllm = device.gpu, question.vllm  # Of a model that this engine does not run: what the engine keeps that would.
     kernel = expert_kernel(gpu, vllm, adapters=settings.max_loras > 0)
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
@@ -214,6 +218,16 @@ def _own_bytes(question: Question, ranks: int) -> int | None:
         return None
     weights = engine_weights(Same(question.model))
     return None if weights is None else weights.nbytes(dtype=compute_dtype(question, ranks))
+
+
+def streamed_on_gpu(question: Question) -> StreamedLayers | None:
+    """Of this engine on one GPU; None: all layers stay in its memory."""
+    settings, weights = question.settings, engine_weights(Same(question.model))
+    if not settings.streamed_layers or weights is None:
+        return None
+    dtype = compute_dtype(question, 1)
+    found = streamed_layers(weights.by_layer(dtype=dtype), settings.streamed_layers, settings.layers_on_disk)
+    return replace(found, embedding_bytes=weights.gathered_bytes(dtype=dtype)) if GATHERS_EMBEDDING else found
 
 
 def weights_as(question: Question, ranks: int) -> str:

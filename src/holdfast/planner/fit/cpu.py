@@ -195,7 +195,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     streamed = None
     if settings.streamed_layers:
         by_layer = weights.by_layer(dtype=dtype, expand=expand, compiled=compiled)
-        streamed = streamed_layers(by_layer, settings.streamed_layers)
+        streamed = streamed_layers(by_layer, settings.streamed_layers, settings.layers_on_disk)
     held = {
         "front": settings.front_bytes,
         "framework": cpu.FRAMEWORK_BYTES,

@@ -114,7 +114,7 @@ class EngineChoices:
     """Products with what is kept as stored are computed by compiled kernels, in float32."""
     compiled_attention: bool = False
     streamed: StreamedLayers | None = None
-    """Layers that are read from a disk for every step."""
+    """Layers that come for every step: from a disk, and on a GPU from pinned RAM as well. None: all stay."""
     short: bool = False
     """Less was given than the model allows or than is usual, for want of memory."""
     gpu: GpuChoice | None = None

@@ -128,6 +128,7 @@ def _rungs(question: Question) -> tuple[LimitPreset, ...]:
         sequences=settings.max_num_seqs or (traffic.concurrency if traffic else None),
         step_tokens=settings.max_num_batched_tokens,
         least_tokens=question.required[1],
+        streamed=settings.streamed_layers > 0,
     )
 
 

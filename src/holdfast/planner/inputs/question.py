@@ -148,7 +148,9 @@ class Settings:
     lora_copies: int = 0
     """Adapters that are kept in addition to those in slots."""
     streamed_layers: int = 0
-    """Layers that are read from a disk for every step."""
+    """Layers that do not stay where they are computed, and come for every step."""
+    layers_on_disk: int | None = None
+    """Of these, those that come from a disk, not from RAM; None: all, as on a CPU."""
     structured_output: bool = True
     front_bytes: int = FRONT_BYTES
     """Of the process in front of the engine's, out of the same budget."""

@@ -24,6 +24,7 @@ from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.remedies import ways_out
+from holdfast.planner.fit.count import streamed_on_gpu
 from holdfast.planner.fit.cpu import Pool
 from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe_budget
 from holdfast.planner.fit.search import fit
@@ -32,6 +33,7 @@ from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Planned
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
+from holdfast.planner.serve.offload import host_share, with_offload
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
@@ -84,13 +86,23 @@ def make_gpu_plan(
     *,
     name: str = "the model",
     gguf: bool = False,
+    host: Memory | None = None,
+    front_bytes: int = 0,
 ) -> Plan:
-    """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file."""
+    """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file. `host`: RAM
+    that layers may wait in which the GPU does not hold, less `front_bytes` of the process in front of the engine's;
+    None: none."""
     model_made = planned_model(spec, stored, name)
 
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
-        return _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus)
+        found = _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus)
+        if not found.fits and host is not None and not tried.no_offload:
+            found = with_offload(found, tried, host_share(host, tried, spec, front_bytes))
+        if not found.fits:
+            raise _refusal(found)
+        chosen, decision = choose_gpu(gpus)
+        return without_tensors(_with_pool(found, tried, chosen, decision))
 
     try:
         return attempt(config)
@@ -100,13 +112,17 @@ def make_gpu_plan(
 
 
 def _gpu_plan(
-    model: PlannedModel, decisions: tuple[Decision, ...], config: EngineConfig, gpus: Sequence[NvidiaGpu]
+    model: PlannedModel,
+    decisions: tuple[Decision, ...],
+    config: EngineConfig,
+    gpus: Sequence[NvidiaGpu],
 ) -> Plan:
+    """Which may not fit."""
     spec = model.spec
     check_step(config.max_num_seqs, config.max_num_batched_tokens)
     check_type(config.dtype, spec)
     _check_kernels(spec, config)
-    chosen, decision = choose_gpu(gpus)
+    chosen, _ = choose_gpu(gpus)
     _check_layouts(model, chosen)
     device = replace(measured_device(0, chosen), budget_bytes=config.vram, limited_by=f"GPU {chosen.index}")
     if config.vram is not None and config.vram > chosen.free_bytes:
@@ -139,9 +155,7 @@ def _gpu_plan(
             fix=f"leave --kv-cache-dtype out, or --kv-cache-dtype fp8, or --dtype {found.kv_dtype}",
             field="kv_cache_dtype",
         )
-    if not found.fits:
-        raise _refusal(found)
-    return without_tensors(_with_pool(found, config, chosen, decision))
+    return found
 
 
 def _check_kernels(spec: ModelSpec, config: EngineConfig) -> None:
@@ -221,6 +235,7 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
             most_blocks=max(blocks, most),
             expand_weights=False,
             quantize=weights.quantize,
+            streamed=streamed_on_gpu(found.question),
             weights_format=weights.format or found.dtype,
             short=limits.max_model_len < spec.max_position and config.max_model_len is None,
             gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
@@ -308,14 +323,16 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
     if not config.lora_copies:
         return plan
     one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank)
-    free, asked = max(0, machine.available_bytes - front_bytes - forms), config.lora_copies * one
+    pinned = 0 if plan.engine.streamed is None else plan.engine.streamed.pinned_bytes
+    others = front_bytes + forms + pinned
+    free, asked = max(0, machine.available_bytes - others), config.lora_copies * one
     if asked > free:
         fewer = free // one
         raise DoesNotFitError(
             f"{counted(config.lora_copies, 'adapter')} of rank {config.lora_rank} do not fit in host RAM, where copies"
             " of them are kept",
-            needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(front_bytes + forms)} for the"
-            " API server and structured output",
+            needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(others)} for the API server,"
+            " structured output and streamed layers",
             found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
             fix=f"--max-cpu-loras {fewer}"
             if fewer >= config.lora_places

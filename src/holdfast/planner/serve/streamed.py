@@ -11,13 +11,11 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.hardware import filesystem_type
 from holdfast.observability.decisions import Decision
+from holdfast.planner.fit.placement import STREAMED_TOKENS
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
 from holdfast.planner.sizing.kv_cost import largest
 from holdfast.units import format_bytes
-
-STREAMED_TOKENS = 8192
-"""Of context that layers make room for where none was asked for: more would cost every token of every answer time."""
 
 IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -56,6 +54,12 @@ def with_streamed_layers(found: Plan, config: EngineConfig) -> Plan:
     return replace(
         plan, decisions=(*plan.decisions, Decision("streamed_layers", value, reason, "planner", lowered=True))
     )
+
+
+def disk_room(folder: str, most: int | None) -> int:
+    """Bytes that layers may take there; `most`: as --nvme says."""
+    free = _room(folder)[1]
+    return free if most is None else min(free, most)
 
 
 def _room(folder: str) -> tuple[int, int]:

@@ -48,6 +48,14 @@ GPU_RUNGS = (
     LimitPreset(4, 512, 4096),
     LimitPreset(1, 256, 4096),
 )
+STREAMED_RUNGS = (
+    LimitPreset(32, 2048),
+    LimitPreset(8, 1024, 4096),
+    LimitPreset(4, 512, 4096),
+    LimitPreset(1, 256, 4096),
+)
+"""Beside layers that come to a GPU for every step: what a step takes is taken from layers that could stay, and with so
+many tokens it computes for about as long as they take to come."""
 CPU_RUNGS = (
     LimitPreset(CPU_SEQUENCES, CPU_STEP_TOKENS),
     LimitPreset(16, 256, 4096),
@@ -69,11 +77,13 @@ def check_step(sequences: int | None, step_tokens: int | None) -> None:
         )
 
 
-def ladder(kind: str, *, sequences: int | None, step_tokens: int | None, least_tokens: int) -> tuple[LimitPreset, ...]:
+def ladder(
+    kind: str, *, sequences: int | None, step_tokens: int | None, least_tokens: int, streamed: bool = False
+) -> tuple[LimitPreset, ...]:
     """What is set stays as it is; what is not leaves a token for every sequence in a step. `least_tokens`: the shortest
-    context that is an answer, worth every rung."""
+    context that is an answer, worth every rung. `streamed`: layers come for every step."""
     found: dict[tuple[int, int], LimitPreset] = {}
-    for rung in GPU_RUNGS if kind == "gpu" else CPU_RUNGS:
+    for rung in CPU_RUNGS if kind != "gpu" else STREAMED_RUNGS if streamed else GPU_RUNGS:
         limits = (
             sequences or min(rung.sequences, step_tokens or rung.sequences),
             step_tokens or max(rung.step_tokens, sequences or 0),
@@ -102,7 +112,8 @@ def decisions(
     otherwise for a context of that length."""
     first, rung = rungs[0], rungs[chosen]
     room = "the traffic" if traffic else f"a context of {counted(context, 'token')}"
-    default = ("the default", "default")
+    beside = " with layers that come for every step" if settings.streamed_layers and first in STREAMED_RUNGS else ""
+    default = (f"the default{beside}", "default")
     usual = ("the traffic's peak", "traffic") if traffic else default
     for name, given, most, size, (reason, source) in (
         ("max_num_seqs", settings.max_num_seqs, first.sequences, rung.sequences, usual),

@@ -57,6 +57,12 @@ class EngineWeights:
             self.spec, self.stored, dtype=dtype, expand=expand, compiled=compiled, quantize=self.quantize
         )
 
+    def gathered_bytes(self, *, dtype: str) -> int:
+        """Of an embedding that is not the head as well: a token reads one row of it."""
+        if self.spec.tied_embeddings:
+            return 0
+        return cpu.embedding_bytes(self.spec, self.stored, dtype=dtype, quantize=self.quantize)
+
     @property
     def quantized(self) -> bool:
         """Some of it is, in memory too unless it is expanded."""

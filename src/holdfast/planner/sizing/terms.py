@@ -141,6 +141,7 @@ def engine_gpu_terms(
     *,
     dtype: str,
     weights_bytes: int,
+    slots_bytes: int = 0,
     block_tokens: int,
     quantized: bool,
     rounded: bool = False,
@@ -154,6 +155,7 @@ def engine_gpu_terms(
     terms = [
         Term("context", ENGINE_CONTEXT_BYTES, 0.25),
         Term("weights", weights_bytes),
+        *_layer_slots(slots_bytes),
         Term("activations", gpu.activations_bytes(spec, limits, dtype=dtype, quantized=quantized, rounded=rounded)),
         Term("logits", gpu.logits_bytes(spec, limits, dtype=dtype)),
         Term("buffers", gpu.buffers_bytes(layout, limits)),
@@ -165,12 +167,18 @@ def engine_gpu_terms(
     return terms
 
 
-def engine_gpu_loading(weights_bytes: int, largest_quantized_bytes: int) -> tuple[Term, ...]:
+def _layer_slots(slots_bytes: int) -> tuple[Term, ...]:
+    """That streamed layers take turns in; none where all layers stay."""
+    return (Term("layer_slots", slots_bytes),) if slots_bytes else ()
+
+
+def engine_gpu_loading(weights_bytes: int, slots_bytes: int, largest_quantized_bytes: int) -> tuple[Term, ...]:
     """At the peak of loading there: a tensor that stays in the blocks of its file is on the GPU twice while its rows
     are put in their order; others are filled in tile by tile."""
     return (
         Term("context", ENGINE_CONTEXT_BYTES, 0.25),
         Term("weights", weights_bytes),
+        *_layer_slots(slots_bytes),
         Term("staging", cpu.STAGING_BYTES + largest_quantized_bytes),
     )
 
