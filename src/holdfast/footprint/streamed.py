@@ -18,8 +18,8 @@ SLOTS = 2
 computed. A third would take the room of a layer that could stay, whose bytes would then move in every step."""
 READ_SLOTS = 2
 """In pinned RAM, of layers that come from a disk to a GPU: one is read while the other is copied, which is sooner."""
-GATHERS_EMBEDDING = False
-"""Whether a GPU takes rows of an embedding that is not the head as well from pinned RAM: execution has to do it."""
+GATHERS_EMBEDDING = True
+"""Whether a GPU takes rows of an embedding that is not the head as well from pinned RAM."""
 PLACE_GRAIN_BYTES = MIB // 16
 """A place is a whole number of these: whole pages of the disk and of memory, and room for the gaps between tensors."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.config import EngineConfig
 from holdfast.execution.device import Device
 from holdfast.execution.streaming.copies import CudaCopies
-from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
 from holdfast.execution.streaming.layer_file import LayerFile
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
@@ -46,9 +46,8 @@ def device_layers(
         log.info("writing %d layers, %s, to a file without a name in %s", count, size, config.nvme_path)
         file = LayerFile(Path(config.nvme_path), count, streamed.place_bytes)
     log.info("pinning %s of RAM for %d layers", format_bytes(streamed.pinned_bytes), len(streamed.layers))
-    sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
-    pieces = [sizes[layer] for layer in streamed.in_ram] + [streamed.place_bytes] * streamed.read_slots
-    return DeviceLayers(streamed, device, CudaCopies(device), PinnedMemory(pieces, progress), file)
+    pinned = PinnedMemory(pinned_sizes(streamed), progress)
+    return DeviceLayers(streamed, device, CudaCopies(device), pinned, file)
 
 
 def tiers_below_gpu(config: EngineConfig, plan: Plan) -> list[LowerTier]:

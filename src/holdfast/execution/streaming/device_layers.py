@@ -22,9 +22,9 @@ import torch
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.layer_file import LayerFile
-from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.execution.streaming.read_ahead import ReadAhead
-from holdfast.footprint.streamed import StreamedLayers
+from holdfast.footprint.streamed import PLACE_GRAIN_BYTES, StreamedLayers
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse
 from holdfast.units import format_bytes
@@ -33,8 +33,16 @@ MEASURED_LAYERS = 8
 """Copied to see how fast the link is."""
 
 
+def pinned_sizes(streamed: StreamedLayers) -> list[int]:
+    """A piece for each layer in RAM, then the buffers for those of a file, then the embedding where it is in RAM."""
+    apart, sizes = set(streamed.on_disk), zip(streamed.layers, streamed.sizes, strict=True)
+    embedding = [streamed.embedding_bytes + PLACE_GRAIN_BYTES] if streamed.embedding_bytes else []
+    buffers = [streamed.place_bytes] * streamed.read_slots
+    return [*(size for layer, size in sizes if layer not in apart), *buffers, *embedding]
+
+
 class DeviceLayers:
-    """`memory`: a piece for each layer in RAM, then the buffers for those of `file`. Both are closed with this."""
+    """`memory`: pieces of `pinned_sizes`. It and `file` are closed with this."""
 
     def __init__(
         self,
@@ -48,7 +56,8 @@ class DeviceLayers:
         self._number = {layer: number for number, layer in enumerate(streamed.layers)}
         self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
         self._in_ram = dict(zip(streamed.in_ram, memory.pieces, strict=False))
-        buffers = memory.pieces[len(self._in_ram) :]
+        buffers = memory.pieces[len(self._in_ram) :][: streamed.read_slots]
+        self._embedding = as_device_memory(memory.pieces[-1], device) if streamed.embedding_bytes else None
         self._on_disk = None if file is None else ReadAhead(streamed.on_disk, file, buffers, copies)
         self._slots = [
             _DeviceSlot(torch.empty(streamed.place_bytes, dtype=torch.uint8, device=device), copies)
@@ -69,6 +78,11 @@ class DeviceLayers:
         slot = self._slot(layer)
         slot.layer = None
         return Arena(slot.tensor[: self._sizes[layer]])
+
+    @property
+    def embedding(self) -> Arena | None:
+        """Where the embedding is to be made, which is gathered over the link; None: on the GPU."""
+        return None if self._embedding is None else Arena(self._embedding)
 
     def keep(self, layer: int) -> None:
         """What was made in its slot goes to where it waits from now on."""
@@ -178,6 +192,7 @@ class DeviceLayers:
         self._copies.close()
         self._memory.close()
         self._slots.clear()
+        self._embedding = None
 
 
 class _DeviceSlot:

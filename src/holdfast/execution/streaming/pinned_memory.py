@@ -88,6 +88,24 @@ class PinnedMemory:
         self.pieces = []
 
 
+def as_device_memory(piece: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same bytes as kernels of the GPU see them, over the link. It must not outlive the pinned memory."""
+    return torch.as_tensor(_Mapped(piece), device=device) if device.type == "cuda" else piece
+
+
+class _Mapped:
+    """What torch asks of memory that it did not allocate. The GPU has the host's addresses for what is registered."""
+
+    def __init__(self, piece: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (piece.data_ptr(), False),
+            "shape": (piece.nbytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 3,
+        }
+
+
 def _touch(part: torch.Tensor) -> None:
     ctypes.memset(part.data_ptr(), 0, part.nbytes)  # Other threads run meanwhile.
 

@@ -109,7 +109,9 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        total = self.embed.nbytes + self.final_norm.nbytes
+        """Without what does not stay where it is computed."""
+        gathered = isinstance(self.slots, DeviceLayers) and self.slots.embedding is not None
+        total = (0 if gathered else self.embed.nbytes) + self.final_norm.nbytes
         if self.head is not self.embed:
             total += self.head.nbytes
         if self.classifier is not None:

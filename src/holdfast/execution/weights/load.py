@@ -130,7 +130,7 @@ class Loader:
         """What is being read, by the checkpoint's names."""
 
     def load(self) -> Weights:
-        embed = self.linear("embed")
+        embed = self.embedding()
         assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
         layers = tuple(self.placed(layer) for layer in self.spec.layers)
         return Weights(
@@ -145,6 +145,17 @@ class Loader:
             layouts=tuple(sorted(self.layouts)),
             slots=self.slots,
         )
+
+    def embedding(self) -> Linear:
+        """In memory of its own, or where rows are gathered from the host's."""
+        arena = self.slots.embedding if isinstance(self.slots, DeviceLayers) else None
+        if arena is None:
+            return self.linear("embed")
+        self.make = arena.tensor
+        try:
+            return self.linear("embed")
+        finally:
+            self.make = exact_tensor
 
     def placed(self, layer: LayerSpec) -> LayerWeights:
         """In memory of its own, or in a slot from which it then goes to where it waits."""
