@@ -34,7 +34,7 @@ class Streamed(Tiny):
         placed = replace(placed, embedding_bytes=known.gathered_bytes(dtype="float32"))
         sizes = pinned_sizes(placed)
         on_gpu = device.type == "cuda"
-        self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1, most_s=0.05)
+        self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
         memory = PinnedMemory(sizes) if on_gpu else unpinned_memory(sizes)
         dtype = torch.float32
         return load_weights(

@@ -105,7 +105,7 @@ def test_the_simulation_finds_a_fence_that_is_missing(lost: str, tmp_path, monke
 
 
 def test_each_layer_crosses_the_link_once_a_step(tmp_path) -> None:
-    streamed, copies = streamed_layers([PAGE] * 8, 6, 0), SimulatedCopies(most_s=0)
+    streamed, copies = streamed_layers([PAGE] * 8, 6, 0), SimulatedCopies()
     layers = made(streamed, copies, tmp_path)
     for step in range(4):
         for layer in range(8):
@@ -118,7 +118,7 @@ def test_each_layer_crosses_the_link_once_a_step(tmp_path) -> None:
 
 
 def test_a_layer_that_has_a_slot_for_itself_is_copied_once(tmp_path) -> None:
-    copies = SimulatedCopies(most_s=0)
+    copies = SimulatedCopies()
     layers = made(streamed_layers([PAGE] * 3, 1, 0), copies, tmp_path)
     for _ in range(3):
         for layer in range(3):
@@ -153,7 +153,7 @@ def test_a_disk_that_fails_is_an_error_and_the_next_step_reads_what_is_right(tmp
 
 
 def test_nothing_moves_where_results_are_not_read(tmp_path) -> None:
-    copies = SimulatedCopies(most_s=0)
+    copies = SimulatedCopies()
     layers = made(streamed_layers([PAGE] * 6, 4, 0), copies, tmp_path)
     with layers.as_they_are():
         for layer in range(6):
@@ -166,7 +166,7 @@ def test_nothing_moves_where_results_are_not_read(tmp_path) -> None:
 
 
 def test_the_link_is_measured_and_told(tmp_path) -> None:
-    layers = made(streamed_layers([PAGE] * 6, 6, 2), SimulatedCopies(most_s=0), tmp_path)
+    layers = made(streamed_layers([PAGE] * 6, 6, 2), SimulatedCopies(), tmp_path)
     assert [decision.field for decision in layers.decisions()] == ["link_copy", "nvme_read"]
     layers.close()
 
