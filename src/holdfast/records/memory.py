@@ -17,8 +17,9 @@ class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the link over which layers come to a GPU."""
+    """Of the link over which layers come to a GPU; all of it only grows."""
 
+    link: str = "ram-vram"
     copied_bytes: int = 0
     busy_s: float = 0.0
     """That copies took."""

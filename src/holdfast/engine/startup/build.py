@@ -345,7 +345,13 @@ def _build_on_gpu(
     runner, plan, report, memory = build_gpu_runner(
         config, model.files, model.spec, first, progress, lambda own_bytes: plan_again(config, model, first, own_bytes)
     )
-    core = EngineCore(_scheduler(config, plan, steps_ahead=1), runner, steps_ahead=1, device_bytes=memory.own_bytes)
+    core = EngineCore(
+        _scheduler(config, plan, steps_ahead=1),
+        runner,
+        steps_ahead=1,
+        device_bytes=memory.own_bytes,
+        link_use=runner.link_use if plan.engine.streamed is not None else None,
+    )
     return core, _info(config, model, plan, runner, report)
 
 

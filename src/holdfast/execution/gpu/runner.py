@@ -42,7 +42,17 @@ from holdfast.footprint.gpu import sampling_lanes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.records import AdapterArrival, Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from holdfast.records import (
+    AdapterArrival,
+    Failure,
+    LinkUse,
+    Row,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMasks,
+)
 
 log = logging.getLogger("holdfast")
 
@@ -212,6 +222,10 @@ class GpuRunner:
         """Of layers that do not stay on the GPU; nothing where all do."""
         with self._here():
             return [] if self.decoder.streamed is None else self.decoder.streamed.decisions()
+
+    def link_use(self) -> LinkUse | None:
+        """Of the link over which layers come; None where all stay on the GPU."""
+        return None if self.decoder.streamed is None else self.decoder.streamed.use()
 
     def reserve_kv(self, most_blocks: int) -> None:
         self._kv = KVRange(self.layout, most_blocks, self.device, self.kv_dtype)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 
 from holdfast.execution.memory import Arena
@@ -63,7 +64,7 @@ class DeviceLayers:
             _DeviceSlot(torch.empty(streamed.place_bytes, dtype=torch.uint8, device=device), copies)
             for _ in range(streamed.slots)
         ]
-        self._paused = False
+        self._paused, self._possible = False, 0.0
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +156,7 @@ class DeviceLayers:
         return self._slots[self._number[layer] % len(self._slots)]
 
     def use(self) -> LinkUse:
-        return self._copies.use()
+        return msgspec.structs.replace(self._copies.use(), possible_bytes_per_s=self._possible)
 
     def decisions(self) -> list[Decision]:
         """How fast layers come, measured as steps bring them, and what follows of it."""
@@ -163,6 +164,7 @@ class DeviceLayers:
         if self._in_ram:
             size, rate = sum(self._sizes[layer] for layer in self._in_ram), self._rate(list(self._in_ram))
             step = f"a step copies {format_bytes(size)} from RAM and takes at least {size / rate:.2f} s"
+            self._possible = rate
             found.append(Decision("link_copy", f"{rate / 1e9:.1f} GB/s", step, "measured"))
         if self._on_disk is not None and self._file is not None:
             size, rate = self._streamed.read_bytes, self._rate(list(self._streamed.on_disk))
