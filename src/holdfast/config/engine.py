@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from holdfast.config import offload as offload_config
 from holdfast.config import quantization as quantization_names
 from holdfast.config import unsupported
 from holdfast.config.setting import (
@@ -183,7 +184,8 @@ class EngineConfig:
     )
     ram: int | None = setting(
         None,
-        "maximum RAM the server may use, such as 6GiB; default: gpu_memory_utilization of the free RAM",
+        "maximum RAM the server may use, such as 6GiB, on a GPU with the layers that do not fit there; default: "
+        "gpu_memory_utilization of the free RAM",
         optional(memory),
         metavar="SIZE",
     )
@@ -203,12 +205,13 @@ class EngineConfig:
     nvme: int | None = setting(
         None, "maximum size of that file, such as 40GiB; default: what is free there", optional(memory), metavar="SIZE"
     )
-    no_offload: bool = setting(
-        False,
-        "refuse a model that does not fit on the GPU, instead of keeping some of its layers in RAM and copying them to "
-        "the GPU for every step",
-        flag,
-    )
+    offload: bool = offload_config.offload_setting()
+    gpu_layers: int | None = offload_config.gpu_layers_setting()
+    cpu_offload_gb: float = offload_config.cpu_offload_gb_setting()
+    offload_backend: str = offload_config.offload_backend_setting()
+    offload_group_size: int = offload_config.offload_group_size_setting()
+    offload_num_in_group: int = offload_config.offload_num_in_group_setting()
+    offload_prefetch_step: int = offload_config.offload_prefetch_step_setting()
     kv_cache_memory_bytes: int | None = setting(
         None,
         "size of the KV cache, such as 4GiB; default: all that is left of the budget on a GPU, at most 4 GiB on a CPU",
@@ -314,6 +317,7 @@ class EngineConfig:
                 fix="--nvme-path DIR",
                 field="nvme",
             )
+        offload_config.check_offload(self)
         self._check_lora()
         if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
             raise ConfigurationError(

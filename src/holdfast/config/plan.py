@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.config import offload as offload_config
 from holdfast.config.engine import DEFAULT_UTILIZATION, kv_dtype
 from holdfast.config.setting import (
     Origin,
@@ -87,6 +88,13 @@ class PlanConfig:
         metavar="SIZE",
     )
     nvme: str | int | None = setting(None, "disk space to use for offload tiers", optional(_amount), metavar="SIZE")
+    offload: bool = offload_config.offload_setting()
+    gpu_layers: int | None = offload_config.gpu_layers_setting()
+    cpu_offload_gb: float = offload_config.cpu_offload_gb_setting()
+    offload_backend: str = offload_config.offload_backend_setting()
+    offload_group_size: int = offload_config.offload_group_size_setting()
+    offload_num_in_group: int = offload_config.offload_num_in_group_setting()
+    offload_prefetch_step: int = offload_config.offload_prefetch_step_setting()
     device: str = setting(
         "auto", "device of this machine to plan for: auto, cpu or cuda", choice("auto", "cpu", "cuda")
     )
@@ -192,6 +200,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         self._check_requests()
+        offload_config.check_offload(self)
         if self.max_lora_rank is not None and not self.enable_lora and self.max_loras is None:
             raise ConfigurationError(
                 "--max-lora-rank is a LoRA setting, but LoRA is not enabled",

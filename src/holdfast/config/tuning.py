@@ -31,11 +31,6 @@ TUNING: Mapping[str, str] = {
     "model_impl": "model families are part of Holdfast",
     "swap_space": "a preempted request is recomputed, not swapped",
     "preemption_mode": "a preempted request is recomputed",
-    **_each(
-        "weights stay on the device; the plan says before loading whether they fit",
-        "cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_params "
-        "offload_prefetch_step",
-    ),
     **_each("the KV cache has one tier, on the device", "kv_offloading_size kv_offloading_backend"),
     **_each(
         "tokens are generated one at a time: the answers are the same, without the speed",

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from holdfast.units import MIB
 
-SLOTS = 2
-"""One is computed from while the other is filled: the link is never idle while a layer comes more slowly than it is
-computed. A third would take the room of a layer that could stay, whose bytes would then move in every step."""
+AHEAD = 1
+"""Layers that come while another is computed, each in a slot of its own. The link is never idle while a layer comes
+more slowly than it is computed; one more slot would take the room of a layer that could stay, whose bytes would then
+move in every step."""
 READ_SLOTS = 2
 """In pinned RAM, of layers that come from a disk to a GPU: one is read while the other is copied, which is sooner."""
 GATHERS_EMBEDDING = True
@@ -34,6 +35,8 @@ class StreamedLayers:
     """Of all of them, as they would lie where they are computed."""
     on_disk: tuple[int, ...]
     """Those of `layers` that are in a file; the others are in pinned RAM. On a CPU all of them."""
+    ahead: int = AHEAD
+    """Layers that come while one is computed."""
     embedding_bytes: int = 0
     """Of the embedding in pinned RAM, where rows of it are gathered; 0: it is where layers are computed."""
 
@@ -51,7 +54,7 @@ class StreamedLayers:
     @property
     def slots(self) -> int:
         """Where layers are computed from: in VRAM, or in RAM on a CPU."""
-        return min(SLOTS, len(self.layers))
+        return min(1 + self.ahead, len(self.layers))
 
     @property
     def slots_bytes(self) -> int:
@@ -86,13 +89,20 @@ class StreamedLayers:
         return sum(size for layer, size in zip(self.layers, self.sizes, strict=True) if layer in apart)
 
 
-def streamed_layers(by_layer: Sequence[int], streamed: int, on_disk: int | None = None) -> StreamedLayers:
-    """So many of the layers, whose bytes are given; spread evenly: while those between are computed, the next one is on
-    its way. `on_disk`: so many of these, spread evenly too; None: all."""
-    chosen = evenly(tuple(range(len(by_layer))), streamed)
+def streamed_layers(
+    by_layer: Sequence[int], streamed: int | tuple[int, ...], on_disk: int | None = None
+) -> StreamedLayers:
+    """These of the layers, whose bytes are given, or so many of them spread evenly: while those between are computed,
+    the next one is on its way. `on_disk`: so many of these, spread evenly too; None: all."""
+    chosen = evenly(tuple(range(len(by_layer))), streamed) if isinstance(streamed, int) else streamed
     apart = chosen if on_disk is None else evenly(chosen, on_disk)
     sizes = tuple((by_layer[layer] // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES for layer in chosen)
     return StreamedLayers(chosen, sizes, sum(by_layer[layer] for layer in chosen), apart)
+
+
+def last_of_groups(layers: int, group: int, streamed: int) -> tuple[int, ...]:
+    """Of every `group` of them the last `streamed`; of 32 in groups of 8 with 2: 6, 7, 14, 15, 22, 23, 30, 31."""
+    return tuple(layer for layer in range(layers) if layer % group >= group - streamed)
 
 
 def evenly(layers: Sequence[int], count: int) -> tuple[int, ...]:

@@ -45,6 +45,16 @@ class Link:
     """Decimal GB/s in one direction, as stated by the maker; measured copies reach about 85% of it."""
 
 
+_LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""Of one PCIe lane in one direction, by generation."""
+
+
+def pcie_link(generation: int, lanes: int) -> Link | None:
+    """None: no such link is known."""
+    lane = _LANE_GB_S.get(generation)
+    return None if lane is None or lanes < 1 else Link(f"PCIe {generation}.0 x{lanes}", round(lane * lanes, 2))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     key: str

@@ -45,6 +45,8 @@ class Nvml(Protocol):
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
     def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> Sequence[int]: ...
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any) -> int: ...
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Any) -> int: ...
     def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...
     def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
@@ -195,7 +197,7 @@ def _all(nvml: Nvml, ram: Memory | None) -> Iterator[_Found]:
 
 def _gpu(nvml: Nvml, handle: Any, index: int, ram: Memory | None) -> NvidiaGpu:
     name = nvml.nvmlDeviceGetName(handle)
-    known = gpus.lookup(name)
+    known = _in_its_slot(gpus.lookup(name), nvml, handle)
     sizes = None if known is not None and known.unified else _memory(nvml, handle)
     if sizes is None:
         # The driver reports no memory of a GPU that has none of its own.
@@ -215,6 +217,18 @@ def _gpu(nvml: Nvml, handle: Any, index: int, ram: Memory | None) -> NvidiaGpu:
         unified=unified,
         capability=_capability(nvml, handle),
     )
+
+
+def _in_its_slot(known: gpus.Gpu | None, nvml: Nvml, handle: Any) -> gpus.Gpu | None:
+    """With the link that this machine gives it. The generation is the fastest of GPU and slot together: an idle GPU
+    lowers its own until there is something to copy."""
+    if known is None or not known.host_link.name.startswith("PCIe"):
+        return known
+    with contextlib.suppress(Exception):
+        generation, lanes = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
+        link = gpus.pcie_link(int(generation), int(lanes))
+        return known if link is None else replace(known, host_link=link)
+    return known
 
 
 def _capability(nvml: Nvml, handle: Any) -> tuple[int, int] | None:

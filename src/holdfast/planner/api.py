@@ -10,8 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.engine import GPU_SEQUENCES
 from holdfast.config.plan import PlanConfig
 from holdfast.errors import ConfigurationError
+from holdfast.footprint.cpu import FRONT_BYTES
+from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Machine, Question, Traffic, settings_of
@@ -19,6 +22,7 @@ from holdfast.planner.inputs.replicas import one_replica, ranks_of_a_replica, sh
 from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
+from holdfast.planner.sizing.host_ram import host_budget, server_bytes
 from holdfast.units import counted
 
 OF_A_CPU = "HF127"
@@ -70,6 +74,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
     model, changed = adjusted(resolved.model, config)
     machine, shared = _share_of_vram(found.machine, config)
     machine, divided = one_replica(machine, config)
+    machine = _with_pinned_ram(machine, config, model.spec)
     several = (config.data_parallel_size or 1) > 1
     return Question(
         model=model,
@@ -91,6 +96,15 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         traffic=_with_length(share_of_a_replica(wanted, config), config.max_model_len or model.spec.max_position),
         decisions=(*resolved.decisions, *changed, *found.decisions, *shared, *divided, *said),
     )
+
+
+def _with_pinned_ram(machine: Machine, config: PlanConfig, spec: ModelSpec) -> Machine:
+    """As a server would count it; of a GPU that is only named, RAM is known where it was named too."""
+    if machine.kind != "gpu" or machine.ram_bytes is None:
+        return machine
+    budget = host_budget(None if config.ram is None else machine.ram_bytes, machine.ram_bytes)
+    others = server_bytes(spec, config.max_num_seqs or GPU_SEQUENCES, front_bytes=FRONT_BYTES)
+    return replace(machine, pinned_bytes=max(0, budget - others))
 
 
 def _share_of_vram(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:

@@ -1,7 +1,7 @@
 """`holdfast plan`: what fits, before anything is downloaded or loaded. Words in, a table or JSON out; no torch.
 
-Exit codes: 0 it fits, 1 it does not, or the engine of --for does not run it, 2 the question cannot be answered
-(a setting, a model that is not there), 70 a fault of our own.
+Exit codes: 0 it fits, or runs with layers in the RAM that is there, 1 it does not, or the engine of --for does not run
+it, 2 the question cannot be answered (a setting, a model that is not there), 70 a fault of our own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ EXAMPLES = """examples:
   holdfast plan qwen3-8b --compare rtx4090 l40s h100-80           compare GPUs side by side; or models
   holdfast plan --list-gpus                                       GPUs for --gpu; models: holdfast models --known
 
-exit codes: 0 fits, 1 does not fit (or not for the engine of --for), 2 usage, 70 an internal error
+exit codes: 0 fits, or runs with layers in the RAM that is there (this machine's, or --ram); 1 does not fit, or not for
+the engine of --for; 2 usage; 70 an internal error
 """
 WIDTH_WITHOUT_TERMINAL = 100
 NARROWEST = 60
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     except Exception as error:  # Python's own exit code for it would say that the model does not fit.
         say_error(unforeseen(error), as_json=arguments.json)
         return UNFORESEEN_EXIT
-    return 0 if all(answer.fits and not (arguments.engine and answer.lacks) for answer in answers) else 1
+    return 0 if all(answer.runs and not (arguments.engine and answer.lacks) for answer in answers) else 1
 
 
 def read_settings(arguments: argparse.Namespace) -> PlanConfig:

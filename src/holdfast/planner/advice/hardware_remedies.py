@@ -13,7 +13,7 @@ from itertools import islice
 
 from holdfast.hardware import gpus
 from holdfast.hardware.gpus import Gpu
-from holdfast.planner.advice.offload import NVME_GB_S, RAM_SHARE, place
+from holdfast.planner.advice.offload import RAM_SHARE, place, placed_tiers
 from holdfast.planner.advice.quantized_remedies import bits, variants
 from holdfast.planner.advice.remedy import (
     USUAL_UTILIZATION,
@@ -26,9 +26,12 @@ from holdfast.planner.advice.remedy import (
     planned,
 )
 from holdfast.planner.advice.search import that_fit
+from holdfast.planner.advice.throughput import NVME_GB_S
 from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.engines.command import written_size
 from holdfast.planner.fit.count import least_bytes
+from holdfast.planner.fit.placement import may_stream
+from holdfast.planner.fit.placement import place as place_layers
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel
@@ -48,9 +51,9 @@ BIGGER = 1.05
 """Cards of one size report a little more or less."""
 SMALLER_MODELS_TRIED, LONGER_MODELS_TRIED = 6, 24
 TIERS_NOTE = (
-    "an estimate of what a server with offloading would need and reach, not something to run: Holdfast has no"
-    " offloading yet, and planned again this does not fit. llama.cpp computes such layers on the CPU instead; "
-    "vLLM 0.26 accepted its offload flags but did not apply them unless VLLM_USE_V2_MODEL_RUNNER=0"
+    "an estimate of what a server with offloading would need and reach, not something to run: Holdfast streams layers"
+    " of models that it runs on one GPU, and planned again this does not fit. llama.cpp computes such layers on the"
+    " CPU; vLLM 0.26 accepted its offload flags but did not apply them unless VLLM_USE_V2_MODEL_RUNNER=0"
 )
 
 
@@ -139,6 +142,8 @@ def tiers(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
 
 def _tiered(variant: Variant | None, question: Question) -> Change | None:
     short = fit(question)
+    if not short.fits and may_stream(question):
+        return _streamed(variant, question)
     placed = None if short.fits else place(short)
     if placed is None or not placed.resident_layers or not placed.moved_bytes:
         return None
@@ -156,6 +161,27 @@ def _tiered(variant: Variant | None, question: Question) -> Change | None:
         note=TIERS_NOTE,
         tiers=placed,
         fit=short,
+    )
+
+
+def _streamed(variant: Variant | None, question: Question) -> Change | None:
+    """As this engine does it by itself."""
+    placed = place_layers(question)
+    if placed is None or not placed.fits:
+        return None
+    held, free = placed_tiers(placed), placed.free_ram_bytes
+    stated = question.machine.pinned_bytes is not None
+    disk = f", {format_bytes(held.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if held.nvme_bytes else ""
+    return Change(
+        question,
+        ({} if stated else {"ram_bytes": free}) | model_setting(variant),
+        f"{held.resident_layers} of {held.layers} layers{'' if variant is None else f' of {variant.label}'} on the GPU,"
+        f" {format_bytes(held.ram_bytes)} in RAM{disk}"
+        + ("" if held.one is None else f", about {held.one.tokens_per_s:.2g} tokens/s for one stream")
+        + ("" if stated else f"; it needs {format_bytes(free)} of free RAM"),
+        note="holdfast serve does this by itself where a model does not fit on the GPU",
+        tiers=held,
+        fit=placed.plan,
     )
 
 

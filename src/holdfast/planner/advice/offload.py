@@ -5,7 +5,8 @@
     moved a step = weights read + KV in use - what the GPU has left for them
     step = max(moved / link, what of it comes from NVMe / its rate, compute)
 
-Physics only: whether an engine can do it is said where it is offered.
+`placed_tiers`: as this engine places it, to the byte. `place`: of what it does not run or not stream, physics only, in
+bytes instead of whole layers; whether an engine can do it is said where it is offered.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from holdfast.planner.advice.throughput import (
     GB,
     HIGH,
     LOW,
+    NVME_GB_S,
     Efficiency,
     Estimate,
     stage_reads,
     step_seconds,
+    throughput,
     usual_context,
 )
+from holdfast.planner.fit.placement import STREAMED_TOKENS, Placement
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.sharded_weights import layer_bytes, rank_bytes, weights_of
+from holdfast.units import counted
 
 COPY_SLOTS = 3
 """Layers on their way to the GPU while others compute."""
 RAM_SHARE = 0.9
 """Of the free RAM; the rest stays with the system."""
-NVME_GB_S = 3.0
-"""Assumed of a disk that was not measured: large reads of an ordinary NVMe drive on PCIe 3 or 4; good ones do twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,35 @@ class Tiers:
     one: Estimate | None
     """Tokens/s of one stream; None: the link is not known."""
     at_batch: Estimate | None
+
+
+def placed_tiers(placed: Placement) -> Tiers:
+    plan, streamed = placed.plan, placed.streamed
+    rank, rate = plan.ranks[0], throughput(placed.plan)
+    return Tiers(
+        layers=len(plan.question.model.spec.layers),
+        resident_layers=placed.resident,
+        gpu_bytes=sum(term.nbytes for term in rank.terms) + rank.pool_bytes,
+        ram_bytes=streamed.pinned_bytes,
+        nvme_bytes=streamed.file_bytes,
+        moved_bytes=streamed.moved_bytes,
+        batch=1 if rate is None else rate.largest.batch,
+        one=None if rate is None else rate.one.estimate,
+        at_batch=None if rate is None or rate.largest.batch == 1 else rate.largest.estimate,
+    )
+
+
+def kv_price(placed: Placement) -> str | None:
+    """What as much KV again as the default would cost, for people; None: no layer is left that could make room."""
+    plan, streamed = placed.plan, placed.streamed
+    tokens = min(STREAMED_TOKENS, plan.question.model.spec.max_position)
+    more = -(-plan.ranks[0].kv.needed_bytes(1, tokens) // max(1, streamed.place_bytes))
+    if more > placed.resident:
+        return None
+    share = more * streamed.place_bytes / streamed.moved_bytes
+    return (
+        f"{counted(tokens, 'token')} more of KV: {counted(more, 'more layer')} streamed, {share:.0%} more bytes a step"
+    )
 
 
 def place(fit: Plan) -> Tiers | None:

@@ -106,7 +106,7 @@ class Remedy:
     """What is set differently, by the names of the settings; as `flags` behind the plan's own command line they give
     `fit`. Of tiers, what they would need."""
     fit: Plan
-    """Planned with the change; of tiers, planned without them."""
+    """Planned with the change; of tiers that nobody runs, planned without them."""
     tiers: Tiers | None = None
     meets_request: bool = True
     """False: fewer sequences at once than the traffic has, or a shorter context than was requested."""
@@ -123,8 +123,8 @@ class Remedy:
     @property
     def flags(self) -> str:
         """The change as flags of `holdfast plan`, whose names `holdfast serve` and vLLM share where they have them.
-        None for tiers: no setting of a plan makes it fit."""
-        if self.tiers is not None:
+        None for tiers that nobody runs: no setting of a plan makes it fit."""
+        if self.tiers is not None and not self.available:
             return ""
         words = []
         for name, value in self.settings.items():

@@ -1,6 +1,8 @@
 """How fast a configuration can be, and about how fast it will be: bytes and operations over what the device has.
 
     step = max(bytes read / bandwidth, operations / rate) + all-reduces / link + what every step costs on top
+    with layers that are streamed: no less than their bytes / the link to the host, and what of them is on a disk / its
+    rate; all of this overlaps
     attention = 4 x columns x tokens seen: a window's at most, none of recurrent layers, of latents while decoding in
                 the width of the latent, which every head reads
 
@@ -17,11 +19,14 @@ from functools import lru_cache
 from holdfast.footprint.identity_key import Same
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec, TensorSpec
+from holdfast.planner.fit.count import streamed_on_gpu
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
 
 GB = 10**9
+NVME_GB_S = 3.0
+"""Assumed of a disk that was not measured: large reads of an ordinary NVMe drive on PCIe 3 or 4; good ones do twice."""
 ALL_REDUCES_A_LAYER = 2
 """After attention, and after the MLP."""
 
@@ -115,6 +120,10 @@ class Stage:
     layers: int
     attention: Attention
     gpu: Gpu
+    moved_bytes: int = 0
+    """Of layers that come to the GPU in every step, with all of their experts."""
+    read_bytes: int = 0
+    """Of these, from a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +207,7 @@ def unproven(fit: Plan) -> tuple[str, ...]:
     differs = {
         "several GPUs": len(fit.ranks) > 1,
         "experts": any(layer.experts is not None for layer in spec.layers),
+        "streamed layers": fit.question.settings.streamed_layers > 0,
         "quantized weights": spec.quantization is not None or fit.question.model.format == "gguf",
         **{f"{kind} layers": kind in kinds for kind in ("window", "latent", "state")},
     }
@@ -213,7 +223,7 @@ def _stages(key: Same[Plan]) -> list[Stage] | None:
     spec, ranks = fit.question.model.spec, fit.tensor_parallel
     weights = weights_of(fit.question.model, dtype=fit.weights_as)
     layers = stage_layers(len(spec.layers), fit.pipeline_parallel)
-    stages = []
+    stages, streamed = [], streamed_on_gpu(fit.question) if fit.own is None else fit.own.streamed
     for index in range(fit.pipeline_parallel):
         of_stage = [rank for rank in fit.ranks if rank.stage == index]
         slowest = min(of_stage, key=lambda rank: rank.device.gpu.bandwidth_gb_s if rank.device.gpu else 0.0)
@@ -234,6 +244,8 @@ def _stages(key: Same[Plan]) -> list[Stage] | None:
                 layers=len(own),
                 attention=_attention(spec, layers[index], ranks),
                 gpu=slowest.device.gpu,
+                moved_bytes=0 if streamed is None else streamed.moved_bytes,
+                read_bytes=0 if streamed is None else streamed.read_bytes,
             )
         )
     return stages
@@ -328,10 +340,16 @@ def _parts(fit: Plan, stage: Stage, work: StepWork, efficiency: Efficiency) -> M
         "compute": work.tokens * ((2 * stage.parameters + attention) / half + 2 * stage.fp8_parameters / fp8),
         "link": _link_s(fit, stage, work.tokens, efficiency),
         "launches": efficiency.step_s + decoding * efficiency.sequence_s,
+        "host": stage.moved_bytes / max(1.0, stage.gpu.host_link.gb_s * GB * efficiency.link),
+        "disk": stage.read_bytes / (NVME_GB_S * GB * efficiency.link),
     }
 
 
 def _stage_s(parts: Mapping[str, float]) -> float:
+    return max(_computing_s(parts), parts["host"], parts["disk"])
+
+
+def _computing_s(parts: Mapping[str, float]) -> float:
     return max(parts["weights"] + parts["KV"], parts["compute"]) + parts["link"] + parts["launches"]
 
 
@@ -363,11 +381,17 @@ LIMITS = {
     "compute": "compute",
     "link": "the link between the GPUs",
     "launches": "kernel launches and sampling",
+    "host": "the link to the host: layers that are streamed",
+    "disk": "the disk: layers that are read from it",
 }
+STREAMING = ("host", "disk")
 
 
 def _limit(fit: Plan, stages: list[Stage], work: StepWork) -> str:
     """Reading and computing overlap: only the longer of the two can be the limit."""
     parts = _slowest(fit, stages, work, EXPECTED)
+    waits = max(STREAMING, key=lambda name: parts[name])
+    if parts[waits] > _computing_s(parts):
+        return LIMITS[waits]
     hidden = ("compute",) if parts["compute"] < parts["weights"] + parts["KV"] else ("weights", "KV")
-    return LIMITS[max((name for name in parts if name not in hidden), key=lambda name: parts[name])]
+    return LIMITS[max((name for name in parts if name not in (*hidden, *STREAMING)), key=lambda name: parts[name])]

@@ -14,6 +14,7 @@ from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, En
 from holdfast.config.setting import Origin, build
 from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.errors import ConfigurationError
+from holdfast.footprint.streamed import AHEAD
 from holdfast.planner.compat.gpu_kernels import (
     build_note,
     lacks_capability,
@@ -40,7 +41,7 @@ from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.model_sources import ModelSource, holdfast_source, llama_source, near_gguf, torch_source
 from holdfast.planner.models.quantize import as_plain, quantized_as
 from holdfast.planner.sizing.dtype import is_fp8
-from holdfast.units import format_bytes
+from holdfast.units import GIB, format_bytes
 
 ENGINES = ("holdfast", "vllm", "sglang", "llama.cpp")
 UNKNOWN_ENGINE = "HF146"
@@ -70,14 +71,21 @@ def parse_engine(text: str) -> tuple[str, Vllm]:
 def commands(fit: Plan, *, sequences: int, vllm: Vllm | None = None) -> dict[str, Command]:
     """`sequences`: how many may run at once, which is seldom what the engine's own default is."""
     version = parse_vllm("") if vllm is None else vllm
-    found = (
+    found: tuple[Command, ...] = (
         holdfast_command(fit, sequences),
         vllm_command(fit, sequences, version),
         _sglang_command(fit, sequences),
         _llama_command(fit, sequences),
     )
+    if fit.question.settings.streamed_layers and fit.question.machine.kind == "gpu":
+        found = (found[0], *(_without_streaming(one) for one in found[1:]))
     shown = shown_gpus(fit)
     return {one.engine: replace(one, text=shown + one.text) if one.text else one for one in found}
+
+
+def _without_streaming(command: Command) -> Command:
+    said = "this plan keeps layers in RAM and copies them to the GPU as Holdfast does; without that it does not fit"
+    return Command(engine=command.engine, text="", available=False, notes=(said,), lacks=(said,))
 
 
 # Holdfast
@@ -113,11 +121,25 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
         "kv_cache_dtype": None if fit.kv_dtype == fit.dtype else fit.kv_dtype,
         "block_size": None if asked.block_tokens == USUAL_BLOCK_TOKENS else asked.block_tokens,
         "expand_weights": None if asked.expand_weights == "auto" else asked.expand_weights,
+        **_offload_settings(fit),
         **parallel(fit),
         "enable_lora": True if asked.max_loras else None,
         "max_loras": asked.max_loras or None,
         "max_lora_rank": asked.max_lora_rank if asked.max_loras else None,
         **fit.serve_settings,
+    }
+
+
+def _offload_settings(fit: Plan) -> dict[str, object]:
+    """What was asked for by hand."""
+    asked = fit.question.settings.offload
+    group, number = asked.groups or (None, None)
+    return {
+        "gpu_layers": asked.gpu_layers,
+        "cpu_offload_gb": f"{asked.cpu_bytes / GIB:g}" if asked.cpu_bytes else None,
+        "offload_group_size": group,
+        "offload_num_in_group": number,
+        "offload_prefetch_step": None if asked.ahead == AHEAD else asked.ahead,
     }
 
 

@@ -16,7 +16,7 @@ from holdfast.footprint import cpu
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.streamed import GATHERS_EMBEDDING, StreamedLayers, streamed_layers
+from holdfast.footprint.streamed import GATHERS_EMBEDDING, StreamedLayers, last_of_groups, streamed_layers
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_overhead import links_bytes
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
@@ -225,8 +225,10 @@ def streamed_on_gpu(question: Question) -> StreamedLayers | None:
     settings, weights = question.settings, engine_weights(Same(question.model))
     if not settings.streamed_layers or weights is None:
         return None
-    dtype = compute_dtype(question, 1)
-    found = streamed_layers(weights.by_layer(dtype=dtype), settings.streamed_layers, settings.layers_on_disk)
+    dtype, asked = compute_dtype(question, 1), settings.offload
+    by_layer = weights.by_layer(dtype=dtype)
+    chosen = settings.streamed_layers if asked.groups is None else last_of_groups(len(by_layer), *asked.groups)
+    found = replace(streamed_layers(by_layer, chosen, settings.layers_on_disk), ahead=asked.ahead)
     return replace(found, embedding_bytes=weights.gathered_bytes(dtype=dtype)) if GATHERS_EMBEDDING else found
 
 

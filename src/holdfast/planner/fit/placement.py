@@ -1,8 +1,8 @@
 """A model larger than its GPU: which layers stay in VRAM, which wait in pinned RAM, and which on a disk.
 
     VRAM  [ terms | weights that stay | slots | KV pool ]
-    RAM   [ streamed layers ]                                as few as need be, spread evenly
-    NVMe  [ those that RAM does not hold ]                   as few as need be, spread evenly
+    RAM   [ streamed layers ]                                as few as need be, or as was asked for by hand
+    NVMe  [ those that RAM does not hold ]                   as few as need be
 
 Chooses numbers of layers; what each number takes is counted by `fit` and `footprint.streamed`.
 """
@@ -10,32 +10,50 @@ Chooses numbers of layers; what each number takes is counted by `fit` and `footp
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
-from holdfast.footprint.streamed import StreamedLayers
+from holdfast.config.offload import OffloadRequest
+from holdfast.errors import ConfigurationError
+from holdfast.footprint.cpu import FRONT_BYTES
+from holdfast.footprint.identity_key import Same
+from holdfast.footprint.streamed import StreamedLayers, last_of_groups, streamed_layers
 from holdfast.planner.fit.count import counted_for, streamed_on_gpu
-from holdfast.planner.fit.result import Plan, Rank
+from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
-from holdfast.planner.inputs.question import Question
+from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Question
+from holdfast.planner.sizing.dtype import compute_dtype
+from holdfast.planner.sizing.engine_weights import engine_weights
+from holdfast.planner.sizing.host_ram import HOST_SHARE, server_bytes
 
+CANNOT_STREAM = "HF136"
 STREAMED_TOKENS = 8192
 """Of context that layers make room for where none was asked for: more would cost every token of every answer time."""
-SEQUENCE_TOKENS = 256
-"""Of KV that they make room for, for each sequence of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     plan: Plan
-    """It fits on the GPU; whether RAM and disk hold the rest is said by the others."""
+    """With layers streamed; whether RAM and disk hold those is said by the others."""
     streamed: StreamedLayers
     ram_short_bytes: int = 0
-    """What pinned RAM lacks with all that the disk may take; 0: nothing."""
+    """What pinned RAM lacks with all that the disk may take; 0: nothing, or it is not known what there is."""
     disk_short_bytes: int = 0
-    """What the disk lacks; 0: nothing, or there is none."""
+    """What the disk lacks; 0: nothing, or none is used."""
 
     @property
     def fits(self) -> bool:
-        return self.ram_short_bytes == self.disk_short_bytes == 0
+        return self.plan.fits and self.ram_short_bytes == self.disk_short_bytes == 0
+
+    @property
+    def free_ram_bytes(self) -> int:
+        """That a machine must have, for layers, the server itself and what stays free."""
+        question = self.plan.question
+        others = server_bytes(question.model.spec, self.plan.limits.max_num_seqs, front_bytes=FRONT_BYTES)
+        return -int(-(self.streamed.pinned_bytes + others) // HOST_SHARE)
+
+    @property
+    def resident(self) -> int:
+        return len(self.plan.question.model.spec.layers) - len(self.streamed.layers)
 
 
 def can_stream(question: Question) -> bool:
@@ -45,7 +63,34 @@ def can_stream(question: Question) -> bool:
         return False
     if settings.pipeline_parallel > 1 or (settings.tensor_parallel or 1) > 1 or settings.data_parallel > 1:
         return False
-    return question.engine in (None, "holdfast") and counted_for(question, device, 1) == "holdfast"
+    if question.engine not in (None, "holdfast") or counted_for(question, device, 1) != "holdfast":
+        return False
+    return question.model.draft is None and engine_weights(Same(question.model)) is not None
+
+
+def wants_streaming(question: Question) -> bool:
+    """By hand, whether or not all layers would fit."""
+    asked = question.settings.offload
+    if not asked.by_hand or (asked.gpu_layers or 0) >= len(question.model.spec.layers):
+        return False
+    if not can_stream(question):
+        device = question.machine.devices[0]
+        of_machine = ", whose memory is the machine's" if device.unified else ""
+        raise ConfigurationError(
+            f"{asked.flag}: layers cannot be streamed here",
+            code=CANNOT_STREAM,
+            needed="one GPU with memory of its own",
+            found=f"{device.name}{of_machine}",
+            fix="leave it out",
+            field="gpu_layers",
+        )
+    return by_hand(question) > 0
+
+
+def may_stream(question: Question) -> bool:
+    """By itself: where it was not refused, and not said by hand that all layers stay."""
+    asked = question.settings.offload
+    return not asked.refused and not asked.by_hand and can_stream(question)
 
 
 def place(question: Question, kv_bytes: int = 0) -> Placement | None:
@@ -53,6 +98,7 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     that was set. None: not even with all layers streamed."""
     layers, asked = len(question.model.spec.layers), question.settings.max_model_len
 
+    @cache
     def planned(streamed: int, length: int | None) -> Plan:
         return fit(with_streamed(question, streamed, 0, length))
 
@@ -60,27 +106,54 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     if not most.fits:
         return None
     wanted = asked or min(question.model.spec.max_position, STREAMED_TOKENS)
-    longer = most if asked else planned(layers, wanted)
+    longer = planned(layers, wanted)
     most, length = (longer, wanted) if longer.fits else (most, None)
 
     def enough(plan: Plan) -> bool:
-        wanted = min(roomy, _pool_bytes(plan.ranks[0], plan, kv_bytes))
-        return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= wanted
+        pool = min(most.ranks[0].room_bytes, _pool_bytes(plan, kv_bytes))
+        return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= pool
 
-    roomy = most.ranks[0].room_bytes
-    streamed = next(count for count in range(layers + 1) if enough(planned(count, length)))
-    return _on_disk(planned(streamed, asked), streamed)
+    streamed = next(count for count in range(1, layers + 1) if enough(planned(count, length)))
+    return _over_host(planned(streamed, asked))
+
+
+def place_by_hand(question: Question) -> Placement | None:
+    """As was asked for, whether or not it fits; None: all layers stay."""
+    streamed = by_hand(question)
+    if not streamed:
+        return None
+    return _over_host(fit(with_streamed(question, streamed, 0, question.settings.max_model_len)))
+
+
+def by_hand(question: Question) -> int:
+    """Layers that are to be streamed."""
+    asked, layers = question.settings.offload, len(question.model.spec.layers)
+    if asked.gpu_layers is not None:
+        return max(0, layers - asked.gpu_layers)
+    if asked.groups is not None:
+        return len(last_of_groups(layers, *asked.groups))
+    return _layers_of(question, asked)
+
+
+def _layers_of(question: Question, asked: OffloadRequest) -> int:
+    """The fewest that have so many bytes; all where the model has less."""
+    weights = engine_weights(Same(question.model))
+    assert weights is not None, "asked of what can_stream says"
+    by_layer = weights.by_layer(dtype=compute_dtype(question, 1))
+    counts = range(len(by_layer) + 1)
+    return next(
+        (count for count in counts if streamed_layers(by_layer, count).weights_bytes >= asked.cpu_bytes), counts[-1]
+    )
 
 
 def _steps(plan: Plan) -> tuple[int, int]:
     return plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens
 
 
-def _pool_bytes(rank: Rank, plan: Plan, kv_bytes: int) -> int:
-    """What the KV pool shall have beside streamed layers: each sequence some, all that was set, and no more than is of
-    use."""
-    each = min(SEQUENCE_TOKENS, plan.limits.max_model_len)
-    return max(kv_bytes, rank.kv.needed_bytes(plan.limits.max_num_seqs, each))
+def _pool_bytes(plan: Plan, kv_bytes: int) -> int:
+    """What the KV pool shall have beside streamed layers: some for each sequence of a step, and all that was set."""
+    each = min(STREAMED_SEQUENCE_TOKENS, plan.limits.max_model_len)
+    return max(kv_bytes, plan.ranks[0].kv.needed_bytes(plan.limits.max_num_seqs, each))
 
 
 def with_streamed(question: Question, streamed: int, on_disk: int, max_model_len: int | None) -> Question:
@@ -88,24 +161,24 @@ def with_streamed(question: Question, streamed: int, on_disk: int, max_model_len
     return replace(question, settings=settings)
 
 
-def _on_disk(plan: Plan, streamed: int) -> Placement | None:
-    question, machine = plan.question, plan.question.machine
-    room = machine.ram_bytes or 0
+def _over_host(plan: Plan) -> Placement:
+    """Of the plan's streamed layers, as few on the disk as RAM does not hold."""
+    settings, machine = plan.question.settings, plan.question.machine
 
     def split(on_disk: int) -> StreamedLayers:
-        found = streamed_on_gpu(with_streamed(question, streamed, on_disk, question.settings.max_model_len))
+        found = streamed_on_gpu(with_streamed(plan.question, settings.streamed_layers, on_disk, settings.max_model_len))
         assert found is not None
         return found
 
-    if streamed == 0:
-        return None
-    counts = range(streamed + 1) if machine.nvme_bytes else range(1)
-    fitting = next((count for count in counts if split(count).pinned_bytes <= room), counts[-1])
-    found = split(fitting)
-    settings = replace(question.settings, layers_on_disk=fitting)
+    on_disk, room = 0, machine.pinned_bytes
+    if room is not None and machine.nvme_bytes:
+        counts = range(settings.streamed_layers + 1)
+        on_disk = next((count for count in counts if split(count).pinned_bytes <= room), counts[-1])
+    found = split(on_disk)
+    question = replace(plan.question, settings=replace(settings, layers_on_disk=on_disk))
     return Placement(
-        replace(plan, question=replace(question, settings=settings)),
+        replace(plan, question=question),
         found,
-        max(0, found.pinned_bytes - room),
+        0 if room is None else max(0, found.pinned_bytes - room),
         max(0, found.file_bytes - (machine.nvme_bytes or 0)),
     )

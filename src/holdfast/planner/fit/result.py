@@ -16,7 +16,7 @@ from holdfast.footprint.layouts import Quantize
 from holdfast.footprint.streamed import StreamedLayers
 from holdfast.kvcache.groups import KVLayout
 from holdfast.observability.decisions import Decision
-from holdfast.planner.inputs.question import USEFUL_TOKENS, Device, Question
+from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, USEFUL_TOKENS, Device, Question
 from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import format_bytes
@@ -225,9 +225,11 @@ class Plan:
 
     @property
     def usual_tokens(self) -> int:
-        """Length of a sequence to count with where many run at once: the traffic's, else an ordinary one."""
-        traffic = self.question.traffic
-        return max(1, traffic.length if traffic is not None else min(self.limits.max_model_len, USEFUL_TOKENS))
+        """Length of a sequence to count with where many run at once: the traffic's, else an ordinary one, or one that
+        the pool was made for beside layers that are streamed."""
+        traffic, streamed = self.question.traffic, self.question.settings.streamed_layers > 0
+        usual = STREAMED_SEQUENCE_TOKENS if streamed and self.device.kind == "gpu" else USEFUL_TOKENS
+        return max(1, traffic.length if traffic is not None else min(self.limits.max_model_len, usual))
 
 
 def needed_bytes(rank: Rank, sequences: int, tokens: int, one_of: int | None) -> int:

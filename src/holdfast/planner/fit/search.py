@@ -189,7 +189,8 @@ def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: 
             *choices.products(found),
         ]
     if settings.max_model_len is None:
-        chosen = length_decision(served, question.model.spec.max_position, longest, fits=found.fits)
+        most, streamed = question.model.spec.max_position, settings.streamed_layers > 0 and not ours
+        chosen = length_decision(served, most, longest, fits=found.fits, streamed=streamed)
         if ours and traffic is not None and served < longest:
             chosen = replace(chosen, reason=f"memory holds {longest:,}; a shorter context leaves room for the traffic")
         decisions.append(chosen)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config.engine import DEFAULT_UTILIZATION, EngineConfig
+from holdfast.config.offload import NO_REQUEST, OffloadRequest, offload_request
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.hardware import Processor
 from holdfast.hardware.gpus import Gpu
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 DeviceKind = Literal["gpu", "cpu"]
 USEFUL_TOKENS = 4096
 """A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""
+STREAMED_SEQUENCE_TOKENS = 256
+"""Of KV for each sequence of a step that layers make room for which come to a GPU for every step."""
 CPU_USEFUL_TOKENS = 512
 """The same of this engine on a CPU, and the shortest context that is advised anywhere."""
 MOST_UTILIZATION = 0.95
@@ -89,6 +92,8 @@ class Machine:
     """GPUs of other kinds, which share no model with these."""
     ram_bytes: int | None = None
     """Free RAM beside the devices; None: not known."""
+    pinned_bytes: int | None = None
+    """Of it, what layers of a model may take that do not stay on a GPU; None: not known."""
     nvme_bytes: int | None = None
     cpu_features: frozenset[str] = frozenset()
     cores: int = 1
@@ -151,6 +156,8 @@ class Settings:
     """Layers that do not stay where they are computed, and come for every step."""
     layers_on_disk: int | None = None
     """Of these, those that come from a disk, not from RAM; None: all, as on a CPU."""
+    offload: OffloadRequest = NO_REQUEST
+    """What was asked for of layers that do not stay on a GPU."""
     structured_output: bool = True
     front_bytes: int = FRONT_BYTES
     """Of the process in front of the engine's, out of the same budget."""
@@ -176,6 +183,7 @@ def settings_of(
         pipeline_parallel=pipeline_parallel or 1,
         stages_open=pipeline_parallel is None and tensor_parallel is None,
         expand_weights=config.expand_weights,
+        offload=offload_request(config),
         **others,
     )
 

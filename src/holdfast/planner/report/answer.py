@@ -20,9 +20,11 @@ from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
 from holdfast.planner.engines.vllm_command import vllm_command
+from holdfast.planner.fit.placement import may_stream, place, place_by_hand, wants_streaming
 from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, describe_devices, fit
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.json import document
+from holdfast.planner.report.offload import Offload
 from holdfast.planner.report.text import lines
 from holdfast.units import format_bytes
 
@@ -36,6 +38,8 @@ class PlanAnswer(PlanFindings):
 
     def __repr__(self) -> str:
         said = "fits" if self.fits else self.problem or f"{format_bytes(self.fit.short_bytes)} short"
+        if not self.fits and self.offload is not None:
+            said += f"; {self.offload.verdict}"
         return (
             f"<PlanAnswer {self.question.model.name} on {describe_devices(self.question.machine.all_devices)}: {said}>"
         )
@@ -47,7 +51,7 @@ class PlanAnswer(PlanFindings):
 def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     """`engine`: whose commands are wanted, as `holdfast plan --for` takes it. An impossible question is refused."""
     name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
-    found = fit(replace(question, engine=name, vllm=vllm))
+    found, offload = _placed(replace(question, engine=name, vllm=vllm))
     ways = tuple(way for way in ways_out(found) if _is_for(way, name, vllm))
     unreadable = too_long(question)
     rate = None if unreadable else throughput(found)
@@ -70,12 +74,24 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         vllm=vllm,
         as_requested=None if fits or name != "vllm" else _as_requested(found, vllm),
         decisions=(*found.decisions, *_budgets(found), *_as_the_engine(printed.get(name or ""), vllm)),
+        offload=offload,
     )
 
 
+def _placed(question: Question) -> tuple[Plan, Offload | None]:
+    """With layers in RAM as was asked for by hand; or without, and what a server would do where that does not fit."""
+    if wants_streaming(question):
+        by_hand = place_by_hand(question)
+        assert by_hand is not None
+        return by_hand.plan, Offload.of(by_hand)
+    found = fit(question)
+    placed = None if found.fits or too_long(question) or not may_stream(question) else place(question)
+    return found, None if placed is None else Offload.of(placed)
+
+
 def _is_for(way: Remedy, engine: str | None, vllm: Vllm) -> bool:
-    """Whether the engine that was asked for can run it, be it with a file that has to be made; tiers nobody runs yet,
-    and each says so itself."""
+    """Whether the engine that was asked for can run it, be it with a file that has to be made; of tiers that nobody
+    runs, each says so itself."""
     return engine is None or way.tiers is not None or not way.commands(vllm)[engine].lacks
 
 

@@ -14,6 +14,7 @@ from holdfast.planner.advice.warnings import PlanWarning
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Plan, Question, device_budget
+from holdfast.planner.report.offload import Offload
 from holdfast.planner.sizing.kv_cost import kv_cost
 from holdfast.units import counted
 
@@ -38,10 +39,21 @@ class PlanFindings:
     as_requested: Command | None
     """Of a plan that does not fit, where vLLM was asked for: how it would size what was requested, and refuse it."""
     decisions: tuple[Decision, ...]
+    offload: Offload | None = None
+    """With layers in RAM and on a disk: as was asked for by hand, or what a server does where all do not fit on the
+    GPU. None: nothing is streamed, or it cannot be."""
 
     @property
     def fits(self) -> bool:
-        return self.fit.fits and self.problem is None
+        """On the GPU; with layers in RAM where that was asked for by hand."""
+        by_hand = self.offload is not None and self.fit is self.offload.placement.plan
+        held = not by_hand or self.offload is None or self.offload.runs or not self.offload.known
+        return self.fit.fits and held and self.problem is None
+
+    @property
+    def runs(self) -> bool:
+        """Whether Holdfast serves it there: all of it on the GPU, or with layers in RAM."""
+        return self.fits or (self.offload is not None and self.offload.runs and self.problem is None)
 
     @property
     def best(self) -> int | None:

@@ -12,6 +12,7 @@ from holdfast.planner.advice.throughput import DecodeRate, Estimate, Throughput,
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Plan, Rank
+from holdfast.planner.report.offload import offload_document
 from holdfast.planner.report.wrapping import rounded_down
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def document(answer: PlanFindings) -> dict[str, Any]:
     return {
         "version": VERSION,
         "fits": answer.fits,
+        "runs": answer.runs,
         "short_bytes": found.short_bytes,
         "problem": answer.problem,
         "lacks": list(answer.lacks),
@@ -74,6 +76,7 @@ def document(answer: PlanFindings) -> dict[str, Any]:
             "max_model_len": answer.as_requested.max_model_len,
             "lacks": list(answer.as_requested.lacks),
         },
+        "offload": offload_document(answer.offload, _throughput),
         "throughput": _throughput(answer.throughput),
         "no_throughput": answer.no_throughput,
     }
@@ -236,7 +239,7 @@ def _way(way: Remedy, vllm: Vllm) -> dict[str, Any]:
         "meets_request": way.meets_request,
         "note": way.note,
         "weights_bytes": found.weights_bytes,
-        # Of tiers no pool is planned: what they would hold is in `tiers`.
+        # Of tiers that nobody runs no pool is planned: what they would hold is in `tiers`.
         "max_model_len": None,
         "kv_tokens": None,
         "concurrency": None,
@@ -244,7 +247,9 @@ def _way(way: Remedy, vllm: Vllm) -> dict[str, Any]:
         "tiers": None,
     }
     if way.tiers is not None:
-        return {**document, "tiers": _tiers(way.tiers), "tokens_per_s": _estimate(way.tiers.one), **_commands({})}
+        document |= {"tiers": _tiers(way.tiers), "tokens_per_s": _estimate(way.tiers.one)}
+    if not found.fits:
+        return {**document, **_commands({})}
     rate = throughput(found)
     return {
         **document,

@@ -14,10 +14,11 @@ from operator import attrgetter
 
 from holdfast.engine_profiles.profile import profile
 from holdfast.planner.advice.presets import Configuration
-from holdfast.planner.advice.throughput import Estimate
+from holdfast.planner.advice.throughput import Estimate, throughput
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Rank, describe_devices
 from holdfast.planner.report.findings import PlanFindings
+from holdfast.planner.report.offload import offload_lines
 from holdfast.planner.report.wrapping import LEAST_WIDTH, Paint, rounded_down, wrapped
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
@@ -44,6 +45,7 @@ def lines(
         list(_headline(answer, width, paint)),
         list(_devices(answer, width, paint)),
         list(_capacity(answer, width, brief)),
+        _titled("With layers in RAM", _offload(answer, width), paint),
         _titled("Decisions", () if brief else _decisions(answer, width), paint),
         _titled("Warnings", () if brief else _warnings(answer, width, paint), paint),
         _titled("Best remedy" if brief else "Remedies, in order of preference", _ways(answer, width, brief), paint),
@@ -79,6 +81,8 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         loading = any(found.lacks_for_loading(rank) for rank in found.ranks)
         when = " while loading" if loading else ""
         verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short{when}", "1;31"
+        if answer.offload is not None:
+            verdict, code = f"{verdict}; {answer.offload.verdict}", "1;33" if answer.runs else "1;31"
     text = f"{model.name} on {where}: "
     head = textwrap.wrap(text + verdict, width, break_on_hyphens=False)
     yield from head[:-1]
@@ -89,6 +93,14 @@ def _lacking(answer: PlanFindings) -> str:
     name = profile(answer.engine or "holdfast").name
     why = answer.lacks[0]
     return why if why.startswith(name) else f"not for {name}: {why}"
+
+
+def _offload(answer: PlanFindings, width: int) -> Iterator[str]:
+    if answer.offload is None:
+        return
+    yield from offload_lines(answer.offload, width)
+    if not answer.fits and answer.offload.command.available:
+        yield from command_lines(answer.offload.command, width)
 
 
 def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
@@ -107,7 +119,7 @@ def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
     if idle > 0:
         more = f"; {answer.replicas} servers like this fit here, as replicas" if answer.replicas > 1 else ""
         yield from wrapped(f"{counted(idle, 'more device')} not used{more}", width, "", "  ")
-    if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu":
+    if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu" and not answer.offload:
         yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, not used by this plan"
 
 
@@ -302,6 +314,8 @@ def _ways(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
             at_once = counted(rounded_down(found.concurrency(found.usual_tokens)), "sequence")
             held = f"{counted(found.limits.max_model_len, 'token')} of context, "
             held += f"{at_once} of {found.usual_tokens:,} at once"
+            rate = None if answer.offload is None else throughput(found)
+            held += "" if rate is None else f", about {_tokens(rate.one.estimate)} tokens/s for one"
             yield from wrapped(held, width, "      ", "      ")
         if way.flags:
             yield from wrapped(way.flags, width, "      ", "      ")

@@ -26,6 +26,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.fit.count import streamed_on_gpu
 from holdfast.planner.fit.cpu import Pool
+from holdfast.planner.fit.placement import may_stream, wants_streaming
 from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe_budget
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
@@ -97,7 +98,8 @@ def make_gpu_plan(
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
         found = _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus)
-        if not found.fits and host is not None and not tried.no_offload:
+        by_hand = host is not None and wants_streaming(found.question)
+        if host is not None and (by_hand or (not found.fits and may_stream(found.question))):
             found = with_offload(found, tried, host_share(host, tried, spec, front_bytes))
         if not found.fits:
             raise _refusal(found)

@@ -7,25 +7,25 @@ Owns the host's budget and the words; which layers stay is chosen in `fit.placem
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.config import EngineConfig
-from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
+from holdfast.config.offload import OffloadRequest
+from holdfast.footprint.structured_output import FEW_CORES
 from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner.fit.placement import Placement, can_stream, place
+from holdfast.planner.advice.offload import kv_price
+from holdfast.planner.advice.throughput import throughput
+from holdfast.planner.fit.placement import Placement, place, place_by_hand
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.streamed import disk_room
-from holdfast.units import GIB, MIB, counted, format_bytes
+from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_bytes
+from holdfast.units import MIB, counted, format_bytes
 
-HOST_ENGINE_BYTES = 3 * GIB
-"""Of the engine's process in RAM beside pinned memory: torch with CUDA and its libraries, kernels being compiled. An
-assumption on the safe side."""
-HOST_SHARE = 0.9
-"""Of the RAM that is free, where --ram is not set: pinned memory cannot be swapped out, and what is left is for page
-cache and neighbours."""
+RAM_IS_SHORT, DISK_IS_SHORT, HAND_IS_SHORT = "HF114", "HF115", "HF116"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,69 +48,117 @@ class HostShare:
     @property
     def reason(self) -> str:
         free = f"{format_bytes(self.machine.available_bytes)} free ({self.machine.limited_by})"
-        share = f"--ram; {free}" if self.as_set else f"{HOST_SHARE:g} of {free}"
-        return f"{share}, less {format_bytes(self.other_bytes)} for the server's processes"
+        share = f"{format_bytes(self.ram_bytes)}, as set, of {free}" if self.as_set else f"{HOST_SHARE:g} of {free}"
+        return f"{share}, less {format_bytes(self.other_bytes)} for the server's own processes"
 
 
 def host_share(machine: Memory, config: EngineConfig, spec: ModelSpec, front_bytes: int) -> HostShare:
     if config.ram is not None and config.ram > machine.available_bytes:
         raise refusals.budget_is_not_there(config.ram, machine)
-    forms = forms_bytes(spec.vocab_size, config.sequences, os.cpu_count() or FEW_CORES)
+    others = server_bytes(
+        spec,
+        config.sequences,
+        front_bytes=front_bytes,
+        cores=os.cpu_count() or FEW_CORES,
+        structured_output=not config.skip_tokenizer_init,
+    )
     return HostShare(
         machine=machine,
-        ram_bytes=int(machine.available_bytes * HOST_SHARE) if config.ram is None else config.ram,
-        other_bytes=HOST_ENGINE_BYTES + front_bytes + (0 if config.skip_tokenizer_init else forms),
+        ram_bytes=host_budget(config.ram, machine.available_bytes),
+        other_bytes=others,
         disk_bytes=None if config.nvme_path is None else disk_room(config.nvme_path, config.nvme),
         as_set=config.ram is not None,
     )
 
 
 def with_offload(found: Plan, config: EngineConfig, host: HostShare) -> Plan:
-    """`found` does not fit on its GPU; nor does what is returned, where streaming layers does not help."""
-    if not can_stream(found.question):
-        return found
-    machine = replace(found.question.machine, ram_bytes=host.pinned_bytes, nvme_bytes=host.disk_bytes)
-    placed = place(replace(found.question, machine=machine), config.kv_cache_memory_bytes or 0)
+    """`found` does not fit on its GPU, or layers are to be streamed by hand. What is returned may not fit, where
+    streaming layers does not help."""
+    asked = found.question.settings.offload
+    machine = replace(found.question.machine, pinned_bytes=host.pinned_bytes, nvme_bytes=host.disk_bytes)
+    question = replace(found.question, machine=machine)
+    placed = place_by_hand(question) if asked.by_hand else place(question, config.kv_cache_memory_bytes or 0)
     if placed is None:
         return found
+    if not placed.plan.fits:
+        raise _too_few_by_hand(placed, asked)
     if not placed.fits:
         raise _host_is_short(placed, host, config)
     return replace(placed.plan, decisions=(*placed.plan.decisions, *_decisions(placed, host)))
 
 
-def _decisions(placed: Placement, host: HostShare) -> list[Decision]:
-    streamed, layers = placed.streamed, len(placed.plan.question.model.spec.layers)
+def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
+    streamed, plan = placed.streamed, placed.plan
+    layers, asked = len(plan.question.model.spec.layers), plan.question.settings.offload
     value = f"{len(streamed.layers)} of {layers}, {format_bytes(streamed.weights_bytes)}"
-    reason = "the others stay in VRAM; these are copied to the GPU for every step; --no-offload refuses instead"
-    found = [
-        Decision("streamed_layers", value, reason, "planner", lowered=True),
-        Decision("pinned_ram", format_bytes(streamed.pinned_bytes), f"of {host.reason}", "planner"),
-    ]
+    reason, source = "the others stay in VRAM; these are copied to the GPU for every step", "planner"
+    if asked.by_hand:
+        reason, source = f"{asked.flag}: {reason}", "set"
+    else:
+        reason = f"{reason}; --no-offload refuses instead"
+    yield Decision("streamed_layers", value, reason, source, lowered=True)
+    yield Decision("pinned_ram", format_bytes(streamed.pinned_bytes), f"of {host.reason}", "planner")
     if streamed.on_disk:
         on_disk = f"{len(streamed.on_disk)} of {len(streamed.layers)}, {format_bytes(streamed.file_bytes)}"
         reason = "RAM holds the others; these are read from the disk of --nvme-path for every step"
-        found.append(Decision("layers_on_disk", on_disk, reason, "planner", lowered=True))
-    return found
+        yield Decision("layers_on_disk", on_disk, reason, "planner", lowered=True)
+    rate = throughput(plan)
+    if rate is not None:
+        one, many = rate.one.estimate, rate.largest
+        value = f"about {one.tokens_per_s:.2g} tokens/s of one sequence"
+        value += f", {many.estimate.tokens_per_s:.2g} of {many.batch}" if many.batch > 1 else ""
+        moved = f"{streamed.moved_bytes / 1e9:.1f} GB a step"
+        link = plan.device.gpu.host_link.name if plan.device.gpu is not None else "the link"
+        yield Decision("expected_speed", value, f"{moved} over {link}; limited by {rate.one.limited_by}", "estimate")
+    price = None if asked.by_hand else kv_price(placed)
+    if price is not None:
+        yield Decision("kv_price", price, "what a larger KV cache costs every step", "estimate")
+
+
+def _too_few_by_hand(placed: Placement, asked: OffloadRequest) -> refusals.PlanRefusal:
+    plan = placed.plan
+    rank = plan.ranks[0]
+    needed = ", ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.terms)
+    field, names = "cpu_offload_gb", ["cpu_offload_gb", "offload_backend"]
+    if asked.gpu_layers is not None:
+        field, names = "gpu_layers", ["gpu_layers"]
+    elif asked.groups is not None:
+        field = "offload_group_size"
+        names = ["offload_group_size", "offload_num_in_group", "offload_backend"]
+    return refusals.PlanRefusal(
+        f"{plan.question.model.name} does not fit on {plan.device.name} with {asked.flag}: {placed.resident} of"
+        f" {len(plan.question.model.spec.layers)} layers would stay there",
+        needed=f"{needed}, and {format_bytes(plan.needed_bytes(rank))} for the KV of"
+        f" {counted(plan.required_tokens, 'token')}",
+        found=f"{format_bytes(rank.budget_bytes)} of budget: {format_bytes(plan.short_bytes)} short",
+        changes=(dict.fromkeys(names),),
+        fix="fewer layers on the GPU",
+        field=field,
+        code=HAND_IS_SHORT,
+    )
 
 
 def _host_is_short(placed: Placement, host: HostShare, config: EngineConfig) -> refusals.PlanRefusal:
     streamed, plan = placed.streamed, placed.plan
     name, gpu, layers = plan.question.model.name, plan.device.name, counted(len(streamed.layers), "layer")
     if placed.ram_short_bytes or config.nvme_path is None:
+        no_disk = config.nvme_path is None
         return refusals.PlanRefusal(
-            f"{name} does not fit on {gpu}, and the layers that would wait in pinned RAM do not fit there",
+            f"{name} does not fit on {gpu}, and RAM does not hold the layers that would wait there: pinned, they would"
+            " leave the machine without memory",
             needed=f"{format_bytes(streamed.pinned_bytes)} of pinned RAM for {layers}",
-            found=f"{format_bytes(host.pinned_bytes)}: {host.reason}: {format_bytes(placed.ram_short_bytes)} short",
-            fix="--nvme-path DIR on a fast disk, more RAM, or a quantized model"
-            if config.nvme_path is None
-            else "a larger --ram, or a quantized model",
-            field="ram",
+            found=f"{format_bytes(host.pinned_bytes)} ({host.reason}): {format_bytes(placed.ram_short_bytes)} short",
+            fix="--nvme-path DIR on a fast disk with room for them" if no_disk else "more RAM, or a quantized model",
+            keep_fix=no_disk,
+            field="nvme_path" if no_disk else "ram",
+            code=RAM_IS_SHORT,
         )
     return refusals.PlanRefusal(
         f"{name} does not fit on {gpu}, and the layers that RAM does not hold do not fit in {config.nvme_path}",
         needed=f"{format_bytes(streamed.file_bytes)} for {counted(len(streamed.on_disk), 'layer')}",
         found=f"{format_bytes(host.disk_bytes or 0)}: {format_bytes(placed.disk_short_bytes)} short",
-        changes=({"nvme": f"{-(-streamed.file_bytes // MIB)}MiB"},) if config.nvme is not None else (),
+        changes=({"nvme": f"{-(-streamed.file_bytes // MIB)}MiB"}, {"nvme": None}) if config.nvme is not None else (),
         fix="--nvme-path on a larger disk, or a larger --ram",
         field="nvme_path",
+        code=DISK_IS_SHORT,
     )

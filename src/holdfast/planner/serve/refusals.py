@@ -30,6 +30,8 @@ Candidates = Callable[[EngineConfig, Attempt], Iterator[SettingsChange]]
 """Changes of these settings to be planned, cheapest first."""
 
 MOST_REMEDIES = 3
+_WRITTEN = {"offload": "--no-offload"}
+"""Settings that are only ever written as their opposite."""
 NOTHING_FITS = "free memory, or use a smaller or a quantized model"
 
 
@@ -44,11 +46,13 @@ class PlanRefusal(DoesNotFitError):
         found: str,
         changes: Iterable[SettingsChange] = (),
         fix: str = NOTHING_FITS,
+        keep_fix: bool = False,
         field: str | None = None,
+        code: str | None = None,
     ) -> None:
-        """`fix`: what is said where no change of settings fits."""
-        super().__init__(message, needed=needed, found=found, fix=fix, field=field)
-        self.changes = changes
+        """`fix`: what is said where no change of settings fits; `keep_fix`: where one does as well, and first."""
+        super().__init__(message, needed=needed, found=found, fix=fix, field=field, code=code)
+        self.changes, self.keep_fix = changes, keep_fix
 
 
 def spell(terms: Mapping[str, int]) -> str:
@@ -185,6 +189,8 @@ def with_remedies(
             return other
     if not fix and (without := _unset(config)) and first_that_fits([without], plan) is not None:
         fix = change_text(without)
+    if fix and refusal.keep_fix:
+        fix = f"{refusal.fix}, or {fix}"
     return DoesNotFitError(
         refusal.message,
         code=refusal.code,
@@ -199,7 +205,7 @@ def changed(config: EngineConfig, change: SettingsChange) -> EngineConfig:
     """Values are read as flags are: what a setting does not take is an error."""
     fields = EngineConfig.__dataclass_fields__
     read: dict[str, Any] = {
-        name: value if value is None else fields[name].metadata["parse"](name, str(value))
+        name: fields[name].default if value is None else fields[name].metadata["parse"](name, str(value))
         for name, value in change.items()
     }
     return replace(config, **read)
@@ -207,7 +213,7 @@ def changed(config: EngineConfig, change: SettingsChange) -> EngineConfig:
 
 def change_text(change: SettingsChange) -> str:
     """--max-model-len 2336; leave --ram out."""
-    flags = {f"--{name.replace('_', '-')}": value for name, value in change.items()}
+    flags = {_WRITTEN.get(name, f"--{name.replace('_', '-')}"): value for name, value in change.items()}
     given = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
     gone = [flag for flag, value in flags.items() if value is None]
     return " and ".join([*([" ".join(given)] if given else []), *([f"leave {' and '.join(gone)} out"] if gone else [])])
@@ -253,6 +259,10 @@ def cpu_candidates(config: EngineConfig, attempt: Attempt, machine: Memory) -> I
 
 
 def gpu_candidates(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsChange]:
+    if not config.offload:
+        yield {"offload": None}
+    if config.gpu_layers is not None:
+        yield {"gpu_layers": None}
     if config.kv_cache_memory_bytes is not None:
         yield {"kv_cache_memory_bytes": None}
     yield from _lower_limits(config, attempt)

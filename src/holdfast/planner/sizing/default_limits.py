@@ -141,13 +141,15 @@ def beside_decision(tokens: int, cores: int) -> Decision:
     return Decision("prompt_tokens", f"{tokens:,}", reason, "planner")
 
 
-def length_decision(served: int, allowed: int, longest: int, *, fits: bool = True) -> Decision:
-    """Of a context that nobody set. `longest`: what memory holds with the lowest limits."""
+def length_decision(served: int, allowed: int, longest: int, *, fits: bool = True, streamed: bool = False) -> Decision:
+    """Of a context that nobody set. `longest`: what memory holds with the lowest limits. `streamed`: more layers could
+    make room for more."""
     reason = "the model's maximum; it fits in memory"
     if not fits:
         alone = f"a single sequence could have {longest:,}" if longest else "nothing is left for KV"
         reason = f"of the model's {allowed:,}; the request does not fit: {alone}"
     elif served < allowed:
-        more = f", and {longest:,} with lower limits: --max-model-len" if longest > served else ""
+        more = "; a longer one, set with --max-model-len, takes the room of more layers" if streamed else ""
+        more = more or f", and {longest:,} with lower limits: --max-model-len" * (longest > served)
         reason = f"the model allows {allowed:,}; memory holds {served:,}{more}"
     return Decision("max_model_len", f"{served:,}", reason, "planner", lowered=served < allowed)

@@ -1,0 +1,146 @@
+"""Of an answer, what a model would be served with that does not fit on its GPU: what lives where, what every step
+moves, how fast that is. Works out nothing that the placement does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.planner.advice.offload import kv_price
+from holdfast.planner.advice.throughput import NVME_GB_S, Throughput, throughput
+from holdfast.planner.engines.command import Command
+from holdfast.planner.engines.commands import commands
+from holdfast.planner.fit.placement import Placement
+from holdfast.planner.report.wrapping import wrapped
+from holdfast.units import counted, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    placement: Placement
+    throughput: Throughput | None
+    """None: the rates of the GPU are not known."""
+
+    @staticmethod
+    def of(placement: Placement) -> Offload:
+        return Offload(placement, throughput(placement.plan))
+
+    @property
+    def known(self) -> bool:
+        """What RAM there is."""
+        return self.placement.plan.question.machine.pinned_bytes is not None
+
+    @property
+    def runs(self) -> bool:
+        return self.known and self.placement.fits
+
+    @property
+    def price(self) -> str | None:
+        return kv_price(self.placement)
+
+    @property
+    def command(self) -> Command:
+        plan = self.placement.plan
+        return commands(plan, sequences=plan.limits.max_num_seqs)["holdfast"]
+
+    @property
+    def verdict(self) -> str:
+        """Behind `does not fit on the GPU`, for people."""
+        placed = self.placement
+        streamed, layers = len(placed.streamed.layers), len(placed.plan.question.model.spec.layers)
+        what = f"{streamed} of {layers} layers streamed from RAM"
+        if placed.streamed.on_disk:
+            what += f" and {len(placed.streamed.on_disk)} of these from NVMe"
+        if not self.known:
+            return f"runs with {what}, given {format_bytes(placed.free_ram_bytes)} of free RAM"
+        if placed.ram_short_bytes:
+            return f"RAM is {format_bytes(placed.ram_short_bytes)} short for {what}"
+        if placed.disk_short_bytes:
+            return f"the disk is {format_bytes(placed.disk_short_bytes)} short for {what}"
+        return f"runs with {what}"
+
+
+def offload_lines(offload: Offload, width: int) -> Iterator[str]:
+    for line in (*_tiers(offload), *_rates(offload)):
+        yield from wrapped(line, width, "  ", "        ")
+
+
+def _tiers(offload: Offload) -> Iterator[str]:
+    placed = offload.placement
+    plan, streamed, rank = placed.plan, placed.streamed, placed.plan.ranks[0]
+    terms = {term.name: format_bytes(term.nbytes) for term in rank.terms}
+    others = sum(term.nbytes for term in rank.terms if term.name not in ("weights", "layer_slots"))
+    of_layers = f"{placed.resident} of {len(plan.question.model.spec.layers)} layers"
+    yield (
+        f"VRAM  {of_layers} with all that is of no layer, {terms['weights']}; {counted(streamed.slots, 'slot')},"
+        f" {terms['layer_slots']}; KV {format_bytes(rank.pool_bytes)}, a context of {plan.limits.max_model_len:,}; the"
+        f" rest {format_bytes(others)}"
+    )
+    known = plan.question.machine.pinned_bytes
+    room = "" if known is None else f" of {format_bytes(known)} that layers may take"
+    pinned = f"{counted(len(streamed.in_ram), 'layer')}, {format_bytes(streamed.pinned_bytes)} pinned{room}"
+    yield f"RAM   {pinned}; {format_bytes(placed.free_ram_bytes)} must be free with the server's own processes"
+    if streamed.on_disk:
+        size, on_disk = format_bytes(streamed.file_bytes), counted(len(streamed.on_disk), "layer")
+        yield f"NVMe  {on_disk}, {size}, read at {NVME_GB_S:g} GB/s (assumed)"
+    gpu = plan.device.gpu
+    link = "the link to the host" if gpu is None else f"{gpu.host_link.name}, {gpu.host_link.gb_s:g} GB/s stated"
+    yield f"every step moves {streamed.moved_bytes / 1e9:.1f} GB over {link}"
+
+
+def _rates(offload: Offload) -> Iterator[str]:
+    yield from _experts(offload)
+    rate = offload.throughput
+    rates = () if rate is None else (rate.one,) if rate.largest.batch == 1 else (rate.one, rate.largest)
+    for decode in rates:
+        one = decode.estimate
+        said = f"{decode.batch:,} at once: about {one.tokens_per_s:.2g} tokens/s ({one.low:.2g} to {one.high:.2g})"
+        yield f"{said}, limited by {decode.limited_by}"
+    if offload.price is not None:
+        yield f"price of KV: {offload.price}"
+
+
+def _experts(offload: Offload) -> Iterator[str]:
+    """Of a mixture of experts, what streaming whole layers costs it."""
+    spec, streamed = offload.placement.plan.question.model.spec, offload.placement.streamed
+    routed = [spec.layers[layer].experts for layer in streamed.layers]
+    kind = next((experts for experts in routed if experts is not None), None)
+    if kind is not None:
+        yield (
+            f"all experts of a streamed layer are moved, though a token uses {kind.per_token} of {kind.count}: weights in"
+            " fewer bits, or llama.cpp, which computes experts on the CPU, may be faster"
+        )
+
+
+def offload_document(offload: Offload | None, rates: Any) -> dict[str, Any] | None:
+    """`rates`: writes a Throughput."""
+    if offload is None:
+        return None
+    placed = offload.placement
+    plan, streamed, rank = placed.plan, placed.streamed, placed.plan.ranks[0]
+    gpu, machine = plan.device.gpu, plan.question.machine
+    return {
+        "runs": offload.runs if offload.known else None,
+        "layers": len(plan.question.model.spec.layers),
+        "resident_layers": placed.resident,
+        "streamed_layers": list(streamed.layers),
+        "layers_on_disk": list(streamed.on_disk),
+        "vram": {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": rank.pool_bytes},
+        "pinned_bytes": streamed.pinned_bytes,
+        "pinned_limit_bytes": machine.pinned_bytes,
+        "ram_short_bytes": placed.ram_short_bytes,
+        "free_ram_needed_bytes": placed.free_ram_bytes,
+        "nvme_bytes": streamed.file_bytes,
+        "nvme_short_bytes": placed.disk_short_bytes,
+        "moved_bytes_per_step": streamed.moved_bytes,
+        "read_bytes_per_step": streamed.read_bytes,
+        "link": None if gpu is None else {"name": gpu.host_link.name, "gb_s": gpu.host_link.gb_s},
+        "max_model_len": plan.limits.max_model_len,
+        "max_num_seqs": plan.limits.max_num_seqs,
+        "max_num_batched_tokens": plan.limits.max_num_batched_tokens,
+        "kv_tokens": plan.kv_tokens,
+        "kv_price": offload.price,
+        "throughput": rates(offload.throughput),
+        "command": offload.command.text,
+    }
