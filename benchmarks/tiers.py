@@ -2,9 +2,9 @@
 
     python benchmarks/tiers.py ROW [ROW...]         rows: llama-70b-int4, llama-70b-int4-nvme, llama-8b-bf16
 
-Dummy weights in real shapes; prompts of token ids, no tokenizer, ends ignored, no prefix cache. Each row is an engine in
-a process of its own with a budget of VRAM, a line of JSON for each batch as it is measured. Figures of decoding are the
-difference of a long run and a short one with the same prompts, so that prompts and the start of a run are not in them.
+Dummy weights in real shapes; prompts of token ids, no tokenizer, ends ignored, no prefix cache. Each row is an engine
+in a process of its own with a budget of VRAM, a line of JSON for each batch as it is measured. Figures of decoding are
+the difference of a long run and a short one with the same prompts, so that prompts are not in them.
 The most that NVML saw in use is sampled five times a second throughout, other processes included.
 """
 

@@ -55,8 +55,10 @@ def build_gpu_runner(
     plan: Plan,
     progress: Progress,
     replan: Callable[[int], Plan],
+    beat: Callable[[], None] | None = None,
 ) -> Built:
-    """`replan`: a new plan for the same GPU, this engine holding so many bytes on it that are to be used again."""
+    """`replan`: a new plan for the same GPU, this engine holding so many bytes on it that are to be used again. `beat`:
+    called while a step waits for a disk."""
     assert plan.engine.gpu is not None
     uuid = plan.engine.gpu.uuid
     not_ours, had_context = held_before(uuid), has_gpu_context()
@@ -66,7 +68,7 @@ def build_gpu_runner(
         return GpuMemory(device, uuid, tried.device.free_bytes, not_ours)
 
     def build(tried: Plan) -> Built:
-        return _build(config, files, spec, tried, memory_of(tried), progress)
+        return _build(config, files, spec, tried, memory_of(tried), progress, beat)
 
     def again(failed: Plan) -> Plan:
         """With all that was taken given back; the context stays. It is the caller's where there was one before."""
@@ -120,7 +122,13 @@ def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[
 
 
 def _build(
-    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, memory: GpuMemory, progress: Progress
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    plan: Plan,
+    memory: GpuMemory,
+    progress: Progress,
+    beat: Callable[[], None] | None,
 ) -> Built:
     context = memory.held()
     memory.watch_tensors()
@@ -137,6 +145,7 @@ def _build(
         kv_dtype=KV_DTYPES[plan.kv_dtype],
         graphs=not config.enforce_eager,
         lora=LoraLimits.of(config),
+        beat=beat,
     )
     try:
         return _settle(

@@ -7,6 +7,7 @@ single tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -73,8 +74,10 @@ class GpuDecoder:
         slots: DeviceSlots,
         device: torch.device,
         adapters: GpuAdapters | None = None,
+        beat: Callable[[], None] | None = None,
     ) -> None:
-        self.spec, self._slots = spec, slots
+        """`beat`: called while the host waits for a layer that comes from a disk."""
+        self.spec, self._slots, self._beat = spec, slots, beat
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
         }
@@ -145,7 +148,7 @@ class GpuDecoder:
         streamed = self.streamed
         for index, layer in enumerate(self._layers[:layers]):
             if streamed is not None:
-                streamed.begin(index)
+                streamed.begin(index, self._beat)
             qkv, attended = self._project(layer, stream)
             (group, place), (key_scale, value_scale) = self._places[index], self.kv_scales.of(index)
             kernels.rotate_and_store(

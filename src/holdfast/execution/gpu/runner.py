@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy
 import torch
@@ -24,10 +24,11 @@ from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.batch_sizes import padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
+from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.oom import is_shortage
-from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, FoundScores, Work
+from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, halves, is_decode
 from holdfast.execution.kv_scales import Calibration, KVScales
@@ -35,7 +36,6 @@ from holdfast.execution.kv_store import LARGEST, move_pages
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
-from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
@@ -57,70 +57,6 @@ from holdfast.records import (
 log = logging.getLogger("holdfast")
 
 STEPS_AHEAD = 1
-
-
-Sampled = list[tuple[int, TokenLogprobs | None]]
-"""A token for each row that samples, in the order of the rows."""
-Told = list[list[TokenLogprobs]]
-"""Of each row that scores, in the order of the rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    step: DeviceStep
-    place: int
-    """Of its tokens in pinned memory."""
-    logprobs: FoundLogprobs | None
-    scores: FoundScores | None = None
-    embeddings: dict[int, bytes] = field(default_factory=dict)
-    """By slot."""
-    late: list[int] = field(default_factory=list)
-    """Slots that were sampled without their masks: see StepResult.late."""
-
-
-class GpuStep:
-    """A step that was launched: its tokens arrive in pinned memory. Or one that was done in parts, and is here."""
-
-    def __init__(
-        self,
-        runner: GpuRunner,
-        plan: StepPlan,
-        *,
-        launched: _Launched | None = None,
-        sampled: Sampled | None = None,
-        told: Told | None = None,
-        embeddings: Sequence[bytes] = (),
-        failures: Sequence[StepFailure] = (),
-        late: Sequence[int] = (),
-    ) -> None:
-        self.late = list(late) if launched is None else launched.late
-        self._runner, self._plan, self._launched = runner, plan, launched
-        self._sampled: Sampled = sampled or []
-        self._told: Told = told or []
-        self._embeddings, self._failures = list(embeddings), list(failures)
-        self.adapters: list[AdapterArrival] = []
-        """Known when it was submitted."""
-
-    def result(self) -> StepResult:
-        if self._launched is not None:
-            (self._sampled, self._told), self._launched = self._runner.read(self._launched), None
-        told = any(logprobs is not None for _, logprobs in self._sampled)
-        rows, failed = self._plan.rows, {failure.slot for failure in self._failures}
-        broken = [
-            failure
-            for failure in broken_rows(rows, [token for token, _ in self._sampled])
-            if failure.slot not in failed
-        ]
-        return StepResult(
-            step_id=self._plan.step_id,
-            token_ids=[max(token, 0) for token, _ in self._sampled],
-            logprobs=[logprobs for _, logprobs in self._sampled] if told else [],
-            prompt_logprobs=tell_of_others(rows, self._told, broken) if broken else self._told,
-            embeddings=self._embeddings,
-            failures=[*self._failures, *broken],
-            late=self.late,
-            adapters=self.adapters,
-        )
 
 
 def _no_memory(row: Row, said: str) -> StepFailure:
@@ -149,6 +85,7 @@ class GpuRunner:
         kv_dtype: torch.dtype | None = None,
         graphs: bool = True,
         lora: LoraLimits | None = None,
+        beat: Callable[[], None] | None = None,
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
@@ -162,7 +99,7 @@ class GpuRunner:
         self._forms = BatchBuilder(limits, device, tile_tokens, layout.block_tokens)
         self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
         self._decoder: GpuDecoder | None = GpuDecoder(
-            spec, weights, layout, limits, self._slots, device, self._adapters
+            spec, weights, layout, limits, self._slots, device, self._adapters, beat
         )
         rows = limits.max_num_seqs
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
@@ -304,7 +241,7 @@ class GpuRunner:
             self._slots.apply(plan)
             launched = self._launch(plan.rows, place, masks) if plan.rows else None
             embeddings = _in_order(plan.rows, launched.embeddings) if launched is not None else []
-            return GpuStep(self, plan, launched=launched, embeddings=embeddings)
+            return GpuStep(self.read, plan, launched=launched, embeddings=embeddings)
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
@@ -352,7 +289,7 @@ class GpuRunner:
         told = [[] if slot in failures else entries for slot, entries in scores.items()]
         embeddings = _in_order(plan.rows, embedded)
         return GpuStep(
-            self,
+            self.read,
             plan,
             sampled=sampled,
             told=told,
@@ -365,7 +302,7 @@ class GpuRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> _Launched:
+    def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> Launched:
         stream, embeds = None, any(row.samples and self._embeds[row.slot] for row in rows)
         late: list[int] = []
         if self._graphs is not None and is_decode(rows) and not embeds:
@@ -396,7 +333,7 @@ class GpuRunner:
         if arrived is not None and (slots or scores is not None):
             arrived.record()
         embeddings = self._embed(step, stream, slots) if stream is not None and embeds else {}
-        return _Launched(step, place, found, scores, embeddings, late)
+        return Launched(step, place, found, scores, embeddings, late)
 
     def _embed(self, step: DeviceStep, stream: torch.Tensor, slots: list[int]) -> dict[int, bytes]:
         """Waits for the step: its buffers are the next one's."""
@@ -449,7 +386,7 @@ class GpuRunner:
         done.record()
         return lambda: not done.query()
 
-    def read(self, launched: _Launched) -> tuple[Sampled, Told]:
+    def read(self, launched: Launched) -> tuple[Sampled, Told]:
         """Waits until the tokens of a step are here, and puts them in the order of its rows."""
         arrived, order = self._arrived[launched.place], launched.step.order.tolist()
         if arrived is not None and (order or launched.scores is not None):
