@@ -160,7 +160,7 @@ def _share(
             rounded=weights is not None and weights.rounds_inputs(capability),
             max_loras=settings.max_loras,
             max_lora_rank=settings.max_lora_rank,
-            graphs=settings.graphs,
+            graphs=settings.graphs and streamed is None,
         )
         return tuple(found), cost, byte_terms.engine_gpu_loading(held, slots, largest)
     gpu, vllm = device.gpu, question.vllm  # Of a model that this engine does not run: what the engine keeps that would.
