@@ -35,6 +35,7 @@ def register(address: int, nbytes: int) -> int:
 
 
 def unregister(addresses: Sequence[int]) -> None:
+    torch.cuda.synchronize()  # Something may still be copied from there.
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -61,6 +62,7 @@ class PinnedMemory:
         self.pieces = list(whole.split(list(sizes)))
         pinned: list[int] = []
         self._end = weakref.finalize(self, unpin, pinned)  # Loading may fail in the middle.
+        self._end.atexit = False  # The driver does it then.
         with ThreadPoolExecutor(min(MOST_THREADS, processor().cores), "pinned-memory") as threads:
             touched = [[threads.submit(_touch, part) for part in piece.split(TOUCHED_BYTES)] for piece in self.pieces]
             done = 0
@@ -97,6 +99,7 @@ class _Mapped:
     """What torch asks of memory that it did not allocate. The GPU has the host's addresses for what is registered."""
 
     def __init__(self, piece: torch.Tensor) -> None:
+        self._piece = piece  # torch keeps this object, and the memory stays with it.
         self.__cuda_array_interface__ = {
             "data": (piece.data_ptr(), False),
             "shape": (piece.nbytes,),
