@@ -88,11 +88,13 @@ def answers(kind: str, folder: Path, streamed: int, on_disk: int = 0, *, embeddi
 class PoisonedCopies(CudaCopies):
     """A slot is NaN from its last reader to its copy, and neither side is ever in time."""
 
+    least_cycles, most_cycles = 0, 4_000_000
+
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Any) -> None:
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             target.fill_(0xFF)
-            torch.cuda._sleep(random.randrange(2_000_000))
+            torch.cuda._sleep(random.randint(self.least_cycles, self.most_cycles))
         super().copy(source, target, after, done)
 
     def await_copy(self, mark: Any) -> None:
@@ -114,5 +116,7 @@ def test_poison_is_seen_where_computing_does_not_wait(tmp_path: Path, monkeypatc
     """Or the test above would prove nothing."""
     plain = answers("bfloat16", tmp_path, 0)
     monkeypatch.setattr(PoisonedCopies, "await_copy", lambda copies, mark: None)
+    monkeypatch.setattr(PoisonedCopies, "least_cycles", 40_000_000)
+    monkeypatch.setattr(PoisonedCopies, "most_cycles", 40_000_000)
     monkeypatch.setattr(startup, "CudaCopies", PoisonedCopies)
     assert answers("bfloat16", tmp_path, 5) != plain

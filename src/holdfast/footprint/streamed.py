@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from holdfast.units import MIB
 
@@ -98,6 +99,11 @@ def streamed_layers(
     apart = chosen if on_disk is None else evenly(chosen, on_disk)
     sizes = tuple((by_layer[layer] // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES for layer in chosen)
     return StreamedLayers(chosen, sizes, sum(by_layer[layer] for layer in chosen), apart)
+
+
+def all_apart(layers: Sequence[int]) -> bool:
+    """Whether others stay between any two of them: while these are computed, one slot is filled again."""
+    return all(second - first > 1 for first, second in pairwise(layers))
 
 
 def last_of_groups(layers: int, group: int, streamed: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def content(layer: int, size: int) -> torch.Tensor:
     return torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(layer))
 
 
+def halves(layer: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divided elsewhere in some layers, as those of another kind are."""
+    first, second = content(layer, size).split((cut(layer), size - cut(layer)))
+    return first, second
+
+
+def cut(layer: int) -> int:
+    return 256 * (1 + layer % 3)
+
+
 def made(
     streamed: StreamedLayers, copies: QueuedCopies | SimulatedCopies, folder: Path, read: ReadInto | None = None
 ) -> DeviceLayers:
@@ -36,13 +47,16 @@ def made(
     file = LayerFile(folder, len(streamed.on_disk), streamed.place_bytes, read) if streamed.on_disk else None
     layers = DeviceLayers(streamed, CPU, copies, unpinned_memory(pinned_sizes(streamed)), file)
     for layer, size in zip(streamed.layers, streamed.sizes, strict=True):
-        layers.arena(layer).tensor((size,), torch.uint8, CPU).copy_(content(layer, size))
+        arena, (first, second) = layers.arena(layer), halves(layer, size)
+        arena.tensor(first.shape, torch.uint8, CPU).copy_(first)
+        layers.divide(layer)
+        arena.tensor(second.shape, torch.uint8, CPU).copy_(second)
         layers.keep(layer)
     return layers
 
 
 class Reader:
-    """Launches what looks at a layer's slot, twice, and is wrong if something else is there."""
+    """Launches what looks at each half of a layer in its slot, twice, and is wrong if something else is there."""
 
     def __init__(self, layers: DeviceLayers, streamed: StreamedLayers, copies: QueuedCopies) -> None:
         self._layers, self._copies, self.read = layers, copies, 0
@@ -55,16 +69,22 @@ class Reader:
     def compute(self, layers: Iterable[int]) -> None:
         for layer in layers:
             self._layers.begin(layer)
-            if layer in self._sizes:
-                self._copies.launch(lambda layer=layer: self._look(layer))
-                self._copies.launch(lambda layer=layer: self._look(layer))
-            self._copies.run_some()
+            self._look_at(layer, 0)
+            self._layers.halfway(layer)
+            self._look_at(layer, 1)
             self._layers.end(layer)
             self._copies.run_some()
 
-    def _look(self, layer: int) -> None:
+    def _look_at(self, layer: int, half: int) -> None:
+        if layer in self._sizes:
+            self._copies.launch(lambda: self._look(layer, half))
+            self._copies.launch(lambda: self._look(layer, half))
+        self._copies.run_some()
+
+    def _look(self, layer: int, half: int) -> None:
         size = self._sizes[layer]
-        assert torch.equal(self._slots[layer][:size], content(layer, size)), layer
+        place = self._slots[layer][: cut(layer)] if half == 0 else self._slots[layer][cut(layer) : size]
+        assert torch.equal(place, halves(layer, size)[half]), (layer, half)
         self.read += 1
 
 
@@ -75,13 +95,14 @@ def test_a_layer_is_in_its_slot_while_it_is_computed(seed: int, tmp_path, monkey
     count = rng.randint(1, 9)
     several = rng.randint(1, count)
     streamed = streamed_layers([rng.randint(1, 4 * PAGE) for _ in range(count)], several, rng.randint(0, several))
+    streamed = replace(streamed, ahead=rng.randint(0, 2))
     copies = QueuedCopies(seed)
     layers = made(streamed, copies, tmp_path)
     reader, looked = Reader(layers, streamed, copies), 0
     for _ in range(6):
         through = count if rng.random() < 0.8 else rng.randint(1, count)  # A step may fail in the middle.
         reader.step(through)
-        looked += 2 * sum(layer < through for layer in streamed.layers)
+        looked += 4 * sum(layer < through for layer in streamed.layers)
     copies.run_all()
     assert reader.read == looked
     layers.close()
@@ -110,10 +131,11 @@ def test_each_layer_crosses_the_link_once_a_step(tmp_path) -> None:
     for step in range(4):
         for layer in range(8):
             layers.begin(layer)
+            layers.halfway(layer)
             layers.end(layer)
         asked = len(copies.copied)
         # The first of the next step are on their way before it begins, and nothing twice.
-        assert asked == (step + 1) * len(streamed.layers) + streamed.slots
+        assert asked == 2 * ((step + 1) * len(streamed.layers) + streamed.slots)
     layers.close()
 
 
@@ -123,6 +145,7 @@ def test_a_layer_that_has_a_slot_for_itself_is_copied_once(tmp_path) -> None:
     for _ in range(3):
         for layer in range(3):
             layers.begin(layer)
+            layers.halfway(layer)
             layers.end(layer)
     assert copies.copied == []
     layers.close()
@@ -158,6 +181,7 @@ def test_nothing_moves_where_results_are_not_read(tmp_path) -> None:
     with layers.as_they_are():
         for layer in range(6):
             layers.begin(layer)
+            layers.halfway(layer)
             layers.end(layer)
     assert copies.copied == []
     layers.begin(layers._streamed.layers[0])

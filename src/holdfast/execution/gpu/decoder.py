@@ -169,6 +169,8 @@ class GpuDecoder:
             scales = key_scale, value_scale
             self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count], scales)
             self._add_attended(layer, attended, stream)
+            if streamed is not None:
+                streamed.halfway(index, self._beat)
             self._feed(layer, stream)
             if streamed is not None:
                 streamed.end(index)

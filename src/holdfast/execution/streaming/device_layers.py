@@ -1,13 +1,14 @@
 """Slots on a GPU that layers take turns in. Each streamed layer has one slot, so its tensors keep their addresses:
 
-    layer     0   1   2   3   4   5   6   7         slots: 2; streamed: 1, 3, 5, 7; the others stay on the GPU
-    slot          A       B       A       B
-    the link  ──3─►B ──5─►A ──7─►B ──1─►A ──3─►B    the next copy is asked for as soon as a slot was computed from,
-                                                    for the next step too: after 7 comes 1 again
+    layer     0   1   2   3   4   5   6   7          one slot; streamed: 1, 3, 5, 7; the others stay on the GPU
+    the link    ─1m─►│3a ─3m─────►│5a ─5m─────►│7a    a: attention's half, m: the MLP's. A half of the next layer comes
+                                                      as soon as the same half was computed from, in the next step too:
+                                                      after 7 comes 1 again
 
-Layers wait in pinned memory, or in a file, from which they pass through pinned buffers. The host asks for everything
-ahead of the GPU; fences on it keep a copy behind the last reader of its slot, and a reader behind its copy. The order
-is always the same, so nothing is ever guessed. Knows nothing of products.
+With two slots both halves of the next layer come while one is computed. Layers wait in pinned memory, or in a file,
+from which they pass through pinned buffers. The host asks for everything ahead of the GPU; fences on it keep a copy
+behind the last reader of its place, and a reader behind its copy. The order is always the same, so nothing is ever
+guessed. Knows nothing of products.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.execution.memory import Arena
+from holdfast.execution.memory import ALIGNED_BYTES, Arena
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.layer_file import LayerFile
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
@@ -64,6 +65,9 @@ class DeviceLayers:
             _DeviceSlot(torch.empty(streamed.place_bytes, dtype=torch.uint8, device=device), copies)
             for _ in range(streamed.slots)
         ]
+        self._cuts: dict[int, int] = {}
+        """Bytes of the first half, by layer."""
+        self._arena: Arena | None = None
         self._paused, self._possible = False, 0.0
 
     @property
@@ -75,10 +79,15 @@ class DeviceLayers:
         return layer in self._number
 
     def arena(self, layer: int) -> Arena:
-        """Where this layer's tensors are to be made."""
-        slot = self._slot(layer)
-        slot.layer = None
-        return Arena(slot.tensor[: self._sizes[layer]])
+        """Where this layer's tensors are to be made: those of its first half, `divide`, then the others."""
+        for half in self._slot(layer).halves:
+            half.layer = None
+        self._arena = Arena(self._slot(layer).tensor[: self._sizes[layer]])
+        return self._arena
+
+    def divide(self, layer: int) -> None:
+        assert self._arena is not None, "an arena was given out"
+        self._cuts[layer] = -(-self._arena.used_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
     @property
     def embedding(self) -> Arena | None:
@@ -94,7 +103,8 @@ class DeviceLayers:
         else:
             assert self._on_disk is not None
             self._on_disk.write(layer, whole)
-        slot.layer = layer
+        for half in slot.halves:
+            half.layer = layer
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
@@ -106,43 +116,67 @@ class DeviceLayers:
             self._paused = False
 
     def begin(self, layer: int, beat: Callable[[], None] | None = None) -> None:
-        """What is launched from now on finds it in its slot. `beat`: called while a disk is waited for."""
+        """What is launched from now on finds its first half in its slot. `beat`: called while a disk is waited for."""
+        if layer in self._number and not self._paused:
+            self._await(layer, 0, beat)
+
+    def halfway(self, layer: int, beat: Callable[[], None] | None = None) -> None:
+        """All that reads its first half was launched; what comes now finds the second."""
         if layer not in self._number or self._paused:
             return
-        slot = self._slot(layer)
-        if slot.layer != layer:
-            self._ask(slot, layer)
-        if slot.waiting:
-            self._send(slot, beat)
-        self._copies.await_copy(slot.copied)
+        after = self._after(layer)
+        # Another kind of layer may be divided further behind, where this one is still read.
+        if after != layer and self._cuts[after] <= self._cuts[layer]:
+            self._ask(after, 0)
+        self._await(layer, 1, beat)
 
     def end(self, layer: int) -> None:
-        """It was launched: whoever is next in its slot may come."""
+        """All of it was launched: whoever is next in its slot may come."""
         if layer not in self._number or self._paused:
             return
-        number = self._number[layer] + len(self._slots)
-        after = self._streamed.layers[number if number < len(self._number) else number % len(self._slots)]
+        after = self._after(layer)
         if after != layer:
-            self._ask(self._slot(layer), after)
+            if self._slot(layer).halves[0].layer != after:
+                self._ask(after, 0)
+            self._ask(after, 1)
         if self._on_disk is not None:
             self._on_disk.go_on()
-            for slot in self._slots:
-                if slot.waiting and slot.layer is not None and self._on_disk.ready(slot.layer):
-                    self._send(slot)
+            for half in (half for slot in self._slots for half in slot.halves):
+                if half.waiting and half.layer is not None and self._on_disk.ready(half.layer):
+                    self._send(half)
 
-    def _ask(self, slot: _DeviceSlot, layer: int) -> None:
-        self._copies.after_launched(slot.read)
-        slot.layer, slot.waiting = layer, True
+    def _after(self, layer: int) -> int:
+        """The next in the same slot."""
+        number = self._number[layer] + len(self._slots)
+        return self._streamed.layers[number if number < len(self._number) else number % len(self._slots)]
+
+    def _await(self, layer: int, number: int, beat: Callable[[], None] | None) -> None:
+        half = self._slot(layer).halves[number]
+        if half.layer != layer:
+            self._ask(layer, number)
+        if half.waiting:
+            self._send(half, beat)
+        self._copies.await_copy(half.copied)
+
+    def _ask(self, layer: int, number: int) -> None:
+        half, other = (self._slot(layer).halves[at] for at in (number, 1 - number))
+        if other.layer is not None and (self._cuts[layer] - self._cuts[other.layer]) * (1 - 2 * number) > 0:
+            other.layer = None  # This one comes to lie over it: after a step that did not get to its end.
+        self._copies.after_launched(half.read)
+        half.layer, half.waiting = layer, True
         if layer in self._in_ram:
-            self._send(slot)
+            self._send(half)
 
-    def _send(self, slot: _DeviceSlot, beat: Callable[[], None] | None = None) -> None:
-        layer = slot.layer
+    def _send(self, half: _Half, beat: Callable[[], None] | None = None) -> None:
+        layer = half.layer
         assert layer is not None
-        slot.layer = None  # A disk may fail.
+        half.layer = None  # A disk may fail.
+        first, last = (0, self._cuts[layer]) if half.number == 0 else (self._cuts[layer], self._sizes[layer])
         source, marks = self._source(layer, beat)
-        self._copies.copy(source, slot.tensor, slot.read, [slot.copied, *marks])
-        slot.layer, slot.waiting = layer, False
+        self._copies.copy(source[first:last], half.slot[first:last], half.read, [half.copied, *marks])
+        if self._on_disk is not None and marks and half.number == 1:
+            self._on_disk.release()
+        half.layer, half.waiting = layer, False
 
     def _source(self, layer: int, beat: Callable[[], None] | None = None) -> tuple[torch.Tensor, list[Any]]:
         """Its bytes in pinned memory, and what is to be marked when they were copied."""
@@ -150,7 +184,7 @@ class DeviceLayers:
             return self._in_ram[layer], []
         assert self._on_disk is not None
         memory, copied = self._on_disk.take(layer, beat)
-        return memory[: self._sizes[layer]], [copied]
+        return memory, [copied]
 
     def _slot(self, layer: int) -> _DeviceSlot:
         return self._slots[self._number[layer] % len(self._slots)]
@@ -176,17 +210,19 @@ class DeviceLayers:
     def _rate(self, layers: list[int]) -> float:
         """Bytes a second, into their slots."""
         layers = layers[:MEASURED_LAYERS]
-        self.begin(layers[0])
-        self._copies.wait(self._slot(layers[0]).copied)
+        self._bring(layers[:1])  # What is only done once is done.
         began_s = time.monotonic()
-        for layer in layers:
-            self._ask(self._slot(layer), layer)
-            if self._slot(layer).waiting:
-                self._send(self._slot(layer))
-        for slot in self._slots:
-            if slot.layer in layers:
-                self._copies.wait(slot.copied)
+        self._bring(layers)
         return sum(self._sizes[layer] for layer in layers) / max(time.monotonic() - began_s, 1e-6)
+
+    def _bring(self, layers: list[int]) -> None:
+        for layer in layers:
+            for half in self._slot(layer).halves:
+                self._ask(layer, half.number)
+                if half.waiting:
+                    self._send(half)
+        for half in (half for slot in self._slots for half in slot.halves):
+            self._copies.wait(half.copied)
 
     def close(self) -> None:
         if self._on_disk is not None:
@@ -200,6 +236,14 @@ class DeviceLayers:
 class _DeviceSlot:
     def __init__(self, tensor: torch.Tensor, copies: Copies) -> None:
         self.tensor = tensor
+        self.halves = tuple(_Half(tensor, number, copies) for number in (0, 1))
+
+
+class _Half:
+    """Of whichever layer is in the slot: its first bytes, which attention reads, or the others."""
+
+    def __init__(self, slot: torch.Tensor, number: int, copies: Copies) -> None:
+        self.slot, self.number = slot, number
         self.layer: int | None = None
         """Whose bytes are in it, or asked for."""
         self.waiting = False

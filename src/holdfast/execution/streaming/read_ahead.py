@@ -62,7 +62,8 @@ class ReadAhead:
         )
 
     def take(self, layer: int, beat: Callable[[], None] | None = None) -> tuple[torch.Tensor, Any]:
-        """Its bytes, and the mark that is to be passed when they were copied. Waits until they are here."""
+        """Its bytes, and the mark that is to be passed when they were copied. Waits until they are here. They stay
+        until `release`, and may be taken in parts."""
         if not self._reading or self._reading[0].layer != layer:
             self._restart(layer)
         buffer = self._reading[0]
@@ -75,8 +76,11 @@ class ReadAhead:
         except BaseException:
             self._drop()
             raise
-        self._copied.append(self._reading.popleft())
         return buffer.memory, buffer.copied
+
+    def release(self) -> None:
+        """What was taken last: its copies are asked for."""
+        self._copied.append(self._reading.popleft())
 
     def _restart(self, layer: int) -> None:
         """With this one: something else was expected, or did not come."""

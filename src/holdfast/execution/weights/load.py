@@ -188,13 +188,21 @@ class Loader:
         name, decoder = f"layers.{layer.index}", self.spec.decoder
         before, after = decoder.norms != "after", decoder.norms != "before"
         heads_normed = decoder.query_key_norm != "none"
+        attn_norm = self.norm(f"{name}.attn_norm") if before else None
+        qkv = self.joined(name, "qkv", ("q", "k", "v"))
+        query_norm = self.vector(f"{name}.q_norm") if heads_normed else None
+        key_norm = self.vector(f"{name}.k_norm") if heads_normed else None
+        o = self.linear(f"{name}.o")
+        post_attn_norm = self.norm(f"{name}.post_attn_norm") if after else None
+        if isinstance(self.slots, DeviceLayers) and layer.index in self.slots:
+            self.slots.divide(layer.index)  # What is above is read by the first half of the layer.
         return LayerWeights(
-            attn_norm=self.norm(f"{name}.attn_norm") if before else None,
-            qkv=self.joined(name, "qkv", ("q", "k", "v")),
-            query_norm=self.vector(f"{name}.q_norm") if heads_normed else None,
-            key_norm=self.vector(f"{name}.k_norm") if heads_normed else None,
-            o=self.linear(f"{name}.o"),
-            post_attn_norm=self.norm(f"{name}.post_attn_norm") if after else None,
+            attn_norm=attn_norm,
+            qkv=qkv,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            o=o,
+            post_attn_norm=post_attn_norm,
             mlp_norm=self.norm(f"{name}.mlp_norm") if before else None,
             mlp=self.mlp(layer),
             post_mlp_norm=self.norm(f"{name}.post_mlp_norm") if after else None,

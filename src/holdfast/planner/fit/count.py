@@ -16,7 +16,14 @@ from holdfast.footprint import cpu
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.streamed import GATHERS_EMBEDDING, StreamedLayers, last_of_groups, streamed_layers
+from holdfast.footprint.streamed import (
+    AHEAD,
+    GATHERS_EMBEDDING,
+    StreamedLayers,
+    all_apart,
+    last_of_groups,
+    streamed_layers,
+)
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_overhead import links_bytes
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
@@ -228,7 +235,8 @@ def streamed_on_gpu(question: Question) -> StreamedLayers | None:
     dtype, asked = compute_dtype(question, 1), settings.offload
     by_layer = weights.by_layer(dtype=dtype)
     chosen = settings.streamed_layers if asked.groups is None else last_of_groups(len(by_layer), *asked.groups)
-    found = replace(streamed_layers(by_layer, chosen, settings.layers_on_disk), ahead=asked.ahead)
+    found = streamed_layers(by_layer, chosen, settings.layers_on_disk)
+    found = replace(found, ahead=0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead)
     return replace(found, embedding_bytes=weights.gathered_bytes(dtype=dtype)) if GATHERS_EMBEDDING else found
 
 
