@@ -20,7 +20,7 @@ from holdfast.execution.streaming import layer_file
 from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
 from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.footprint.streamed import StreamedLayers, streamed_layers
+from holdfast.footprint.streamed import StreamedLayers, all_apart, streamed_layers
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -230,3 +230,8 @@ def test_memory_that_is_not_pinned_is_refused_and_what_was_is_given_back() -> No
         PinnedMemory([PAGE] * 3, pin=pin, unpin=freed.extend)
     assert "CUDA error 2" in str(caught.value)
     assert freed == pinned
+
+
+@pytest.mark.parametrize(("layers", "apart"), [((1, 3, 5, 7), True), ((0,), True), ((1, 2, 4), False), ((), True)])
+def test_one_slot_is_enough_where_layers_stay_between(layers: tuple[int, ...], apart: bool) -> None:
+    assert all_apart(layers) == apart
