@@ -18,7 +18,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.startup import streamed_layers as startup
 from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.execution.streaming.copies import CudaCopies
-from holdfast.footprint.streamed import streamed_layers
+from holdfast.footprint.streamed import all_apart, streamed_layers
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import Request, SamplingParams
 
@@ -31,11 +31,14 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"}, "bfloat16": {}, "awq": {}, "fp8": {"quantization": "fp8"}, "q4_k": {},
+    "smollm2": {},
 }  # fmt: skip
 
 
 def stored(kind: str, folder: Path) -> dict[str, Any]:
-    """Settings that name it."""
+    """Settings that name it. The last is a real model."""
+    if kind == "smollm2":
+        return {"model": "smollm2"}
     if kind == "q4_k":
         path = folder / "model.gguf"
         if not path.exists():
@@ -62,6 +65,7 @@ def answers(kind: str, folder: Path, streamed: int, on_disk: int = 0, *, embeddi
         checkpoint = None if config.load_format == "dummy" else match(found.spec, open_checkpoint(found.files))
         weights = EngineWeights(found.spec, checkpoint, plan.engine.quantize)
         placed = streamed_layers(weights.by_layer(dtype=plan.dtype), streamed, on_disk)
+        placed = replace(placed, ahead=0 if all_apart(placed.layers) else 1)
         if embedding:
             placed = replace(placed, embedding_bytes=weights.gathered_bytes(dtype=plan.dtype))
         plan = replace(plan, own=replace(plan.engine, streamed=placed))
@@ -104,12 +108,13 @@ class PoisonedCopies(CudaCopies):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_answers_are_those_of_a_model_that_stays(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = 30 if kind == "smollm2" else LAYERS
     plain = answers(kind, tmp_path, 0)
-    assert answers(kind, tmp_path, LAYERS) == plain
+    assert answers(kind, tmp_path, layers) == plain
     assert answers(kind, tmp_path, 3, embedding=True) == plain
     monkeypatch.setattr(startup, "CudaCopies", PoisonedCopies)
-    assert answers(kind, tmp_path, 4) == plain
-    assert answers(kind, tmp_path, 5, 3) == plain
+    assert answers(kind, tmp_path, layers // 2) == plain
+    assert answers(kind, tmp_path, layers - 2, 3) == plain
 
 
 def test_poison_is_seen_where_computing_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
