@@ -22,7 +22,7 @@ from holdfast.planner.inputs.replicas import one_replica, ranks_of_a_replica, sh
 from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
-from holdfast.planner.sizing.host_ram import host_budget, server_bytes
+from holdfast.planner.sizing.host_ram import server_bytes
 from holdfast.units import counted
 
 OF_A_CPU = "HF127"
@@ -99,12 +99,11 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
 
 
 def _with_pinned_ram(machine: Machine, config: PlanConfig, spec: ModelSpec) -> Machine:
-    """As a server would count it; of a GPU that is only named, RAM is known where it was named too."""
-    if machine.kind != "gpu" or machine.ram_bytes is None:
+    """--ram is a budget of the whole server; without it, a share of what is free may be pinned."""
+    if machine.kind != "gpu" or config.ram is None or machine.ram_bytes is None:
         return machine
-    budget = host_budget(None if config.ram is None else machine.ram_bytes, machine.ram_bytes)
     others = server_bytes(spec, config.max_num_seqs or GPU_SEQUENCES, front_bytes=FRONT_BYTES)
-    return replace(machine, pinned_bytes=max(0, budget - others))
+    return replace(machine, pinned_bytes=max(0, machine.ram_bytes - others))
 
 
 def _share_of_vram(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:

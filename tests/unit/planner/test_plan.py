@@ -19,6 +19,7 @@ from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
 from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
+from holdfast.planner.serve.refusals import FROM_DISK
 from holdfast.planner.sizing import default_limits
 from holdfast.units import MIB, format_bytes
 
@@ -141,7 +142,7 @@ def test_every_change_that_a_refusal_names_was_planned(
             assert plan(spec, free_gib, **{**settings, name: named[3]}), text
     assert not re.search(r" 0\b", fix)
     if free_gib in (12, 15):
-        assert fix.endswith("--quantization fp8"), "less memory than the unquantized weights take"
+        assert fix.removesuffix(f", or {FROM_DISK}").endswith("--quantization fp8"), "less than the plain weights take"
 
 
 def test_binary_search_over_the_length_finds_the_edge(spec: ModelSpec) -> None:
@@ -485,7 +486,8 @@ def test_what_a_refusal_advises_fits_when_it_is_planned(spec: ModelSpec) -> None
     ):
         with pytest.raises(DoesNotFitError, match="short") as caught:
             plan(spec, free_gib, **settings)
-        advice = [text.split() for text in str(caught.value.fix).split(", or ")]
+        fix = str(caught.value.fix).removesuffix(f", or {FROM_DISK}")
+        advice = [text.split() for text in fix.split(", or ")]
         assert advice
         for words in advice:
             if words[0] == "leave":
@@ -493,6 +495,13 @@ def test_what_a_refusal_advises_fits_when_it_is_planned(spec: ModelSpec) -> None
             else:
                 changed = {**settings, **dict(zip(map(field_of, words[::2]), words[1::2], strict=True))}
             plan(spec, free_gib, **changed)
+
+
+def test_ram_that_refuses_a_model_names_a_disk_where_that_would_do(spec: ModelSpec) -> None:
+    for free_gib, helps in ((6, True), (1, False)):
+        with pytest.raises(DoesNotFitError) as caught:
+            plan(spec, free_gib)
+        assert str(caught.value.fix).endswith(FROM_DISK) is helps
 
 
 def field_of(flag: str) -> str:

@@ -89,7 +89,8 @@ def test_the_sections_are_there(answers: list[PlanAnswer]) -> None:
     assert "Remedies" not in fits
     assert "Remedies" in short
     assert "HFW28" in short
-    assert "offloading yet" in short.replace("\n      ", " ")
+    assert "With layers in RAM" in short
+    assert "holdfast serve does this by itself" in short.replace("\n      ", " ")
 
 
 def test_only_the_engine_that_was_asked_for(answers: list[PlanAnswer]) -> None:

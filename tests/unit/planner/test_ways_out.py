@@ -20,6 +20,7 @@ from holdfast.planner.advice.remedies import BEYOND_THE_MODEL, LAST, TABLE, _is_
 from holdfast.planner.advice.remedy import Kind, Remedy, too_long
 from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.api import question_of
+from holdfast.planner.fit.placement import place as place_layers
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device
 from holdfast.units import GIB
@@ -54,7 +55,13 @@ def check(way: Remedy, *words: str) -> None:
     if way.tiers is None:
         assert again.fits, said
         return
-    assert not way.available
+    if way.available:
+        placed = place_layers(again.question)
+        assert placed is not None, said
+        assert placed.fits, said
+        assert way.fit.fits
+        assert way.tiers.gpu_bytes <= way.fit.budget_bytes
+        return
     assert not way.fit.fits
     rank = min(way.fit.ranks, key=lambda one: one.budget_bytes)
     assert way.tiers.gpu_bytes <= rank.budget_bytes
@@ -104,7 +111,7 @@ def test_70b_on_24_gb_needs_more_gpus_tiers_or_two_bits(ask: Ask) -> None:
     (tiers,) = only(found, "tiers")
     assert tiers.tiers is not None
     assert tiers.tiers.one is not None
-    assert "no offloading yet" in (tiers.note or "")
+    assert "by itself" in (tiers.note or "")
     assert 20 <= tiers.tiers.resident_layers <= 45
     assert 0.5 < tiers.tiers.one.tokens_per_s < 3
 
@@ -351,8 +358,8 @@ def test_what_ram_does_not_hold_may_lie_on_disk(ask: Ask) -> None:
     (way,) = only(fit(replace(question, machine=replace(question.machine, nvme_bytes=1000 * GIB))), "tiers")
     assert way.tiers is not None
     assert way.tiers.one is not None
-    assert not way.available
-    assert way.tiers.ram_bytes == pytest.approx(16 * GIB * RAM_SHARE, abs=1)
+    assert way.available
+    assert 16 * GIB * RAM_SHARE > way.tiers.ram_bytes > 8 * GIB
     assert way.tiers.nvme_bytes > 0
     assert "on NVMe at 3 GB/s (assumed)" in way.change
     assert way.tiers.one.high < 3e9 / way.tiers.nvme_bytes

@@ -30,7 +30,7 @@ from holdfast.planner.advice.throughput import NVME_GB_S
 from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.engines.command import written_size
 from holdfast.planner.fit.count import least_bytes
-from holdfast.planner.fit.placement import may_stream
+from holdfast.planner.fit.placement import may_stream, pinned_room
 from holdfast.planner.fit.placement import place as place_layers
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
@@ -170,7 +170,7 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
     if placed is None or not placed.fits:
         return None
     held, free = placed_tiers(placed), placed.free_ram_bytes
-    stated = question.machine.pinned_bytes is not None
+    stated = pinned_room(question) is not None
     disk = f", {format_bytes(held.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if held.nvme_bytes else ""
     return Change(
         question,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from holdfast.config.engine import GPU_SEQUENCES
 from holdfast.config.offload import OffloadRequest
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.cpu import FRONT_BYTES
@@ -23,7 +24,7 @@ from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Question
 from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
-from holdfast.planner.sizing.host_ram import HOST_SHARE, server_bytes
+from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_bytes
 
 CANNOT_STREAM = "HF136"
 STREAMED_TOKENS = 8192
@@ -113,8 +114,18 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
         pool = min(most.ranks[0].room_bytes, _pool_bytes(plan, kv_bytes))
         return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= pool
 
-    streamed = next(count for count in range(1, layers + 1) if enough(planned(count, length)))
+    # What is left with all of them streamed bounds how many may stay: few need to be planned.
+    left = most.ranks[0].room_bytes - min(most.ranks[0].room_bytes, _pool_bytes(most, kv_bytes))
+    able = (count for count in range(1, layers + 1) if _freed(question, count) >= _freed(question, layers) - left)
+    streamed = next(count for count in able if enough(planned(count, length)))
     return _over_host(planned(streamed, asked))
+
+
+def _freed(question: Question, streamed: int) -> int:
+    """Of VRAM."""
+    found = streamed_on_gpu(with_streamed(question, streamed, 0, None))
+    assert found is not None
+    return found.weights_bytes - found.slots_bytes
 
 
 def place_by_hand(question: Question) -> Placement | None:
@@ -156,6 +167,15 @@ def _pool_bytes(plan: Plan, kv_bytes: int) -> int:
     return max(kv_bytes, plan.ranks[0].kv.needed_bytes(plan.limits.max_num_seqs, each))
 
 
+def pinned_room(question: Question) -> int | None:
+    """That layers may take: what a budget leaves, or a share of what is free; None: it is not known what there is."""
+    machine, sequences = question.machine, question.settings.max_num_seqs or GPU_SEQUENCES
+    if machine.pinned_bytes is not None or machine.ram_bytes is None:
+        return machine.pinned_bytes
+    others = server_bytes(question.model.spec, sequences, front_bytes=FRONT_BYTES)
+    return max(0, host_budget(None, machine.ram_bytes) - others)
+
+
 def with_streamed(question: Question, streamed: int, on_disk: int, max_model_len: int | None) -> Question:
     settings = replace(question.settings, streamed_layers=streamed, layers_on_disk=on_disk, max_model_len=max_model_len)
     return replace(question, settings=settings)
@@ -170,7 +190,7 @@ def _over_host(plan: Plan) -> Placement:
         assert found is not None
         return found
 
-    on_disk, room = 0, machine.pinned_bytes
+    on_disk, room = 0, pinned_room(plan.question)
     if room is not None and machine.nvme_bytes:
         counts = range(settings.streamed_layers + 1)
         on_disk = next((count for count in counts if split(count).pinned_bytes <= room), counts[-1])

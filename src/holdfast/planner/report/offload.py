@@ -11,7 +11,7 @@ from holdfast.planner.advice.offload import kv_price
 from holdfast.planner.advice.throughput import NVME_GB_S, Throughput, throughput
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
-from holdfast.planner.fit.placement import Placement
+from holdfast.planner.fit.placement import Placement, pinned_room
 from holdfast.planner.report.wrapping import wrapped
 from holdfast.units import counted, format_bytes
 
@@ -29,7 +29,7 @@ class Offload:
     @property
     def known(self) -> bool:
         """What RAM there is."""
-        return self.placement.plan.question.machine.pinned_bytes is not None
+        return pinned_room(self.placement.plan.question) is not None
 
     @property
     def runs(self) -> bool:
@@ -77,7 +77,7 @@ def _tiers(offload: Offload) -> Iterator[str]:
         f" {terms['layer_slots']}; KV {format_bytes(rank.pool_bytes)}, a context of {plan.limits.max_model_len:,}; the"
         f" rest {format_bytes(others)}"
     )
-    known = plan.question.machine.pinned_bytes
+    known = pinned_room(plan.question)
     room = "" if known is None else f" of {format_bytes(known)} that layers may take"
     pinned = f"{counted(len(streamed.in_ram), 'layer')}, {format_bytes(streamed.pinned_bytes)} pinned{room}"
     yield f"RAM   {pinned}; {format_bytes(placed.free_ram_bytes)} must be free with the server's own processes"
@@ -108,8 +108,8 @@ def _experts(offload: Offload) -> Iterator[str]:
     kind = next((experts for experts in routed if experts is not None), None)
     if kind is not None:
         yield (
-            f"all experts of a streamed layer are moved, though a token uses {kind.per_token} of {kind.count}: weights in"
-            " fewer bits, or llama.cpp, which computes experts on the CPU, may be faster"
+            f"all experts of a streamed layer are moved, though a token uses {kind.per_token} of {kind.count}: weights"
+            " in fewer bits, or llama.cpp, which computes experts on the CPU, may be faster"
         )
 
 
@@ -119,7 +119,7 @@ def offload_document(offload: Offload | None, rates: Any) -> dict[str, Any] | No
         return None
     placed = offload.placement
     plan, streamed, rank = placed.plan, placed.streamed, placed.plan.ranks[0]
-    gpu, machine = plan.device.gpu, plan.question.machine
+    gpu = plan.device.gpu
     return {
         "runs": offload.runs if offload.known else None,
         "layers": len(plan.question.model.spec.layers),
@@ -128,7 +128,7 @@ def offload_document(offload: Offload | None, rates: Any) -> dict[str, Any] | No
         "layers_on_disk": list(streamed.on_disk),
         "vram": {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": rank.pool_bytes},
         "pinned_bytes": streamed.pinned_bytes,
-        "pinned_limit_bytes": machine.pinned_bytes,
+        "pinned_limit_bytes": pinned_room(plan.question),
         "ram_short_bytes": placed.ram_short_bytes,
         "free_ram_needed_bytes": placed.free_ram_bytes,
         "nvme_bytes": streamed.file_bytes,

@@ -149,7 +149,7 @@ def _host_is_short(placed: Placement, host: HostShare, config: EngineConfig) -> 
             needed=f"{format_bytes(streamed.pinned_bytes)} of pinned RAM for {layers}",
             found=f"{format_bytes(host.pinned_bytes)} ({host.reason}): {format_bytes(placed.ram_short_bytes)} short",
             fix="--nvme-path DIR on a fast disk with room for them" if no_disk else "more RAM, or a quantized model",
-            keep_fix=no_disk,
+            kept="first" if no_disk else None,
             field="nvme_path" if no_disk else "ram",
             code=RAM_IS_SHORT,
         )

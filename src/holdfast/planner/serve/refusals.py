@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.config import EngineConfig
 from holdfast.config.quantization import MADE_WHILE_LOADING
@@ -18,6 +18,7 @@ from holdfast.hardware import Memory
 from holdfast.planner.advice.search import first_that_fits, that_fit
 from holdfast.planner.fit.cpu import CpuCount, count_on_cpu
 from holdfast.planner.fit.result import Plan
+from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, MOST_UTILIZATION
 from holdfast.planner.sizing.default_limits import RAM_STEP_BYTES
 from holdfast.units import MIB, counted, format_bytes
@@ -32,6 +33,7 @@ Candidates = Callable[[EngineConfig, Attempt], Iterator[SettingsChange]]
 MOST_REMEDIES = 3
 _WRITTEN = {"offload": "--no-offload"}
 """Settings that are only ever written as their opposite."""
+FROM_DISK = "--nvme-path DIR on a fast disk, from which layers that RAM does not hold are read for every step"
 NOTHING_FITS = "free memory, or use a smaller or a quantized model"
 
 
@@ -46,13 +48,14 @@ class PlanRefusal(DoesNotFitError):
         found: str,
         changes: Iterable[SettingsChange] = (),
         fix: str = NOTHING_FITS,
-        keep_fix: bool = False,
+        kept: Literal["first", "last"] | None = None,
         field: str | None = None,
         code: str | None = None,
     ) -> None:
-        """`fix`: what is said where no change of settings fits; `keep_fix`: where one does as well, and first."""
+        """`fix`: what is said where no change of settings fits; `kept`: before or behind those that do; None:
+        not beside them."""
         super().__init__(message, needed=needed, found=found, fix=fix, field=field, code=code)
-        self.changes, self.keep_fix = changes, keep_fix
+        self.changes, self.kept = changes, kept
 
 
 def spell(terms: Mapping[str, int]) -> str:
@@ -104,10 +107,15 @@ def does_not_fit(found: Plan) -> PlanRefusal:
 
 
 def _nothing_fits(found: Plan, needed: str) -> PlanRefusal:
+    """A disk is named where it would do; what of it is free, and where, is for the user to say."""
+    settings = replace(found.question.settings, streamed_layers=len(found.question.model.spec.layers))
+    from_disk = not found.question.settings.streamed_layers and fit(replace(found.question, settings=settings)).fits
     return PlanRefusal(
         "the model does not fit in memory",
         needed=needed,
         found=f"{format_bytes(found.budget_bytes)} of budget: {format_bytes(found.short_bytes)} short",
+        fix=FROM_DISK if from_disk else NOTHING_FITS,
+        kept="last" if from_disk else None,
     )
 
 
@@ -189,8 +197,8 @@ def with_remedies(
             return other
     if not fix and (without := _unset(config)) and first_that_fits([without], plan) is not None:
         fix = change_text(without)
-    if fix and refusal.keep_fix:
-        fix = f"{refusal.fix}, or {fix}"
+    if fix and refusal.kept is not None:
+        fix = ", or ".join([refusal.fix or "", fix] if refusal.kept == "first" else [fix, refusal.fix or ""])
     return DoesNotFitError(
         refusal.message,
         code=refusal.code,

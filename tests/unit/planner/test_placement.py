@@ -1,0 +1,264 @@
+"""A model larger than its GPU: as few layers as need be wait in RAM and on a disk, every byte of it counted, and what
+cannot be done is refused with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.footprint.streamed import PLACE_GRAIN_BYTES, StreamedLayers, evenly, last_of_groups, streamed_layers
+from holdfast.hardware import Memory, gpus
+from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.models import ModelSpec, catalogue
+from holdfast.planner import api
+from holdfast.planner.advice.throughput import EXPECTED, throughput
+from holdfast.planner.fit.placement import STREAMED_TOKENS, place
+from holdfast.planner.fit.result import Plan
+from holdfast.planner.fit.search import Question
+from holdfast.planner.models.variants import planned
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.units import GIB
+
+Ask = Callable[..., Question]
+LIMITS = {"max_model_len": 2048, "max_num_seqs": 32, "max_num_batched_tokens": 2048}
+
+
+@cache
+def spec_of(name: str) -> ModelSpec:
+    model = planned(catalogue.find(name))
+    assert model is not None
+    return model.spec
+
+
+def machine(free_gib: float) -> Memory:
+    return Memory(total_bytes=256 * GIB, available_bytes=int(free_gib * GIB), limited_by="machine")
+
+
+def served(name: str, vram_gib: float, *, ram_gib: float = 256, **settings: object) -> Plan:
+    total = 141 * GIB
+    card = NvidiaGpu(
+        index=0,
+        uuid="GPU-0",
+        name="H200",
+        total_bytes=total,
+        free_bytes=total,
+        capability=(9, 0),
+        known=gpus.find("h200"),
+    )
+    vram = f"{int(vram_gib * 1024)}MiB"
+    config = EngineConfig.from_arguments(device="cuda", load_format="dummy", vram=vram, **settings)
+    return make_gpu_plan(spec_of(name), None, config, [card], name=name, host=machine(ram_gib))
+
+
+def refused(*arguments: object, **settings: object) -> ConfigurationError:
+    with pytest.raises(ConfigurationError) as caught:
+        served(*arguments, **settings)  # type: ignore[arg-type]
+    return caught.value
+
+
+def streamed(plan: Plan) -> StreamedLayers:
+    assert plan.engine.streamed is not None
+    return plan.engine.streamed
+
+
+# What is counted
+
+
+@given(st.lists(st.integers(1, 1 << 33), min_size=1, max_size=128), st.data())
+def test_every_streamed_layer_has_its_place(by_layer: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, len(by_layer)))
+    on_disk = data.draw(st.integers(0, count))
+    found = streamed_layers(by_layer, count, on_disk)
+    assert len(found.layers) == len(set(found.layers)) == count
+    assert sorted((*found.in_ram, *found.on_disk)) == list(found.layers)
+    assert len(found.on_disk) == on_disk
+    assert found.weights_bytes == sum(by_layer[layer] for layer in found.layers)
+    for layer, size in zip(found.layers, found.sizes, strict=True):
+        assert by_layer[layer] + PLACE_GRAIN_BYTES <= size <= by_layer[layer] + 2 * PLACE_GRAIN_BYTES
+        assert size % PLACE_GRAIN_BYTES == 0
+    in_ram = sum(size for layer, size in zip(found.layers, found.sizes, strict=True) if layer in found.in_ram)
+    assert found.pinned_bytes == in_ram + min(2, on_disk) * max(found.sizes, default=0)
+    assert found.moved_bytes == in_ram + found.read_bytes == sum(found.sizes)
+    assert found.file_bytes == on_disk * max(found.sizes, default=0)
+
+
+@given(st.integers(1, 200), st.data())
+def test_streamed_layers_are_spread_evenly(layers: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, layers))
+    found = evenly(range(layers), count)
+    gaps = [after - before for before, after in zip((found[-1] - layers, *found), found, strict=False)]
+    assert len(found) == count
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_groups_are_those_of_vllm() -> None:
+    assert last_of_groups(24, 8, 2) == (6, 7, 14, 15, 22, 23)
+    assert last_of_groups(10, 4, 1) == (3, 7)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-70b-awq", "llama-3.1-8b", "qwen3-30b-a3b"])
+def test_every_byte_is_in_one_tier(name: str) -> None:
+    plan = served(name, 8 if name == "llama-3.1-8b" else 22.93)
+    layers, terms = streamed(plan), plan.terms
+    assert terms["weights"] + layers.weights_bytes == plan.weights_bytes
+    assert terms["layer_slots"] == layers.slots_bytes == 2 * max(layers.sizes)
+    assert sum(terms.values()) <= plan.budget_bytes
+    assert plan.loading_bytes <= plan.budget_bytes
+    assert not layers.on_disk
+    assert layers.pinned_bytes == sum(layers.sizes)
+    # One layer fewer would leave KV too little, and not one page of the budget is given away.
+    fewer = max(layers.sizes)
+    wanted = plan.ranks[0].kv.needed_bytes(32, 256)
+    assert terms["kv_pool"] - fewer < max(wanted, plan.ranks[0].kv.needed_bytes(1, STREAMED_TOKENS))
+    assert plan.budget_bytes - sum(terms.values()) < 2 * plan.engine.layout.page_bytes
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(12, 36), st.integers(1, 12))
+def test_less_vram_streams_no_fewer_layers(vram_gib: int, less: int) -> None:
+    more = served("llama-3.1-70b-awq", vram_gib, **LIMITS)
+    fewer = served("llama-3.1-70b-awq", max(8, vram_gib - less), **LIMITS)
+    assert len(streamed(fewer).layers) >= len(streamed(more).layers) > 0
+    assert streamed(fewer).moved_bytes >= streamed(more).moved_bytes
+
+
+def test_what_fits_is_not_streamed() -> None:
+    whole = served("llama-3.1-8b", 40)
+    assert whole.engine.streamed is None
+    assert "layer_slots" not in whole.terms
+
+
+def test_the_default_pool_is_small_and_larger_when_asked_for() -> None:
+    plan = served("llama-3.1-70b-awq", 22.93)
+    assert STREAMED_TOKENS <= plan.limits.max_model_len < 2 * STREAMED_TOKENS
+    assert (plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens) == (32, 2048)
+    longer = served("llama-3.1-70b-awq", 22.93, max_model_len=16384)
+    assert len(streamed(longer).layers) > len(streamed(plan).layers)
+    pool = served("llama-3.1-70b-awq", 22.93, kv_cache_memory_bytes="6GiB")
+    assert pool.terms["kv_pool"] >= 6 * GIB - pool.engine.layout.page_bytes
+    one = served("llama-3.1-70b-awq", 22.93, max_model_len=2048, max_num_seqs=1)
+    assert len(streamed(one).layers) < len(streamed(plan).layers)
+    assert any(decision.field == "kv_price" for decision in plan.decisions)
+
+
+def test_what_ram_does_not_hold_is_on_disk(tmp_path) -> None:
+    plan = served("llama-3.1-70b-awq", 22.93, ram_gib=16, nvme_path=str(tmp_path), nvme="60GiB", ram="16GiB")
+    layers = streamed(plan)
+    assert layers.on_disk
+    assert layers.in_ram
+    assert layers.pinned_bytes <= 16 * GIB - 3 * GIB
+    assert layers.pinned_bytes + max(layers.sizes) > 16 * GIB - 4 * GIB
+    assert layers.read_slots == 2
+    all_in_ram = served("llama-3.1-70b-awq", 22.93, nvme_path=str(tmp_path))
+    assert not streamed(all_in_ram).on_disk
+    assert streamed(all_in_ram).layers == layers.layers
+
+
+# What is refused
+
+
+def test_pinned_memory_never_starves_the_host() -> None:
+    error = refused("llama-3.1-70b-awq", 22.93, ram_gib=20)
+    assert (error.code, error.field) == ("HF114", "nvme_path")
+    assert "of pinned RAM for 46 layers" in str(error.needed)
+    assert "0.9 of 20.00 GiB free" in str(error.found)
+    assert str(error.fix).startswith("--nvme-path DIR")
+    assert refused("llama-3.1-70b-awq", 22.93, ram="12GiB").code == "HF114"
+    assert refused("llama-3.1-70b-awq", 22.93, ram_gib=20, ram="30GiB").field == "ram"
+    assert served("llama-3.1-8b", 40, ram_gib=1).engine.streamed is None
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:
+    error = refused("llama-3.1-70b-awq", 22.93, ram_gib=16, nvme_path=str(tmp_path), nvme="1GiB")
+    assert (error.code, error.field) == ("HF115", "nvme_path")
+    assert "1.00 GiB" in str(error.found)
+
+
+def test_no_offload_refuses_as_before() -> None:
+    error = refused("llama-3.1-70b-awq", 22.93, offload=False)
+    assert isinstance(error, DoesNotFitError)
+    assert (error.code, error.fix) == ("HF110", "leave --no-offload out")
+    assert refused("llama-3.1-70b-awq", 22.93, gpu_layers="all").fix == "leave --gpu-layers out"
+
+
+def test_a_gpu_without_room_for_one_layer_is_refused() -> None:
+    assert refused("llama-3.1-70b", 5).code == "HF110"
+
+
+# By hand
+
+
+def test_layers_by_hand() -> None:
+    assert len(streamed(served("llama-3.1-70b-awq", 22.93, gpu_layers=30)).layers) == 50
+    assert len(streamed(served("llama-3.1-8b", 40, gpu_layers=0)).layers) == 32, "though all of them fit"
+    assert served("llama-3.1-8b", 40, gpu_layers=99).engine.streamed is None
+    half = served("llama-3.1-8b", 40, offload_group_size=8, offload_num_in_group=2, offload_backend="prefetch")
+    assert streamed(half).layers == (6, 7, 14, 15, 22, 23, 30, 31)
+    three = served("llama-3.1-8b", 40, offload_group_size=2, offload_prefetch_step=2)
+    assert streamed(three).slots == 3
+    assert three.terms["layer_slots"] == 3 * max(streamed(three).sizes)
+    some = streamed(served("llama-3.1-8b", 40, cpu_offload_gb=4, offload_backend="uva"))
+    assert some.weights_bytes >= 4 * GIB > some.weights_bytes - max(some.sizes)
+
+
+def test_too_many_layers_by_hand_are_refused() -> None:
+    error = refused("llama-3.1-70b-awq", 22.93, gpu_layers=60)
+    assert (error.code, error.field, error.fix) == ("HF116", "gpu_layers", "leave --gpu-layers out")
+    error = refused("llama-3.1-70b-awq", 22.93, cpu_offload_gb=5)
+    assert (error.code, error.field) == ("HF116", "cpu_offload_gb")
+
+
+# What a plan shows
+
+
+def test_a_plan_shows_what_a_server_does() -> None:
+    found = api.plan("llama-3.1-70b-awq", gpu="h200", vram="22.93GiB", ram="128GiB")
+    document = found.to_json()
+    assert (document["fits"], document["runs"]) == (False, True)
+    shown, plan = document["offload"], served("llama-3.1-70b-awq", 22.93, ram="128GiB")
+    assert shown["streamed_layers"] == list(streamed(plan).layers)
+    assert shown["max_model_len"] == plan.limits.max_model_len
+    assert shown["vram"]["weights"] == plan.terms["weights"]
+    assert shown["pinned_bytes"] == streamed(plan).pinned_bytes
+    assert "holdfast serve" in shown["command"]
+    assert "With layers in RAM" in str(found)
+    unknown = api.plan("llama-3.1-70b-awq", gpu="h200", vram="22.93GiB").to_json()
+    assert (unknown["runs"], unknown["offload"]["runs"]) == (False, None)
+    few = api.plan("llama-3.1-70b-awq", gpu="h200", vram="22.93GiB", ram="12GiB").to_json()
+    assert few["offload"]["runs"] is False
+    assert few["offload"]["ram_short_bytes"] > 0
+    assert api.plan("llama-3.1-70b-awq", gpu="h200", vram="22.93GiB", offload=False).to_json()["offload"] is None
+
+
+def test_a_plan_by_hand_is_the_plan() -> None:
+    found = api.plan("llama-3.1-8b", gpu="rtx4090", gpu_layers=16, ram="64GiB").to_json()
+    assert found["fits"]
+    assert len(found["offload"]["streamed_layers"]) == 16
+    assert "--gpu-layers 16" in found["commands"]["holdfast"]
+    assert found["commands"]["vllm"] == ""
+    with pytest.raises(ConfigurationError) as caught:
+        api.plan("llama-3.1-8b", gpu="rtx4090x2", gpu_layers=16)
+    assert caught.value.code == "HF136"
+
+
+def test_a_step_takes_as_long_as_its_bytes_over_the_link(ask: Ask) -> None:
+    placed = place(ask("llama-3.1-70b-awq", "rtx4090", ram_bytes=64 * GIB))
+    assert placed is not None
+    rate = throughput(placed.plan)
+    assert rate is not None
+    link = 31.5e9 * EXPECTED.link
+    assert rate.one.estimate.tokens_per_s == pytest.approx(link / placed.streamed.moved_bytes)
+    assert rate.largest.batch == 32
+    assert rate.largest.estimate.tokens_per_s == pytest.approx(32 * link / placed.streamed.moved_bytes)
+    assert "link to the host" in rate.one.limited_by
+
+
+def test_the_price_of_experts_is_said() -> None:
+    found = api.plan("qwen3-30b-a3b", quantization="Q4_K_M", gpu="rtx3060", ram="32GiB")
+    assert "a token uses 8 of 128" in " ".join(str(found).split())
