@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from holdfast.units import MIB
 
@@ -19,8 +20,8 @@ more slowly than it is computed; one more slot would take the room of a layer th
 move in every step."""
 READ_SLOTS = 2
 """In pinned RAM, of layers that come from a disk to a GPU: one is read while the other is copied, which is sooner."""
-GATHERS_EMBEDDING = False
-"""Whether a GPU takes rows of an embedding that is not the head as well from pinned RAM: execution has to do it."""
+GATHERS_EMBEDDING = True
+"""Whether a GPU takes rows of an embedding that is not the head as well from pinned RAM."""
 PLACE_GRAIN_BYTES = MIB // 16
 """A place is a whole number of these: whole pages of the disk and of memory, and room for the gaps between tensors."""
 
@@ -98,6 +99,11 @@ def streamed_layers(
     apart = chosen if on_disk is None else evenly(chosen, on_disk)
     sizes = tuple((by_layer[layer] // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES for layer in chosen)
     return StreamedLayers(chosen, sizes, sum(by_layer[layer] for layer in chosen), apart)
+
+
+def all_apart(layers: Sequence[int]) -> bool:
+    """Whether others stay between any two of them: while these are computed, one slot is filled again."""
+    return all(second - first > 1 for first, second in pairwise(layers))
 
 
 def last_of_groups(layers: int, group: int, streamed: int) -> tuple[int, ...]:

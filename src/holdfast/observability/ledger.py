@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.records import EngineInfo, EngineStats, LowerTier, MemoryReport, MemoryTerm
+from holdfast.records import EngineInfo, EngineStats, LinkUse, LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import format_bytes
 
 VERSION = 1
@@ -70,6 +70,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     kv: KVMemory
     loading: LoadingMemory
     decisions: list[str]
+    links: list[LinkUse] = []
+    """Over which layers come that do not stay where they are computed."""
 
 
 def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[ProcessMemory]) -> Ledger | None:
@@ -148,6 +150,7 @@ def _ledger(
         ),
         loading=LoadingMemory(planned_bytes=report.loading_bytes, peak_bytes=report.loading_peak_bytes),
         decisions=info.decisions,
+        links=[] if stats.link is None else [stats.link],
     )
 
 
@@ -216,7 +219,15 @@ def summary_lines(ledger: Ledger) -> list[str]:
         for name, (planned, measured) in parts.items():
             row = f"  {name:<12} {format_bytes(planned):>11} {format_bytes(measured):>11}"
             lines.append(row + notes.get(name, ""))
-    return lines
+    return [*lines, *map(_link_line, ledger.links)]
+
+
+def _link_line(link: LinkUse) -> str:
+    rate, share = link.copied_bytes / max(link.busy_s, 1e-9), link.stalled_s / max(link.over_s, 1e-9)
+    return (
+        f"link {link.link}: {format_bytes(link.copied_bytes)} copied at {rate / 1e9:.1f} GB/s of"
+        f" {link.possible_bytes_per_s / 1e9:.1f}; the GPU waited for it {share:.0%} of the time"
+    )
 
 
 def ledger_lines(ledger: Ledger) -> list[str]:

@@ -16,6 +16,21 @@ class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
     """None: not measured yet."""
 
 
+class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the link over which layers come to a GPU; all of it only grows."""
+
+    link: str = "ram-vram"
+    copied_bytes: int = 0
+    busy_s: float = 0.0
+    """That copies took."""
+    stalled_s: float = 0.0
+    """That the GPU waited for them."""
+    over_s: float = 0.0
+    """The time in which all this was."""
+    possible_bytes_per_s: float = 0.0
+    """As it was measured at the start, with nothing else to do."""
+
+
 class LowerTier(msgspec.Struct, frozen=True, kw_only=True):
     """One that holds what does not fit above it."""
 

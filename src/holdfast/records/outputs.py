@@ -11,7 +11,7 @@ import msgspec
 from holdfast import errors
 from holdfast.errors import HoldfastError
 from holdfast.records.lora import LoRARequest
-from holdfast.records.memory import MemoryReport
+from holdfast.records.memory import LinkUse, MemoryReport
 
 
 class FinishReason(enum.StrEnum):
@@ -122,6 +122,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens found."""
     device_bytes: int = 0
     """What the engine process holds on its GPU, as the driver counts it; 0: it has none."""
+    link: LinkUse | None = None
+    """None: all layers stay where they are computed."""
     running_adapters: list[str] = []
     waiting_adapters: list[str] = []
     """Names of LoRA adapters that requests run and wait with."""

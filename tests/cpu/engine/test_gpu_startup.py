@@ -18,6 +18,7 @@ from holdfast.execution.gpu.memory import accounting as gpu_memory
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.models import ModelSpec, from_config
+from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.records import MemoryReport
@@ -90,6 +91,7 @@ class FakeRunner:
 
     attention_backend = "fake"
     kv_dtype = torch.bfloat16
+    layer_slots_bytes = 0
 
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page
@@ -97,6 +99,9 @@ class FakeRunner:
         self.logits_bytes, self.adapters_bytes = plan.terms["logits"], 0
         gpu.take_tensors(self.buffers_bytes + self.logits_bytes)
         self.kv = SimpleNamespace(nbytes=0)
+
+    def measure_link(self) -> list[Decision]:
+        return []
 
     def reserve_kv(self, most_blocks: int) -> None:
         self.most_blocks = most_blocks
@@ -365,7 +370,7 @@ def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
     )
     went: list[Plan] = []
 
-    def fake_build(config: Any, model: Any, progress: Any, plan: Plan) -> str:
+    def fake_build(config: Any, model: Any, progress: Any, plan: Plan, beat: Any) -> str:
         went.append(plan)
         return "built"
 

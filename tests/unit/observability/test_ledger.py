@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.observability.ledger import Ledger, ProcessMemory, ledger_lines, make_ledger, summary_lines, term_lines
 from holdfast.observability.metrics.registry import ServingMetrics
-from holdfast.records import EngineInfo, EngineStats, MemoryReport, MemoryTerm
+from holdfast.records import EngineInfo, EngineStats, LinkUse, MemoryReport, MemoryTerm
 
 MIB = 1 << 20
 
@@ -88,6 +88,7 @@ def test_the_json_is_versioned_and_reads_back() -> None:
         "kv",
         "loading",
         "decisions",
+        "links",
     ]
     assert json.loads(written)["version"] == 1
     assert json.loads(written)["kv"] == {
@@ -97,6 +98,19 @@ def test_the_json_is_versioned_and_reads_back() -> None:
         "blocks_used": 3,
     }
     assert msgspec.json.decode(written, type=Ledger) == ledger()
+
+
+def test_a_link_is_told_of() -> None:
+    use = LinkUse(copied_bytes=50 * 10**9, busy_s=1.0, stalled_s=0.9, over_s=2.0, possible_bytes_per_s=55e9)
+    found = make_ledger(INFO, EngineStats(link=use), PROCESSES)
+    assert found is not None
+    assert found.links == [use]
+    assert "at 50.0 GB/s of 55.0; the GPU waited for it 45% of the time" in summary_lines(found)[-1]
+    text = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=lambda: found).render().decode()
+    assert 'holdfast:link_bytes_total{link="ram-vram",model_name="m"} 5e+10' in text
+    assert 'holdfast:link_stalled_seconds_total{link="ram-vram",model_name="m"} 0.9' in text
+    without = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=ledger).render().decode()
+    assert "holdfast:link_" not in without
 
 
 def test_the_metrics_tell_the_same() -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
 from holdfast.errors import DoesNotFitError, HoldfastError
-from holdfast.records import EngineOutput, EngineStats, Request, StepPlan, StepResult, TokenMasks
+from holdfast.records import EngineOutput, EngineStats, LinkUse, Request, StepPlan, StepResult, TokenMasks
 from holdfast.scheduler import Scheduler
 from holdfast.scheduler.outputs import refused
 
@@ -45,7 +45,8 @@ class StepRunner(Protocol):
 
 class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
-    `device_bytes`: what this process holds on a GPU now. `structured_output`: makes answers follow a grammar."""
+    `device_bytes`: what this process holds on a GPU now. `link_use`: of the layers that come to it for every step.
+    `structured_output`: makes answers follow a grammar."""
 
     def __init__(
         self,
@@ -54,13 +55,14 @@ class EngineCore:
         *,
         steps_ahead: int = 0,
         device_bytes: Callable[[], int] | None = None,
+        link_use: Callable[[], LinkUse | None] | None = None,
         structured_output: StructuredOutputs | None = None,
     ) -> None:
         self.structured_output = structured_output or NoStructuredOutput()
         self.scheduler = scheduler
         self.runner = runner
         self._steps_ahead = steps_ahead
-        self._device_bytes = device_bytes
+        self._device_bytes, self._link_use = device_bytes, link_use
         self._in_flight: deque[StepHandle] = deque()
         self._undelivered: list[EngineOutput] = []
         """What the next step says besides its own: requests that ended at once, and steps applied before their turn."""
@@ -179,7 +181,8 @@ class EngineCore:
         stats = self.scheduler.stats()
         if self._device_bytes is None:
             return stats
-        return msgspec.structs.replace(stats, device_bytes=self._device_bytes())
+        link = None if self._link_use is None else self._link_use()
+        return msgspec.structs.replace(stats, device_bytes=self._device_bytes(), link=link)
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -57,5 +57,5 @@ def continued(before: EngineStats, now: EngineStats) -> EngineStats:
 def at_rest(stats: EngineStats) -> EngineStats:
     """Of an engine whose process was ended: it holds nothing, and has counted what it has counted."""
     return msgspec.structs.replace(
-        stats, running=0, waiting=0, blocks_used=0, blocks_touched=0, step_tokens=0, device_bytes=0
+        stats, running=0, waiting=0, blocks_used=0, blocks_touched=0, step_tokens=0, device_bytes=0, link=None
     )

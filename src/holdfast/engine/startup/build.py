@@ -29,8 +29,9 @@ from holdfast.checkpoints.sources.builtin import refuse_revision
 from holdfast.checkpoints.sources.resolve import overridden, refuse_known, say_short_name
 from holdfast.config import EngineConfig
 from holdfast.engine.requests.adapters import check_lora_dtype
-from holdfast.engine.startup.kv_scales import WHOLE_NAMES, find_kv_scales
-from holdfast.engine.startup.plan_lines import concurrency, planned_terms
+from holdfast.engine.startup.engine_info import engine_info
+from holdfast.engine.startup.kv_scales import find_kv_scales
+from holdfast.engine.startup.plan_lines import planned_terms
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
     ConfigurationError,
@@ -40,12 +41,10 @@ from holdfast.errors import (
     ModelNotFoundError,
 )
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
-from holdfast.hardware.kernels import kernel_choice
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
-from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
 from holdfast.records import EngineInfo, LowerTier, MemoryReport, MemoryTerm
@@ -54,7 +53,6 @@ from holdfast.units import shorten
 
 if TYPE_CHECKING:
     from holdfast.engine.core.loop import EngineCore
-    from holdfast.execution.gpu.runner import GpuRunner
     from holdfast.execution.runner import ProfileRun, Runner
     from holdfast.text.tokenizer.tokenizer import Tokenizer
 
@@ -268,7 +266,8 @@ def build_core(
     beat: Callable[[], None] | None = None,
     own_threads: bool = False,
 ) -> tuple[EngineCore, EngineInfo]:
-    """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU.
+    """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU, or
+    waits for a disk.
     `own_threads`: the process is ours alone, so that torch may be left one thread where it has little to do."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
@@ -286,7 +285,7 @@ def build_core(
         warn_of_unused(model.spec, model.files)
     check_lora_dtype(config, plan.dtype)
     if plan.engine.gpu is not None:
-        return _build_on_gpu(config, model, progress, plan)
+        return _build_on_gpu(config, model, progress, plan, beat)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
     with stored as checkpoint:
         plan = _still_fits(plan)
@@ -332,21 +331,37 @@ def build_core(
     plan, report = _settled(plan, runner, profile, before, loaded, lower_tiers(config, plan))
     runner.back_kv(plan.engine.blocks, _most_blocks(plan))
     core = EngineCore(_scheduler(config, plan), runner)
-    return core, _info(config, model, plan, runner, report, profile_run_s)
+    return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
 def _build_on_gpu(
-    config: EngineConfig, model: FoundModel, progress: Progress, plan: Plan
+    config: EngineConfig,
+    model: FoundModel,
+    progress: Progress,
+    plan: Plan,
+    beat: Callable[[], None] | None,
 ) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core.loop import EngineCore
     from holdfast.engine.startup.build_gpu import build_gpu_runner
 
     first = plan
     runner, plan, report, memory = build_gpu_runner(
-        config, model.files, model.spec, first, progress, lambda own_bytes: plan_again(config, model, first, own_bytes)
+        config,
+        model.files,
+        model.spec,
+        first,
+        progress,
+        lambda own_bytes: plan_again(config, model, first, own_bytes),
+        beat,
     )
-    core = EngineCore(_scheduler(config, plan, steps_ahead=1), runner, steps_ahead=1, device_bytes=memory.own_bytes)
-    return core, _info(config, model, plan, runner, report)
+    core = EngineCore(
+        _scheduler(config, plan, steps_ahead=1),
+        runner,
+        steps_ahead=1,
+        device_bytes=memory.own_bytes,
+        link_use=runner.link_use if plan.engine.streamed is not None else None,
+    )
+    return core, engine_info(config, model.files, model.spec, plan, runner, report)
 
 
 def _most_blocks(plan: Plan) -> int:
@@ -430,66 +445,6 @@ def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Schedu
         max_loras=config.lora_places,
     )
     return Scheduler(limits, KVCache(plan.engine.layout, plan.engine.blocks, config.enable_prefix_caching))
-
-
-def _info(
-    config: EngineConfig,
-    model: FoundModel,
-    plan: Plan,
-    runner: Runner | GpuRunner,
-    report: MemoryReport,
-    profile_run_s: float | None = None,
-) -> EngineInfo:
-    classifier = model.spec.classifier
-    last = {decision.field: decision for decision in plan.decisions}  # What was measured overrides what was planned.
-    return EngineInfo(
-        model=model.files.name,
-        device="cpu" if plan.engine.gpu is None else f"cuda ({plan.engine.gpu.name})",
-        dtype=plan.dtype,
-        kv_dtype=WHOLE_NAMES.get(plan.kv_dtype, plan.kv_dtype),
-        block_size=plan.engine.layout.block_tokens,
-        blocks=plan.engine.blocks - 1,
-        max_model_len=plan.limits.max_model_len,
-        max_num_seqs=plan.limits.max_num_seqs,
-        max_num_batched_tokens=plan.limits.max_num_batched_tokens,
-        prefix_caching=config.enable_prefix_caching,
-        parameters=model.spec.parameters,
-        weights_bytes=runner.weights_bytes,
-        kv_pool_bytes=plan.terms["kv_pool"],
-        attention_backend=f"{runner.attention_backend} ({_why(plan)})",
-        max_concurrency=concurrency(plan),
-        hidden_size=model.spec.hidden_size,
-        eos_token_ids=list(model.spec.eos_token_ids),
-        labels=[] if classifier is None else list(classifier.labels),
-        label_activation="" if classifier is None else classifier.activation,
-        max_loras=config.lora_places,
-        kv_groups=len(plan.engine.layout.groups),
-        decisions=[decision.line() for decision in (*plan.decisions, *_kernel_decision(plan), *runner.decisions)],
-        lowered=[decision.line() for decision in last.values() if decision.lowered],
-        profile_run_s=profile_run_s,
-        memory=report,
-    )
-
-
-def _kernel_decision(plan: Plan) -> list[Decision]:
-    choice = kernel_choice()
-    if not plan.engine.compiled or isinstance(choice, str):
-        return []
-    return [Decision("cpu_kernels", choice.variant, choice.reason, choice.source)]
-
-
-def _why(plan: Plan) -> str:
-    from holdfast.execution import native
-
-    if plan.engine.gpu is not None:
-        return "Triton kernels, compiled on first use"
-    if plan.engine.compiled_attention:
-        return "kernels compiled at install, float32"
-    if plan.dtype != "float32":
-        return f"torch kernels; the compiled kernels support float32, not {plan.dtype}"
-    if plan.engine.compiled:
-        return "torch kernels, as requested"
-    return f"torch kernels; no compiled kernels: {native.why_not()}"
 
 
 def with_located_model(config: EngineConfig, model: FoundModel) -> EngineConfig:

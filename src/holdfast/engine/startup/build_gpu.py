@@ -11,14 +11,17 @@ import gc
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.kv_scales import find_kv_scales
+from holdfast.engine.startup.streamed_layers import device_layers, tiers_below_gpu
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES, KV_DTYPES, Device, has_gpu_context
+from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
@@ -29,7 +32,7 @@ from holdfast.execution.weights.load import load_weights
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, settle_pool
-from holdfast.records import MemoryReport, MemoryTerm
+from holdfast.records import LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import format_bytes
 
 if TYPE_CHECKING:
@@ -52,8 +55,10 @@ def build_gpu_runner(
     plan: Plan,
     progress: Progress,
     replan: Callable[[int], Plan],
+    beat: Callable[[], None] | None = None,
 ) -> Built:
-    """`replan`: a new plan for the same GPU, this engine holding so many bytes on it that are to be used again."""
+    """`replan`: a new plan for the same GPU, this engine holding so many bytes on it that are to be used again. `beat`:
+    called while a step waits for a disk."""
     assert plan.engine.gpu is not None
     uuid = plan.engine.gpu.uuid
     not_ours, had_context = held_before(uuid), has_gpu_context()
@@ -63,7 +68,7 @@ def build_gpu_runner(
         return GpuMemory(device, uuid, tried.device.free_bytes, not_ours)
 
     def build(tried: Plan) -> Built:
-        return _build(config, files, spec, tried, memory_of(tried), progress)
+        return _build(config, files, spec, tried, memory_of(tried), progress, beat)
 
     def again(failed: Plan) -> Plan:
         """With all that was taken given back; the context stays. It is the caller's where there was one before."""
@@ -117,7 +122,13 @@ def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[
 
 
 def _build(
-    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, memory: GpuMemory, progress: Progress
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    plan: Plan,
+    memory: GpuMemory,
+    progress: Progress,
+    beat: Callable[[], None] | None,
 ) -> Built:
     context = memory.held()
     memory.watch_tensors()
@@ -134,9 +145,18 @@ def _build(
         kv_dtype=KV_DTYPES[plan.kv_dtype],
         graphs=not config.enforce_eager,
         lora=LoraLimits.of(config),
+        beat=beat,
     )
     try:
-        return _settle(runner, plan, memory, context, progress, lambda: find_kv_scales(config, files, runner))
+        return _settle(
+            runner,
+            plan,
+            memory,
+            context,
+            progress,
+            lambda: find_kv_scales(config, files, runner),
+            lambda ready: tiers_below_gpu(config, ready),
+        )
     except BaseException:
         runner.close()
         raise
@@ -149,11 +169,13 @@ def _settle(
     context: GpuHeld,
     progress: Progress,
     find_scales: Callable[[], tuple[Decision, ...]],
+    below: Callable[[Plan], list[LowerTier]],
 ) -> Built:
     """From a loaded model to a backed pool; `context`: what was held before the load. `find_scales`: of the KV cache,
-    before anything is captured."""
+    before anything is captured. `below`: tiers that layers wait in."""
     loaded = memory.held()
     memory.forget_loading()
+    plan = replace(plan, decisions=(*plan.decisions, *runner.measure_link()))
     progress("profile_run", 0, 0)
     runner.reserve_kv(plan.engine.most_blocks)
     runner.back_kv(2)
@@ -167,11 +189,13 @@ def _settle(
     measured = {
         "context": context.own_bytes,
         "weights": runner.weights_bytes,
+        **({"layer_slots": runner.layer_slots_bytes} if runner.layer_slots_bytes else {}),
         "buffers": runner.buffers_bytes,
         # Whatever else torch held at the worst moment; what it keeps beyond that is nobody's, and shown as such.
         "activations": max(
             0,
-            tensors - runner.weights_bytes - runner.buffers_bytes - runner.logits_bytes - runner.adapters_bytes,
+            tensors - runner.weights_bytes - runner.layer_slots_bytes - runner.buffers_bytes - runner.logits_bytes
+            - runner.adapters_bytes,
         ),
         "adapters": runner.adapters_bytes,
         "logits": runner.logits_bytes,
@@ -179,7 +203,7 @@ def _settle(
     }  # fmt: skip
     plan = _back(plan, runner, memory, captured, _taken(plan, measured, captured.own_bytes - runner.kv.nbytes))
     measured["kv_pool"] = runner.kv.nbytes
-    return runner, plan, _report(plan, measured, loaded, memory.held()), memory
+    return runner, plan, _report(plan, measured, loaded, memory.held(), below(plan)), memory
 
 
 def _load(
@@ -194,6 +218,8 @@ def _load(
             expand=plan.engine.expand_weights,
             quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
+            slots=device_layers(config, plan, device, lambda done, total: progress("pin", done, total)),
+            arrange=partial(arrange_layer, dtype=DTYPES[plan.dtype], device=device),
         )
 
 
@@ -226,7 +252,9 @@ def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measu
     raise AssertionError("the last attempt returns or raises")
 
 
-def _report(plan: Plan, measured: dict[str, int], loaded: GpuHeld, ready: GpuHeld) -> MemoryReport:
+def _report(
+    plan: Plan, measured: dict[str, int], loaded: GpuHeld, ready: GpuHeld, below: list[LowerTier]
+) -> MemoryReport:
     return MemoryReport(
         tier="vram",
         total_bytes=plan.device.total_bytes,
@@ -241,4 +269,5 @@ def _report(plan: Plan, measured: dict[str, int], loaded: GpuHeld, ready: GpuHel
         held_bytes=ready.own_bytes,
         loading_bytes=plan.loading_bytes,
         loading_peak_bytes=loaded.own_bytes,
+        below=below,
     )

@@ -1,14 +1,21 @@
-"""Layers that do not fit in RAM, from a plan: slots that they take turns in, the file that has them, what is told."""
+"""Layers that do not fit in RAM or on the GPU, from a plan: slots that they take turns in, where they wait, what is
+told."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.config import EngineConfig
+from holdfast.execution.device import Device
+from holdfast.execution.streaming.copies import CudaCopies
+from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
 from holdfast.execution.streaming.layer_file import LayerFile
 from holdfast.execution.streaming.layer_slots import LayerSlots
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.hardware import memory
 from holdfast.planner import Plan
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import format_bytes
@@ -24,6 +31,39 @@ def layer_slots(config: EngineConfig, plan: Plan) -> LayerSlots | None:
     size = format_bytes(streamed.file_bytes)
     log.info("writing %d layers, %s, to a file without a name in %s", len(streamed.layers), size, config.nvme_path)
     return LayerSlots(streamed, LayerFile(Path(config.nvme_path), len(streamed.layers), streamed.place_bytes))
+
+
+def device_layers(
+    config: EngineConfig, plan: Plan, device: Device, progress: Callable[[int, int], None]
+) -> DeviceLayers | None:
+    """None: all layers stay on the GPU. `progress`: of the bytes that are pinned."""
+    streamed = plan.engine.streamed
+    if streamed is None:
+        return None
+    file = None
+    if streamed.on_disk and config.nvme_path is not None:
+        size, count = format_bytes(streamed.file_bytes), len(streamed.on_disk)
+        log.info("writing %d layers, %s, to a file without a name in %s", count, size, config.nvme_path)
+        file = LayerFile(Path(config.nvme_path), count, streamed.place_bytes)
+    log.info("pinning %s of RAM for %d layers", format_bytes(streamed.pinned_bytes), len(streamed.layers))
+    pinned = PinnedMemory(pinned_sizes(streamed), progress)
+    return DeviceLayers(streamed, device, CudaCopies(device), pinned, file)
+
+
+def tiers_below_gpu(config: EngineConfig, plan: Plan) -> list[LowerTier]:
+    """Once layers are in place."""
+    streamed = plan.engine.streamed
+    if streamed is None:
+        return []
+    host, size = memory(), streamed.pinned_bytes
+    pinned = LowerTier(
+        tier="ram",
+        total_bytes=host.total_bytes,
+        free_bytes=host.available_bytes + size,
+        limited_by=host.limited_by,
+        terms=[MemoryTerm(tier="ram", term="weights", planned_bytes=size, measured_bytes=size)],
+    )
+    return [pinned, *(lower_tiers(config, plan) if streamed.on_disk else [])]
 
 
 def lower_tiers(config: EngineConfig, plan: Plan) -> list[LowerTier]:

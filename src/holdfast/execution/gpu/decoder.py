@@ -7,6 +7,7 @@ single tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +16,14 @@ from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.cuda.module import kernel_decision
 from holdfast.execution.gpu.layers.attention import DecodeRows, GpuAttention, PrefillRows
-from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, gpu_linear
+from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, arrange, gpu_linear
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.layers.mlp import GpuMlp, MlpBuffers, gating_decisions, make_mlps
 from holdfast.execution.gpu.layers.prefill_kernel import expands_whole
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.kv_scales import KVScales
 from holdfast.execution.layers.rope import rotaries
+from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.triton_kernels import layer as kernels
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import sums_apart
@@ -56,6 +58,12 @@ class _Layer:
         return self.qkv.kind, self.o.kind, self.mlp.kind
 
 
+def arrange_layer(layer: LayerWeights, dtype: torch.dtype, device: torch.device) -> None:
+    """Of one that leaves the GPU when it is loaded: whatever products change of its bytes is changed now."""
+    for linear in (layer.qkv, layer.o, *layer.mlp.linears):
+        arrange(linear, dtype, device)
+
+
 class GpuDecoder:
     def __init__(
         self,
@@ -66,8 +74,10 @@ class GpuDecoder:
         slots: DeviceSlots,
         device: torch.device,
         adapters: GpuAdapters | None = None,
+        beat: Callable[[], None] | None = None,
     ) -> None:
-        self.spec, self._slots = spec, slots
+        """`beat`: called while the host waits for a layer that comes from a disk."""
+        self.spec, self._slots, self._beat = spec, slots, beat
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
         }
@@ -107,6 +117,8 @@ class GpuDecoder:
         def beside(layer: int, product: str, base: GpuLinear) -> GpuLinear:
             return base if adapters is None else adapters.beside(layer, product, base)
 
+        self.streamed = weights.slots if isinstance(weights.slots, DeviceLayers) else None
+        """Layers that do not stay on the GPU."""
         self._layers = [
             _Layer(
                 layer,
@@ -133,7 +145,10 @@ class GpuDecoder:
         if self._embedding_scale != 1.0:
             stream[:count].mul_(self._embedding_scale)
         heads_apart = self.spec.decoder.query_key_norm == "head"
+        streamed = self.streamed
         for index, layer in enumerate(self._layers[:layers]):
+            if streamed is not None:
+                streamed.begin(index, self._beat)
             qkv, attended = self._project(layer, stream)
             (group, place), (key_scale, value_scale) = self._places[index], self.kv_scales.of(index)
             kernels.rotate_and_store(
@@ -154,7 +169,11 @@ class GpuDecoder:
             scales = key_scale, value_scale
             self.attention.run(qkv[:count], pages, group, place, rows.decode, rows.prefill, attended[:count], scales)
             self._add_attended(layer, attended, stream)
+            if streamed is not None:
+                streamed.halfway(index, self._beat)
             self._feed(layer, stream)
+            if streamed is not None:
+                streamed.end(index)
         return stream
 
     @property

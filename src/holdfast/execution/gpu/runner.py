@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy
 import torch
@@ -24,10 +24,11 @@ from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.batch_sizes import padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
+from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.oom import is_shortage
-from holdfast.execution.gpu.sampling import DeviceSampler, FoundLogprobs, FoundScores, Work
+from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, halves, is_decode
 from holdfast.execution.kv_scales import Calibration, KVScales
@@ -35,82 +36,27 @@ from holdfast.execution.kv_store import LARGEST, move_pages
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
-from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.records import AdapterArrival, Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from holdfast.records import (
+    AdapterArrival,
+    Failure,
+    LinkUse,
+    Row,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenMasks,
+)
 
 log = logging.getLogger("holdfast")
 
 STEPS_AHEAD = 1
-
-
-Sampled = list[tuple[int, TokenLogprobs | None]]
-"""A token for each row that samples, in the order of the rows."""
-Told = list[list[TokenLogprobs]]
-"""Of each row that scores, in the order of the rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    step: DeviceStep
-    place: int
-    """Of its tokens in pinned memory."""
-    logprobs: FoundLogprobs | None
-    scores: FoundScores | None = None
-    embeddings: dict[int, bytes] = field(default_factory=dict)
-    """By slot."""
-    late: list[int] = field(default_factory=list)
-    """Slots that were sampled without their masks: see StepResult.late."""
-
-
-class GpuStep:
-    """A step that was launched: its tokens arrive in pinned memory. Or one that was done in parts, and is here."""
-
-    def __init__(
-        self,
-        runner: GpuRunner,
-        plan: StepPlan,
-        *,
-        launched: _Launched | None = None,
-        sampled: Sampled | None = None,
-        told: Told | None = None,
-        embeddings: Sequence[bytes] = (),
-        failures: Sequence[StepFailure] = (),
-        late: Sequence[int] = (),
-    ) -> None:
-        self.late = list(late) if launched is None else launched.late
-        self._runner, self._plan, self._launched = runner, plan, launched
-        self._sampled: Sampled = sampled or []
-        self._told: Told = told or []
-        self._embeddings, self._failures = list(embeddings), list(failures)
-        self.adapters: list[AdapterArrival] = []
-        """Known when it was submitted."""
-
-    def result(self) -> StepResult:
-        if self._launched is not None:
-            (self._sampled, self._told), self._launched = self._runner.read(self._launched), None
-        told = any(logprobs is not None for _, logprobs in self._sampled)
-        rows, failed = self._plan.rows, {failure.slot for failure in self._failures}
-        broken = [
-            failure
-            for failure in broken_rows(rows, [token for token, _ in self._sampled])
-            if failure.slot not in failed
-        ]
-        return StepResult(
-            step_id=self._plan.step_id,
-            token_ids=[max(token, 0) for token, _ in self._sampled],
-            logprobs=[logprobs for _, logprobs in self._sampled] if told else [],
-            prompt_logprobs=tell_of_others(rows, self._told, broken) if broken else self._told,
-            embeddings=self._embeddings,
-            failures=[*self._failures, *broken],
-            late=self.late,
-            adapters=self.adapters,
-        )
 
 
 def _no_memory(row: Row, said: str) -> StepFailure:
@@ -139,6 +85,7 @@ class GpuRunner:
         kv_dtype: torch.dtype | None = None,
         graphs: bool = True,
         lora: LoraLimits | None = None,
+        beat: Callable[[], None] | None = None,
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
@@ -152,7 +99,7 @@ class GpuRunner:
         self._forms = BatchBuilder(limits, device, tile_tokens, layout.block_tokens)
         self._adapters = None if lora is None else GpuAdapters(spec, lora, limits, weights.dtype, device)
         self._decoder: GpuDecoder | None = GpuDecoder(
-            spec, weights, layout, limits, self._slots, device, self._adapters
+            spec, weights, layout, limits, self._slots, device, self._adapters, beat
         )
         rows = limits.max_num_seqs
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
@@ -167,6 +114,8 @@ class GpuRunner:
         self._next = 0
         self._embeds = numpy.zeros(rows, dtype=bool)
         self._kv: KVRange | None = None
+        # Streamed layers are waited for one by one, and launching takes less time than they take to come.
+        graphs = graphs and self._decoder.streamed is None
         self._graphs = DecodeGraphs(rows, self._run_decode, device) if graphs and pin else None
 
     @property
@@ -181,6 +130,10 @@ class GpuRunner:
     @property
     def adapters_bytes(self) -> int:
         return 0 if self._adapters is None else self._adapters.nbytes
+
+    @property
+    def layer_slots_bytes(self) -> int:
+        return 0 if self.decoder.streamed is None else self.decoder.streamed.nbytes
 
     @property
     def attention_backend(self) -> str:
@@ -201,6 +154,15 @@ class GpuRunner:
         if self._decoder is None:
             raise EngineError("the runner is closed")
         return self._decoder
+
+    def measure_link(self) -> list[Decision]:
+        """Of layers that do not stay on the GPU; nothing where all do."""
+        with self._here():
+            return [] if self.decoder.streamed is None else self.decoder.streamed.decisions()
+
+    def link_use(self) -> LinkUse | None:
+        """Of the link over which layers come; None where all stay on the GPU."""
+        return None if self.decoder.streamed is None else self.decoder.streamed.use()
 
     def reserve_kv(self, most_blocks: int) -> None:
         self._kv = KVRange(self.layout, most_blocks, self.device, self.kv_dtype)
@@ -279,7 +241,7 @@ class GpuRunner:
             self._slots.apply(plan)
             launched = self._launch(plan.rows, place, masks) if plan.rows else None
             embeddings = _in_order(plan.rows, launched.embeddings) if launched is not None else []
-            return GpuStep(self, plan, launched=launched, embeddings=embeddings)
+            return GpuStep(self.read, plan, launched=launched, embeddings=embeddings)
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
@@ -327,7 +289,7 @@ class GpuRunner:
         told = [[] if slot in failures else entries for slot, entries in scores.items()]
         embeddings = _in_order(plan.rows, embedded)
         return GpuStep(
-            self,
+            self.read,
             plan,
             sampled=sampled,
             told=told,
@@ -340,7 +302,7 @@ class GpuRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> _Launched:
+    def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> Launched:
         stream, embeds = None, any(row.samples and self._embeds[row.slot] for row in rows)
         late: list[int] = []
         if self._graphs is not None and is_decode(rows) and not embeds:
@@ -371,7 +333,7 @@ class GpuRunner:
         if arrived is not None and (slots or scores is not None):
             arrived.record()
         embeddings = self._embed(step, stream, slots) if stream is not None and embeds else {}
-        return _Launched(step, place, found, scores, embeddings, late)
+        return Launched(step, place, found, scores, embeddings, late)
 
     def _embed(self, step: DeviceStep, stream: torch.Tensor, slots: list[int]) -> dict[int, bytes]:
         """Waits for the step: its buffers are the next one's."""
@@ -424,7 +386,7 @@ class GpuRunner:
         done.record()
         return lambda: not done.query()
 
-    def read(self, launched: _Launched) -> tuple[Sampled, Told]:
+    def read(self, launched: Launched) -> tuple[Sampled, Told]:
         """Waits until the tokens of a step are here, and puts them in the order of its rows."""
         arrived, order = self._arrived[launched.place], launched.step.order.tolist()
         if arrived is not None and (order or launched.scores is not None):
@@ -453,18 +415,22 @@ class GpuRunner:
             if self._adapters is not None:
                 self._adapters.tiles = None  # Of the step before: its rows are more than a product tried has.
             if self.device.type == "cuda":
-                self.decoder.load_products(self._logits)
-                for size in padded_sizes(self.limits.max_num_seqs):
-                    self._forms.decode([], size)
-                    for work in Work:
-                        self._run_decode(size, work)
-                    if self._adapters is not None:
-                        self._adapters.profile_decode(size)
-                        self._run_decode(size, Work.DRAW, True)
+                with nullcontext() if self.decoder.streamed is None else self.decoder.streamed.as_they_are():
+                    self._load_kernels()
             if self._adapters is not None:
                 self._adapters.places.profile_run(False)
         self._books.known[:] = 0
         self._books.adapter_places[:] = -1
+
+    def _load_kernels(self) -> None:
+        self.decoder.load_products(self._logits)
+        for size in padded_sizes(self.limits.max_num_seqs):
+            self._forms.decode([], size)
+            for work in Work:
+                self._run_decode(size, work)
+            if self._adapters is not None:
+                self._adapters.profile_decode(size)
+                self._run_decode(size, Work.DRAW, True)
 
     def capture(self) -> None:
         """The graphs that are needed first: of one row, and of as many as there may be. Others when they are needed."""
@@ -488,6 +454,8 @@ class GpuRunner:
                 self._kv.close()
             if self._adapters is not None:
                 self._adapters.places.close()
+            if self._decoder.streamed is not None:
+                self._decoder.streamed.close()
             self._decoder = self._kv = self._adapters = None
             del self._sampler, self._slots, self._forms, self._logits, self._sampled
             gc.collect()

@@ -1,1 +1,2 @@
-"""Layers that do not stay in memory: kept in a file, read into slots just before they are computed."""
+"""Layers that do not stay where they are computed: kept in pinned memory or in a file, brought into slots just before
+they are computed."""

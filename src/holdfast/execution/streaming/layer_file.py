@@ -68,7 +68,7 @@ class LayerFile:
         os.unlink(name)
         return file
 
-    def write(self, place: int, memory: mmap.mmap) -> None:
+    def write(self, place: int, memory: mmap.mmap | memoryview) -> None:
         view = memoryview(memory)
         for first in range(0, self.place_bytes, PIECE_BYTES):
             piece = view[first : min(first + PIECE_BYTES, self.place_bytes)]
@@ -79,7 +79,7 @@ class LayerFile:
             if written != len(piece):
                 raise _failed("a layer could not be written", self.nbytes, f"{written} of {len(piece)} bytes were")
 
-    def read(self, place: int, memory: mmap.mmap) -> Iterator[Future[None]]:
+    def read(self, place: int, memory: mmap.mmap | memoryview) -> Iterator[Future[None]]:
         """Begins to, piece by piece; it is there when all of these are done."""
         view = memoryview(memory)
         for first in range(0, self.place_bytes, PIECE_BYTES):

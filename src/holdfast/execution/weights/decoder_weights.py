@@ -9,6 +9,7 @@ import torch
 
 from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinear
 from holdfast.execution.native import BlockMatrix
+from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_slots import LayerSlots
 
 
@@ -99,8 +100,8 @@ class Weights:
     """The same for contexts beyond those the model was first made for, where it has two."""
     layouts: tuple[str, ...]
     """How the matrices lie in memory: number types, and quantized layouts that were kept."""
-    slots: LayerSlots | None = None
-    """Of layers that do not stay in memory."""
+    slots: LayerSlots | DeviceLayers | None = None
+    """Of layers that do not stay in memory, on a GPU in its own."""
 
     def rope_factors(self, context: int, original: int) -> torch.Tensor | None:
         """`context`: the longest that a sequence may get; `original`: what the model was first made for."""
@@ -108,7 +109,9 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        total = self.embed.nbytes + self.final_norm.nbytes
+        """Without what does not stay where it is computed."""
+        gathered = isinstance(self.slots, DeviceLayers) and self.slots.embedding is not None
+        total = (0 if gathered else self.embed.nbytes) + self.final_norm.nbytes
         if self.head is not self.embed:
             total += self.head.nbytes
         if self.classifier is not None:

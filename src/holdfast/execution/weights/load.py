@@ -21,6 +21,7 @@ from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
+from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.weights.decoder_weights import (
     GatedWeights,
@@ -74,7 +75,8 @@ def load_weights(
     progress: Progress | None = None,
     pack: bool | None = None,
     quantize: Quantize | None = None,
-    slots: LayerSlots | None = None,
+    slots: LayerSlots | DeviceLayers | None = None,
+    arrange: Callable[[LayerWeights], None] | None = None,
 ) -> Weights:
     """`expand`: quantized matrices become `dtype`, but for those whose inputs are rounded; otherwise they stay as they
     are stored. No checkpoint: dummies. `quantize`: what plain matrices of linear layers become.
@@ -82,11 +84,12 @@ def load_weights(
     `compiled`: what stays as it is stored is multiplied by compiled kernels (float32 on a CPU that has them).
 
     `pack`: dense matrices are reordered for oneDNN (by default where that is faster); it needs one matrix more
-    at the peak. `slots`: for layers that do not stay in memory.
+    at the peak. `slots`: for layers that do not stay in memory; `arrange`: puts one of them into the order that
+    products read, before it leaves.
     """
     packed = packs_weights(dtype, device) if pack is None else pack
     before = PeakMemory.resident_bytes()
-    loader = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots)
+    loader = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange)
     with torch.inference_mode(), loader.readers:
         weights = loader.load()
     here = weights.nbytes if device.type == "cpu" else 0
@@ -109,14 +112,15 @@ class Loader:
         pack: bool,
         progress: Progress | None,
         quantize: Quantize | None,
-        slots: LayerSlots | None = None,
+        slots: LayerSlots | DeviceLayers | None = None,
+        arrange: Callable[[LayerWeights], None] | None = None,
     ) -> None:
         self.spec, self.checkpoint = spec, checkpoint
         self.dtype, self.device, self.progress = dtype, device, progress
         self.expand, self.compiled, self.pack, self.quantize = expand, compiled, pack, quantize
         self.tensors = {tensor.name: tensor for tensor in spec.tensors}
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
-        self.slots = slots
+        self.slots, self.arrange = slots, arrange
         self.make: MakeTensor = exact_tensor
         self.done = 0
         self.layouts: set[str] = set()
@@ -126,7 +130,7 @@ class Loader:
         """What is being read, by the checkpoint's names."""
 
     def load(self) -> Weights:
-        embed = self.linear("embed")
+        embed = self.embedding()
         assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
         layers = tuple(self.placed(layer) for layer in self.spec.layers)
         return Weights(
@@ -142,8 +146,19 @@ class Loader:
             slots=self.slots,
         )
 
+    def embedding(self) -> Linear:
+        """In memory of its own, or where rows are gathered from the host's."""
+        arena = self.slots.embedding if isinstance(self.slots, DeviceLayers) else None
+        if arena is None:
+            return self.linear("embed")
+        self.make = arena.tensor
+        try:
+            return self.linear("embed")
+        finally:
+            self.make = exact_tensor
+
     def placed(self, layer: LayerSpec) -> LayerWeights:
-        """In memory of its own, or in a slot from which it then goes to the disk."""
+        """In memory of its own, or in a slot from which it then goes to where it waits."""
         if self.slots is None or layer.index not in self.slots:
             return self.layer(layer)
         self.make = self.slots.arena(layer.index).tensor
@@ -151,6 +166,8 @@ class Loader:
             made = self.layer(layer)
         finally:
             self.make = exact_tensor
+        if self.arrange is not None:
+            self.arrange(made)
         self.slots.keep(layer.index)
         return made
 
@@ -171,13 +188,21 @@ class Loader:
         name, decoder = f"layers.{layer.index}", self.spec.decoder
         before, after = decoder.norms != "after", decoder.norms != "before"
         heads_normed = decoder.query_key_norm != "none"
+        attn_norm = self.norm(f"{name}.attn_norm") if before else None
+        qkv = self.joined(name, "qkv", ("q", "k", "v"))
+        query_norm = self.vector(f"{name}.q_norm") if heads_normed else None
+        key_norm = self.vector(f"{name}.k_norm") if heads_normed else None
+        o = self.linear(f"{name}.o")
+        post_attn_norm = self.norm(f"{name}.post_attn_norm") if after else None
+        if isinstance(self.slots, DeviceLayers) and layer.index in self.slots:
+            self.slots.divide(layer.index)  # What is above is read by the first half of the layer.
         return LayerWeights(
-            attn_norm=self.norm(f"{name}.attn_norm") if before else None,
-            qkv=self.joined(name, "qkv", ("q", "k", "v")),
-            query_norm=self.vector(f"{name}.q_norm") if heads_normed else None,
-            key_norm=self.vector(f"{name}.k_norm") if heads_normed else None,
-            o=self.linear(f"{name}.o"),
-            post_attn_norm=self.norm(f"{name}.post_attn_norm") if after else None,
+            attn_norm=attn_norm,
+            qkv=qkv,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            o=o,
+            post_attn_norm=post_attn_norm,
             mlp_norm=self.norm(f"{name}.mlp_norm") if before else None,
             mlp=self.mlp(layer),
             post_mlp_norm=self.norm(f"{name}.post_mlp_norm") if after else None,

@@ -27,7 +27,7 @@ from holdfast.observability.metrics.buckets import (
     token_buckets,
 )
 from holdfast.observability.metrics.fast_histogram import QuickHistogram
-from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason
+from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason, LinkUse
 
 LABELS, ENGINE = ("model_name", "engine"), "0"
 """Of every series of vLLM's; there is one engine, and its number is the first."""
@@ -399,6 +399,27 @@ class _MemoryCollector(Collector):
             if term.measured_bytes is not None:
                 family.add_metric([self._model_name, term.tier, term.term, "measured"], term.measured_bytes)
         yield family
+        yield from self._links(ledger.links if ledger is not None else [])
+
+    def _links(self, links: list[LinkUse]) -> Iterator[Metric]:
+        if not links:
+            return
+        counters = (
+            ("bytes", "Bytes of layers copied to the GPU.", [link.copied_bytes for link in links]),
+            ("busy_seconds", "Seconds that these copies took.", [link.busy_s for link in links]),
+            ("stalled_seconds", "Seconds that the GPU waited for them.", [link.stalled_s for link in links]),
+        )
+        for name, text, values in counters:
+            total = CounterMetricFamily(f"holdfast:link_{name}", text, labels=["model_name", "link"])
+            for link, value in zip(links, values, strict=True):
+                total.add_metric([self._model_name, link.link], value)
+            yield total
+        possible = GaugeMetricFamily(
+            "holdfast:link_possible_bytes_per_second", "As measured at the start.", labels=["model_name", "link"]
+        )
+        for link in links:
+            possible.add_metric([self._model_name, link.link], link.possible_bytes_per_s)
+        yield possible
 
 
 class _ProcessCollector(Collector):

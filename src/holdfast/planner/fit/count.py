@@ -16,7 +16,14 @@ from holdfast.footprint import cpu
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.streamed import GATHERS_EMBEDDING, StreamedLayers, last_of_groups, streamed_layers
+from holdfast.footprint.streamed import (
+    AHEAD,
+    GATHERS_EMBEDDING,
+    StreamedLayers,
+    all_apart,
+    last_of_groups,
+    streamed_layers,
+)
 from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_overhead import links_bytes
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
@@ -187,7 +194,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         rounded=weights is not None and weights.rounds_inputs(capability),
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
-        graphs=settings.graphs,
+        graphs=settings.graphs and streamed is None,
     )
     cost = layout_cost(layout, limits.max_num_batched_tokens)
     return tuple(found), cost, byte_terms.engine_gpu_loading(held, slots, largest)
@@ -234,7 +241,8 @@ def streamed_on_gpu(question: Question) -> StreamedLayers | None:
     dtype, asked = compute_dtype(question, 1), settings.offload
     by_layer = weights.by_layer(dtype=dtype)
     chosen = settings.streamed_layers if asked.groups is None else last_of_groups(len(by_layer), *asked.groups)
-    found = replace(streamed_layers(by_layer, chosen, settings.layers_on_disk), ahead=asked.ahead)
+    found = streamed_layers(by_layer, chosen, settings.layers_on_disk)
+    found = replace(found, ahead=0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead)
     return replace(found, embedding_bytes=weights.gathered_bytes(dtype=dtype)) if GATHERS_EMBEDDING else found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.layers.prefill_kernel import GATED_ROWS, HOPPER, choose_gated_product
-from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear, QuantizedWorkspace
+from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear, QuantizedWorkspace, arrange_matrix
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear, RoundedWorkspace, rounds_inputs
 from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinear, StackedLinear
 from holdfast.execution.ops.interface import Activation
@@ -73,6 +73,15 @@ def gpu_linear(linear: Linear, scratch: Scratch) -> GpuLinear:
     if isinstance(linear, StackedLinear):
         return StackedGpuLinear(linear, scratch)
     raise EngineError(f"a {type(linear).__name__} has no products on a GPU")
+
+
+def arrange(linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
+    """Puts what lies there into the order that products read it in, as `gpu_linear` would: before it leaves the GPU."""
+    if isinstance(linear, StackedLinear):
+        for part in linear.parts:
+            arrange(part, dtype, device)
+    elif isinstance(linear, QuantizedLinear) and not rounds_inputs(linear.matrix):
+        arrange_matrix(linear.matrix, dtype, device)
 
 
 class _Plain(ABC):

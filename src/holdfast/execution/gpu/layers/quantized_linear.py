@@ -400,6 +400,11 @@ class QuantizedGpuLinear:
             gated_product_hopper(x, room[: 2 * gates], activation, out[:, first:last])
 
 
+def arrange_matrix(matrix: QuantizedMatrix | ScaledMatrix, dtype: torch.dtype, device: torch.device) -> None:
+    """Puts it into the order that products read it in, as making one would."""
+    _form(matrix, QuantizedWorkspace(dtype, device))
+
+
 def _pieces(rows: int, most: int) -> Iterator[tuple[int, int]]:
     """As few as can be and of equal size, in whole tiles of WHOLE_ROWS where `most` has one."""
     whole = WHOLE_ROWS if most >= WHOLE_ROWS else 1

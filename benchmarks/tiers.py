@@ -1,0 +1,141 @@
+"""Models larger than the GPU's memory: tokens a second, bytes moved a step, how busy the link was, what the driver saw.
+
+    python benchmarks/tiers.py ROW [ROW...]         rows: llama-70b-int4, llama-70b-int4-nvme, llama-8b-bf16
+
+Dummy weights in real shapes; prompts of token ids, no tokenizer, ends ignored, no prefix cache. Each row is an engine
+in a process of its own with a budget of VRAM, a line of JSON for each batch as it is measured. Figures of decoding are
+the difference of a long run and a short one with the same prompts, so that prompts are not in them.
+The most that NVML saw in use is sampled five times a second throughout, other processes included.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gpu_worker import LLAMA, SHAPES
+from benchmarks.random_checkpoints import awq_config
+
+LLAMA_70B: dict[str, Any] = LLAMA | {
+    "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    config: dict[str, Any]
+    settings: dict[str, Any]
+    batches: tuple[tuple[int, int, int], ...]
+    """Sequences, tokens of each prompt, tokens of each answer."""
+
+
+USUAL = {"max_model_len": 2048, "max_num_seqs": 32, "max_num_batched_tokens": 2048}
+ROWS = {
+    "llama-70b-int4": Row(
+        awq_config(LLAMA_70B), USUAL | {"vram": "22.93GiB"}, ((1, 128, 32), (8, 128, 64), (32, 128, 64))
+    ),
+    "llama-70b-int4-nvme": Row(
+        awq_config(LLAMA_70B),
+        USUAL | {"vram": "22.93GiB", "ram": "8GiB", "nvme_path": "/var/tmp"},
+        ((1, 128, 8), (32, 128, 8)),
+    ),
+    "llama-8b-bf16": Row(SHAPES["llama-8b"], USUAL | {"vram": "12GiB", "max_num_seqs": 8}, ((8, 1900, 64),)),
+}
+SHORT_TOKENS = 4
+"""Of answers in the short run."""
+NVML_PERIOD_MS = 200
+
+
+def watch_nvml(most: list[int]) -> subprocess.Popen[str]:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", str(NVML_PERIOD_MS)]
+    process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            most[0] = max(most[0], int(line))
+
+    threading.Thread(target=read, daemon=True).start()
+    return process
+
+
+class Run(NamedTuple):
+    seconds: float
+    steps: int
+    copied_bytes: int
+    busy_s: float
+    stalled_s: float
+
+
+def run(llm: Any, sequences: int, prompt: int, output: int) -> Run:
+    from holdfast import SamplingParams
+
+    draw = random.Random(sequences)
+    prompts = [[draw.randint(0, 120000) for _ in range(prompt)] for _ in range(sequences)]
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output, detokenize=False)
+    before, begin = llm.get_stats(), time.perf_counter()
+    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    seconds, after = time.perf_counter() - begin, llm.get_stats()
+    assert all(len(answer.outputs[0].token_ids) == output for answer in answers)
+    return Run(
+        seconds,
+        after.steps_total - before.steps_total,
+        after.link.copied_bytes - before.link.copied_bytes,
+        after.link.busy_s - before.link.busy_s,
+        after.link.stalled_s - before.link.stalled_s,
+    )
+
+
+def figures(sequences: int, output: int, whole: Run, short: Run) -> dict[str, float]:
+    """Of a batch: with its prompts, and of decoding alone."""
+    seconds, steps = whole.seconds - short.seconds, whole.steps - short.steps
+    copied, busy_s = whole.copied_bytes - short.copied_bytes, whole.busy_s - short.busy_s
+    return {
+        "tok_per_s": sequences * output / whole.seconds,
+        "decode_tok_per_s": sequences * (output - SHORT_TOKENS) / seconds,
+        "step_s": seconds / steps,
+        "gb_per_step": copied / steps / 1e9,
+        "link_gb_per_s": copied / seconds / 1e9,
+        "link_busy": busy_s / seconds,
+        "gpu_waited": (whole.stalled_s - short.stalled_s) / seconds,
+        "short_s": short.seconds,
+    }
+
+
+def measure(name: str) -> None:
+    from holdfast import LLM
+
+    row, most = ROWS[name], [0]
+    watcher = watch_nvml(most)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(row.config))
+        begin = time.perf_counter()
+        llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, **row.settings)
+        ready_s = time.perf_counter() - begin
+        told = ("streamed_layers", "pinned_ram", "layers_on_disk", "link_copy", "nvme_read", "kv_pool")
+        lines = [line for line in llm.info.decisions if line.startswith(told)]
+        memory = llm.info.memory
+        terms = {} if memory is None else {one.term: (one.planned_bytes, one.measured_bytes) for one in memory.terms}
+        print(json.dumps({"row": name, "ready_s": ready_s, "decisions": lines, "terms": terms}), flush=True)
+        run(llm, 1, 16, 2)
+        for sequences, prompt, output in row.batches:
+            short = run(llm, sequences, prompt, SHORT_TOKENS)
+            found = figures(sequences, output, run(llm, sequences, prompt, output), short)
+            rounded = {key: round(value, 3) for key, value in found.items()}
+            print(json.dumps({"row": name, "batch": sequences, **rounded, "nvml_mib": most[0]}), flush=True)
+        llm.close()
+    watcher.kill()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        measure(sys.argv[1])
+    for asked in sys.argv[1:] if len(sys.argv) > 2 else ():
+        subprocess.run([sys.executable, __file__, asked], check=True)

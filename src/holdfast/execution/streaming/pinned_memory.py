@@ -1,0 +1,120 @@
+"""Host memory that a GPU's copy engine reads straight from: an exact mapping, touched by several threads and registered
+with the driver piece by piece. torch's own pinned memory is rounded up to powers of two.
+
+The system takes it back however the process ends. Knows nothing of layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.hardware import processor
+from holdfast.units import format_bytes
+
+TOUCHED_BYTES = 32 << 20
+"""By one thread at a time."""
+MOST_THREADS = 16
+MAPPED = 2
+"""cudaHostRegisterMapped: kernels may read it too."""
+
+Pinning = Callable[[int, int], int]
+"""(address, bytes): CUDA's error, 0 where there is none."""
+Progress = Callable[[int, int], None]
+"""(bytes done, bytes in all)"""
+
+
+def register(address: int, nbytes: int) -> int:
+    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, MAPPED))
+
+
+def unregister(addresses: Sequence[int]) -> None:
+    torch.cuda.synchronize()  # Something may still be copied from there.
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class PinnedMemory:
+    """`sizes`: of pieces, each whole pages; `pieces` are tensors of bytes. `pin` and `unpin`: for tests."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        progress: Progress | None = None,
+        pin: Pinning = register,
+        unpin: Callable[[Sequence[int]], None] = unregister,
+    ) -> None:
+        self.nbytes = sum(sizes)
+        self.pieces: list[torch.Tensor] = []
+        if not self.nbytes:
+            return
+        memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # A fork must not share pages that the GPU reads.
+            if hasattr(mmap, advice):
+                _advise(memory, getattr(mmap, advice))
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self.pieces = list(whole.split(list(sizes)))
+        pinned: list[int] = []
+        self._end = weakref.finalize(self, unpin, pinned)  # Loading may fail in the middle.
+        self._end.atexit = False  # The driver does it then.
+        with ThreadPoolExecutor(min(MOST_THREADS, processor().cores), "pinned-memory") as threads:
+            touched = [[threads.submit(_touch, part) for part in piece.split(TOUCHED_BYTES)] for piece in self.pieces]
+            done = 0
+            for piece, parts in zip(self.pieces, touched, strict=True):
+                for part in parts:
+                    part.result()
+                if error := pin(piece.data_ptr(), piece.nbytes):
+                    self.close()
+                    raise EngineError(
+                        "the driver did not pin host memory for layers that do not fit in the GPU",
+                        code="HF444",
+                        needed=f"{format_bytes(self.nbytes)}, of which {format_bytes(done)} were pinned",
+                        found=f"CUDA error {error}",
+                        fix="a smaller --ram with --nvme-path, or a larger memory limit of the container",
+                    )
+                pinned.append(piece.data_ptr())
+                done += piece.nbytes
+                if progress is not None:
+                    progress(done, self.nbytes)
+
+    def close(self) -> None:
+        """When nothing copies from it any more."""
+        if self.nbytes:
+            self._end()
+        self.pieces = []
+
+
+def as_device_memory(piece: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same bytes as kernels of the GPU see them, over the link. It must not outlive the pinned memory."""
+    return torch.as_tensor(_Mapped(piece), device=device) if device.type == "cuda" else piece
+
+
+class _Mapped:
+    """What torch asks of memory that it did not allocate. The GPU has the host's addresses for what is registered."""
+
+    def __init__(self, piece: torch.Tensor) -> None:
+        self._piece = piece  # torch keeps this object, and the memory stays with it.
+        self.__cuda_array_interface__ = {
+            "data": (piece.data_ptr(), False),
+            "shape": (piece.nbytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _touch(part: torch.Tensor) -> None:
+    ctypes.memset(part.data_ptr(), 0, part.nbytes)  # Other threads run meanwhile.
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    try:
+        memory.madvise(advice)
+    except OSError:  # A kernel without huge pages.
+        return

@@ -1,0 +1,237 @@
+"""Layers that come to a GPU for every step, with a simulated one: in their slots when they are computed, and until then
+nothing else; whatever order the GPU does things in, wherever they wait, whatever a disk does."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
+
+from holdfast.errors import EngineError
+from holdfast.execution.streaming import layer_file
+from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
+from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.footprint.streamed import StreamedLayers, all_apart, streamed_layers
+
+CPU = torch.device("cpu")
+PAGE = mmap.PAGESIZE
+
+
+def content(layer: int, size: int) -> torch.Tensor:
+    return torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(layer))
+
+
+def halves(layer: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divided elsewhere in some layers, as those of another kind are."""
+    first, second = content(layer, size).split((cut(layer), size - cut(layer)))
+    return first, second
+
+
+def cut(layer: int) -> int:
+    return 256 * (1 + layer % 3)
+
+
+def made(
+    streamed: StreamedLayers, copies: QueuedCopies | SimulatedCopies, folder: Path, read: ReadInto | None = None
+) -> DeviceLayers:
+    """With something else in each layer."""
+    file = LayerFile(folder, len(streamed.on_disk), streamed.place_bytes, read) if streamed.on_disk else None
+    layers = DeviceLayers(streamed, CPU, copies, unpinned_memory(pinned_sizes(streamed)), file)
+    for layer, size in zip(streamed.layers, streamed.sizes, strict=True):
+        arena, (first, second) = layers.arena(layer), halves(layer, size)
+        arena.tensor(first.shape, torch.uint8, CPU).copy_(first)
+        layers.divide(layer)
+        arena.tensor(second.shape, torch.uint8, CPU).copy_(second)
+        layers.keep(layer)
+    return layers
+
+
+class Reader:
+    """Launches what looks at each half of a layer in its slot, twice, and is wrong if something else is there."""
+
+    def __init__(self, layers: DeviceLayers, streamed: StreamedLayers, copies: QueuedCopies) -> None:
+        self._layers, self._copies, self.read = layers, copies, 0
+        self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
+        self._slots = {layer: layers._slot(layer).tensor for layer in streamed.layers}
+
+    def step(self, layers: int) -> None:
+        self.compute(range(layers))
+
+    def compute(self, layers: Iterable[int]) -> None:
+        for layer in layers:
+            self._layers.begin(layer)
+            self._look_at(layer, 0)
+            self._layers.halfway(layer)
+            self._look_at(layer, 1)
+            self._layers.end(layer)
+            self._copies.run_some()
+
+    def _look_at(self, layer: int, half: int) -> None:
+        if layer in self._sizes:
+            self._copies.launch(lambda: self._look(layer, half))
+            self._copies.launch(lambda: self._look(layer, half))
+        self._copies.run_some()
+
+    def _look(self, layer: int, half: int) -> None:
+        size = self._sizes[layer]
+        place = self._slots[layer][: cut(layer)] if half == 0 else self._slots[layer][cut(layer) : size]
+        assert torch.equal(place, halves(layer, size)[half]), (layer, half)
+        self.read += 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_layer_is_in_its_slot_while_it_is_computed(seed: int, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
+    rng = random.Random(seed)
+    count = rng.randint(1, 9)
+    several = rng.randint(1, count)
+    streamed = streamed_layers([rng.randint(1, 4 * PAGE) for _ in range(count)], several, rng.randint(0, several))
+    streamed = replace(streamed, ahead=rng.randint(0, 2))
+    copies = QueuedCopies(seed)
+    layers = made(streamed, copies, tmp_path)
+    reader, looked = Reader(layers, streamed, copies), 0
+    for _ in range(6):
+        through = count if rng.random() < 0.8 else rng.randint(1, count)  # A step may fail in the middle.
+        reader.step(through)
+        looked += 4 * sum(layer < through for layer in streamed.layers)
+    copies.run_all()
+    assert reader.read == looked
+    layers.close()
+
+
+@pytest.mark.parametrize("lost", ["await_copy", "after_launched"])
+def test_the_simulation_finds_a_fence_that_is_missing(lost: str, tmp_path, monkeypatch) -> None:
+    """Or the tests above would prove nothing."""
+    monkeypatch.setattr(QueuedCopies, lost, lambda copies, mark: None)
+    streamed, wrong = streamed_layers([2 * PAGE] * 6, 4, 0), 0
+    for seed in range(10):
+        copies = QueuedCopies(seed)
+        layers = made(streamed, copies, tmp_path)
+        try:
+            for _ in range(3):
+                Reader(layers, streamed, copies).step(6)
+            copies.run_all()
+        except AssertionError:
+            wrong += 1
+    assert wrong > 5
+
+
+def test_each_layer_crosses_the_link_once_a_step(tmp_path) -> None:
+    streamed, copies = streamed_layers([PAGE] * 8, 6, 0), SimulatedCopies()
+    layers = made(streamed, copies, tmp_path)
+    for step in range(4):
+        for layer in range(8):
+            layers.begin(layer)
+            layers.halfway(layer)
+            layers.end(layer)
+        asked = len(copies.copied)
+        # The first of the next step are on their way before it begins, and nothing twice.
+        assert asked == 2 * ((step + 1) * len(streamed.layers) + streamed.slots)
+    layers.close()
+
+
+def test_a_layer_that_has_a_slot_for_itself_is_copied_once(tmp_path) -> None:
+    copies = SimulatedCopies()
+    layers = made(streamed_layers([PAGE] * 3, 1, 0), copies, tmp_path)
+    for _ in range(3):
+        for layer in range(3):
+            layers.begin(layer)
+            layers.halfway(layer)
+            layers.end(layer)
+    assert copies.copied == []
+    layers.close()
+
+
+def test_a_disk_that_fails_is_an_error_and_the_next_step_reads_what_is_right(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(layer_file, "BEFORE_RETRY_S", 0.0)
+    broken = [False]
+
+    def read(file: int, piece: memoryview, offset: int) -> int:
+        if broken[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(file, [piece], offset)
+
+    streamed, copies = streamed_layers([3 * PAGE] * 6, 6, 4), QueuedCopies(1)
+    layers = made(streamed, copies, tmp_path, read)
+    reader = Reader(layers, streamed, copies)
+    reader.step(6)
+    broken[0] = True
+    with pytest.raises(EngineError, match="HF443"):
+        reader.compute([*range(6), *range(6)])  # Some were read before it broke.
+    broken[0] = False
+    reader.step(6)
+    reader.step(6)
+    copies.run_all()
+    layers.close()
+
+
+def test_nothing_moves_where_results_are_not_read(tmp_path) -> None:
+    copies = SimulatedCopies()
+    layers = made(streamed_layers([PAGE] * 6, 4, 0), copies, tmp_path)
+    with layers.as_they_are():
+        for layer in range(6):
+            layers.begin(layer)
+            layers.halfway(layer)
+            layers.end(layer)
+    assert copies.copied == []
+    layers.begin(layers._streamed.layers[0])
+    assert len(copies.copied) == 1
+    layers.close()
+
+
+def test_the_link_is_measured_and_told(tmp_path) -> None:
+    layers = made(streamed_layers([PAGE] * 6, 6, 2), SimulatedCopies(), tmp_path)
+    assert [decision.field for decision in layers.decisions()] == ["link_copy", "nvme_read"]
+    layers.close()
+
+
+def test_pinned_memory_is_exact_and_given_back() -> None:
+    pinned, seen = dict[int, int](), list[tuple[int, int]]()
+
+    def pin(address: int, nbytes: int) -> int:
+        pinned[address] = nbytes
+        return 0
+
+    def unpin(addresses: list[int]) -> None:
+        for address in addresses:
+            del pinned[address]
+
+    sizes = [PAGE, 3 * PAGE, 40 << 20]
+    memory = PinnedMemory(sizes, lambda done, total: seen.append((done, total)), pin, unpin)
+    assert list(pinned.values()) == sizes == [piece.nbytes for piece in memory.pieces]
+    assert [done for done, _ in seen] == [PAGE, 4 * PAGE, 4 * PAGE + (40 << 20)]
+    assert seen[-1][1] == memory.nbytes
+    memory.close()
+    memory.close()
+    assert pinned == {}
+
+
+def test_memory_that_is_not_pinned_is_refused_and_what_was_is_given_back() -> None:
+    pinned: list[int] = []
+
+    def pin(address: int, nbytes: int) -> int:
+        if len(pinned) == 2:
+            return 2
+        pinned.append(address)
+        return 0
+
+    freed: list[int] = []
+    with pytest.raises(EngineError, match="HF444") as caught:
+        PinnedMemory([PAGE] * 3, pin=pin, unpin=freed.extend)
+    assert "CUDA error 2" in str(caught.value)
+    assert freed == pinned
+
+
+@pytest.mark.parametrize(("layers", "apart"), [((1, 3, 5, 7), True), ((0,), True), ((1, 2, 4), False), ((), True)])
+def test_one_slot_is_enough_where_layers_stay_between(layers: tuple[int, ...], apart: bool) -> None:
+    assert all_apart(layers) == apart

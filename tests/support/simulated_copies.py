@@ -1,0 +1,172 @@
+"""A simulated GPU for streamed layers: copies that come late, and slots that are poisoned until then.
+
+SimulatedCopies    beside real computing on a CPU: a reader that does not wait finds NaN
+QueuedCopies       two queues that run interleaved at random, held together by marks alone
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.records import LinkUse
+
+POISON = 0xFF
+"""NaN in every type of number."""
+
+
+def unpinned_memory(sizes: Sequence[int]) -> PinnedMemory:
+    return PinnedMemory(sizes, pin=lambda address, nbytes: 0, unpin=lambda addresses: None)
+
+
+class _Copy:
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._source, self._target, self.arrived = source, target, False
+        target.fill_(POISON)
+
+    def arrive(self) -> None:
+        if not self.arrived:
+            self._target[: len(self._source)].copy_(self._source)
+            self.arrived = True
+
+
+class SimulatedCopies:
+    """A copy poisons its slot at once, and arrives when it is waited for, or at random a bit earlier: nothing is in
+    time for a reader that does not wait. A mark is the copies that it stands behind."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self.copied: list[int] = []
+        """Bytes of each."""
+
+    def mark(self) -> list[_Copy]:
+        return []
+
+    def after_launched(self, mark: list[_Copy]) -> None:
+        mark.clear()  # What is launched on a CPU is computed.
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: list[_Copy], done: Sequence[list[_Copy]]) -> None:
+        copy = _Copy(source, target)
+        for mark in done:
+            mark[:] = [copy]
+        self.copied.append(source.nbytes)
+
+    def await_copy(self, mark: list[_Copy]) -> None:
+        self.wait(mark)
+
+    def passed(self, mark: list[_Copy]) -> bool:
+        if self._random.random() < 0.5:
+            self.wait(mark)
+        return all(copy.arrived for copy in mark)
+
+    def wait(self, mark: list[_Copy]) -> None:
+        for copy in mark:
+            copy.arrive()
+
+    def now(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target[: len(source)].copy_(source)
+
+    def close(self) -> None:
+        return None
+
+    def use(self) -> LinkUse:
+        return LinkUse(copied_bytes=sum(self.copied))
+
+
+@dataclass(slots=True)
+class _Point:
+    """Where a mark was set last."""
+
+    passed: bool = True
+
+
+@dataclass(slots=True)
+class _Mark:
+    point: _Point = field(default_factory=_Point)
+
+
+class QueuedCopies:
+    """Computing is what `launch` is given; it and copies are run by `run_some`, in any order that marks allow."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._computing: deque[Callable[[], bool]] = deque()
+        self._link: deque[Callable[[], bool]] = deque()
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self._computing.append(lambda: (work(), True)[1])
+
+    def run_some(self) -> None:
+        for _ in range(self._random.randrange(6)):
+            self._run_one()
+
+    def run_all(self) -> None:
+        while self._computing or self._link:
+            assert self._run_one() or self._run_one() or self._run_one() or self._moves(), "both queues wait"
+
+    def _moves(self) -> bool:
+        return any(queue and self._step(queue) for queue in (self._computing, self._link))
+
+    def _run_one(self) -> bool:
+        queue = self._random.choice((self._computing, self._link))
+        return bool(queue) and self._step(queue)
+
+    def _step(self, queue: deque[Callable[[], bool]]) -> bool:
+        if not queue[0]():
+            return False
+        queue.popleft()
+        return True
+
+    def mark(self) -> _Mark:
+        return _Mark()
+
+    def _set(self, queue: deque[Callable[[], bool]], mark: _Mark) -> None:
+        point = mark.point = _Point(passed=False)
+
+        def pass_point() -> bool:
+            point.passed = True
+            return True
+
+        queue.append(pass_point)
+
+    def _await(self, queue: deque[Callable[[], bool]], mark: _Mark) -> None:
+        point = mark.point
+        queue.append(lambda: point.passed)
+
+    def after_launched(self, mark: _Mark) -> None:
+        self._set(self._computing, mark)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: _Mark, done: Sequence[_Mark]) -> None:
+        self._await(self._link, after)
+        self._link.append(lambda: target.fill_(POISON) is target)
+        half = len(source) // 2
+        self._link.append(lambda: target[:half].copy_(source[:half]) is not None)
+        self._link.append(lambda: target[half : len(source)].copy_(source[half:]) is not None)
+        for mark in done:
+            self._set(self._link, mark)
+
+    def await_copy(self, mark: _Mark) -> None:
+        self._await(self._computing, mark)
+
+    def passed(self, mark: _Mark) -> bool:
+        self.run_some()
+        return mark.point.passed
+
+    def wait(self, mark: _Mark) -> None:
+        while not mark.point.passed:
+            assert self._run_one() or self._moves(), "both queues wait"
+
+    def now(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.run_all()
+        target[: len(source)].copy_(source)
+
+    def close(self) -> None:
+        self.run_all()
+
+    def use(self) -> LinkUse:
+        return LinkUse()
