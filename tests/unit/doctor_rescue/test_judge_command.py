@@ -453,3 +453,13 @@ def test_a_model_s_own_draft_layers_are_planned_and_another_model_is_never_the_f
     assert finding.fix is not None
     assert "--model" not in finding.fix.changes
     assert any("shapes are not known" in one for one in _judged(f"vllm serve Qwen/Qwen3-8B {drafting}").missing)
+
+
+@pytest.mark.parametrize(
+    ("flags", "healthy"),
+    [("", True), ("--no-offload", False), ("-ngl 20", True), ("-ngl 60", False), ("--ram 8GiB", False)],
+)
+def test_layers_in_ram_are_no_fault_of_a_command(flags: str, healthy: bool) -> None:
+    told = judge_command(f"holdfast serve llama-3.1-70b-awq {flags}", machine=CommandMachine(gpu="rtx4090"))
+    assert told.healthy is healthy
+    assert bool(told.findings) is not healthy

@@ -229,7 +229,10 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
             other.append(_NO_DRAFT_MODEL)
         spare = told.fits and len(told.fit.ranks) * replicas(command) < len(question.machine.devices)
         idle = [f"{one.message}; {one.fix}" for one in told.warnings if one.code == _IDLE and spare]
-        return findings, other, [*first, f"{seen[-1]}; {budget_words(command, told, split)}", *idle]
+        words = budget_words(command, told, split)
+        if not told.fits and told.offload is not None:
+            words += f"; {told.offload.verdict}"
+        return findings, other, [*first, f"{seen[-1]}; {words}", *idle]
     except HoldfastError as error:
         if error.code == BEYOND_MODEL and stretched(command):
             return [], [f"a plan: {error.message}, and RoPE scaling is not planned"], seen
@@ -266,7 +269,8 @@ def _answered(
     from holdfast.planner.report.answer import answer
 
     engine = f"vllm=={version}" if command.engine == "vllm" and version is not None else command.engine
-    offloaded = any(command.has(name) for name in ("cpu-offload-gb", "n-cpu-moe", "n-gpu-layers"))
+    theirs = any(command.has(name) for name in ("cpu-offload-gb", "n-cpu-moe", "n-gpu-layers"))
+    offloaded = theirs and command.engine != "holdfast"  # Ours is planned.
     split = None if offloaded else split_of(command, question)
     if split is not None and not split.settable:
         return *_no_split_does(command, question, split, engine, version, machine), split
@@ -275,7 +279,7 @@ def _answered(
     ill = None if split is None else ill_divided(command, split, told.fit.required_tokens)
     if ill is not None:
         findings.append(ill)
-    elif split is None and not told.fits and not offloaded:
+    elif split is None and not told.fits and not offloaded and not _streams(told):
         findings.append(_drafted_too_much(command, told, engine) or _does_not_fit(command, told))
     elif told.fits and told.lacks:
         findings += _would_refuse(command, told, question, engine, sizes_itself=split is None)
@@ -287,6 +291,11 @@ def _answered(
         if warning.code in _WARNED and _WARNED[warning.code][0] not in said:
             findings.append(_warned(command, warning))
     return findings, told, split
+
+
+def _streams(told: PlanAnswer) -> bool:
+    """Whether Holdfast serves it with layers in RAM: in what is known to be there, or where that is not known."""
+    return told.offload is not None and told.offload.may_run
 
 
 def _drafted_too_much(command: ServerCommand, told: PlanAnswer, engine: str) -> Finding | None:

@@ -36,6 +36,11 @@ class Offload:
         return self.known and self.placement.fits
 
     @property
+    def may_run(self) -> bool:
+        """With RAM enough, where it is not known what there is."""
+        return self.placement.fits
+
+    @property
     def price(self) -> str | None:
         return kv_price(self.placement)
 
@@ -52,6 +57,8 @@ class Offload:
         what = f"{streamed} of {layers} layers streamed from RAM"
         if placed.streamed.on_disk:
             what += f" and {len(placed.streamed.on_disk)} of these from NVMe"
+        if not placed.plan.fits:
+            return f"with {placed.plan.question.settings.offload.flag} {placed.resident} of {layers} layers would stay"
         if not self.known:
             return f"runs with {what}, given {format_bytes(placed.free_ram_bytes)} of free RAM"
         if placed.ram_short_bytes:
