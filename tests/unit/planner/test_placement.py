@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
-from holdfast.footprint.streamed import PLACE_GRAIN_BYTES, StreamedLayers, evenly, last_of_groups, streamed_layers
+from holdfast.footprint.streamed import (
+    PLACE_GRAIN_BYTES,
+    StreamedLayers,
+    all_apart,
+    evenly,
+    last_of_groups,
+    streamed_layers,
+)
 from holdfast.hardware import Memory, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, catalogue
@@ -106,12 +113,13 @@ def test_groups_are_those_of_vllm() -> None:
 def test_every_byte_is_in_one_tier(name: str) -> None:
     plan = served(name, 8 if name == "llama-3.1-8b" else 22.93)
     layers, terms = streamed(plan), plan.terms
-    assert terms["weights"] + layers.weights_bytes == plan.weights_bytes
-    assert terms["layer_slots"] == layers.slots_bytes == 2 * max(layers.sizes)
+    assert terms["weights"] + layers.weights_bytes + layers.embedding_bytes == plan.weights_bytes
+    assert layers.slots == (1 if all_apart(layers.layers) else 2)
+    assert terms["layer_slots"] == layers.slots_bytes == layers.slots * max(layers.sizes)
     assert sum(terms.values()) <= plan.budget_bytes
     assert plan.loading_bytes <= plan.budget_bytes
     assert not layers.on_disk
-    assert layers.pinned_bytes == sum(layers.sizes)
+    assert layers.pinned_bytes == sum(layers.sizes) + layers.embedding_bytes
     # One layer fewer would leave KV too little, and not one page of the budget is given away.
     fewer = max(layers.sizes)
     wanted = plan.ranks[0].kv.needed_bytes(32, 256)
@@ -166,7 +174,7 @@ def test_what_ram_does_not_hold_is_on_disk(tmp_path) -> None:
 def test_pinned_memory_never_starves_the_host() -> None:
     error = refused("llama-3.1-70b-awq", 22.93, ram_gib=20)
     assert (error.code, error.field) == ("HF114", "nvme_path")
-    assert "of pinned RAM for 46 layers" in str(error.needed)
+    assert "of pinned RAM for 42 layers" in str(error.needed)
     assert "0.9 of 20.00 GiB free" in str(error.found)
     assert str(error.fix).startswith("--nvme-path DIR")
     assert refused("llama-3.1-70b-awq", 22.93, ram="12GiB").code == "HF114"
