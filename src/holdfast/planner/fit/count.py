@@ -149,27 +149,7 @@ def _share(
         )
         return *_with_draft(drafting, found, cost, AS_STORED, stored_kv, tensor_parallel), ()
     if whose == "holdfast":
-        held, streamed = _own_bytes(question, every) or held, streamed_on_gpu(question)
-        held -= 0 if streamed is None else streamed.weights_bytes + streamed.embedding_bytes
-        slots = 0 if streamed is None else streamed.slots_bytes
-        layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=stored_kv)
-        cost = layout_cost(layout, limits.max_num_batched_tokens)
-        weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
-        capability = None if device.gpu is None else device.gpu.compute_capability
-        found = byte_terms.engine_gpu_terms(
-            spec,
-            limits,
-            dtype=dtype,
-            weights_bytes=held,
-            slots_bytes=slots,
-            block_tokens=settings.block_tokens,
-            quantized=weights is not None and weights.quantized,
-            rounded=weights is not None and weights.rounds_inputs(capability),
-            max_loras=settings.max_loras,
-            max_lora_rank=settings.max_lora_rank,
-            graphs=settings.graphs and streamed is None,
-        )
-        return tuple(found), cost, byte_terms.engine_gpu_loading(held, slots, largest)
+        return _engine_share(question, device, limits, _own_bytes(question, every) or held)
     gpu, vllm = device.gpu, question.vllm  # Of a model that this engine does not run: what the engine keeps that would.
     kernel = expert_kernel(gpu, vllm, adapters=settings.max_loras > 0)
     beside = beside_weights(model, kernel, dtype=dtype, tensor_parallel=tensor_parallel, stage=stage, stages=stages)
@@ -192,6 +172,32 @@ def _share(
         sorts=vllm.has("sorts-vocabulary"),
     )
     return *_with_draft(drafting, found, cost, dtype, stored_kv, tensor_parallel), ()
+
+
+def _engine_share(question: Question, device: Device, limits: Limits, held: int) -> _Share:
+    """Of this engine on one GPU; `held`: of all weights."""
+    model, settings, spec = question.model, question.settings, question.model.spec
+    dtype, streamed = compute_dtype(question, 1), streamed_on_gpu(question)
+    held -= 0 if streamed is None else streamed.weights_bytes + streamed.embedding_bytes
+    slots = 0 if streamed is None else streamed.slots_bytes
+    layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
+    weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
+    capability = None if device.gpu is None else device.gpu.compute_capability
+    found = byte_terms.engine_gpu_terms(
+        spec,
+        limits,
+        dtype=dtype,
+        weights_bytes=held,
+        slots_bytes=slots,
+        block_tokens=settings.block_tokens,
+        quantized=weights is not None and weights.quantized,
+        rounded=weights is not None and weights.rounds_inputs(capability),
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+        graphs=settings.graphs and streamed is None,
+    )
+    cost = layout_cost(layout, limits.max_num_batched_tokens)
+    return tuple(found), cost, byte_terms.engine_gpu_loading(held, slots, largest)
 
 
 def _with_draft(

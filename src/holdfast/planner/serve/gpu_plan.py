@@ -34,7 +34,7 @@ from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Planned
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
-from holdfast.planner.serve.offload import host_share, with_offload
+from holdfast.planner.serve.offload import alternative, host_share, with_offload
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
@@ -107,7 +107,10 @@ def make_gpu_plan(
         return without_tensors(_with_pool(found, tried, chosen, decision))
 
     try:
-        return attempt(config)
+        found = attempt(config)
+        if found.engine.streamed is None or found.question.settings.offload.by_hand:
+            return found
+        return replace(found, decisions=(*found.decisions, *alternative(config, attempt)))
     except refusals.PlanRefusal as refusal:
         candidates = refusals.gpu_candidates
         raise refusals.with_remedies(refusal, config, spec.max_position, attempt, candidates) from None

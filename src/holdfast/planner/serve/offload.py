@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 
 from holdfast.config import EngineConfig
 from holdfast.config.offload import OffloadRequest
+from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.footprint.structured_output import FEW_CORES
 from holdfast.hardware import Memory
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.offload import kv_price
+from holdfast.planner.advice.search import first_that_fits
 from holdfast.planner.advice.throughput import throughput
 from holdfast.planner.fit.placement import Placement, place, place_by_hand
 from holdfast.planner.fit.result import Plan
@@ -97,7 +99,7 @@ def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
     else:
         reason = f"{reason}; --no-offload refuses instead"
     yield Decision("streamed_layers", value, reason, source, lowered=True)
-    yield Decision("pinned_ram", format_bytes(streamed.pinned_bytes), f"of {host.reason}", "planner")
+    yield Decision("pinned_ram", format_bytes(streamed.pinned_bytes), f"of {host.reason}", "planner", lowered=True)
     if streamed.on_disk:
         on_disk = f"{len(streamed.on_disk)} of {len(streamed.layers)}, {format_bytes(streamed.file_bytes)}"
         reason = "RAM holds the others; these are read from the disk of --nvme-path for every step"
@@ -109,10 +111,26 @@ def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
         value += f", {many.estimate.tokens_per_s:.2g} of {many.batch}" if many.batch > 1 else ""
         moved = f"{streamed.moved_bytes / 1e9:.1f} GB a step"
         link = plan.device.gpu.host_link.name if plan.device.gpu is not None else "the link"
-        yield Decision("expected_speed", value, f"{moved} over {link}; limited by {rate.one.limited_by}", "estimate")
+        reason = f"{moved} over {link}; limited by {rate.one.limited_by}"
+        yield Decision("expected_speed", value, reason, "estimate", lowered=True)
     price = None if asked.by_hand else kv_price(placed)
     if price is not None:
-        yield Decision("kv_price", price, "what a larger KV cache costs every step", "estimate")
+        yield Decision("kv_price", price, "what a larger KV cache costs every step", "estimate", lowered=True)
+
+
+def alternative(config: EngineConfig, attempt: refusals.Attempt) -> Iterator[Decision]:
+    """What would stay on the GPU whole, and how fast that is: the first way of quantizing it while it is loaded."""
+    methods = () if config.asked_quantization is not None else MADE_WHILE_LOADING
+    changes: list[refusals.SettingsChange] = [{"quantization": method, "offload": "false"} for method in methods]
+    found = first_that_fits(changes, lambda change: attempt(refusals.changed(config, change)))
+    if found is not None:
+        change, plan = found
+        rate = throughput(plan)
+        speed = "" if rate is None else f", about {rate.one.estimate.tokens_per_s:.2g} tokens/s of one sequence"
+        value = f"--quantization {change['quantization']}: all layers on the GPU{speed}"
+        yield Decision(
+            "alternative", value, "less precise weights; nothing would be streamed", "estimate", lowered=True
+        )
 
 
 def _too_few_by_hand(placed: Placement, asked: OffloadRequest) -> refusals.PlanRefusal:
