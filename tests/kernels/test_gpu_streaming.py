@@ -9,20 +9,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from lora_adapters import merge, write_adapter
 from simulated_copies import SimulatedCopies, unpinned_memory
-from tiny_gpu import Tiny, prompt, run, tokens_of
+from tiny_gpu import Tiny, prompt
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
+from holdfast.config import EngineConfig
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.requests.adapters import Adapters
+from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.decoder import arrange_layer
+from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.streamed import streamed_layers
+from holdfast.kvcache import KVCache
 from holdfast.planner.sizing.engine_weights import EngineWeights
-from holdfast.records import SamplingParams
+from holdfast.records import Request, SamplingParams
+from holdfast.scheduler import Scheduler, SchedulerLimits
 
 
 class Streamed(Tiny):
@@ -50,11 +60,29 @@ class Streamed(Tiny):
 
 @pytest.mark.usefixtures("few_programs")
 def test_tokens_are_those_of_transformers(tmp_path: Path, device: torch.device) -> None:
-    model = Streamed(tmp_path, "Llama", num_hidden_layers=4, tie_word_embeddings=False)
-    prompts, params = [prompt(1, 9), prompt(2, 3)], [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 2
-    core = model.core(device, gpu=True)
-    assert core.runner.layer_slots_bytes > 0
-    for asked, outputs in zip(prompts, run(core, prompts, params), strict=True):
-        model.assert_greedy(asked, tokens_of(outputs))
-    assert model.copies.use().copied_bytes > 3 * core.runner.layer_slots_bytes
+    """Of one request as it is, and of one with an adapter, whose weights are merged there."""
+    model = Streamed(tmp_path / "model", "Llama", num_hidden_layers=4, tie_word_embeddings=False)
+    write_adapter(tmp_path / "adapter", model.folder, seed=1, rank=4)
+    known = Adapters(model.spec, "tiny", EngineConfig(enable_lora=True, max_lora_rank=4))
+    adapter = known.load("adapter", str(tmp_path / "adapter"), anywhere=True)
+    limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=96, max_loras=1)
+    lora = LoraLimits(max_loras=1, max_rank=4, cached=1)
+    runner = GpuRunner(model.spec, model.weights(device), model.layout(), limits, device, lora=lora)
+    runner.back_kv(64)
+    asked = SchedulerLimits(
+        max_num_seqs=2, max_num_batched_tokens=16, max_model_len=96, max_steps_in_flight=2, max_loras=1
+    )
+    core = EngineCore(Scheduler(asked, KVCache(model.layout(), 64, True)), runner, steps_ahead=1)
+    params, found = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), dict[str, list[int]]()
+    for name, ref in (("plain", None), ("adapted", adapter)):
+        core.add(Request(request_id=name, prompt_token_ids=prompt(1, 9), params=params, adapter=ref))
+    while core.has_work:
+        for output in core.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    model.assert_greedy(prompt(1, 9), found["plain"])
+    folder = merge(tmp_path / "merged", model.folder, tmp_path / "adapter")
+    model.model = transformers.LlamaForCausalLM.from_pretrained(folder).float().eval()
+    model.assert_greedy(prompt(1, 9), found["adapted"])
+    assert found["adapted"] != found["plain"]
+    assert model.copies.use().copied_bytes > 3 * runner.layer_slots_bytes > 0
     core.close()

@@ -69,13 +69,13 @@ class Reader:
     def compute(self, layers: Iterable[int]) -> None:
         for layer in layers:
             self._layers.begin(layer)
-            self._look_at(layer, 0)
+            self.look_at(layer, 0)
             self._layers.halfway(layer)
-            self._look_at(layer, 1)
+            self.look_at(layer, 1)
             self._layers.end(layer)
             self._copies.run_some()
 
-    def _look_at(self, layer: int, half: int) -> None:
+    def look_at(self, layer: int, half: int) -> None:
         if layer in self._sizes:
             self._copies.launch(lambda: self._look(layer, half))
             self._copies.launch(lambda: self._look(layer, half))
@@ -103,6 +103,10 @@ def test_a_layer_is_in_its_slot_while_it_is_computed(seed: int, tmp_path, monkey
         through = count if rng.random() < 0.8 else rng.randint(1, count)  # A step may fail in the middle.
         reader.step(through)
         looked += 4 * sum(layer < through for layer in streamed.layers)
+        if through < count and rng.random() < 0.5:  # Or within a layer.
+            layers.begin(through)
+            reader.look_at(through, 0)
+            looked += 2 * (through in streamed.layers)
     copies.run_all()
     assert reader.read == looked
     layers.close()

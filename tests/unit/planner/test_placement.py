@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
-from holdfast.footprint.streamed import PLACE_GRAIN_BYTES, StreamedLayers, evenly, last_of_groups, streamed_layers
+from holdfast.footprint.streamed import (
+    PLACE_GRAIN_BYTES,
+    StreamedLayers,
+    all_apart,
+    evenly,
+    last_of_groups,
+    streamed_layers,
+)
 from holdfast.hardware import Memory, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, catalogue
@@ -107,6 +114,7 @@ def test_every_byte_is_in_one_tier(name: str) -> None:
     plan = served(name, 8 if name == "llama-3.1-8b" else 22.93)
     layers, terms = streamed(plan), plan.terms
     assert terms["weights"] + layers.weights_bytes + layers.embedding_bytes == plan.weights_bytes
+    assert layers.slots == (1 if all_apart(layers.layers) else 2)
     assert terms["layer_slots"] == layers.slots_bytes == layers.slots * max(layers.sizes)
     assert sum(terms.values()) <= plan.budget_bytes
     assert plan.loading_bytes <= plan.budget_bytes
