@@ -264,7 +264,7 @@ def test_a_step_takes_as_long_as_its_bytes_over_the_link(ask: Ask) -> None:
     assert placed is not None
     rate = throughput(placed.plan)
     assert rate is not None
-    link = 31.5e9 * EXPECTED.link
+    link = 31.5e9 * EXPECTED.host
     assert rate.one.estimate.tokens_per_s == pytest.approx(link / placed.streamed.moved_bytes)
     assert rate.largest.batch == 32
     assert rate.largest.estimate.tokens_per_s == pytest.approx(32 * link / placed.streamed.moved_bytes)

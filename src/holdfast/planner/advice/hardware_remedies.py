@@ -26,7 +26,7 @@ from holdfast.planner.advice.remedy import (
     planned,
 )
 from holdfast.planner.advice.search import that_fit
-from holdfast.planner.advice.throughput import NVME_GB_S
+from holdfast.planner.advice.throughput import NVME_GB_S, shown_rate
 from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.engines.command import written_size
 from holdfast.planner.fit.count import least_bytes
@@ -177,7 +177,7 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
         ({} if stated else {"ram_bytes": free}) | model_setting(variant),
         f"{held.resident_layers} of {held.layers} layers{'' if variant is None else f' of {variant.label}'} on the GPU,"
         f" {format_bytes(held.ram_bytes)} in RAM{disk}"
-        + ("" if held.one is None else f", about {held.one.tokens_per_s:.2g} tokens/s for one stream")
+        + ("" if held.one is None else f", about {shown_rate(held.one.tokens_per_s)} tokens/s for one stream")
         + ("" if stated else f"; it needs {format_bytes(free)} of free RAM"),
         note="holdfast serve does this by itself where a model does not fit on the GPU",
         tiers=held,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.planner.advice.offload import kv_price
-from holdfast.planner.advice.throughput import NVME_GB_S, Throughput, throughput
+from holdfast.planner.advice.throughput import NVME_GB_S, Throughput, shown_rate, throughput
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
 from holdfast.planner.fit.placement import Placement, pinned_room
@@ -103,7 +103,8 @@ def _rates(offload: Offload) -> Iterator[str]:
     rates = () if rate is None else (rate.one,) if rate.largest.batch == 1 else (rate.one, rate.largest)
     for decode in rates:
         one = decode.estimate
-        said = f"{decode.batch:,} at once: about {one.tokens_per_s:.2g} tokens/s ({one.low:.2g} to {one.high:.2g})"
+        shown, low, high = map(shown_rate, (one.tokens_per_s, one.low, one.high))
+        said = f"{decode.batch:,} at once: about {shown} tokens/s ({low} to {high})"
         yield f"{said}, limited by {decode.limited_by}"
     if offload.price is not None:
         yield f"price of KV: {offload.price}"

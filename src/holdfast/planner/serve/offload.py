@@ -19,7 +19,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.offload import kv_price
 from holdfast.planner.advice.search import first_that_fits
-from holdfast.planner.advice.throughput import throughput
+from holdfast.planner.advice.throughput import shown_rate, throughput
 from holdfast.planner.fit.placement import Placement, place, place_by_hand
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.serve import refusals
@@ -107,8 +107,8 @@ def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
     rate = throughput(plan)
     if rate is not None:
         one, many = rate.one.estimate, rate.largest
-        value = f"about {one.tokens_per_s:.2g} tokens/s of one sequence"
-        value += f", {many.estimate.tokens_per_s:.2g} of {many.batch}" if many.batch > 1 else ""
+        value = f"about {shown_rate(one.tokens_per_s)} tokens/s of one sequence"
+        value += f", {shown_rate(many.estimate.tokens_per_s)} of {many.batch}" if many.batch > 1 else ""
         moved = f"{streamed.moved_bytes / 1e9:.1f} GB a step"
         link = plan.device.gpu.host_link.name if plan.device.gpu is not None else "the link"
         reason = f"{moved} over {link}; limited by {rate.one.limited_by}"
@@ -126,7 +126,7 @@ def alternative(config: EngineConfig, attempt: refusals.Attempt) -> Iterator[Dec
     if found is not None:
         change, plan = found
         rate = throughput(plan)
-        speed = "" if rate is None else f", about {rate.one.estimate.tokens_per_s:.2g} tokens/s of one sequence"
+        speed = "" if rate is None else f", about {shown_rate(rate.one.estimate.tokens_per_s)} tokens/s of one sequence"
         value = f"--quantization {change['quantization']}: all layers on the GPU{speed}"
         yield Decision(
             "alternative", value, "less precise weights; nothing would be streamed", "estimate", lowered=True
