@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.hardware import Memory
+from holdfast.hardware import Memory, gpus
 from holdfast.hardware.nvidia import NvidiaMachine, probe
 
 GIB = 1 << 30
@@ -290,3 +290,23 @@ def test_a_driver_that_fails_midway_is_left_in_order() -> None:
 def test_this_machine_answers_whatever_it_has() -> None:
     found = probe()
     assert found.gpus or found.reason
+
+
+class InASlot(FakeNvml):
+    """Of four lanes, which an RTX 4090 has sixteen of."""
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: FakeDevice) -> int:
+        return 3
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: FakeDevice) -> int:
+        return 4
+
+
+def test_the_link_to_the_host_is_that_of_the_slot() -> None:
+    (of_slot,), (stated,) = probe({}, InASlot(FOUR[0])).gpus, probe({}, FakeNvml(FOUR[0])).gpus
+    assert of_slot.known is not None
+    assert stated.known is not None
+    assert (of_slot.known.host_link.name, of_slot.known.host_link.gb_s) == ("PCIe 3.0 x4", 3.94)
+    assert stated.known.host_link == gpus.find("rtx4090").host_link
+    assert gpus.pcie_link(4, 16) == stated.known.host_link
+    assert gpus.pcie_link(9, 16) is gpus.pcie_link(4, 0) is None

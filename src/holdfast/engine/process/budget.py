@@ -51,8 +51,8 @@ class MemoryBudget:
         refuse_tier(now.info.memory, tier)
         if now.plan.engine.streamed is not None:
             raise UnsupportedOptionError(
-                "the memory budget cannot be changed while layers are read from a disk",
-                fix="restart with another --ram",
+                "the memory budget cannot be changed while layers are streamed",
+                fix="restart with another --ram or --vram",
                 field=tier,
             )
         config, plan = await asyncio.to_thread(with_budget, now, budget_bytes)

@@ -29,6 +29,8 @@ from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_byt
 CANNOT_STREAM = "HF136"
 STREAMED_TOKENS = 8192
 """Of context that layers make room for where none was asked for: more would cost every token of every answer time."""
+POOL_SHARE = 0.97
+"""Of that KV, which does: for the rest no layer goes that would otherwise stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def _steps(plan: Plan) -> tuple[int, int]:
 def _pool_bytes(plan: Plan, kv_bytes: int) -> int:
     """What the KV pool shall have beside streamed layers: some for each sequence of a step, and all that was set."""
     each = min(STREAMED_SEQUENCE_TOKENS, plan.limits.max_model_len)
-    return max(kv_bytes, plan.ranks[0].kv.needed_bytes(plan.limits.max_num_seqs, each))
+    return max(kv_bytes, int(POOL_SHARE * plan.ranks[0].kv.needed_bytes(plan.limits.max_num_seqs, each)))
 
 
 def pinned_room(question: Question) -> int | None:

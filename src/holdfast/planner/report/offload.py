@@ -73,13 +73,14 @@ def _tiers(offload: Offload) -> Iterator[str]:
     others = sum(term.nbytes for term in rank.terms if term.name not in ("weights", "layer_slots"))
     of_layers = f"{placed.resident} of {len(plan.question.model.spec.layers)} layers"
     yield (
-        f"VRAM  {of_layers} with all that is of no layer, {terms['weights']}; {counted(streamed.slots, 'slot')},"
+        f"VRAM  {of_layers} with what is of no layer, {terms['weights']}; {counted(streamed.slots, 'slot')},"
         f" {terms['layer_slots']}; KV {format_bytes(rank.pool_bytes)}, a context of {plan.limits.max_model_len:,}; the"
         f" rest {format_bytes(others)}"
     )
     known = pinned_room(plan.question)
     room = "" if known is None else f" of {format_bytes(known)} that layers may take"
-    pinned = f"{counted(len(streamed.in_ram), 'layer')}, {format_bytes(streamed.pinned_bytes)} pinned{room}"
+    embedding = " and the embedding" if streamed.embedding_bytes else ""
+    pinned = f"{counted(len(streamed.in_ram), 'layer')}{embedding}, {format_bytes(streamed.pinned_bytes)} pinned{room}"
     yield f"RAM   {pinned}; {format_bytes(placed.free_ram_bytes)} must be free with the server's own processes"
     if streamed.on_disk:
         size, on_disk = format_bytes(streamed.file_bytes), counted(len(streamed.on_disk), "layer")
