@@ -44,7 +44,7 @@ ROWS = {
     "llama-70b-int4-nvme": Row(
         awq_config(LLAMA_70B),
         USUAL | {"vram": "22.93GiB", "ram": "8GiB", "nvme_path": "/var/tmp"},
-        ((1, 128, 8), (32, 128, 8)),
+        ((32, 128, 6),),
     ),
     "llama-8b-bf16": Row(SHAPES["llama-8b"], USUAL | {"vram": "12GiB", "max_num_seqs": 8}, ((8, 1900, 64),)),
 }

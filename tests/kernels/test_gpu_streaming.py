@@ -39,6 +39,7 @@ class Streamed(Tiny):
     """All layers but the second come for every step, and rows of the embedding are gathered from the host."""
 
     def weights(self, device: torch.device) -> Weights:
+        device = torch.empty(0, device=device).device  # With its number.
         known = EngineWeights(self.spec, None, None)
         placed = streamed_layers(known.by_layer(dtype="float32"), len(self.spec.layers) - 1, 0)
         placed = replace(placed, embedding_bytes=known.gathered_bytes(dtype="float32"))

@@ -28,6 +28,7 @@ from holdfast.planner.advice.throughput import EXPECTED, throughput
 from holdfast.planner.fit.placement import STREAMED_TOKENS, place
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import Question
+from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.units import GIB
@@ -122,7 +123,7 @@ def test_every_byte_is_in_one_tier(name: str) -> None:
     assert layers.pinned_bytes == sum(layers.sizes) + layers.embedding_bytes
     # One layer fewer would leave KV too little, and not one page of the budget is given away.
     fewer = max(layers.sizes)
-    wanted = plan.ranks[0].kv.needed_bytes(32, 256)
+    wanted = plan.ranks[0].kv.needed_bytes(32, STREAMED_SEQUENCE_TOKENS)
     assert terms["kv_pool"] - fewer < max(wanted, plan.ranks[0].kv.needed_bytes(1, STREAMED_TOKENS))
     assert plan.budget_bytes - sum(terms.values()) < 2 * plan.engine.layout.page_bytes
 

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 APPEARS_AFTER_S = 2.0
+BARS = {"pin": ("pinning MiB of RAM", 1 << 20), "load": ("loading tensors", 1)}
+"""Stages that have one: its words, and what it counts."""
 
 
 class RequestProgress:
@@ -60,7 +62,8 @@ class RequestProgress:
 
 
 class LoadProgress:
-    """Hears an engine's start-up stages; shows a bar over the tensors of a load that takes longer than a moment."""
+    """Hears an engine's start-up stages; shows a bar over the tensors of a load that takes longer than a moment, and over
+    memory that is pinned before it."""
 
     def __init__(self, *, restarts: bool = True) -> None:
         """`restarts`: a bar for an engine that is started again too; not where a prompt has the terminal by then."""
@@ -69,6 +72,7 @@ class LoadProgress:
         self._restarts = restarts
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._words = ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         self._begun_s = time.monotonic() if self._begun_s is None else self._begun_s
@@ -76,17 +80,21 @@ class LoadProgress:
             self._close()
             self._begun_s = None  # An engine that is started again is timed anew.
             self._shown = self._shown and self._restarts
-        elif stage == "load" and total and self._shown and time.monotonic() - self._begun_s > APPEARS_AFTER_S:
-            self._show(done, total)
-        elif stage != "load":
+        elif stage in BARS and total and self._shown and time.monotonic() - self._begun_s > APPEARS_AFTER_S:
+            words, unit = BARS[stage]
+            self._show(words, done // unit, total // unit)
+        elif stage not in BARS:
             self._close()
 
-    def _show(self, done: int, total: int) -> None:
+    def _show(self, words: str, done: int, total: int) -> None:
+        if words != self._words:
+            self._close()
+            self._words = words
         if self._bar is None:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-            columns = (TextColumn("loading tensors"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            columns = (TextColumn(words), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task("loading", total=total)
             self._bar.start()
