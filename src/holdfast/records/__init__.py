@@ -1,7 +1,7 @@
 """The records that cross packages and processes. No behaviour beyond checking themselves, no torch."""
 
 from holdfast.records.lora import AdapterRef, LoRARequest
-from holdfast.records.memory import LowerTier, MemoryReport, MemoryTerm
+from holdfast.records.memory import LowerTier, MemoryReport, MemoryTerm, VramBudget, VramGrant
 from holdfast.records.outputs import (
     AnswerDelta,
     CompletionOutput,
@@ -68,4 +68,6 @@ __all__ = [
     "TokenLogprobs",
     "TokenMasks",
     "Verdict",
+    "VramBudget",
+    "VramGrant",
 ]
