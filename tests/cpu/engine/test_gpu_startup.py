@@ -15,6 +15,7 @@ from holdfast.engine.startup import build, build_gpu
 from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, build_gpu_runner
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import accounting as gpu_memory
+from holdfast.execution.gpu.memory.arbiter import VramArbiter
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.models import ModelSpec, from_config
@@ -265,7 +266,9 @@ def backing(spec: ModelSpec, refusals: int, status: int = OUT_OF_MEMORY) -> tupl
         back(blocks)
 
     runner.back_kv = refusing  # type: ignore[method-assign]
-    return lambda: build_gpu._back(plan, runner, memory, memory.held(), measured), memory, gpu, plan  # type: ignore[arg-type]
+    planned = sum(measured.values())
+    arbiter = VramArbiter(memory, runner.kv, plan.budget_bytes, measured, planned)  # type: ignore[arg-type]
+    return lambda: build_gpu._back(plan, runner, arbiter), memory, gpu, plan  # type: ignore[arg-type]
 
 
 def test_the_pool_becomes_what_a_neighbour_leaves(spec: ModelSpec) -> None:

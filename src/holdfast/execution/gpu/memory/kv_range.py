@@ -13,20 +13,26 @@ from holdfast.kvcache.groups import KVLayout
 
 
 class KVRange:
-    """`most_blocks`: pages that addresses are reserved for. Without a GPU (kernels in the interpreter) all are there
-    from the beginning."""
+    """`most_blocks`: pages that addresses are reserved for. `reserved`: a range for them; None: on a GPU one of its
+    driver, elsewhere (kernels in the interpreter) memory for all pages from the beginning."""
 
-    def __init__(self, layout: KVLayout, most_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        most_blocks: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        reserved: ReservedRange | None = None,
+    ) -> None:
         self.layout, self.blocks = layout, 0
-        self._range: ReservedRange | None = None
-        shape = (most_blocks, *layout.page_shape)
-        if device.type == "cuda":
-            self._range = ReservedRange(most_blocks * layout.page_bytes, device)
-            self._range.back(1)  # torch takes no address that nothing lies behind.
-            whole = self._range.bytes_view()[: most_blocks * layout.page_bytes]
-            self.pages = whole.view(dtype).view(shape)
-        else:
+        shape, nbytes = (most_blocks, *layout.page_shape), most_blocks * layout.page_bytes
+        self._range = ReservedRange(nbytes, device) if reserved is None and device.type == "cuda" else reserved
+        if self._range is None:
             self.pages = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self._range.back(1)  # torch takes no address that nothing lies behind.
+            self.pages = self._range.bytes_view()[:nbytes].view(dtype).view(shape)
 
     @property
     def most_blocks(self) -> int:

@@ -82,7 +82,7 @@ class ReservedRange:
         """Bytes that `back` or `cut` to `nbytes` would leave mapped."""
         if nbytes >= self.mapped_bytes:
             return self._whole(nbytes)
-        return next((end for end in self._ends() if end >= nbytes), 0)
+        return next(end for end in (0, *self._ends()) if end >= nbytes)
 
     def largest_within(self, nbytes: int) -> int:
         """The most that can be mapped without being more than `nbytes`."""
