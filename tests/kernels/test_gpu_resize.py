@@ -70,10 +70,10 @@ def test_tokens_are_the_same_while_pages_come_and_go(
     many = device.type == "cuda"
     if not many and kv_dtype != torch.float32 and tiny.spec.layers[0].window is not None:
         pytest.skip("the interpreter takes its time, and has both by themselves")
-    lengths = [5 + 11 * number % 40 for number in range(32)] if many else [30, 17, 3]
+    lengths = [5 + 11 * number % 40 for number in range(32)] if many else [22, 9, 3]
     prompts = [prompt(number, length) for number, length in enumerate(lengths)]
     params = [
-        SamplingParams(temperature=0.7, seed=number, top_k=5, max_tokens=8 + number, ignore_eos=True)
+        SamplingParams(temperature=0.7, seed=number, top_k=5, max_tokens=6 + number, ignore_eos=True)
         for number in range(len(prompts))
     ]
     settings: dict[str, Any] = {"gpu": True, "blocks": MOST, "slots": 32 if many else 3, "step": 64 if many else 16}
