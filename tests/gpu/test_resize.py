@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.errors import DoesNotFitError
+from holdfast.execution.gpu.memory.virtual_memory import PIECE_BYTES
 from holdfast.records import EngineOutput, Request, SamplingParams, VramBudget
 from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
@@ -110,7 +112,8 @@ def test_the_budget_changes_at_random_while_answers_go_on(core: EngineCore) -> N
 
     assert run(core, between) == plain
     print(f"{len(sizes)} sizes from {min(sizes)} to {max(sizes)} blocks, {core.stats().preemptions_total} preemptions,")
-    print(f"at most {max(seconds) * 1000:.1f} ms each; graphs {len(runner._graphs.captured)}")
+    middle_ms, most_ms = statistics.median(seconds) * 1000, max(seconds) * 1000
+    print(f"in {middle_ms:.1f} ms each, {most_ms:.1f} ms at most; graphs {len(runner._graphs.captured)}")
     assert len(sizes) > 20
     core.set_vram(VramBudget(budget_bytes=12 * GIB))
     assert abs(runner.kv.nbytes - first) <= SLACK
@@ -121,7 +124,8 @@ def test_the_budget_changes_at_random_while_answers_go_on(core: EngineCore) -> N
 def test_less_than_it_can_keep_to_is_given_back_as_far_as_it_goes(core: EngineCore) -> None:
     granted = core.set_vram(VramBudget(budget_bytes=GIB))
     assert granted.budget_bytes > 5 * GIB  # Weights.
-    assert granted.blocks == core.scheduler.least_blocks
+    least = core.scheduler.least_blocks * core.runner.layout.page_bytes  # type: ignore[attr-defined]
+    assert least <= granted.kv_bytes < least + PIECE_BYTES
     assert core.stats().device_bytes <= granted.budget_bytes + SLACK
     answers = run(core)
     assert core.set_vram(VramBudget(budget_bytes=12 * GIB)).blocks > granted.blocks

@@ -36,7 +36,7 @@ from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
-from holdfast.execution.triton_kernels.attention.move_pages import move_device_pages
+from holdfast.execution.triton_kernels.attention.move_pages import load_mover, move_device_pages
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
@@ -455,6 +455,7 @@ class GpuRunner:
             if self._adapters is not None:
                 self._adapters.tiles = None  # Of the step before: its rows are more than a product tried has.
             if self.device.type == "cuda":
+                load_mover(self.kv.pages)
                 self.decoder.load_products(self._logits)
                 for size in padded_sizes(self.limits.max_num_seqs):
                     self._forms.decode([], size)

@@ -25,7 +25,15 @@ def _copy(pages, places, size, BLOCK: tl.constexpr):
 
 def move_device_pages(pages: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
     """`pages` [block, ...], contiguous, of whole words of four bytes each. None of them is both read and written."""
+    _move(pages, [(copy.source, copy.target) for copy in copies])
+
+
+def load_mover(pages: torch.Tensor) -> None:
+    """What the driver loads when it is first used, and may find no memory for then. Nothing is changed."""
+    _move(pages, [(0, 0)])
+
+
+def _move(pages: torch.Tensor, moves: list[tuple[int, int]]) -> None:
     words = pages.view(torch.uint8).view(torch.int32).view(len(pages), -1)
-    size = words.shape[1]
-    places = torch.tensor([(copy.source, copy.target) for copy in copies], dtype=torch.int32).to(pages.device)
-    _copy[(len(copies), triton.cdiv(size, _BLOCK))](words, places, size, BLOCK=_BLOCK)
+    size, places = words.shape[1], torch.tensor(moves, dtype=torch.int32).to(pages.device)
+    _copy[(len(moves), triton.cdiv(size, _BLOCK))](words, places, size, BLOCK=_BLOCK)
