@@ -15,12 +15,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from fake_cuda_driver import POISON
 
 from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.errors import DoesNotFitError
+from holdfast.execution.gpu.memory import virtual_memory
 from holdfast.execution.gpu.memory.virtual_memory import PIECE_BYTES
 from holdfast.records import EngineOutput, Request, SamplingParams, VramBudget
 from holdfast.server.app import create_app
@@ -146,6 +148,44 @@ def test_what_a_neighbour_has_taken_is_refused_and_nothing_changes(core: EngineC
     neighbour.end()
     assert core.set_vram(VramBudget(budget_bytes=12 * GIB)).kv_bytes > small.kv_bytes + 3 * GIB
     assert run(core) == plain
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 200}, {}],
+    ids=["window", "fp8"],
+)
+def test_kernels_for_prompts_touch_no_page_that_is_gone(
+    shape: Callable[..., str], more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where prompts have a kernel of their own that fetches whole tiles of pages, also some that have left
+    the window. Tokens may depend on the batch then; that nothing faults and no answer breaks off is what is seen."""
+    monkeypatch.setattr(virtual_memory, "PIECE_BYTES", 4 * MIB)
+    kv_dtype = "auto" if more else "fp8"
+    settings = SETTINGS | {"dtype": "bfloat16", "kv_cache_dtype": kv_dtype, "vram": "6GiB", "max_model_len": 2048}
+    config = EngineConfig.from_arguments(model=shape("1B", **more), **settings)
+    core, info = build_core(config, find_model(config), lambda stage, done, total: None)
+    runner: Any = core.runner
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert any(line.startswith("prefill_attention = hopper") for line in info.decisions)
+    dice, held = random.Random(5), list[int]()
+    least, most = core.scheduler.least_blocks, runner.most_blocks
+
+    def between() -> None:
+        if dice.random() < 0.2:
+            size = dice.choice([least, dice.randint(least, most)])
+            core.resize_kv(size)
+            held.append(runner.kv.nbytes)
+            dice.shuffle(core.scheduler.kv._pool._free)
+            runner.kv.pages.view(torch.uint8)[size : runner.kv.nbytes // runner.layout.page_bytes] = POISON
+
+    try:
+        answers = run(core, between)
+        assert [len(answers[request.request_id]) for request in requests()] == [60 + 4 * n for n in range(STREAMS)]
+        print(f"{len(held)} sizes, {len(set(held))} amounts of memory, {core.stats().preemptions_total} preemptions")
+        assert len(set(held)) > 6
+    finally:
+        core.close()
 
 
 async def stream(engine: ProcessEngine, request: Request, prefix: str) -> list[int]:

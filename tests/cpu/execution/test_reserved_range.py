@@ -60,27 +60,27 @@ def test_memory_that_ends_after_some_pieces_changes_nothing() -> None:
 
 
 def test_pieces_lie_side_by_side_and_grow_to_the_largest_size() -> None:
-    one, driver = made(200 * GRANULE - 1)
-    assert one.reserved_bytes == 200 * GRANULE
-    for nbytes in (1, GRANULE, GRANULE + 1, 7, 50 * GRANULE, 51 * GRANULE, 200 * GRANULE):
+    one, driver = made(148 * GRANULE - 1)
+    assert one.reserved_bytes == 148 * GRANULE
+    for nbytes in (1, GRANULE, GRANULE + 1, 7, 50 * GRANULE, 51 * GRANULE, 148 * GRANULE):
         one.back(nbytes)
-    assert PIECE_BYTES == 16 * GRANULE
-    assert sizes(driver) == [1, 1, 2, 4, 8, 16, 16, 2, 1, 1, 4, 8, *[16] * 8, 8]
+    assert PIECE_BYTES == 32 * GRANULE
+    assert sizes(driver) == [1, 1, 2, 4, 8, 16, 16, 2, 1, 1, 4, 8, 32, 32, 16, 4]
     with pytest.raises(EngineError, match="shorter"):
-        one.back(200 * GRANULE + 1)
+        one.back(148 * GRANULE + 1)
     one.close()
 
 
 def test_a_tail_is_given_back_by_whole_pieces() -> None:
-    one, driver = made(200 * GRANULE)
-    one.back(40 * GRANULE)
-    assert sizes(driver) == [16, 16, 8]
-    for cut_to, left in ((33, 40), (32, 32), (17, 32), (16, 16), (1, 16), (0, 0)):
+    one, driver = made(100 * GRANULE)
+    one.back(72 * GRANULE)
+    assert sizes(driver) == [32, 32, 8]
+    for cut_to, left in ((65, 72), (64, 64), (33, 64), (32, 32), (1, 32), (0, 0)):
         assert one.mapped_for(cut_to * GRANULE) == left * GRANULE
         one.cut(cut_to * GRANULE)
         assert one.mapped_bytes == left * GRANULE == GRANULE * sum(sizes(driver))
-    one.back(40 * GRANULE)
-    assert [one.largest_within(n * GRANULE + 9) // GRANULE for n in (41, 40, 39, 31, 15)] == [41, 40, 32, 16, 0]
+    one.back(72 * GRANULE)
+    assert [one.largest_within(n * GRANULE + 9) // GRANULE for n in (73, 72, 71, 63, 31)] == [73, 72, 64, 32, 0]
     assert one.largest_within(999 * GRANULE) == one.reserved_bytes
     one.close()
 

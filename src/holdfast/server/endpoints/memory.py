@@ -94,11 +94,14 @@ def _asked(body: dict[str, Any]) -> tuple[str, int]:
 
 
 def _refused(error: HoldfastError, tier: str) -> RequestError:
+    fix = error.fix
+    if fix is not None and "POST /memory" not in fix:  # What a plan advises is for a start.
+        fix = f"ask for another size; for a start: {fix}"
     return RequestError(
         f"the budget stays as it is: {error.message}",
         code=error.code,
         needed=error.needed,
         found=error.found,
-        fix=None if error.fix is None else f"ask for another size; for a start: {error.fix}",
+        fix=fix,
         field=tier,
     )

@@ -70,6 +70,6 @@ def _not_there(budget: int, own: int, free: int) -> DoesNotFitError:
         f"a budget of {format_bytes(budget)} was requested, but less is free on the GPU",
         needed=format_bytes(budget),
         found=f"{format_bytes(own)} that this engine holds, and {format_bytes(free)} free",
-        fix="ask for less, or stop other processes that use this GPU (see nvidia-smi)",
+        fix="POST /memory with less, or stop other processes that use this GPU (see nvidia-smi)",
         field="vram",
     )
