@@ -38,12 +38,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def shape(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a model of this shape, for load_format=dummy."""
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The folder of a model of this shape, for load_format=dummy; with other settings of its config."""
 
-    def folder(name: str) -> str:
+    def folder(name: str, **settings: Any) -> str:
         path = tmp_path_factory.mktemp(name)
-        (path / "config.json").write_text(json.dumps(LLAMA | SHAPES[name]))
+        (path / "config.json").write_text(json.dumps(LLAMA | SHAPES[name] | settings))
         return str(path)
 
     return folder

@@ -174,6 +174,9 @@ class SimulatedRunner:
         """Everything the row's first position sees, up to its last position."""
         slot, size = self._slot(row.slot), self.layout.block_tokens
         first, end = group.first_needed(row.start), row.start + row.count
+        # Kernels that fetch whole tiles of pages also touch what has left a window: it must be there.
+        named = [slot.tables[group.index].get(entry, NULL_PAGE) for entry in range(self.layout.blocks_for(end))]
+        assert max(named) < len(self.pages), f"slot {row.slot}: its table names page {max(named)}, which is gone"
         for entry in range(first // size, self.layout.blocks_for(end)):
             begin, stop = max(first, entry * size), min(end, (entry + 1) * size)
             page = slot.tables[group.index][entry]

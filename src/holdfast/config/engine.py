@@ -376,6 +376,11 @@ class EngineConfig:
         return kept if self.device == "cuda" else kept - self.lora_places
 
     @property
+    def budgets(self) -> Mapping[str, int | None]:
+        """By tier; None: not set."""
+        return {"ram": self.ram, "vram": self.vram}
+
+    @property
     def sequences(self) -> int:
         """At the same time, no more than a step has tokens. `auto` has become a device by the time this is asked."""
         usual = GPU_SEQUENCES if self.device == "cuda" else CPU_SEQUENCES

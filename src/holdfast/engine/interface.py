@@ -5,7 +5,7 @@ Nothing here or below `server` imports torch: the tensors live in another proces
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from holdfast.errors import UnsupportedOptionError
@@ -80,6 +80,10 @@ class Engine(Protocol):
     def memory(self) -> Ledger | None:
         """Planned and measured bytes as they are now; None before it was ready, and where no books are kept."""
 
+    @property
+    def budgets(self) -> Mapping[str, int | None]:
+        """By tier, as set: at the start, or by `set_memory_budget` since. None: as it is by default."""
+
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         """From now on `listener` is called on the loop with the snapshot of every step, none left out:
         a histogram of steps cannot be had from the newest snapshot alone."""
@@ -132,8 +136,9 @@ class Engine(Protocol):
 
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         """Of `tier` (ram, vram), from now on and after restarts; None: as it is by default. The KV pool is resized, and
-        answers go on. Raises DoesNotFitError for too small a budget, ConfigurationError for one that is not there,
-        UnsupportedOptionError for a tier that cannot be changed; nothing has changed then."""
+        answers go on. A GPU gives back what it can of a budget that is too small; `budgets` and `info` say how much is
+        kept. Raises DoesNotFitError for too small a budget of RAM and for one that is not there, UnsupportedOptionError
+        for a tier that cannot be changed; nothing has changed then."""
 
     async def sleep(self, mode: str = "abort") -> None:
         """Gives weights, KV pages and all else of the engine back to the system. `mode`: what becomes of open requests:

@@ -1,7 +1,7 @@
 """The records that cross packages and processes. No behaviour beyond checking themselves, no torch."""
 
 from holdfast.records.lora import AdapterRef, LoRARequest
-from holdfast.records.memory import LinkUse, LowerTier, MemoryReport, MemoryTerm
+from holdfast.records.memory import LinkUse, LowerTier, MemoryReport, MemoryTerm, VramBudget, VramGrant
 from holdfast.records.outputs import (
     AnswerDelta,
     CompletionOutput,
@@ -69,4 +69,6 @@ __all__ = [
     "TokenLogprobs",
     "TokenMasks",
     "Verdict",
+    "VramBudget",
+    "VramGrant",
 ]

@@ -62,3 +62,24 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     loading_peak_bytes: int
     """Measured: the most the process held until its weights were in place."""
     below: list[LowerTier] = []
+
+
+class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """What a GPU's engine is asked to keep to."""
+
+    budget_bytes: int
+    at_most_free: bool = False
+    """No more of it than is there: it is a share of the whole GPU, and was not set."""
+    kv_bytes: int | None = None
+    """The size the KV pool was set to; None: what the budget leaves, as far as it is of use."""
+
+
+class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """What it keeps to from now on."""
+
+    budget_bytes: int
+    """More than was asked for where that was less than weights, workspaces and one sequence of full length need."""
+    blocks: int
+    """Pages of the KV pool, the null page included."""
+    kv_bytes: int
+    """Memory behind them."""

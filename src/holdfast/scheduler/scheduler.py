@@ -468,15 +468,17 @@ class Scheduler:
 
     def resize(self, blocks: int) -> StepPlan | None:
         """The pool has so many pages from now on, the null page included. A step without rows that moves what lies in
-        pages that go; None: there is nothing to move. Where there are too few pages for all who run, the youngest give
-        theirs back and wait. Nothing may be in flight."""
+        pages that go, and tells runners of tables that still name such a page, because it left a window; None: there is
+        nothing to do. Where there are too few pages for all who run, the youngest give theirs back and wait. Nothing
+        may be in flight."""
         assert not self._in_flight, "apply what is in flight before the pool is resized"
         assert blocks >= self.least_blocks, f"{blocks} pages are too few for one sequence of full length"
         while self.kv.blocks_used >= blocks:
             self._send_back(self._running[-1])
+        shrinks = blocks <= self.kv.blocks_total
         moved = self.kv.resize(blocks)
         self._worth_admitting = True
-        if not moved:
+        if not moved and not (shrinks and any(any(sequence.book.released) for sequence in self._running)):
             return None
         self._steps_total += 1
         self._in_flight.append(StepInFlight(self._steps_total, []))

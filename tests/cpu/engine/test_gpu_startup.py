@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from holdfast.config import EngineConfig
+from holdfast.engine.process.budget import Serving, asked_vram, with_vram
 from holdfast.engine.startup import build, build_gpu
 from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, build_gpu_runner
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import accounting as gpu_memory
+from holdfast.execution.gpu.memory.arbiter import VramArbiter
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.models import ModelSpec, from_config
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.records import MemoryReport
+from holdfast.records import MemoryReport, VramBudget
 from holdfast.units import GIB, MIB
 
 UUID = "GPU-1"
@@ -86,10 +88,31 @@ class FakeGpu:
         patch.setattr(build_gpu, "open_device", open_device)
 
 
+class FakePool:
+    """Pages that come and go one by one."""
+
+    def __init__(self, gpu: FakeGpu, page: int) -> None:
+        self.gpu, self.page, self.nbytes = gpu, page, 0
+
+    def backed_bytes(self, blocks: int) -> int:
+        return blocks * self.page
+
+    def blocks_within(self, nbytes: int) -> int:
+        return nbytes // self.page
+
+    def resize(self, blocks: int) -> None:
+        more = blocks * self.page - self.nbytes
+        if more > self.gpu.free:
+            raise RangeError(f"{more} bytes of memory", OUT_OF_MEMORY)
+        self.nbytes += more
+        self.gpu.pool += more
+
+
 class FakeRunner:
     """Takes what the plan says of each term, a little more while it profiles, and code that no term accounts for."""
 
     attention_backend = "fake"
+    decisions = ()
     kv_dtype = torch.bfloat16
     layer_slots_bytes = 0
 
@@ -98,7 +121,7 @@ class FakeRunner:
         self.weights_bytes, self.buffers_bytes = plan.terms["weights"], plan.terms["buffers"]
         self.logits_bytes, self.adapters_bytes = plan.terms["logits"], 0
         gpu.take_tensors(self.buffers_bytes + self.logits_bytes)
-        self.kv = SimpleNamespace(nbytes=0)
+        self.kv = FakePool(gpu, page)
 
     def measure_link(self) -> list[Decision]:
         return []
@@ -108,11 +131,7 @@ class FakeRunner:
 
     def back_kv(self, blocks: int) -> None:
         assert blocks <= self.most_blocks
-        more = blocks * self.page - self.kv.nbytes
-        if more > self.gpu.free:
-            raise RangeError(f"{more} bytes of memory", OUT_OF_MEMORY)
-        self.kv.nbytes += more
-        self.gpu.pool += more
+        self.kv.resize(blocks)
 
     def profile_run(self) -> None:
         self.gpu.take_tensors(self.plan.terms["activations"])
@@ -158,12 +177,18 @@ class Start:
         self._tried = make_gpu_plan(self.spec, None, self.config, [gpu])
         return self._tried
 
-    def run(self) -> tuple[Plan, MemoryReport, Any]:
+    def run(self) -> tuple[Plan, MemoryReport, VramArbiter]:
         files: Any = SimpleNamespace()
-        _, plan, report, memory = build_gpu_runner(
+        self.runner, plan, report, arbiter = build_gpu_runner(
             self.config, files, self.spec, self.plan, lambda *_: None, self._replan
         )
-        return plan, report, memory
+        return plan, report, arbiter
+
+    def serving(self, plan: Plan, report: MemoryReport) -> Serving:
+        """As the front knows it."""
+        model: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=self.spec)
+        info = build._info(self.config, model, plan, self.runner, report)
+        return Serving(config=self.config, model=model, plan=self.plan, info=info, pid=1)
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +283,7 @@ def backing(spec: ModelSpec, refusals: int, status: int = OUT_OF_MEMORY) -> tupl
     gpu.tensors = sum(measured.values()) - measured["context"]
     runner, memory = FakeRunner.__new__(FakeRunner), FakeMemory(gpu)
     runner.gpu, runner.page, runner.most_blocks = gpu, plan.engine.layout.page_bytes, plan.engine.most_blocks
-    runner.kv = SimpleNamespace(nbytes=0)
+    runner.kv = FakePool(gpu, runner.page)
     back = runner.back_kv
 
     def refusing(blocks: int) -> None:
@@ -270,7 +295,9 @@ def backing(spec: ModelSpec, refusals: int, status: int = OUT_OF_MEMORY) -> tupl
         back(blocks)
 
     runner.back_kv = refusing  # type: ignore[method-assign]
-    return lambda: build_gpu._back(plan, runner, memory, memory.held(), measured), memory, gpu, plan  # type: ignore[arg-type]
+    planned = sum(measured.values())
+    arbiter = VramArbiter(memory, runner.kv, plan.budget_bytes, measured, planned)  # type: ignore[arg-type]
+    return lambda: build_gpu._back(plan, runner, arbiter), memory, gpu, plan  # type: ignore[arg-type]
 
 
 def test_the_pool_becomes_what_a_neighbour_leaves(spec: ModelSpec) -> None:
@@ -287,6 +314,96 @@ def test_what_is_refused_each_time_or_for_another_reason_is_said(refusals: int, 
     with pytest.raises(RangeError):
         back()
     assert gpu.pool == 0
+
+
+def least_blocks(plan: Plan) -> int:
+    return 1 + plan.engine.layout.peak_blocks(plan.limits.max_model_len, plan.limits.max_num_batched_tokens)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["the driver tells", "it does not"])
+def test_another_budget_is_that_of_a_start_with_it(
+    tells: bool, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same pool, and a process that is started again has it too."""
+    started = Start(FakeGpu(tells=tells), monkeypatch, spec, vram="30GiB").run()[0]
+    gpu = FakeGpu(tells=tells)
+    start = Start(gpu, monkeypatch, spec, vram="60GiB")
+    plan, report, arbiter = start.run()
+    now, pool = start.serving(plan, report), start.runner.kv
+    for size in (30 * GIB, 70 * GIB, 12 * GIB, 30 * GIB):
+        asked = asked_vram(now, size)
+        granted = arbiter.change(asked, least_blocks(plan), pool.resize)
+        now = with_vram(now, asked, size, granted)
+        assert (granted.budget_bytes, granted.kv_bytes) == (size, gpu.pool)
+        assert size - 200 * MIB < gpu.process <= size  # Graphs are still to come.
+        assert (now.config.vram, now.plan.budget_bytes, now.info.memory.budget_bytes) == (size, size, size)
+        measured = {term.term: term.measured_bytes for term in now.info.memory.terms}
+        assert (measured["kv_pool"], now.info.blocks) == (gpu.pool, granted.blocks - 1)
+        assert measured["weights"] == plan.terms["weights"]
+    assert granted.blocks == started.engine.blocks
+    again = Start(FakeGpu(tells=tells), monkeypatch, spec, vram="60GiB")
+    again.config, again.plan = now.config, now.plan
+    assert again.run()[0].engine.blocks == granted.blocks
+    (said,) = [line for line in now.info.decisions if line.startswith("budget = ")]
+    assert "30.00 GiB, as set" in said
+
+
+def test_too_small_a_budget_is_kept_to_as_far_as_it_goes(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next start is not refused for it."""
+    gpu = FakeGpu()
+    start = Start(gpu, monkeypatch, spec, vram="60GiB")
+    plan, report, arbiter = start.run()
+    asked = VramBudget(budget_bytes=GIB)
+    granted = arbiter.change(asked, least_blocks(plan), start.runner.kv.resize)
+    assert granted.blocks == least_blocks(plan)
+    assert GIB < gpu.process <= granted.budget_bytes < gpu.process + 300 * MIB
+    now = with_vram(start.serving(plan, report), asked, GIB, granted)
+    (said,) = [line for line in now.info.lowered if line.startswith("budget = ")]
+    assert "1.00 GiB was requested" in said
+    again = Start(FakeGpu(), monkeypatch, spec, vram="60GiB")
+    again.config, again.plan = now.config, now.plan
+    assert again.run()[0].engine.blocks >= granted.blocks
+    assert again.gpu.process <= granted.budget_bytes
+
+
+def test_a_budget_that_is_not_there_changes_nothing(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    start = Start(gpu, monkeypatch, spec, vram="20GiB")
+    plan, _, arbiter = start.run()
+    before, gpu.others = gpu.pool, gpu.free - 5 * GIB
+    with pytest.raises(DoesNotFitError, match="less is free") as refused:
+        arbiter.change(VramBudget(budget_bytes=40 * GIB), least_blocks(plan), start.runner.kv.resize)
+    assert refused.value.found == "19.89 GiB that this engine holds, and 5.00 GiB free"
+    assert (gpu.pool, arbiter.budget_bytes) == (before, 20 * GIB)
+
+    def faster(blocks: int) -> None:
+        gpu.others += 4 * GIB
+        start.runner.kv.resize(blocks)
+
+    with pytest.raises(DoesNotFitError, match="less is free"):
+        arbiter.change(VramBudget(budget_bytes=24 * GIB), least_blocks(plan), faster)
+    assert (gpu.pool, arbiter.budget_bytes) == (before, 20 * GIB)
+    # A share of the GPU that was not set is what is there of it.
+    granted = arbiter.change(
+        VramBudget(budget_bytes=72 * GIB, at_most_free=True), least_blocks(plan), start.runner.kv.resize
+    )
+    assert granted.kv_bytes == gpu.pool > before
+    assert gpu.free < 200 * MIB
+
+
+def test_a_set_pool_holds_again_when_the_budget_is_no_longer_set(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Start(FakeGpu(), monkeypatch, spec, kv_cache_memory_bytes="4GiB")
+    plan, report, arbiter = start.run()
+    now, pool = start.serving(plan, report), start.runner.kv
+    asked = asked_vram(now, None)
+    assert (asked.kv_bytes, asked.at_most_free) == (4 * GIB, True)
+    arbiter.change(VramBudget(budget_bytes=30 * GIB), least_blocks(plan), pool.resize)
+    assert pool.nbytes > 20 * GIB
+    granted = arbiter.change(asked, least_blocks(plan), pool.resize)
+    assert granted.kv_bytes == plan.terms["kv_pool"] <= 4 * GIB
+    assert with_vram(now, asked, None, granted).plan.engine.blocks == granted.blocks
 
 
 def test_files_are_closed_when_loading_fails(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,95 +1,34 @@
-"""The range of GPU addresses behind the KV pool: what the driver refuses changes nothing. The driver is a fake."""
+"""The range of GPU addresses behind the KV pool: it grows and shrinks in pieces, and what the driver refuses changes
+nothing. The driver is a fake."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import random
 
 import pytest
 import torch
+from fake_cuda_driver import GRANULE, FakeDriver, FakeRange, fake_kv_range
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError, ReservedRange
-
-GRANULE = 2 << 20
-START = 1 << 40
-
-
-class FakeDriver:
-    """Keeps CUDA's books of handles and mappings, and refuses what CUDA refuses. `fail`: the next call of that name
-    does not succeed."""
-
-    CUmemAccessDesc = SimpleNamespace
-    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
-    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
-    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
-    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
-    INVALID = 1
-
-    def __init__(self) -> None:
-        self.reserved: dict[int, int] = {}
-        self.handles: dict[int, int] = {}
-        self.mapped: dict[int, tuple[int, int]] = {}
-        self.accessible: set[int] = set()
-        self.fail: str | None = None
-        self._next = 0
-
-    @staticmethod
-    def CUmemAllocationProp() -> SimpleNamespace:
-        return SimpleNamespace(location=SimpleNamespace())
-
-    def _fails(self, name: str) -> bool:
-        if self.fail != name:
-            return False
-        self.fail = None
-        return True
-
-    def cuMemGetAllocationGranularity(self, properties: Any, flag: int) -> tuple[int, ...]:
-        return 0, GRANULE
-
-    def cuMemAddressReserve(self, nbytes: int, *_: int) -> tuple[int, ...]:
-        self.reserved[START] = nbytes
-        return 0, START
-
-    def cuMemAddressFree(self, at: int, nbytes: int) -> tuple[int, ...]:
-        assert not self.mapped
-        assert self.reserved.pop(at) == nbytes
-        return (0,)
-
-    def cuMemCreate(self, nbytes: int, properties: Any, flags: int) -> tuple[int, ...]:
-        if self._fails("create"):
-            return OUT_OF_MEMORY, 0
-        self._next += 1
-        self.handles[self._next] = nbytes
-        return 0, self._next
-
-    def cuMemMap(self, at: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple[int, ...]:
-        if self._fails("map") or at in self.mapped:
-            return (self.INVALID,)
-        self.mapped[at] = (nbytes, handle)
-        return (0,)
-
-    def cuMemSetAccess(self, at: int, nbytes: int, access: Any, count: int) -> tuple[int, ...]:
-        if self._fails("access"):
-            return (OUT_OF_MEMORY,)
-        self.accessible.add(at)
-        return (0,)
-
-    def cuMemUnmap(self, at: int, nbytes: int) -> tuple[int, ...]:
-        if at not in self.mapped:
-            return (self.INVALID,)
-        assert self.mapped.pop(at)[0] == nbytes
-        self.accessible.discard(at)
-        return (0,)
-
-    def cuMemRelease(self, handle: int) -> tuple[int, ...]:
-        del self.handles[handle]
-        return (0,)
+from holdfast.execution.gpu.memory import virtual_memory
+from holdfast.execution.gpu.memory.virtual_memory import PIECE_BYTES, RangeError
+from holdfast.kvcache.groups import KVLayout, form_groups
 
 
-def made(nbytes: int = 10 * GRANULE) -> tuple[ReservedRange, FakeDriver]:
+def made(nbytes: int = 10 * GRANULE) -> tuple[FakeRange, FakeDriver]:
     driver = FakeDriver()
-    return ReservedRange(nbytes, torch.device("cpu"), driver), driver
+    return FakeRange(nbytes, driver), driver
+
+
+def sizes(driver: FakeDriver) -> list[int]:
+    """Of pieces, in granules; they lie side by side from the first address on."""
+    (start,) = driver.reserved
+    found, at = list[int](), start
+    while at in driver.mapped:
+        found.append(driver.mapped[at][0] // GRANULE)
+        at += driver.mapped[at][0]
+    assert len(found) == len(driver.mapped) == len(driver.handles) == len(driver.accessible)
+    return found
 
 
 @pytest.mark.parametrize("call", ["create", "map", "access"])
@@ -103,23 +42,46 @@ def test_what_is_refused_changes_nothing_and_can_be_tried_again(call: str) -> No
     assert caught.value.out_of_memory == (call != "map")
     assert (driver.handles, driver.mapped, one.mapped_bytes) == before
     one.back(3 * GRANULE)
-    assert one.mapped_bytes == sum(driver.handles.values()) == 3 * GRANULE
-    assert driver.accessible == set(driver.mapped)
+    assert one.mapped_bytes == 3 * GRANULE
+    assert sizes(driver) == [1, 1, 1]
     one.close()
 
 
-def test_backing_is_in_whole_granules_side_by_side_and_never_less() -> None:
-    one, driver = made(5 * GRANULE - 1)
-    assert one.reserved_bytes == 5 * GRANULE
-    for nbytes in (1, GRANULE, GRANULE + 1, 7, 5 * GRANULE):
+def test_memory_that_ends_after_some_pieces_changes_nothing() -> None:
+    one, driver = made(100 * GRANULE)
+    one.back(20 * GRANULE)
+    before, driver.memory_bytes = sizes(driver), 60 * GRANULE
+    with pytest.raises(RangeError):
+        one.back(90 * GRANULE)
+    assert sizes(driver) == before
+    one.back(60 * GRANULE)
+    assert one.mapped_bytes == 60 * GRANULE
+    one.close()
+
+
+def test_pieces_lie_side_by_side_and_grow_to_the_largest_size() -> None:
+    one, driver = made(148 * GRANULE - 1)
+    assert one.reserved_bytes == 148 * GRANULE
+    for nbytes in (1, GRANULE, GRANULE + 1, 7, 50 * GRANULE, 51 * GRANULE, 148 * GRANULE):
         one.back(nbytes)
-    assert {at: size for at, (size, _) in driver.mapped.items()} == {
-        START: GRANULE,
-        START + GRANULE: GRANULE,
-        START + 2 * GRANULE: 3 * GRANULE,
-    }
+    assert PIECE_BYTES == 32 * GRANULE
+    assert sizes(driver) == [1, 1, 2, 4, 8, 16, 16, 2, 1, 1, 4, 8, 32, 32, 16, 4]
     with pytest.raises(EngineError, match="shorter"):
-        one.back(5 * GRANULE + 1)
+        one.back(148 * GRANULE + 1)
+    one.close()
+
+
+def test_a_tail_is_given_back_by_whole_pieces() -> None:
+    one, driver = made(100 * GRANULE)
+    one.back(72 * GRANULE)
+    assert sizes(driver) == [32, 32, 8]
+    for cut_to, left in ((65, 72), (64, 64), (33, 64), (32, 32), (1, 32), (0, 0)):
+        assert one.mapped_for(cut_to * GRANULE) == left * GRANULE
+        one.cut(cut_to * GRANULE)
+        assert one.mapped_bytes == left * GRANULE == GRANULE * sum(sizes(driver))
+    one.back(72 * GRANULE)
+    assert [one.largest_within(n * GRANULE + 9) // GRANULE for n in (73, 72, 71, 63, 31)] == [73, 72, 64, 32, 0]
+    assert one.largest_within(999 * GRANULE) == one.reserved_bytes
     one.close()
 
 
@@ -133,3 +95,41 @@ def test_closing_gives_everything_back_once() -> None:
     assert one.mapped_bytes == 0
     with pytest.raises(EngineError, match="closed"):
         one.back(GRANULE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_pages_keep_what_they_hold_while_others_come_and_go(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At random; pages that are gone read as NaN, and those that are there never do."""
+    granule, piece = 1 << 12, 1 << 16
+    monkeypatch.setattr(virtual_memory, "PIECE_BYTES", piece)
+    layout = KVLayout(
+        groups=form_groups([None])[0], block_tokens=4, layers_per_page=3, kv_heads=2, head_dim=16,
+        element_bytes=dtype.itemsize,
+    )  # fmt: skip
+    driver, dice = FakeDriver(granule), random.Random(0)
+    pool = fake_kv_range(layout, 600, dtype, driver)
+    pages, held = pool.pages.view(torch.uint8).view(600, -1), dict[int, int]()
+    for _ in range(60):
+        blocks = dice.randint(2, 600)
+        wanted, grows = blocks * layout.page_bytes, blocks * layout.page_bytes >= pool.nbytes
+        within = pool.blocks_within(wanted)
+        assert pool.backed_bytes(within) <= wanted
+        assert wanted - pool.backed_bytes(within) < (granule if grows else piece)
+        expected = pool.backed_bytes(blocks)
+        pool.resize(blocks)
+        assert pool.nbytes == expected == sum(driver.handles.values()) >= wanted
+        assert pool.nbytes - wanted < piece
+        held = {page: number for page, number in held.items() if page < blocks}
+        held |= {page: dice.randrange(1, 100) for page in dice.sample(range(1, blocks), min(20, blocks - 1))}
+        for page, number in held.items():
+            pages[page].fill_(number)
+        assert all(bool((pages[page] == number).all()) for page, number in held.items())
+        assert bool(pool.pages[-(-pool.nbytes // layout.page_bytes) :].isnan().all())
+        assert not pages[0].any()
+    for wrong in (1, 601):
+        with pytest.raises(EngineError, match="so many pages"):
+            pool.resize(wrong)
+    pool.close()
+    assert driver.reserved == driver.handles == driver.mapped == {}

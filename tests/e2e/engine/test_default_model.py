@@ -110,6 +110,14 @@ def test_sigusr1_reads_the_config_again(server, config) -> None:
     after_signal("memory budget changed to 1.46 GiB: KV pool")
     assert "only a restart takes it over: --max-queued-requests" in server.log
     assert httpx.get(f"{server.url}/memory", timeout=PATIENCE_S).json()["tiers"][0]["budget_bytes"] == 1500 << 20
+    # What a client has set since is not what the file says.
+    changed = httpx.post(f"{server.url}/memory", json={"ram": "1400MiB"}, timeout=PATIENCE_S)
+    assert changed.json()["tiers"][0]["budget_bytes"] == 1400 << 20
+    told = server.log.count("memory budget changed to 1.46 GiB: KV pool")
+    server.process.send_signal(signal.SIGUSR1)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while server.log.count("memory budget changed to 1.46 GiB: KV pool") == told and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     config.write_text(before + 'ram = "200MiB"\n')
     after_signal("the memory budget stays as it is: the model does not fit in memory")
     config.write_text("max_model_len = [")

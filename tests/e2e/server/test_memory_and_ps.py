@@ -32,7 +32,7 @@ def test_there_is_nothing_to_account_for_while_loading(launch) -> None:
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"rum": "1GiB"}, "rum"), ({}, "ram"), ({"ram": "1GiB", "vram": "1GiB"}, "ram"), ({"ram": "much"}, "ram"),
+        ({"rum": "1GiB"}, "rum"), ({}, None), ({"ram": "1GiB", "vram": "1GiB"}, None), ({"ram": "much"}, "ram"),
         ({"ram": True}, "ram"), ({"ram": 0}, "ram"), ({"vram": [1]}, "vram"),
     ],
 )  # fmt: skip
@@ -40,6 +40,14 @@ def test_a_budget_that_cannot_be_read_is_refused(launch, asked, param) -> None:
     with launch(may_change_memory=True).client() as http:
         refused = http.post("/memory", json=asked)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("body", ["", " ", "{}", '{"ram": null}'])
+def test_a_body_without_a_budget_is_told_what_belongs_there(launch, body) -> None:
+    with launch(may_change_memory=True).client() as http:
+        said = http.post("/memory", content=body, headers={"content-type": "application/json"}).json()["error"]
+        assert "changes one budget, and this body has none" in said["message"]
+        assert "GET /memory shows the budget in force" in said["holdfast"]["fix"]
 
 
 def test_a_budget_is_not_changed_by_just_anybody(http) -> None:

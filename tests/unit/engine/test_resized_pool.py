@@ -10,7 +10,7 @@ import zmq
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process import main, protocol
 from holdfast.errors import DoesNotFitError, EngineError
-from holdfast.records import EngineOutput, EngineStats, FinishReason
+from holdfast.records import EngineOutput, EngineStats, FinishReason, VramBudget, VramGrant
 
 
 class Socket:
@@ -57,11 +57,45 @@ def test_a_size_that_is_refused_is_told_and_a_resize_that_fails_ends_the_process
         serve(fail)
 
 
+def test_memory_for_more_pages_comes_first_and_for_fewer_goes_last() -> None:
+    """What the device does not have changes nothing, and ends nobody."""
+    order = list[str]()
+
+    def resize_kv(blocks: int) -> None:
+        order.append("memory")
+        if blocks == 9:
+            raise DoesNotFitError("somebody else has it")
+
+    scheduler = SimpleNamespace(
+        least_blocks=2, kv=SimpleNamespace(blocks_total=6), resize=lambda blocks: order.append("books"), emptied=None
+    )
+    core = EngineCore(scheduler, SimpleNamespace(most_blocks=9, resize_kv=resize_kv))
+    core.resize_kv(8)
+    core.resize_kv(5)
+    assert order == ["memory", "books", "books", "memory"]
+    with pytest.raises(DoesNotFitError, match="somebody else"):
+        core.resize_kv(9)
+    assert order[4:] == ["memory"]
+
+
+def test_a_budget_of_a_gpu_is_answered_with_what_became_of_it() -> None:
+    granted = VramGrant(budget_bytes=9, blocks=4, kv_bytes=7)
+    asked = VramBudget(budget_bytes=8)
+    core = SimpleNamespace(has_work=False, set_vram={asked: granted}.__getitem__, stats=EngineStats)
+    socket = Socket(protocol.SetVram(asked))
+    main._serve(core, socket, SimpleNamespace(beat=lambda: None))
+    assert socket.heard[-1] == protocol.Resized(granted=granted)
+
+
 def test_what_ends_while_pages_are_moved_is_told() -> None:
     """An adapter that could not be read ends those who wait for it."""
     ended = EngineOutput(request_id="waits", finish_reason=FinishReason.ERROR)
     scheduler = SimpleNamespace(
-        least_blocks=2, resize=lambda blocks: "moving", apply=lambda result, now_s: [ended], has_unfinished=False
+        least_blocks=2,
+        kv=SimpleNamespace(blocks_total=8),
+        resize=lambda blocks: "moving",
+        apply=lambda result, now_s: [ended],
+        has_unfinished=False,
     )
     runner = SimpleNamespace(
         most_blocks=9, submit=lambda plan: SimpleNamespace(result=lambda: plan), resize_kv=lambda blocks: None

@@ -181,6 +181,25 @@ class LongSchedulerMachine(SchedulerMachine):
     pass
 
 
+def test_tables_name_no_page_that_left_a_window_and_is_gone() -> None:
+    """Nothing has to be moved: what lay in the pages that go was given back before. Runners' tables still name them."""
+    groups, places = form_groups([4])
+    layout = KVLayout(groups=groups, block_tokens=2, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=40)
+    engine = SimulatedEngine(Scheduler(limits, KVCache(layout, 30, prefix_caching=False)), vocabulary=VOCABULARY)
+    for name, tokens in (("holds the first pages, and ends", 1), ("goes on", 25)):
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        engine.add(Request(request_id=name, prompt_token_ids=[1, 2, 3], params=params))
+    for _ in range(12):
+        engine.plan()
+        engine.execute()
+    (goes_on,) = engine.scheduler._running
+    assert max(goes_on.book.tables[0]) < engine.scheduler.least_blocks < 30
+    engine.runner._slots[goes_on.slot].tables[0][0] = 29  # As if the first of its pages had been the last one then.
+    engine.resize(engine.scheduler.least_blocks)
+    engine.finish()
+
+
 QUICK = settings(
     max_examples=120,
     stateful_step_count=60,

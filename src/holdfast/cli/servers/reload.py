@@ -14,8 +14,6 @@ from holdfast.errors import HoldfastError
 
 log = logging.getLogger("holdfast")
 
-BUDGETS = ("ram", "vram")
-
 
 class SettingsReload:
     """`read`: the settings as they are written now. `engine_config`, `server_config`: as the server was started."""
@@ -36,24 +34,23 @@ class SettingsReload:
         except HoldfastError as error:
             log.error("the settings could not be read again, and stay as they are: %s", error)
             return
+        # A budget may have been changed by a client since: what counts is the one in force.
+        wanted, in_force = found[0].budgets, self._engine.budgets
+        tiers = [tier for tier, size in wanted.items() if size != in_force.get(tier)]
         changed = _differing(self._served[0], found[0]) + _differing(self._served[1], found[1])
-        if not changed:
+        others = [flag_name(name) for name in changed if name not in wanted]
+        if not tiers and not others:
             log.info("the settings were read again: nothing has changed")
-        for name in changed:
-            if name in BUDGETS:
-                await self._set_budget(name, found[0])
-        if others := [flag_name(name) for name in changed if name not in BUDGETS]:
+        for tier in tiers:
+            await self._set_budget(tier, wanted[tier])
+        if others:
             log.warning("changed, and only a restart takes it over: %s", ", ".join(others))
 
-    async def _set_budget(self, tier: str, wanted: EngineConfig) -> None:
-        size = getattr(wanted, tier)
+    async def _set_budget(self, tier: str, size: int | None) -> None:
         try:
             await self._engine.set_memory_budget(tier, size)
         except HoldfastError as error:
             log.error("the memory budget stays as it is: %s", error)
-            return
-        engine_config, server_config = self._served
-        self._served = dataclasses.replace(engine_config, **{tier: size}), server_config
 
 
 def _differing(old: EngineConfig | ServerConfig, new: EngineConfig | ServerConfig) -> list[str]:

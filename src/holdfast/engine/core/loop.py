@@ -10,8 +10,18 @@ from typing import Protocol
 import msgspec
 
 from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
-from holdfast.errors import DoesNotFitError, HoldfastError
-from holdfast.records import EngineOutput, EngineStats, LinkUse, Request, StepPlan, StepResult, TokenMasks
+from holdfast.errors import DoesNotFitError, EngineError, HoldfastError
+from holdfast.records import (
+    EngineOutput,
+    EngineStats,
+    LinkUse,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+    VramBudget,
+    VramGrant,
+)
 from holdfast.scheduler import Scheduler
 from holdfast.scheduler.outputs import refused
 
@@ -43,9 +53,19 @@ class StepRunner(Protocol):
     def close(self) -> None: ...
 
 
+class Vram(Protocol):
+    """What is held on a GPU, and by whom."""
+
+    def own_bytes(self) -> int:
+        """By this process, now."""
+
+    def change(self, asked: VramBudget, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant:
+        """Another budget. `least_blocks`: pages that the KV pool must keep."""
+
+
 class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
-    `device_bytes`: what this process holds on a GPU now. `link_use`: of the layers that come to it for every step.
+    `vram`: of the GPU that the model is computed on. `link_use`: of the layers that come to it for every step.
     `structured_output`: makes answers follow a grammar."""
 
     def __init__(
@@ -54,7 +74,7 @@ class EngineCore:
         runner: StepRunner,
         *,
         steps_ahead: int = 0,
-        device_bytes: Callable[[], int] | None = None,
+        vram: Vram | None = None,
         link_use: Callable[[], LinkUse | None] | None = None,
         structured_output: StructuredOutputs | None = None,
     ) -> None:
@@ -62,7 +82,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._steps_ahead = steps_ahead
-        self._device_bytes, self._link_use = device_bytes, link_use
+        self._vram, self._link_use = vram, link_use
         self._in_flight: deque[StepHandle] = deque()
         self._undelivered: list[EngineOutput] = []
         """What the next step says besides its own: requests that ended at once, and steps applied before their turn."""
@@ -70,7 +90,7 @@ class EngineCore:
     @property
     def on_device(self) -> bool:
         """The model is computed on a GPU, and the host's cores are free for other things."""
-        return self._device_bytes is not None
+        return self._vram is not None
 
     def add(self, request: Request) -> None:
         if request.params.structured_outputs is None:
@@ -165,6 +185,8 @@ class EngineCore:
                 found=str(blocks),
                 fix="another size, or a restart with it",
             )
+        if grows := blocks > self.scheduler.kv.blocks_total:
+            self.runner.resize_kv(blocks)  # First: the memory may not be there.
         try:
             while self._in_flight:
                 self._undelivered += self._apply_oldest()
@@ -172,17 +194,24 @@ class EngineCore:
             if moving is not None:
                 done = self.runner.submit(moving).result()  # An adapter may have come with it, or failed to.
                 self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
-            self.runner.resize_kv(blocks)
+            if not grows:
+                self.runner.resize_kv(blocks)
         except BaseException:
             self.start_over()
             raise
 
+    def set_vram(self, asked: VramBudget) -> VramGrant:
+        """Raises DoesNotFitError, and changes nothing, where so much is not there."""
+        if self._vram is None:
+            raise EngineError("this engine holds nothing on a GPU")
+        return self._vram.change(asked, self.scheduler.least_blocks, self.resize_kv)
+
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
-        if self._device_bytes is None:
+        if self._vram is None:
             return stats
         link = None if self._link_use is None else self._link_use()
-        return msgspec.structs.replace(stats, device_bytes=self._device_bytes(), link=link)
+        return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), link=link)
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -280,6 +280,10 @@ class FakeEngine:
 
     async def reset_prefix_cache(self) -> None:
         self._prefixes.clear()
+
+    @property
+    def budgets(self) -> Mapping[str, int | None]:
+        return {}
 
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         raise UnsupportedOptionError("a fake engine has no memory to budget", field=tier)

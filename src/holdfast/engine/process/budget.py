@@ -1,4 +1,8 @@
-"""Another memory budget for an engine that serves: the same plan with a KV pool of another size."""
+"""Another memory budget for an engine that serves: the same plan with a KV pool of another size.
+
+Of RAM the pool is planned here, and the engine process is told its pages. Of a GPU that process knows best what is held
+and free there: it is told the budget, and says what it has made of it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,10 @@ from holdfast.engine.startup.build import FoundModel, plan_model
 from holdfast.engine.startup.plan_lines import concurrency, planned_terms
 from holdfast.errors import EngineError, UnsupportedOptionError
 from holdfast.hardware import memory
-from holdfast.planner import Plan, settle_pool
-from holdfast.records import EngineInfo, Failure, MemoryReport
+from holdfast.observability.decisions import Decision
+from holdfast.planner import Plan, largest_pool, settle_pool
+from holdfast.planner.fit.result import describe_budget
+from holdfast.records import EngineInfo, Failure, MemoryReport, VramBudget, VramGrant
 from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
@@ -35,6 +41,15 @@ class Serving:
     info: EngineInfo
     pid: int | None
 
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model: FoundModel, plan: Plan | None, info: EngineInfo, pid: int | None
+    ) -> Serving:
+        """`plan`: None: it does not serve now."""
+        if plan is None:
+            raise EngineError("the engine is not ready, and its budget cannot be changed", fix="try again later")
+        return cls(config=config, model=model, plan=plan, info=info, pid=pid)
+
 
 Send = Callable[[protocol.ToEngine], bool]
 
@@ -43,7 +58,7 @@ class MemoryBudget:
     """Of one engine: changed by asking its process for a pool of another size."""
 
     def __init__(self) -> None:
-        self._answer: asyncio.Future[None] | None = None
+        self._answer: asyncio.Future[VramGrant | None] | None = None
 
     async def change(self, now: Serving, tier: str, budget_bytes: int | None, send: Send) -> Serving:
         """How it serves from then on: so does whatever process is started after this one. `send`: False when there is
@@ -52,42 +67,98 @@ class MemoryBudget:
         if now.plan.engine.streamed is not None:
             raise UnsupportedOptionError(
                 "the memory budget cannot be changed while layers are streamed",
-                fix="restart with another --ram or --vram",
+                fix=f"restart with another --{tier}",
                 field=tier,
             )
-        config, plan = await asyncio.to_thread(with_budget, now, budget_bytes)
-        self._answer = asyncio.get_running_loop().create_future()
-        if not send(protocol.ResizeKV(plan.engine.blocks)):
-            self.died()
-        await self._answer
-        pool, blocks = format_bytes(plan.terms["kv_pool"]), counted(plan.engine.blocks - 1, "block")
-        log.info("memory budget changed to %s: KV pool %s (%s)", format_bytes(plan.budget_bytes), pool, blocks)
-        return replace(now, config=config, plan=plan, info=told(now.info, plan))
+        if now.plan.engine.gpu is None:
+            config, plan = await asyncio.to_thread(with_budget, now, budget_bytes)
+            await self._ask(send, protocol.ResizeKV(plan.engine.blocks))
+            then = replace(now, config=config, plan=plan, info=told(now.info, plan, plan.engine.blocks))
+        else:
+            asked = asked_vram(now, budget_bytes)
+            granted = await self._ask(send, protocol.SetVram(asked))
+            assert granted is not None, "a SetVram is answered with what was granted"
+            then = with_vram(now, asked, budget_bytes, granted)
+        pool, blocks = format_bytes(then.info.kv_pool_bytes), counted(then.info.blocks, "block")
+        log.info("memory budget changed to %s: KV pool %s (%s)", format_bytes(then.plan.budget_bytes), pool, blocks)
+        for line in then.info.lowered:
+            if line.startswith("budget = "):
+                log.warning("%s", line)
+        return then
 
-    def answered(self, failure: Failure | None) -> None:
+    async def _ask(self, send: Send, message: protocol.ToEngine) -> VramGrant | None:
+        self._answer = asyncio.get_running_loop().create_future()
+        if not send(message):
+            self.died()
+        return await self._answer
+
+    def answered(self, answer: protocol.Resized) -> None:
         """By the process."""
         if self._answer is not None and not self._answer.done():
-            if failure is None:
-                self._answer.set_result(None)
+            if answer.failure is None:
+                self._answer.set_result(answer.granted)
             else:
-                self._answer.set_exception(failure.error())
+                self._answer.set_exception(answer.failure.error())
 
     def died(self) -> None:
-        self.answered(Failure.of(EngineError("the engine process exited before its memory budget was changed")))
+        error = EngineError("the engine process exited before its memory budget was changed")
+        self.answered(protocol.Resized(Failure.of(error)))
 
 
 def refuse_tier(report: MemoryReport | None, tier: str) -> None:
-    """A budget is changed on the tier that holds the KV pool, and not yet on a GPU."""
-    if report is None or report.tier != "ram":
+    """A budget is changed on the tier that holds the KV pool."""
+    if report is None or report.tier != tier:
+        runs_on = "the CPU" if report is None or report.tier == "ram" else "a GPU"
         raise UnsupportedOptionError(
-            "the memory budget of a GPU cannot be changed while serving",
-            fix="restart with --gpu-memory-utilization or --vram",
+            f"{tier} is not a budget of this server, which runs on {runs_on}",
+            needed="ram" if report is None else report.tier,
+            found=tier,
             field=tier,
         )
-    if tier != "ram":
-        raise UnsupportedOptionError(
-            f"{tier} is not a budget of this server, which runs on the CPU", needed="ram", found=tier, field=tier
-        )
+
+
+def asked_vram(now: Serving, vram: int | None) -> VramBudget:
+    """`vram`: None: the share of the GPU that the config has, and the pool as it was set."""
+    if vram is not None:
+        return VramBudget(budget_bytes=vram)
+    share = int(now.plan.device.total_bytes * now.plan.utilization)
+    return VramBudget(budget_bytes=share, at_most_free=True, kv_bytes=now.config.kv_cache_memory_bytes)
+
+
+def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGrant) -> Serving:
+    """With what the engine process made of it. One that is started again plans with this budget, and measures again
+    what that leaves to the pool. `vram`: as set."""
+    plan, info, (rank,) = now.plan, now.info, now.plan.ranks
+    layout, budget = plan.engine.layout, granted.budget_bytes
+    limits = replace(
+        plan.limits,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+    )
+    short = vram is not None and budget > vram
+    config = replace(now.config, vram=None if vram is None else budget)
+    if vram is not None:
+        config = replace(config, kv_cache_memory_bytes=None)
+    rank = replace(rank, budget_bytes=budget, device=replace(rank.device, budget_bytes=config.vram))
+    why = describe_budget(rank, plan.utilization)
+    if short:
+        kept = f"weights, workspaces and one sequence of {counted(limits.max_model_len, 'token')}"
+        why = f"{format_bytes(asked.budget_bytes)} was requested, but {kept} stay: the least that can be kept to"
+    pool = f"{format_bytes(granted.blocks * layout.page_bytes)} ({counted(granted.blocks, 'block')})"
+    decisions = (
+        *(decision for decision in plan.decisions if decision.field not in REPLACED),
+        Decision("budget", format_bytes(budget), why, "measured" if short or vram is None else "set", lowered=short),
+        Decision("kv_pool", pool, "what the budget leaves of what is measured", "measured"),
+    )
+    others = sum(size for name, size in plan.terms.items() if name != "kv_pool")
+    changed = replace(plan, limits=limits, ranks=(rank,), decisions=decisions)
+    most = largest_pool(changed, budget)
+    if asked.kv_bytes is not None:
+        most = min(most, asked.kv_bytes // layout.page_bytes)
+    planned = min(most, max(0, budget - others) // layout.page_bytes)
+    changed = replace(changed, own=replace(plan.engine, blocks=planned, most_blocks=most))
+    return replace(now, config=config, plan=changed, info=told(info, changed, granted.blocks, granted.kv_bytes))
 
 
 def with_budget(now: Serving, ram: int | None) -> tuple[EngineConfig, Plan]:
@@ -118,12 +189,21 @@ def _with_measured(plan: Plan, report: MemoryReport | None) -> Plan:
     return plan if over <= 0 else settle_pool(plan, memory().total_bytes, measured)
 
 
-def told(info: EngineInfo, plan: Plan) -> EngineInfo:
-    """What the engine says of itself with this plan's budget and pool."""
+def told(info: EngineInfo, plan: Plan, blocks: int, kv_bytes: int | None = None) -> EngineInfo:
+    """What the engine says of itself with this plan's budget and a pool of so many pages, the null page included.
+    `kv_bytes`: measured, where it is taken at once."""
     report = info.memory
     assert report is not None
-    measured = {term.term: term.measured_bytes for term in report.terms}
-    terms = [msgspec.structs.replace(term, measured_bytes=measured.get(term.term)) for term in planned_terms(plan)]
+    pool = blocks * report.page_bytes
+    measured = {term.term: term.measured_bytes for term in report.terms} | {"kv_pool": kv_bytes}
+    terms = [
+        msgspec.structs.replace(
+            term,
+            planned_bytes=pool if term.term == "kv_pool" else term.planned_bytes,
+            measured_bytes=measured.get(term.term),
+        )
+        for term in planned_terms(plan)
+    ]
     last = {decision.field: decision for decision in plan.decisions if decision.field in REPLACED}
 
     def kept(lines: Sequence[str]) -> list[str]:
@@ -131,9 +211,9 @@ def told(info: EngineInfo, plan: Plan) -> EngineInfo:
 
     return msgspec.structs.replace(
         info,
-        blocks=plan.engine.blocks - 1,
-        kv_pool_bytes=plan.terms["kv_pool"],
-        max_concurrency=concurrency(plan),
+        blocks=blocks - 1,
+        kv_pool_bytes=pool,
+        max_concurrency=concurrency(plan, blocks),
         decisions=[
             *(decision.line() for decision in plan.decisions if decision.field in REPLACED),
             *kept(info.decisions),

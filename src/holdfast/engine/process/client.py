@@ -86,7 +86,7 @@ class ProcessEngine:
         self._ready = self._draining = self._stopping = self._sleeping = False
         self._turning = asyncio.Lock()
         """Serializes sleep, wake_up and set_memory_budget."""
-        self._budget = MemoryBudget()
+        self._budget, self.budgets = MemoryBudget(), config.budgets
         self._launches = 0
         self._failure: Failure | None = None
         self._restarts = self._hangs = 0
@@ -299,11 +299,11 @@ class ProcessEngine:
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         async with self._turning:
             self._refuse_if_closed("")
-            if not self._ready or self._plan is None:
-                raise EngineError("the engine is not ready, and its budget cannot be changed", fix="try again later")
-            now = Serving(config=self._config, model=self._model, plan=self._plan, info=self.info, pid=self.pid)
+            plan = self._plan if self._ready else None
+            now = Serving.of(self._config, self._model, plan, self.info, self.pid)
             then = await self._budget.change(now, tier, budget_bytes, self._send)
             self._config, self._plan, self._info = then.config, then.plan, then.info
+            self.budgets = then.config.budgets
 
     async def _end_supervisor(self) -> None:
         if self._supervisor is not None:
@@ -390,7 +390,7 @@ class ProcessEngine:
                     if isinstance(message, protocol.StepOutputs):
                         self._take(message)
                     elif isinstance(message, protocol.Resized):
-                        self._budget.answered(message.failure)
+                        self._budget.answered(message)
                     elif isinstance(message, protocol.Beat):
                         self._hand_over()  # Somebody may have come while it did not answer.
                 await self._bury(self._child)

@@ -130,8 +130,8 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
                     core.abort(request_id)
             elif isinstance(heard, protocol.ResetPrefixCache):
                 core.scheduler.reset_prefix_cache()
-            elif isinstance(heard, protocol.ResizeKV):
-                resized = _resized(core, heard.blocks)
+            elif isinstance(heard, protocol.ResizeKV | protocol.SetVram):
+                resized = _resized(core, heard)
                 socket.send(protocol.encode(protocol.StepOutputs([], core.stats())))  # Whoever asked sees what it did.
                 socket.send(protocol.encode(resized))
             elif isinstance(heard, protocol.Stop):
@@ -142,11 +142,13 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
             socket.send(protocol.encode(protocol.StepOutputs(outputs, core.stats())))
 
 
-def _resized(core: EngineCore, blocks: int) -> protocol.Resized:
+def _resized(core: EngineCore, asked: protocol.ResizeKV | protocol.SetVram) -> protocol.Resized:
     """Of anything but a refusal this process ends, as of a step that fails: the front starts another, and requests go
     on there."""
     try:
-        core.resize_kv(blocks)
+        if isinstance(asked, protocol.SetVram):
+            return protocol.Resized(granted=core.set_vram(asked.asked))
+        core.resize_kv(asked.blocks)
     except DoesNotFitError as error:
         return protocol.Resized(protocol.pack_failure(error))
     return protocol.Resized()

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast import errors
 from holdfast.planner import Plan
-from holdfast.records import EngineInfo, EngineOutput, EngineStats, Failure, Request
+from holdfast.records import EngineInfo, EngineOutput, EngineStats, Failure, Request, VramBudget, VramGrant
 
 
 class Init(msgspec.Struct, frozen=True, tag=True):
@@ -38,6 +38,10 @@ class ResizeKV(msgspec.Struct, frozen=True, tag=True):
     blocks: int
 
 
+class SetVram(msgspec.Struct, frozen=True, tag=True):
+    asked: VramBudget
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -57,9 +61,11 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Resized(msgspec.Struct, frozen=True, tag=True):
-    """To a ResizeKV: it has so many, or nothing has changed."""
+    """To a ResizeKV or a SetVram: it is as asked, or nothing has changed."""
 
     failure: Failure | None = None
+    granted: VramGrant | None = None
+    """To a SetVram."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -71,7 +77,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | Stop
+ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | SetVram | Stop
 FromEngine = Loading | Ready | StartFailed | Resized | Beat | StepOutputs
 
 encode = msgspec.msgpack.Encoder().encode

@@ -45,7 +45,7 @@ from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache
 from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
-from holdfast.planner import Plan, make_cpu_plan, settle_pool
+from holdfast.planner import Plan, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
 from holdfast.records import EngineInfo, LowerTier, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
@@ -329,7 +329,7 @@ def build_core(
     profile_run_s = time.monotonic() - began_s
     plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
     plan, report = _settled(plan, runner, profile, before, loaded, lower_tiers(config, plan))
-    runner.back_kv(plan.engine.blocks, _most_blocks(plan))
+    runner.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
     core = EngineCore(_scheduler(config, plan), runner)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
@@ -345,7 +345,7 @@ def _build_on_gpu(
     from holdfast.engine.startup.build_gpu import build_gpu_runner
 
     first = plan
-    runner, plan, report, memory = build_gpu_runner(
+    runner, plan, report, vram = build_gpu_runner(
         config,
         model.files,
         model.spec,
@@ -358,17 +358,10 @@ def _build_on_gpu(
         _scheduler(config, plan, steps_ahead=1),
         runner,
         steps_ahead=1,
-        device_bytes=memory.own_bytes,
+        vram=vram,
         link_use=runner.link_use if plan.engine.streamed is not None else None,
     )
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
-
-
-def _most_blocks(plan: Plan) -> int:
-    """Pages that a budget may ever give the pool: more would be of no use, or is not there."""
-    layout, limits = plan.engine.layout, plan.limits
-    useful = layout.blocks_side_by_side(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
-    return min(1 + useful, memory().total_bytes // layout.page_bytes)
 
 
 def _held() -> Resident:

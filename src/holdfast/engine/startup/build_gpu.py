@@ -23,6 +23,7 @@ from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES, KV_DTYPES, Device, has_gpu_context
 from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
+from holdfast.execution.gpu.memory.arbiter import VramArbiter
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.gpu.runner import GpuRunner
@@ -31,7 +32,7 @@ from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner import Plan, settle_pool
+from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.records import LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import format_bytes
 
@@ -45,7 +46,7 @@ BACK_TRIES = 4
 
 START_TRIES = 4
 
-Built = tuple[GpuRunner, Plan, MemoryReport, GpuMemory]
+Built = tuple[GpuRunner, Plan, MemoryReport, VramArbiter]
 
 
 def build_gpu_runner(
@@ -177,7 +178,7 @@ def _settle(
     memory.forget_loading()
     plan = replace(plan, decisions=(*plan.decisions, *runner.measure_link()))
     progress("profile_run", 0, 0)
-    runner.reserve_kv(plan.engine.most_blocks)
+    runner.reserve_kv(largest_pool(plan, plan.device.total_bytes))
     runner.back_kv(2)
     runner.profile_run()
     plan = replace(plan, decisions=(*plan.decisions, *find_scales()))
@@ -201,9 +202,12 @@ def _settle(
         "logits": runner.logits_bytes,
         "graphs": captured.own_bytes - profiled.own_bytes,
     }  # fmt: skip
-    plan = _back(plan, runner, memory, captured, _taken(plan, measured, captured.own_bytes - runner.kv.nbytes))
+    taken = _taken(plan, measured, captured.own_bytes - runner.kv.nbytes)
+    planned = sum(size for name, size in plan.terms.items() if name != "kv_pool")
+    arbiter = VramArbiter(memory, runner.kv, plan.budget_bytes, taken, planned)
+    plan = _back(plan, runner, arbiter)
     measured["kv_pool"] = runner.kv.nbytes
-    return runner, plan, _report(plan, measured, loaded, memory.held(), below(plan)), memory
+    return runner, plan, _report(plan, measured, loaded, memory.held(), below(plan)), arbiter
 
 
 def _load(
@@ -235,20 +239,18 @@ def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]
     }
 
 
-def _back(plan: Plan, runner: GpuRunner, memory: GpuMemory, held: GpuHeld, measured: dict[str, int]) -> Plan:
+def _back(plan: Plan, runner: GpuRunner, arbiter: VramArbiter) -> Plan:
     """As many pages as the budget and the GPU hold, and no more than are of use with the limits. What the other terms
     may still take stays free."""
     for attempt in range(BACK_TRIES):
-        coming = max(0, sum(measured.values()) + runner.kv.nbytes - held.own_bytes)
-        settled = settle_pool(plan, held.free_bytes + runner.kv.nbytes - coming, measured)
+        settled = settle_pool(plan, arbiter.free_bytes() + runner.kv.nbytes, arbiter.shares)
         try:
             runner.back_kv(settled.engine.blocks)
             return settled
         except RangeError as error:
             if not error.out_of_memory or attempt == BACK_TRIES - 1:
                 raise
-            memory.give_back_cached()
-            held = memory.held()
+            arbiter.memory.give_back_cached()
     raise AssertionError("the last attempt returns or raises")
 
 

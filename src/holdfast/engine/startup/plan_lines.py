@@ -57,11 +57,12 @@ def planned_terms(plan: Plan) -> list[MemoryTerm]:
     return [MemoryTerm(tier=tier, term=name, planned_bytes=size) for name, size in plan.terms.items()]
 
 
-def concurrency(plan: Plan) -> float:
-    """Sequences of full length that the pool holds."""
+def concurrency(plan: Plan, blocks: int | None = None) -> float:
+    """Sequences of full length that the pool holds. `blocks`: its pages where they are not as planned."""
     layout, limits = plan.engine.layout, plan.limits
     cost = layout_cost(layout, limits.max_num_batched_tokens)
-    return cost.concurrency((plan.engine.blocks - 1) * layout.page_bytes, limits.max_model_len)
+    pages = plan.engine.blocks if blocks is None else blocks
+    return cost.concurrency((pages - 1) * layout.page_bytes, limits.max_model_len)
 
 
 def _budget(plan: Plan) -> Decision:

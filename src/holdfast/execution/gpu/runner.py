@@ -32,10 +32,11 @@ from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, halves, is_decode
 from holdfast.execution.kv_scales import Calibration, KVScales
-from holdfast.execution.kv_store import LARGEST, move_pages
+from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
+from holdfast.execution.triton_kernels.attention.move_pages import load_mover, move_device_pages
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
@@ -168,19 +169,20 @@ class GpuRunner:
         self._kv = KVRange(self.layout, most_blocks, self.device, self.kv_dtype)
 
     def back_kv(self, blocks: int) -> None:
-        """Memory behind so many pages, the null page included. What pages hold stays."""
+        """The first pages, the null page included; `resize_kv` while serving."""
         if self._kv is None:
             self.reserve_kv(blocks)
-        self.kv.back(blocks)
+        self.resize_kv(blocks)
 
     @property
     def most_blocks(self) -> int:
-        """The pool neither grows nor shrinks while it serves."""
-        return self.kv.blocks
+        """Pages that addresses are reserved for."""
+        return self.kv.most_blocks
 
     def resize_kv(self, blocks: int) -> None:
-        if blocks != self.kv.blocks:
-            raise EngineError("the KV pool of a GPU cannot be resized", needed=str(self.kv.blocks), found=str(blocks))
+        """Raises RangeError, and changes nothing, where the GPU has too little for so many."""
+        with self._here():
+            self.kv.resize(blocks)
 
     @property
     def kv_scales(self) -> KVScales:
@@ -197,7 +199,7 @@ class GpuRunner:
         kept, pages = self._kv, KVRange(layout, trial.blocks, self.device, self._dtype)
         self._kv = pages
         try:
-            pages.back(trial.blocks)
+            pages.resize(trial.blocks)
             trial.run(self)
             self.use_kv_scales(trial.scales(pages.pages, self.kv_dtype, self.decoder.frequencies()))
         finally:
@@ -228,7 +230,7 @@ class GpuRunner:
         """Adapters that are there now."""
         self._books.apply(plan, self.kv.blocks)
         if plan.copies:
-            move_pages(self.kv.pages, plan.copies)
+            move_device_pages(self.kv.pages, plan.copies)
         arrived = [] if self._adapters is None else self._adapters.places.follow(plan)
         for start in plan.starts:
             self._sampler.start(start)
@@ -415,6 +417,7 @@ class GpuRunner:
             if self._adapters is not None:
                 self._adapters.tiles = None  # Of the step before: its rows are more than a product tried has.
             if self.device.type == "cuda":
+                load_mover(self.kv.pages)
                 with nullcontext() if self.decoder.streamed is None else self.decoder.streamed.as_they_are():
                     self._load_kernels()
             if self._adapters is not None:

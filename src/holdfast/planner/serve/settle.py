@@ -69,3 +69,10 @@ def longest_context(plan: Plan, blocks: int) -> int:
     """The longest context up to the plan's that these pages hold; 0: none."""
     layout, step = plan.engine.layout, plan.limits.max_num_batched_tokens
     return largest(0, plan.limits.max_model_len, lambda length: layout.peak_blocks(length, step) < blocks)
+
+
+def largest_pool(plan: Plan, total_bytes: int) -> int:
+    """Pages that a budget may ever give the pool: more would be of no use, or is not there."""
+    layout, limits = plan.engine.layout, plan.limits
+    useful = layout.blocks_side_by_side(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
+    return max(plan.engine.most_blocks, min(1 + useful, total_bytes // layout.page_bytes))

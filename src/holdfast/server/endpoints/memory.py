@@ -53,7 +53,7 @@ class MemoryEndpoint:
                 code="not_enabled",
             )
         body = await read_body(request.scope, request.receive, MAX_BODY_BYTES, self._settings.body_timeout_s)
-        tier, size = _asked(decode_object(body))
+        tier, size = _asked(decode_object(body) if body.strip() else {})
         try:
             await self._engine.set_memory_budget(tier, size)
         except (ConfigurationError, DoesNotFitError) as error:  # Of a start they end the server; here nothing changed.
@@ -80,7 +80,12 @@ def _asked(body: dict[str, Any]) -> tuple[str, int]:
             raise RequestError(f"unknown field {shown!r}", needed=" or ".join(TIERS), field=shown)
     asked = {name: size for name, size in body.items() if size is not None}
     if len(asked) != 1:
-        raise RequestError("one budget is to be set", needed='{"ram": "8GiB"} or {"vram": "20GiB"}', field="ram")
+        raise RequestError(
+            "POST /memory changes one budget, and this body has " + ("two" if asked else "none"),
+            needed='{"vram": "20GiB"} on a GPU, or {"ram": "8GiB"}',
+            found=", ".join(asked) or "no size",
+            fix="name one size; GET /memory shows the budget in force",
+        )
     ((tier, size),) = asked.items()
     with contextlib.suppress(ConfigurationError):
         if isinstance(size, (str, int)) and not isinstance(size, bool) and (nbytes := parse_bytes(size)) > 0:
@@ -89,11 +94,14 @@ def _asked(body: dict[str, Any]) -> tuple[str, int]:
 
 
 def _refused(error: HoldfastError, tier: str) -> RequestError:
+    fix = error.fix
+    if fix is not None and "POST /memory" not in fix:  # What a plan advises is for a start.
+        fix = f"ask for another size; for a start: {fix}"
     return RequestError(
         f"the budget stays as it is: {error.message}",
         code=error.code,
         needed=error.needed,
         found=error.found,
-        fix=None if error.fix is None else f"ask for another size; for a start: {error.fix}",
+        fix=fix,
         field=tier,
     )

@@ -1,1 +1,1 @@
-"""GPU memory: accounting, reserved ranges, staging, and running out."""
+"""GPU memory: accounting, shares of the budget, reserved ranges, staging, and running out."""

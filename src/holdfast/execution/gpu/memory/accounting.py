@@ -59,6 +59,10 @@ class GpuMemory:
             self._own = max(0, self._free_before - torch.cuda.mem_get_info(self.device)[0]) if own is None else own
         return self._own
 
+    def look_again(self) -> None:
+        """The next `own_bytes` is of that moment."""
+        self._next_look_s = 0.0
+
     def watch_tensors(self) -> None:
         """From here on `most_allocated` counts; tensors that are there already are not the engine's."""
         torch.cuda.reset_peak_memory_stats(self.device)
