@@ -14,6 +14,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.process.budget import Serving, asked_vram, with_vram
 from holdfast.engine.startup import build, build_gpu
 from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, build_gpu_runner
+from holdfast.engine.startup.engine_info import engine_info
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import accounting as gpu_memory
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
@@ -187,7 +188,7 @@ class Start:
     def serving(self, plan: Plan, report: MemoryReport) -> Serving:
         """As the front knows it."""
         model: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=self.spec)
-        info = build._info(self.config, model, plan, self.runner, report)
+        info = engine_info(self.config, model.files, self.spec, plan, self.runner, report)
         return Serving(config=self.config, model=model, plan=self.plan, info=info, pid=1)
 
 
