@@ -62,8 +62,8 @@ class RequestProgress:
 
 
 class LoadProgress:
-    """Hears an engine's start-up stages; shows a bar over the tensors of a load that takes longer than a moment, and over
-    memory that is pinned before it."""
+    """Hears an engine's start-up stages; shows a bar over the tensors of a load that takes longer than a moment, and
+    over memory that is pinned before it."""
 
     def __init__(self, *, restarts: bool = True) -> None:
         """`restarts`: a bar for an engine that is started again too; not where a prompt has the terminal by then."""

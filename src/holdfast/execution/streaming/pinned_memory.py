@@ -21,8 +21,13 @@ from holdfast.units import format_bytes
 TOUCHED_BYTES = 32 << 20
 """By one thread at a time."""
 MOST_THREADS = 16
+POPULATE_WRITE = 23
+"""Of madvise, on Linux: the pages are there when it returns."""
 MAPPED = 2
 """cudaHostRegisterMapped: kernels may read it too."""
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 Pinning = Callable[[int, int], int]
 """(address, bytes): CUDA's error, 0 where there is none."""
@@ -110,7 +115,9 @@ class _Mapped:
 
 
 def _touch(part: torch.Tensor) -> None:
-    ctypes.memset(part.data_ptr(), 0, part.nbytes)  # Other threads run meanwhile.
+    """Other threads run meanwhile. Kernels before 5.14 do not do it at once: then every byte is written once more."""
+    if _libc.madvise(part.data_ptr(), part.nbytes, POPULATE_WRITE):
+        ctypes.memset(part.data_ptr(), 0, part.nbytes)
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:
