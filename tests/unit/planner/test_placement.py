@@ -157,6 +157,15 @@ def test_the_default_pool_is_small_and_larger_when_asked_for() -> None:
     assert any(decision.field == "kv_price" for decision in plan.decisions)
 
 
+def test_speed_and_alternatives_are_said_at_start() -> None:
+    said = {decision.field: decision for decision in served("llama-3.1-8b", 13).decisions}
+    for field in ("streamed_layers", "pinned_ram", "expected_speed", "kv_price", "alternative"):
+        assert said[field].lowered, "a warning before the server is ready"
+    assert "GB a step over PCIe 5.0 x16" in said["expected_speed"].reason
+    assert str(said["alternative"].value).startswith("--quantization fp8: all layers on the GPU, about ")
+    assert "alternative" not in {decision.field for decision in served("llama-3.1-8b", 13, gpu_layers=8).decisions}
+
+
 def test_what_ram_does_not_hold_is_on_disk(tmp_path) -> None:
     plan = served("llama-3.1-70b-awq", 22.93, ram_gib=16, nvme_path=str(tmp_path), nvme="60GiB", ram="16GiB")
     layers = streamed(plan)
