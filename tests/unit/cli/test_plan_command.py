@@ -277,3 +277,20 @@ def test_from_python() -> None:
     assert "did you mean" in str(caught.value)
     with pytest.raises(ValueError, match="is not valid"):
         holdfast.plan("llama-3.1-8b", gpu="rtx4090", concurrency=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--ram", "64GiB"), 0, "runs with 46 of 80 layers streamed from RAM"),
+        ((), 1, "of free RAM"),
+        (("--ram", "8GiB"), 1, "RAM is"),
+        (("--ram", "64GiB", "--no-offload"), 1, "does not fit"),
+        (("--ram", "64GiB", "-ngl", "20"), 0, "fits"),
+    ],
+)
+def test_layers_in_ram_that_is_known_are_an_answer(
+    words: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "llama-3.1-70b-awq", "--gpu", "rtx4090", "--brief", *words]) == code
+    assert said in " ".join(capsys.readouterr().out.split())

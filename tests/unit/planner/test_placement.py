@@ -4,6 +4,7 @@ cannot be done is refused with numbers."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -27,8 +28,8 @@ from holdfast.planner import api
 from holdfast.planner.advice.throughput import EXPECTED, throughput
 from holdfast.planner.fit.placement import STREAMED_TOKENS, place
 from holdfast.planner.fit.result import Plan
-from holdfast.planner.fit.search import Question
-from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS
+from holdfast.planner.fit.search import Question, fit
+from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Device, Machine, PlannedModel
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.units import GIB
@@ -156,6 +157,15 @@ def test_the_default_pool_is_small_and_larger_when_asked_for() -> None:
     assert any(decision.field == "kv_price" for decision in plan.decisions)
 
 
+def test_speed_and_alternatives_are_said_at_start() -> None:
+    said = {decision.field: decision for decision in served("llama-3.1-8b", 13).decisions}
+    for field in ("streamed_layers", "pinned_ram", "expected_speed", "kv_price", "alternative"):
+        assert said[field].lowered, "a warning before the server is ready"
+    assert "GB a step over PCIe 5.0 x16" in said["expected_speed"].reason
+    assert str(said["alternative"].value).startswith("--quantization fp8: all layers on the GPU, about ")
+    assert "alternative" not in {decision.field for decision in served("llama-3.1-8b", 13, gpu_layers=8).decisions}
+
+
 def test_what_ram_does_not_hold_is_on_disk(tmp_path) -> None:
     plan = served("llama-3.1-70b-awq", 22.93, ram_gib=16, nvme_path=str(tmp_path), nvme="60GiB", ram="16GiB")
     layers = streamed(plan)
@@ -275,3 +285,36 @@ def test_a_step_takes_as_long_as_its_bytes_over_the_link(ask: Ask) -> None:
 def test_the_price_of_experts_is_said() -> None:
     found = api.plan("qwen3-30b-a3b", quantization="Q4_K_M", gpu="rtx3060", ram="32GiB")
     assert "a token uses 8 of 128" in " ".join(str(found).split())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(["llama-3.1-70b-awq", "qwen3-30b-a3b", "gemma-3-27b"]),
+    st.integers(6, 40),
+    st.integers(0, 80),
+    st.none() | st.integers(1, 80),
+)
+def test_no_tier_ever_holds_more_than_it_has(name: str, vram: int, pinned: int, nvme: int | None) -> None:
+    card = gpus.find("h100-80")
+    total = card.usable_bytes
+    device = Device(
+        index=0, name="h100", kind="gpu", total_bytes=total, free_bytes=total, budget_bytes=vram * GIB, gpu=card
+    )
+    disk = None if nvme is None else nvme * GIB
+    machine = Machine(devices=(device,), pinned_bytes=pinned * GIB, nvme_bytes=disk)
+    model = PlannedModel(name=name, spec=spec_of(name), origin="catalogue")
+    question = Question(model=model, machine=machine)
+    found = place(question)
+    if fit(question).fits or found is None:
+        return
+    held = found.plan.ranks[0]
+    assert sum(term.nbytes for term in held.terms) + found.plan.needed_bytes(held) <= held.budget_bytes
+    short = found.ram_short_bytes > 0 or found.disk_short_bytes > 0
+    assert found.fits is not short
+    assert found.streamed.pinned_bytes - found.ram_short_bytes <= pinned * GIB
+    assert found.streamed.file_bytes - found.disk_short_bytes <= (disk or 0)
+    if found.streamed.on_disk and not found.ram_short_bytes:
+        fewer = replace(machine, nvme_bytes=None)
+        alone = place(replace(question, machine=fewer))
+        assert alone is not None
+        assert alone.ram_short_bytes > 0, "a disk is used only where RAM alone does not do"

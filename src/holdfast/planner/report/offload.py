@@ -62,7 +62,8 @@ class Offload:
         if not self.known:
             return f"runs with {what}, given {format_bytes(placed.free_ram_bytes)} of free RAM"
         if placed.ram_short_bytes:
-            return f"RAM is {format_bytes(placed.ram_short_bytes)} short for {what}"
+            more = "" if placed.plan.question.machine.nvme_bytes else "; --nvme SIZE names a disk for the others"
+            return f"RAM is {format_bytes(placed.ram_short_bytes)} short for {what}{more}"
         if placed.disk_short_bytes:
             return f"the disk is {format_bytes(placed.disk_short_bytes)} short for {what}"
         return f"runs with {what}"
