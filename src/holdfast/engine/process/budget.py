@@ -66,7 +66,7 @@ class MemoryBudget:
         refuse_tier(now.info.memory, tier)
         if now.plan.engine.streamed is not None:
             raise UnsupportedOptionError(
-                "the memory budget cannot be changed while layers are read from a disk",
+                "the memory budget cannot be changed while layers are streamed",
                 fix=f"restart with another --{tier}",
                 field=tier,
             )
