@@ -45,6 +45,9 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
     assert settled(machine(gpu(capability=None))) == "cuda"
     assert settled(machine(gpu()), device="cpu") == "cpu"
     assert settled(machine(gpu()), ram="4GiB") == "cpu"
+    assert settled(machine(gpu()), ram="4GiB", vram="4GiB") == "cuda"
+    assert settled(machine(gpu()), ram="4GiB", gpu_layers="3") == "cuda"
+    assert settled(machine(gpu()), ram="4GiB", device="cuda") == "cuda"
     assert settled(machine()) == "cpu"
 
 

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 from holdfast.config import EngineConfig
+from holdfast.config.offload import offload_request
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.hardware import processor
@@ -37,7 +38,7 @@ def settle_device(
 
 
 def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild | None) -> EngineConfig:
-    if config.device == "cpu" or (config.device == "auto" and config.ram is not None):
+    if config.device == "cpu" or (config.device == "auto" and _of_ram_alone(config)):
         return replace(config, device="cpu")
     machine = probe() if here is None else here
     if not machine.gpus and config.device == "auto":
@@ -49,6 +50,11 @@ def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild
         raise problem
     log.warning("using the CPU: %s", problem)
     return replace(config, device="cpu")
+
+
+def _of_ram_alone(config: EngineConfig) -> bool:
+    """A budget of RAM alone is for a CPU; beside one of a GPU it is for layers that do not fit there."""
+    return config.ram is not None and config.vram is None and not offload_request(config).by_hand
 
 
 def _problem(machine: NvidiaMachine, build: TorchBuild | None) -> ConfigurationError | None:
