@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ MAX_JSON_DIGITS = 64
 """Of a whole number. tokenizer_config.json often has one of 31; those beyond some 300 have no float, and Python prints
 none beyond 4,300."""
 _MANY_DIGITS = re.compile(rb"\d{%d}" % (MAX_JSON_DIGITS + 1))
+_GIT_LFS_POINTER = b"version https://git-lfs"
 
 
 class OutsideError(CheckpointError):
@@ -71,7 +73,20 @@ def read_small(
         raise CheckpointError(
             f"{path}: implausibly large", needed=f"at most {format_bytes(limit_bytes)}", found=format_bytes(size)
         )
+    refuse_pointer(path, raw)
     return raw
+
+
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """What `git clone` leaves in place of a large file where Git LFS is not installed; 8 bytes of its start suffice."""
+    if len(start) >= 8 and start.startswith(_GIT_LFS_POINTER[: len(start)]):
+        raise CheckpointError(
+            f"{path}: a Git LFS pointer, not the file itself",
+            needed="the file that it stands for",
+            found="the text that git clone writes where Git LFS is not installed",
+            fix="holdfast pull OWNER/NAME, which needs no git; or, with git-lfs installed, "
+            f"git lfs install && git -C {shlex.quote(str(path.parent))} lfs pull",
+        )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

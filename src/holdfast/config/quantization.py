@@ -48,6 +48,9 @@ _SPELLINGS = {
     "auto_round": "auto-round",
     "bnb": "bitsandbytes",
     "nf4": "bitsandbytes",
+    "w4a16": "compressed-tensors",
+    "w8a8": "compressed-tensors",
+    "w8a16": "compressed-tensors",
 }
 _GGUF_TYPE = re.compile(r"(?:i?q|tq)\d\w*")
 _AS_STORED = ("", "auto", "none", "null")
@@ -80,7 +83,7 @@ def method(field: str, value: Any) -> str | None:
 
 def _unknown(field: str, value: Any) -> ConfigurationError:
     written = str(value).strip().lower()
-    why, fix = ": no such method is known", RUNS_INSTEAD
+    why, fix = ": no such method is known", f"{RUNS_INSTEAD}; else leave it out"
     if written.replace("-", "_") in {name.replace("-", "_") for name in _UNREAD}:
         why = ""
     elif _GGUF_TYPE.fullmatch(written):

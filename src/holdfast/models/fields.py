@@ -68,14 +68,21 @@ class Fields:
 
     def mistyped(self, name: str, needed: str, found: object) -> CheckpointError:
         """Where no text will do: one is quoted, for "4" is not 4."""
-        return self.wrong(name, needed, f'"{shorten(found)}", a string' if isinstance(found, str) else found)
+        error = self.wrong(name, needed, f'"{shorten(found)}", a string' if isinstance(found, str) else found)
+        error.fix = f"correct {self.key(name)} there, or download that file again"
+        return error
+
+    def missing(self, name: str, needed: str) -> CheckpointError:
+        error = self.wrong(name, needed, "nothing: the field is missing")
+        error.fix = f"write {self.key(name)} there, or download that file again"
+        return error
 
     def get(self, name: str, needed: str, default: Any) -> Any:
         value = self.raw(name)
         if value is not None:
             return value
         if default is ...:
-            raise self.wrong(name, needed, "nothing: the field is missing")
+            raise self.missing(name, needed)
         return default
 
     @overload

@@ -103,8 +103,9 @@ def _from_config(config: Fields) -> QuantSpec | None:
     table = config.table("quantization_config") or config.table("compression_config")
     if table is None:
         return None
-    default = "compressed-tensors" if table.has("config_groups") else ...
-    method = table.text("quant_method", default=default).lower()  # type: ignore[arg-type]
+    if not table.has("quant_method") and not table.has("config_groups"):
+        raise table.missing("quant_method", "one of " + ", ".join(_METHODS))
+    method = table.text("quant_method", default="compressed-tensors").lower()
     if method == "awq":
         return _awq(table)
     if method == "gptq":
@@ -381,7 +382,7 @@ def _bitsandbytes(table: Fields) -> QuantSpec:
 def _bits(table: Fields, name: str, allowed: Iterable[int]) -> int:
     bits = table.integer(name, high=64)
     if bits not in allowed:
-        raise table.wrong(name, "one of " + ", ".join(str(known) for known in allowed), bits)
+        raise table.wrong(name, " or ".join(str(known) for known in allowed), bits)
     return bits
 
 

@@ -401,6 +401,18 @@ def test_an_expert_unlike_the_others_is_named(
         match(spec, checkpoint)
 
 
+def test_another_group_size_in_the_config_is_named_beside_the_shape(
+    oracles: Callable[..., Any], tmp_path: Path
+) -> None:
+    oracle = oracles("Llama", **LLAMA)
+    config = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True}
+    write_quantized(oracle.folder, tmp_path / "quantized", Format(config, written.awq(32)))
+    spec, checkpoint = opened(tmp_path / "quantized")
+    with checkpoint, pytest.raises(CheckpointError, match="qzeros") as caught:
+        match(spec, checkpoint)
+    assert "awq of 4 bits, group_size 16" in str(caught.value.needed)
+
+
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("name", ["awq", "fp8-static", ""])
 def test_experts_that_are_read_ahead(name: str, expand: bool, oracles: Callable[..., Any], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from holdfast.checkpoints import (
     open_checkpoint,
     spec_of,
 )
+from holdfast.checkpoints.bounded_files import read_json, read_small
 from holdfast.checkpoints.formats import gguf, safetensors
 from holdfast.checkpoints.sources.select_files import INDEX_NAME
 from holdfast.errors import CheckpointError
@@ -217,6 +218,29 @@ def test_torn_safetensors_files_are_refused(tmp_path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match="truncated"):
         safetensors.read_header(path)
+
+
+def test_a_gguf_file_under_the_name_of_safetensors_is_refused_with_its_own(gguf_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(gguf_file.read_bytes())
+    with pytest.raises(CheckpointError, match="a GGUF file under the name") as refused:
+        safetensors.read_header(path)
+    assert "model.gguf" in str(refused.value.fix)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [safetensors.read_header, gguf.read_header, read_small, read_json],
+    ids=["safetensors", "gguf", "small", "json"],
+)
+def test_what_git_leaves_without_lfs_is_refused_with_what_fetches_the_file(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 4976698672\n")
+    with pytest.raises(CheckpointError, match="Git LFS pointer") as refused:
+        read(path)
+    assert f"git -C {tmp_path} lfs pull" in str(refused.value.fix)
 
 
 @pytest.mark.parametrize(

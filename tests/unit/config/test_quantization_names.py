@@ -18,6 +18,7 @@ from holdfast.errors import ConfigurationError
         ("compressed_tensors", "compressed-tensors"),
         ("bnb", "bitsandbytes"),
         ("nf4", "bitsandbytes"),
+        ("W4A16", "compressed-tensors"),
         ("auto", None),
         ("None", None),
         ("", None),

@@ -51,6 +51,16 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
     assert settled(machine()) == "cpu"
 
 
+@pytest.mark.parametrize("dtype", ["float16", "half"])
+def test_half_is_advised_against_on_a_cpu_alone(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As commands for AWQ have it, which were written for GPUs."""
+    settled(machine(gpu()), dtype=dtype)
+    settled(machine(), dtype="float32")
+    assert "dtype float16" not in caplog.text
+    settled(machine(), dtype=dtype)
+    assert "dtype float16: on a CPU" in caplog.text
+
+
 def test_a_gpu_tells_no_whole_vocabulary() -> None:
     asked = EngineConfig.from_arguments(max_logprobs=-1)
     assert settle_device(asked, here=machine(gpu()), build=CUDA_BUILD).max_logprobs == 20

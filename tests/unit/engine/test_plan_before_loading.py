@@ -14,7 +14,7 @@ from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
 from holdfast.engine.startup import build, plan_lines
-from holdfast.errors import DoesNotFitError, UnknownArchitectureError
+from holdfast.errors import ConfigurationError, DoesNotFitError, UnknownArchitectureError
 from holdfast.hardware import Memory, Processor, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.planner import make_cpu_plan
@@ -205,3 +205,11 @@ def test_what_was_lowered_for_want_of_memory_is_marked(config: EngineConfig, mon
 
     assert lowered(6 << 30) == set()
     assert lowered(420 * MIB) == {"max_num_seqs", "max_num_batched_tokens"}
+
+
+def test_missing_weights_are_to_be_downloaded_first_of_all(tiny_model: Path, tmp_path: Path) -> None:
+    """Random ones run, and answer nonsense: never the first advice."""
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    with pytest.raises(ConfigurationError, match="no weight files") as caught:
+        build.find_model(EngineConfig(model=str(tmp_path)))
+    assert str(caught.value.fix).startswith("download the weights")

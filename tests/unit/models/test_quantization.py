@@ -345,11 +345,25 @@ def test_a_pattern_made_plainer_means_the_same(pattern: str, left_alone: list[st
         assert left_alone == [module for module in modules if re.match(pattern[3:], module)]
 
 
-@pytest.mark.parametrize("wrong", [{"quant_method": "aqlm"}, {"bits": 4}, {"quant_method": "AWQ", "bits": 8}])
+@pytest.mark.parametrize("wrong", [{"quant_method": "aqlm"}, {"quant_method": "AWQ", "bits": 8}])
 def test_what_is_read_is_said_of_what_is_not(wrong: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError) as caught:
         quantized(**wrong)
     assert "unquantized with --quantization int4 or fp8" in (caught.value.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fix"),
+    [
+        ({"bits": 4}, "write quant_method there"),
+        ({"quant_method": "awq"}, "write bits there"),
+        ({"quant_method": "awq", "bits": "4"}, "correct bits there"),
+    ],
+)
+def test_a_config_that_was_edited_wrong_is_to_be_corrected(wrong: dict[str, Any], fix: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        quantized(**wrong)
+    assert (caught.value.fix or "").startswith(fix)
 
 
 def test_a_method_may_be_written_in_capitals() -> None:

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from holdfast.checkpoints.bounded_files import open_file, spell
+from holdfast.checkpoints.bounded_files import open_file, refuse_pointer, spell
 from holdfast.checkpoints.files import GGUFHeader, StoredTensor
 from holdfast.checkpoints.formats.block_layouts import GGUF_LAYOUTS, RETIRED_GGUF_TYPES
 from holdfast.errors import CheckpointError
@@ -284,7 +284,13 @@ def _check_magic(cursor: _Cursor) -> int:
         raise cursor.wrong("not a GGUF file: too short for a header", found=f"{cursor.size} bytes")
     cursor.need(24)
     if bytes(cursor.data[:4]) != MAGIC:
-        raise cursor.wrong("not a GGUF file", needed="a file that begins with GGUF", found=repr(bytes(cursor.data[:4])))
+        refuse_pointer(cursor.path, bytes(cursor.data[:24]))
+        raise cursor.wrong(
+            "not a GGUF file",
+            needed="a file that begins with GGUF",
+            found=repr(bytes(cursor.data[:4])),
+            fix="download the file again, or name a file or folder that holds a model",
+        )
     cursor.position = 4
     version = cursor.uint32()
     if version in (2, 3):

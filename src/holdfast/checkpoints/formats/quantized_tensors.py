@@ -270,5 +270,8 @@ def _check_bits(packing: Packing, known: tuple[int, ...]) -> None:
 
 def _unfit(packing: Packing, needed: str, found: str, *, field: str = "quantization_config") -> CheckpointError:
     return CheckpointError(
-        f"no matrix can be stored this way with {packing.method} ({field})", needed=needed, found=found, field=field
+        f"{field} does not fit: {packing.method} stores no matrix of this shape so",
+        needed=needed,
+        found=found,
+        field=field,
     )

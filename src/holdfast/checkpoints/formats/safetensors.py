@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoints.bounded_files import open_file, parse_table, read_small, spell
+from holdfast.checkpoints.bounded_files import open_file, parse_table, read_small, refuse_pointer, spell
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.formats.block_layouts import LAYOUTS, SAFETENSORS_LAYOUTS
 from holdfast.errors import CheckpointError
@@ -36,6 +36,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def parse_header(path: Path, size: int, read: Callable[[int], bytes]) -> dict[str, StoredTensor]:
     """The same of a file that may lie elsewhere: `size` is all of it, `read(n)` gives its next n bytes."""
     start = read(8) if size >= 8 else b""
+    refuse_pointer(path, start)
+    if start.startswith(b"GGUF"):
+        raise CheckpointError(
+            f"{path}: a GGUF file under the name of a safetensors file",
+            needed="safetensors, as the name says",
+            found="a file that begins with GGUF",
+            fix=f"rename it to {path.stem}.gguf and name that file as the model",
+        )
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > size - 8:
         raise CheckpointError(

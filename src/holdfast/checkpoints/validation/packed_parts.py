@@ -14,7 +14,10 @@ from holdfast.checkpoints.validation.stored_dtypes import PACKED_ENDINGS, PLAIN
 from holdfast.errors import CheckpointError
 from holdfast.models import TensorSpec
 
-_FIX = "download the model again; if it still fails, its quantization_config is that of another checkpoint"
+_FIX = (
+    "download the model again, config.json too: a quantization_config that was edited, or is of another checkpoint,"
+    " does not fit these tensors"
+)
 _UNSAID = frozenset({"g_idx", "weight_shape", "weight_format", "weight.quant_map"})
 """Parts that a reader does without: they repeat what config and shapes say."""
 _SCALES = ("scales", "weight_scale", "input_scale", "SCB", "weight.nested_absmax")
@@ -105,25 +108,27 @@ def _name_of(module: str, part: PackedPart, stored: Mapping[str, StoredTensor]) 
 def _check(found: StoredTensor, part: PackedPart, packing: Packing) -> None:
     if part.name.startswith(_STATE):
         if found.layout != "U8" or len(found.shape) != 1:
-            raise _misshapen(found, "a text in U8", part)
+            raise _misshapen(found, "a text in U8", packing)
         return
     name = part.name.removesuffix("_inv")
     number = name in _SCALES or (name == "weight.absmax" and part.layout == "F32")
     if number and found.layout not in PLAIN:
-        raise _misshapen(found, "scales in F32, F16 or BF16", part)
+        raise _misshapen(found, "scales in F32, F16 or BF16", packing)
     alike = found.layout == part.layout or (part.layout in ("I32", "I64") and found.layout in ("I32", "I64"))
     codes = name in ("weight", "qweight", "weight_packed")
     if not number and (found.layout != part.layout if codes else not alike):
-        raise _misshapen(found, part.layout, part)
+        raise _misshapen(found, part.layout, packing)
     same = found.shape == part.shape if codes and packing.method not in ("nf4", "fp4") else None
     if not (_squeezed(found.shape) == _squeezed(part.shape) if same is None else same):
-        raise _misshapen(found, str(list(part.shape)), part)
+        raise _misshapen(found, str(list(part.shape)), packing)
 
 
-def _misshapen(found: StoredTensor, needed: str, part: PackedPart) -> CheckpointError:
+def _misshapen(found: StoredTensor, needed: str, packing: Packing) -> CheckpointError:
+    in_groups = packing.method in ("awq", "gptq", "pack-quantized")
+    said = f" of {packing.bits} bits, group_size {packing.group_size}" if in_groups else ""
     return CheckpointError(
         f"tensor {found.name!r} of a quantized matrix is not what quantization_config says of it",
-        needed=needed,
+        needed=f"{needed}, for {packing.method}{said}",
         found=f"{list(found.shape)} in {found.layout}, of {found.path.name}",
         fix=_FIX,
         field="quantization_config",

@@ -129,9 +129,9 @@ def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
     if files.format == "none" and wanted != "dummy":
         raise ConfigurationError(
             f"{files.name} has a config but no weight files",
-            needed="*.safetensors files, or load_format=dummy",
-            fix="--load-format dummy for random weights of the same shapes",
-            field="load_format",
+            needed="*.safetensors files beside config.json",
+            fix="download the weights into it too: holdfast pull OWNER/NAME fetches every file; only to try settings,"
+            " with random weights: --load-format dummy",
         )
     if wanted != "dummy" and files.format == "gguf":
         refuse_unclaimed(spec, files)

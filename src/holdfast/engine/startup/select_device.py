@@ -13,6 +13,7 @@ from holdfast.hardware import processor
 from holdfast.hardware.nvidia import NvidiaMachine, probe
 from holdfast.hardware.torch_build import TorchBuild, torch_build
 from holdfast.planner.serve.gpu_plan import too_old
+from holdfast.planner.sizing.dtype import asked_type
 from holdfast.records.sampling import MAX_LOGPROBS, WHOLE_VOCABULARY
 
 log = logging.getLogger("holdfast")
@@ -25,11 +26,16 @@ def settle_device(
 ) -> EngineConfig:
     """With `auto` become cuda or cpu. `here`, `build`: what this machine has, looked up where they are left out.
 
-    A dtype that the CPU only emulates is said before anything is fetched."""
+    A dtype that the CPU only emulates, or that no compiled kernel computes in, is said before anything is fetched."""
     settled = _settled(config, here, build)
     if settled.device == "cpu" and settled.dtype == "bfloat16" and not processor().fast_bfloat16:
         log.warning(
             "dtype bfloat16: this CPU has no bfloat16 instructions, and emulation is many times slower; leave dtype out"
+        )
+    if settled.device == "cpu" and asked_type(settled.dtype) == "float16":
+        log.warning(
+            "dtype float16: on a CPU no compiled kernel computes in it; torch's are slower, and quantized weights may"
+            " be expanded for them; leave dtype out"
         )
     if settled.device == "cuda" and settled.max_logprobs == WHOLE_VOCABULARY:
         log.warning("max_logprobs -1: on a GPU a request may ask for up to %d, of prompts too", MAX_LOGPROBS)
