@@ -49,8 +49,9 @@ def resized_at_random(core: EngineCore, sizes: list[int]) -> None:
     dice.shuffle(core.scheduler.kv._pool._free)
 
     def then() -> list[EngineOutput]:
-        if dice.random() < 0.4:
-            sizes.append(dice.choice([core.scheduler.least_blocks, dice.randint(core.scheduler.least_blocks, MOST)]))
+        if dice.random() < 0.5:
+            least = core.scheduler.least_blocks
+            sizes.append(dice.randint(least, MOST) if len(sizes) % 3 else least)
             core.resize_kv(sizes[-1])
             dice.shuffle(core.scheduler.kv._pool._free)  # Else pages that go are hardly ever used.
             pool = core.runner.kv  # type: ignore[attr-defined]
