@@ -1,0 +1,73 @@
+"""`Configuration`: the settings by which a server differs from the default; `Axis`: what one setting may be.
+
+Knows the names of settings and how a command is written; decides nothing.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast.errors import ConfigurationError
+from holdfast.planner.engines.command import line
+
+Value = int | float | str
+ENGINES = ("holdfast", "vllm")
+
+
+class Axis(msgspec.Struct, frozen=True):
+    name: str
+    values: tuple[Value | None, ...]
+    """In order; None: what the engine takes by itself, in the place where that lies."""
+
+
+class Configuration(msgspec.Struct, frozen=True):
+    changes: tuple[tuple[str, Value], ...] = ()
+
+    def value(self, name: str) -> Value | None:
+        return dict(self.changes).get(name)
+
+    @property
+    def is_default(self) -> bool:
+        return not self.changes
+
+    def __str__(self) -> str:
+        return shlex.join(flags_of(self.changes)) or "the default"
+
+
+DEFAULT = Configuration()
+
+
+def flags_of(changes: Sequence[tuple[str, Value]]) -> list[str]:
+    return [word for name, value in changes for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def command_of(configuration: Configuration, *, engine: str, model: str, flags: Sequence[str]) -> str:
+    """As a person starts it."""
+    text = line(engine, model, dict(configuration.changes))
+    return " ".join([text, shlex.join(flags)] if flags else [text])
+
+
+def start_words(configuration: Configuration, *, engine: str, model: str, flags: Sequence[str], port: int) -> list[str]:
+    """The same for a process of this program, on a port of its own."""
+    words = shlex.split(command_of(configuration, engine=engine, model=model, flags=flags))
+    quiet = ["--disable-access-log"] if engine == "holdfast" else ["--disable-uvicorn-access-log"]
+    return [*program(engine), *words[1:], "--host", "127.0.0.1", "--port", str(port), *quiet]
+
+
+def program(engine: str) -> list[str]:
+    if engine == "holdfast":
+        return [sys.executable, "-m", "holdfast"]
+    found = shutil.which(engine)
+    if found is None:
+        raise ConfigurationError(
+            f"--engine {engine}: there is no program called {engine}",
+            needed=f"{engine} in PATH",
+            fix="activate the environment that it is installed in, or leave --engine out",
+            field="engine",
+        )
+    return [found]
