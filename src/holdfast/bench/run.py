@@ -44,6 +44,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     """What the planner calls the model, for advice."""
     api_key: str | None = None
+    advise: bool = True
+    """Plan flags for a run that failed."""
 
 
 def run_bench(target: Target, load: Load, options: RunOptions, progress: Progress | None = None) -> BenchResult:
@@ -94,7 +96,7 @@ def make_result(
         safe_concurrency=None if safe is None else safe.at_once,
         safe_reason=_safe_reason(points, safe, promised=bool(allowed.objectives)),
         advice=[]
-        if all(check.passed for check in judged if check.name != CLIENT)
+        if not options.advise or all(check.passed for check in judged if check.name != CLIENT)
         else advice(
             options.model or target.root or target.model,
             engine=sampler.engine or target.engine,

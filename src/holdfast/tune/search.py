@@ -4,8 +4,7 @@ improvement. Pure: values come in, places go out.
     measured ● ─► mean and deviation of every place ─► expected improvement over the best ─► next ●
 
 Neighbours on a ladder are alike, so that a few runs tell something of many places; each value is taken as noisy. A
-server that died counts as a little worse than the worst that lived: places beyond a cliff are left, those before it
-are not.
+server that died says nothing of how fast its neighbours are, only that they may die too.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ ALIKE_STEPS = 1.6
 NOISE = 0.03
 """Share of a value that two runs of the same differ by."""
 LEAST_SPREAD = 0.02
-WORTH = 0.004
+WORTH = 0.001
 """Share of the best: less expected improvement is not worth a run."""
+SURE, LEAST_CHANCE = 0.1, 0.05
+"""Of a server that died, how far it is taken for chance; and of any that was not tried, that it lives."""
 FIRST_STEPS = 2
 """Before anything is modelled, each axis is looked at so many steps up and down from the default."""
 FEWEST = 5
@@ -78,24 +79,48 @@ def _around(points: Sequence[Point], same_as: Mapping[Point, int]) -> list[int]:
     return found
 
 
+def smoothed(points: Sequence[Point], measured: Sequence[tuple[int, float | None]]) -> dict[int, float]:
+    """Of each place that was measured and lived, perhaps several times, what its neighbours make of it: the highest of
+    many noisy values is high by luck too."""
+    alive = [(place, value) for place, value in measured if value is not None]
+    if not alive:
+        return {}
+    scale = _Scale([value for _, value in alive])
+    at = np.array([points[place] for place, _ in alive], dtype=np.float64)
+    means, _ = posterior(at, scale.heights, at, noise=scale.noise)
+    return {place: scale.value(float(mean)) for (place, _), mean in zip(alive, means, strict=True)}
+
+
+class _Scale:
+    """Values as deviations from their mean."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._mean = float(np.mean(values))
+        self.spread = max(float(np.std(values)), LEAST_SPREAD * abs(self._mean), 1e-9)
+        self.noise = min(0.5, max(0.05, NOISE * abs(self._mean) / self.spread))
+        self.heights = (np.array(values) - self._mean) / self.spread
+
+    def value(self, height: float) -> float:
+        return self._mean + height * self.spread
+
+
 def _most_promising(
     points: Sequence[Point], values: Mapping[int, float | None], left: Sequence[int]
 ) -> tuple[int, float]:
-    alive = [value for value in values.values() if value is not None]
-    if not alive:  # As far as can be from all that died.
+    tried = np.array([points[place] for place in values], dtype=np.float64)
+    asked = np.array([points[place] for place in left], dtype=np.float64)
+    died = np.array([float(value is None) for value in values.values()])
+    if died.all():  # As far as can be from all that died.
         apart = [min(math.dist(points[place], points[other]) for other in values) for place in left]
         return left[int(np.argmax(apart))], math.inf
-    mean, spread = float(np.mean(alive)), max(float(np.std(alive)), LEAST_SPREAD * abs(float(np.mean(alive))), 1e-9)
-    died = min(alive) - 0.5 * spread
-    heights = np.array([((died if value is None else value) - mean) / spread for value in values.values()])
-    noise = min(0.5, max(0.05, NOISE * abs(mean) / spread))
-    measured = np.array([points[place] for place in values], dtype=np.float64)
-    asked = np.array([points[place] for place in left], dtype=np.float64)
-    means, deviations = posterior(measured, heights, asked, noise=noise)
-    best = float(np.max(posterior(measured, heights, measured, noise=noise)[0]))
-    improvement = _expected_improvement(means, deviations, best)
+    lives = np.clip(1.0 - posterior(tried, died, asked, noise=SURE)[0], LEAST_CHANCE, 1.0)
+    scale = _Scale([value for value in values.values() if value is not None])
+    measured = tried[died == 0]
+    means, deviations = posterior(measured, scale.heights, asked, noise=scale.noise)
+    best = float(np.max(posterior(measured, scale.heights, measured, noise=scale.noise)[0]))
+    improvement = lives * _expected_improvement(means, deviations, best)
     place = int(np.argmax(improvement))
-    return left[place], float(improvement[place]) * spread
+    return left[place], float(improvement[place]) * scale.spread
 
 
 def posterior(measured: Floats, heights: Floats, asked: Floats, *, noise: float) -> tuple[Floats, Floats]:

@@ -12,7 +12,7 @@ from holdfast.bench.measure.figures import Figures
 from holdfast.bench.measure.objectives import Objective
 from holdfast.bench.measure.verdict import HEADROOM
 from holdfast.bench.result import BenchResult
-from holdfast.tune.configuration import Configuration, Value
+from holdfast.tune.configuration import Configuration
 
 Stage = Literal["default", "search", "finalists", "confirmation", "own pace"]
 SLACK = 0.05
@@ -70,10 +70,6 @@ def mean_merit(trials: Sequence[Trial]) -> float:
     return sum(trial.merit or 0.0 for trial in trials) / len(trials) if trials else 0.0
 
 
-def rank(trials: Sequence[Trial]) -> tuple[tuple[bool, bool], float]:
-    return standing(trials), mean_merit(trials)
-
-
 def trial_of(
     result: BenchResult, configuration: Configuration, *, stage: Stage, speed: float, offered_s: float,
     objectives: Sequence[Objective], error_share: float, seconds: float, died: str,
@@ -116,7 +112,3 @@ def _value(figures: Figures, objective: Objective) -> float | None:
     """As the verdict has it: what a user waits for counts from when the request was to be sent."""
     found = getattr(figures, {"ttft": "ttft_intended", "e2e": "e2e_intended"}.get(objective.metric, objective.metric))
     return None if found is None else float(found.at(objective.percentile))
-
-
-def changes_of(configuration: Configuration) -> dict[str, Value]:
-    return dict(configuration.changes)

@@ -17,8 +17,8 @@ import msgspec
 
 from holdfast.tune.configuration import DEFAULT, Configuration
 from holdfast.tune.gain import FEWEST_ROUNDS, MOST_ROUNDS, Gain, gain_of
-from holdfast.tune.search import Point, search
-from holdfast.tune.trial import Stage, Trial, mean_merit, rank, standing
+from holdfast.tune.search import Point, search, smoothed
+from holdfast.tune.trial import Stage, Trial, mean_merit, standing
 
 FASTEST = 64.0
 """Beyond it the traffic is not the user's any more."""
@@ -131,12 +131,12 @@ class Tuner:
         )
 
     def _finalists(self) -> list[Configuration]:
-        """The best few, each measured once more: of many noisy values the highest is high by luck too."""
+        """The best few, each measured once more where there is time."""
         found = self._ranked()[:FINALISTS]
         for configuration in found:
             if len(found) > 1 and self._left_s() > (2 * FEWEST_ROUNDS + 1) * self._cost_s():
                 self._try(configuration, "finalists")
-        return sorted(found, key=lambda one: rank(self._of(one)), reverse=True)
+        return [one for one in self._ranked() if one in found]
 
     def _confirm(self, finalists: Sequence[Configuration]) -> TuneOutcome:
         """Against the default, in turns; the next finalist where one does not stand and there is time."""
@@ -208,10 +208,13 @@ class Tuner:
 
     def _ranked(self) -> list[Configuration]:
         """All but the default that lived at this speed and left memory, the best first."""
+        places = {configuration: place for place, configuration in enumerate(self._configurations)}
         here = [trial for trial in self.trials if trial.speed == self._speed]
+        worth = smoothed(self._points, [(places[trial.configuration], trial.merit) for trial in here])
         tried = dict.fromkeys(trial.configuration for trial in here if not trial.configuration.is_default)
-        lived = [one for one in tried if standing(self._of(one))[0]]
-        return sorted(lived, key=lambda one: rank([trial for trial in here if trial.configuration == one]), reverse=True)
+        standings = {one: standing([trial for trial in here if trial.configuration == one]) for one in tried}
+        lived = [one for one in tried if standings[one][0]]
+        return sorted(lived, key=lambda one: (standings[one], worth[places[one]]), reverse=True)
 
     def _left_s(self) -> float:
         return self._ends_s - self._clock()
