@@ -32,7 +32,7 @@ class Gain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gain_of(defaults: Sequence[float], others: Sequence[float]) -> Gain | None:
-    """Goodput by round. None: too few rounds, or a default that answered nothing in time, of which there is no share."""
+    """Goodput by round. None: too few rounds, or a default that answered nothing in time: there is no share of 0."""
     rounds = min(len(defaults), len(others))
     base = sum(defaults[:rounds]) / rounds if rounds else 0.0
     if rounds < FEWEST_ROUNDS or base <= 0:

@@ -95,9 +95,7 @@ class ServerTrials:
             timeout_s=timeout_of(settings.objectives, settings.arrivals),
             seed=settings.seed,
         )
-        allowed = Allowed(
-            objectives=settings.objectives, headroom=settings.headroom, error_share=settings.error_share
-        )
+        allowed = Allowed(objectives=settings.objectives, headroom=settings.headroom, error_share=settings.error_share)
         options = RunOptions(allowed=allowed, workers=settings.workers, api_key=key, advise=False)
         return run_bench(target, calibrated(load), options)
 

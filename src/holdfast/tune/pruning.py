@@ -86,6 +86,14 @@ class Survivors(msgspec.Struct, frozen=True, kw_only=True):
     pruned: list[Pruned]
     combinations: int
 
+    @property
+    def configurations(self) -> list[Configuration]:
+        return [server.configuration for server in self.servers]
+
+    @property
+    def points(self) -> list[tuple[int, ...]]:
+        return [server.point for server in self.servers]
+
 
 def survivors(
     axes: Sequence[Axis], planner: Planner, arrivals: Sequence[Arrival], *, engine: str, headroom: float

@@ -20,6 +20,7 @@ def trial_line(number: int, trial: Trial) -> str:
         said = f"died: {trial.died}"
     else:
         said = f"{trial.goodput:.2f} requests/s within the SLO ({trial.good_share:.0%}), {_latencies(trial.measured_s)}"
+        said += f", failed: {trial.errors}" if trial.failed else ""
         said += "" if trial.headroom_held else ", too little memory left"
     return f"{number:>3}  {trial.stage}, {trial.speed:g}x: {trial.configuration}: {said}"
 
@@ -71,6 +72,7 @@ def _table(result: TuneResult) -> Iterator[str]:
             f"died: {died}" if died else "",
             "" if all(trial.headroom_held for trial in trials) else "too little memory left",
             "" if died else _latencies(trials[-1].measured_s),
+            f"failed: {trials[-1].errors}" if trials[-1].failed and not died else "",
         ]
         yield f"{_goodput(trials):>22.2f}{len(trials):>6}  {name}  ({'; '.join(filter(None, marks))})"
     if len(rows) > SHOWN:

@@ -47,6 +47,8 @@ class TriedConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     good_share: float
     requests: int
     failed: int
+    errors: str
+    answered_per_s: float
     output_tokens_per_s: float
     measured_s: dict[str, float]
     slo_held: bool
@@ -160,7 +162,9 @@ def reasons(outcome: TuneOutcome) -> list[str]:
         for one in (DEFAULT, outcome.kept)
     )
     if outcome.verdict == ONLY:
-        causes = {trial.died or "it left too little memory" for trial in outcome.trials if trial.configuration == DEFAULT}
+        causes = {
+            trial.died or "it left too little memory" for trial in outcome.trials if trial.configuration == DEFAULT
+        }
         return [f"the default: {cause}" for cause in sorted(causes)]
     if outcome.verdict == NOTHING:
         return sorted({trial.died for trial in outcome.trials if trial.died})

@@ -37,7 +37,9 @@ def axes_of(
         Axis("max_num_seqs", _ladder(limits.max_num_seqs, 1, keep=not own)),
         Axis("max_num_batched_tokens", _ladder(limits.max_num_batched_tokens, LEAST_STEP_TOKENS, keep=not own)),
         Axis("max_model_len", _lengths(limits.max_model_len, arrivals)),
-        Axis("gpu_memory_utilization", tuple(None if share == default.utilization else share for share in UTILIZATIONS)),
+        Axis(
+            "gpu_memory_utilization", tuple(None if share == default.utilization else share for share in UTILIZATIONS)
+        ),
     ]
     if nvme_path is not None:
         found.append(Axis("nvme_path", (None, nvme_path)))

@@ -19,6 +19,9 @@ SLACK = 0.05
 """At most this share of its goodput a configuration gains by staying well within the SLO: what tells two apart that
 both answer everything in time."""
 
+LATE_WORTH = 0.02
+"""Of an answer, whether in time or not: what tells two apart where none is in time."""
+
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     configuration: Configuration
@@ -30,6 +33,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     good_share: float = 0.0
     requests: int = 0
     failed: int = 0
+    errors: str = ""
+    """Kinds of failures, the most frequent first."""
+    answered_per_s: float = 0.0
+    """In time or not."""
     output_tokens_per_s: float = 0.0
     measured_s: dict[str, float] = {}
     """Each objective, as `ttft p99`."""
@@ -54,9 +61,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         little memory, so that it cannot be kept."""
         if self.died or not self.headroom_held:
             return None
-        if not self.times_limit:
-            return self.goodput
-        return self.goodput * (1 - SLACK * math.tanh(math.log(self.times_limit)))
+        worth = self.goodput + LATE_WORTH * self.answered_per_s
+        return worth * (1 - SLACK * math.tanh(math.log(self.times_limit))) if self.times_limit else worth
 
 
 def standing(trials: Sequence[Trial]) -> tuple[bool, bool]:
@@ -76,7 +82,9 @@ def trial_of(
 ) -> Trial:  # fmt: skip
     """`offered_s`: while requests came; what they took beyond it is not the configuration's time but the traffic's."""
     figures = result.whole
-    measured = {_name(objective): value for objective in objectives if (value := _value(figures, objective)) is not None}
+    measured = {
+        _name(objective): value for objective in objectives if (value := _value(figures, objective)) is not None
+    }
     ratios = [measured[_name(one)] / one.seconds for one in objectives if _name(one) in measured]
     answered = len(ratios) == len(objectives) and figures.failed <= error_share * figures.requests
     failed = [check for check in result.verdict.checks if not check.passed]
@@ -89,6 +97,8 @@ def trial_of(
         good_share=figures.good_share or 0.0,
         requests=figures.requests,
         failed=figures.failed,
+        errors=", ".join(f"{error.count} x {error.kind}" for error in figures.errors[:3]),
+        answered_per_s=figures.requests_per_s,
         output_tokens_per_s=figures.output_tokens_per_s,
         measured_s=measured,
         times_limit=max(ratios, default=None),

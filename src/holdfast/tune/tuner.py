@@ -9,7 +9,7 @@ in a test. Starts no server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
 
@@ -29,13 +29,25 @@ OWN_PACE = 1.0
 KEPT_SHARE = 0.99
 """Of requests within the SLO: from there on a faster replay is needed to tell configurations apart."""
 
-BETTER, SAME, STANDS, ONLY, UNCONFIRMED, NOTHING = (
-    "better", "no difference", "holds what the default does not", "the default does not run", "not confirmed", "nothing runs",
-)  # fmt: skip
+BETTER, SAME, UNCONFIRMED = "better", "no difference", "not confirmed"
+STANDS, ONLY, NOTHING = "holds what the default does not", "the default does not run", "nothing runs"
 
 
 class Measure(Protocol):
     def __call__(self, configuration: Configuration, *, speed: float, stage: Stage) -> Trial: ...
+
+
+class Choices(Protocol):
+    """What there is to choose from at one speed: the default first."""
+
+    @property
+    def configurations(self) -> Sequence[Configuration]: ...
+
+    @property
+    def points(self) -> Sequence[Point]: ...
+
+    @property
+    def same_as(self) -> Mapping[Point, int]: ...
 
 
 class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,9 +76,7 @@ class Tuner:
 
     def __init__(
         self,
-        configurations: Sequence[Configuration],
-        points: Sequence[Point],
-        same_as: dict[Point, int],
+        choices: Callable[[float], Choices],
         measure: Measure,
         *,
         budget_s: float,
@@ -74,9 +84,9 @@ class Tuner:
         most_goodput: Callable[[int, float], float | None] = lambda place, speed: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`configurations`: the default first. `speed`: of the replay; None: found out. `most_goodput`: of a place at a
-        speed, what no server could exceed."""
-        self._configurations, self._points, self._same_as = configurations, points, same_as
+        """`choices`: at a speed of the replay. `speed`: None: found out. `most_goodput`: of a place at a speed, what no
+        server could exceed."""
+        self._choices = choices
         self._measure, self._clock, self._most_goodput = measure, clock, most_goodput
         self._ends_s = clock() + budget_s
         self._asked_speed, self._budget_s = speed, budget_s
@@ -111,8 +121,10 @@ class Tuner:
         after = FINALISTS + 2 * MOST_ROUNDS + (self._speed != OWN_PACE)
         reserve_s = min(after * self._cost_s(), PROOF_SHARE * self._budget_s)
 
+        choices = self._choices(self._speed)
+
         def measure(place: int) -> float | None:
-            return self._try(self._configurations[place], "search").merit
+            return self._try(choices.configurations[place], "search").merit
 
         def cannot_beat(place: int, best: float) -> bool:
             most = self._most_goodput(place, self._speed)
@@ -122,8 +134,8 @@ class Tuner:
             return False
 
         self._ended = search(
-            self._points,
-            self._same_as,
+            choices.points,
+            choices.same_as,
             measure,
             lambda: self._left_s() - self._cost_s() > reserve_s,
             known={0: self._of(DEFAULT)[-1].merit},
@@ -208,9 +220,12 @@ class Tuner:
 
     def _ranked(self) -> list[Configuration]:
         """All but the default that lived at this speed and left memory, the best first."""
-        places = {configuration: place for place, configuration in enumerate(self._configurations)}
         here = [trial for trial in self.trials if trial.speed == self._speed]
-        worth = smoothed(self._points, [(places[trial.configuration], trial.merit) for trial in here])
+        if all(trial.configuration.is_default for trial in here):
+            return []
+        choices = self._choices(self._speed)
+        places = {configuration: place for place, configuration in enumerate(choices.configurations)}
+        worth = smoothed(choices.points, [(places[trial.configuration], trial.merit) for trial in here])
         tried = dict.fromkeys(trial.configuration for trial in here if not trial.configuration.is_default)
         standings = {one: standing([trial for trial in here if trial.configuration == one]) for one in tried}
         lived = [one for one in tried if standings[one][0]]

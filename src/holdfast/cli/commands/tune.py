@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
 import sys
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.output import say, say_json
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from holdfast.tune.measure import ServerTrials
     from holdfast.tune.result import TuneResult
     from holdfast.tune.trial import Stage, Trial
+    from holdfast.tune.tuner import Measure
 
 HELP = """Find the settings of a server that answer the most of your traffic within an SLO.
 
@@ -54,15 +57,21 @@ TRIALS_WANTED, SHORTEST_TRIAL_S, LONGEST_TRIAL_S = 50, 8.0, 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="as holdfast serve takes it")
-    parser.add_argument("--traffic", required=True, metavar="FILE", help="access log or JSON lines with times and tokens")
-    parser.add_argument("--slo", required=True, metavar="SLO", help="ttft=500ms,itl=50ms; p99 where nothing else is said")
+    parser.add_argument(
+        "--traffic", required=True, metavar="FILE", help="access log or JSON lines with times and tokens"
+    )
+    parser.add_argument(
+        "--slo", required=True, metavar="SLO", help="ttft=500ms,itl=50ms; p99 where nothing else is said"
+    )
     parser.add_argument("--engine", choices=("holdfast", "vllm"), default="holdfast", help="default: holdfast")
     parser.add_argument("--minutes", type=_positive, default=30.0, metavar="N", help="for all of it (default: 30)")
     parser.add_argument("--trial", metavar="TIME", help="of traffic in one trial (default: 8s to 30s, by --minutes)")
     parser.add_argument(
         "--speed", default="auto", metavar="X", help="of the replay; auto: until the default no longer holds"
     )
-    parser.add_argument("--lossy", action="store_true", help="try also what changes answers: KV type, quantized weights")
+    parser.add_argument(
+        "--lossy", action="store_true", help="try also what changes answers: KV type, quantized weights"
+    )
     parser.add_argument("--nvme-path", metavar="DIR", help="try also layers on this disk (holdfast on a CPU)")
     parser.add_argument("--serve-flags", default="", metavar='"FLAGS"', help="of every server; what they set stays")
     parser.add_argument("--headroom", default="5%", metavar="SHARE", help="RAM and VRAM to stay free (default: 5%%)")
@@ -103,7 +112,7 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
     from holdfast.bench.measure.objectives import parse_slo
     from holdfast.tune.configuration import DEFAULT, program
     from holdfast.tune.measure import ServerTrials, TrialSettings
-    from holdfast.tune.pruning import Planner, most_goodput, survivors
+    from holdfast.tune.pruning import Planner, Survivors, most_goodput, survivors
     from holdfast.tune.result import make_result
     from holdfast.tune.space import axes_of
     from holdfast.tune.tuner import Tuner
@@ -133,8 +142,6 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
             api_key=os.environ.get("HOLDFAST_API_KEY"),
         )
     )
-    # At the highest pace there may be, so that nothing is ruled out that could matter at it.
-    most = trials.replay(speed or 1.0) if speed else arrivals
     axes = axes_of(
         default,
         arrivals,
@@ -143,20 +150,29 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
         nvme_path=arguments.nvme_path,
         fixed=frozenset(planned_settings(flags)),
     )
-    space = survivors(axes, planner, most, engine=arguments.engine, headroom=headroom)
+
+    @cache
+    def choices(pace: float) -> Survivors:
+        found = survivors(axes, planner, trials.replay(pace), engine=arguments.engine, headroom=headroom)
+        if not arguments.quiet:
+            print(
+                f"holdfast: {len(found.servers):,} of {found.combinations:,} configurations are worth a run",
+                file=sys.stderr,
+                flush=True,
+            )
+        return found
+
     tuner = Tuner(
-        [server.configuration for server in space.servers],
-        [server.point for server in space.servers],
-        space.same_as,
-        _progress(trials, len(space.servers), quiet=arguments.quiet),
+        choices,
+        trials if arguments.quiet else _told(trials),
         budget_s=60 * arguments.minutes - (time.monotonic() - began_s),
         speed=speed,
-        most_goodput=lambda place, pace: most_goodput(space.servers[place].plan, trials.replay(pace), seconds),
+        most_goodput=lambda place, pace: most_goodput(choices(pace).servers[place].plan, trials.replay(pace), seconds),
     )
     outcome = tuner.run()
     return make_result(
-        outcome, space, model=arguments.model, engine=arguments.engine, flags=flags, source=shorten(arguments.traffic),
-        arrivals=arrivals, replay=trials.replay(outcome.speed), trial_s=seconds, objectives=objectives,
+        outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=flags,
+        source=shorten(arguments.traffic), arrivals=arrivals, replay=trials.replay(outcome.speed), trial_s=seconds, objectives=objectives,
         headroom=headroom, lossy=arguments.lossy, seconds=time.monotonic() - began_s,
     )  # fmt: skip
 
@@ -203,7 +219,7 @@ def _trial_s(arguments: argparse.Namespace) -> float:
             fix="--trial 20s",
             field="trial",
         )
-    return found
+    return float(found)
 
 
 def _check_lengths(arrivals: Sequence[Arrival], context: int) -> None:
@@ -219,20 +235,15 @@ def _check_lengths(arrivals: Sequence[Arrival], context: int) -> None:
         )
 
 
-def _progress(trials: ServerTrials, configurations: int, *, quiet: bool) -> Any:
+def _told(trials: ServerTrials) -> Measure:
     """The same trials, each told on standard error when it has ended."""
     from holdfast.tune.report import trial_line
 
-    done = 0
+    numbers = itertools.count(1)
 
     def measured(configuration: Configuration, *, speed: float, stage: Stage) -> Trial:
-        nonlocal done
-        if not done and not quiet:
-            print(f"holdfast: {configurations} configurations are left to choose from", file=sys.stderr, flush=True)
         trial = trials(configuration, speed=speed, stage=stage)
-        done += 1
-        if not quiet:
-            print(trial_line(done, trial), file=sys.stderr, flush=True)
+        print(trial_line(next(numbers), trial), file=sys.stderr, flush=True)
         return trial
 
     return measured
