@@ -1,7 +1,7 @@
 """Stands in for `vllm serve` with an optimum that is known: no engine is in it.
 
     --max-num-seqs N     so many are served at once; time between tokens grows with N, and is lost from 128 on
-    --max-num-seqs 256   runs out of memory at start, in vLLM's words
+    --max-num-seqs 8     runs out of memory at start, in vLLM's words
 
 By default 128 are served at once, each slowly; 16 to 32 answer the most within 30 ms a token.
 """
@@ -13,7 +13,7 @@ import sys
 
 from fake_completions import FakeServer, FakeSettings
 
-DIES = 256
+DIES = 8
 
 
 def value(flag: str, default: str) -> str:
@@ -29,7 +29,7 @@ async def serve(port: int, sequences: int) -> None:
 
 def main() -> None:
     sequences = int(value("--max-num-seqs", "128"))
-    if sequences >= DIES:
+    if sequences <= DIES:
         print(
             "ERROR 11-15 10:00:01 [core.py:718] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
             " GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free.",

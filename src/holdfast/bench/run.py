@@ -16,7 +16,7 @@ from holdfast.bench.client.processes import ClientProcesses, client_processes
 from holdfast.bench.load.load import Load
 from holdfast.bench.load.profile import PEAK, level_at, span, total_seconds
 from holdfast.bench.measure.advice import advice
-from holdfast.bench.measure.figures import figures, gaps_of, mean_in_flight, token_times, tpot_of
+from holdfast.bench.measure.figures import figures, gaps_of, mean_in_flight, tokens_between, tpot_of
 from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, safe_point
 from holdfast.bench.measure.objectives import limits
 from holdfast.bench.measure.samples import ServerSample, ServerSampler
@@ -200,32 +200,35 @@ def columns(answers: Sequence[TimedAnswer], start_s: float) -> RequestColumns:
 
 
 def itl_histogram(answers: Sequence[TimedAnswer]) -> list[tuple[float, int]]:
-    gaps = np.concatenate([np.empty(0), *(gaps_of(answer) for answer in answers if answer.good)])
-    places = np.minimum(np.searchsorted(HISTOGRAM_EDGES, gaps), len(HISTOGRAM_EDGES) - 1)
-    counts = np.bincount(places, minlength=len(HISTOGRAM_EDGES))
+    counts = np.zeros(len(HISTOGRAM_EDGES), dtype=np.int64)
+    for answer in answers:
+        if answer.good:
+            places = np.searchsorted(HISTOGRAM_EDGES, gaps_of([answer]))
+            counts += np.bincount(np.minimum(places, len(HISTOGRAM_EDGES) - 1), minlength=len(HISTOGRAM_EDGES))
     return [(edge, int(count)) for edge, count in zip(HISTOGRAM_EDGES, counts, strict=True) if count]
 
 
 def timeline(answers: Sequence[TimedAnswer], start_s: float, last_s: float) -> Timeline:
     # With some requests in each, so that a slow server's lines are no comb.
-    bins = min(BINS, max(FEWEST_BINS, len(answers) // REQUESTS_OF_A_BIN))
-    bin_s = max(SHORTEST_BIN_S, (last_s - start_s) / bins)
+    wanted = min(BINS, max(FEWEST_BINS, len(answers) // REQUESTS_OF_A_BIN))
+    bin_s = max(SHORTEST_BIN_S, (last_s - start_s) / wanted)
     count = max(1, math.ceil((last_s - start_s) / bin_s))
     edges = start_s + bin_s * np.arange(count + 1, dtype=np.float64)
-    times, weights = token_times(answers)
-    tokens, _ = np.histogram(times, edges, weights=weights)
+    tokens = tokens_between(answers, edges)
     ttfts = [list[float]() for _ in range(count)]
-    gap_times, gaps = [np.empty(0)], [np.empty(0)]
-    for answer in answers:
-        if answer.first_s is not None:
-            ttfts[min(count - 1, max(0, int((answer.sent_s - start_s) / bin_s)))].append(answer.first_s - answer.sent_s)
-            found = gaps_of(answer)
-            gap_times.append(answer.first_s + np.cumsum(found))
-            gaps.append(found)
-    places = np.clip(((np.concatenate(gap_times) - start_s) / bin_s).astype(int), 0, count - 1)
-    every = np.concatenate(gaps)
-    order = np.argsort(places, kind="stable")
-    split = np.split(every[order], np.searchsorted(places[order], np.arange(1, count)))
+    bins = [np.empty(0, np.uint16)]
+    started = [answer for answer in answers if answer.first_s is not None]
+    for answer in started:
+        first_s = (answer.first_s or 0.0) - start_s
+        ttfts[min(count - 1, max(0, int((answer.sent_s - start_s) / bin_s)))].append(
+            first_s + start_s - answer.sent_s
+        )
+        moments = first_s + np.cumsum(gaps_of([answer]), dtype=np.float64)
+        bins.append(np.clip(moments / bin_s, 0, count - 1).astype(np.uint16))
+    places = np.concatenate(bins)
+    del bins
+    ordered = gaps_of(started)[np.argsort(places, kind="stable")]
+    split = np.split(ordered, np.cumsum(np.bincount(places, minlength=count))[:-1])
 
     def ranks(values: Sequence[Any], rank: float) -> list[float | None]:
         return [round(float(np.percentile(found, rank)), 6) if len(found) else None for found in values]

@@ -154,7 +154,9 @@ class Tuner:
         """Against the default, in turns; the next finalist where one does not stand and there is time."""
         if standing(self._of(DEFAULT))[0] is False:
             return self._without_default(finalists)
-        verdict, gain = SAME, None
+        others = len(self._choices(self._speed).configurations) > 1
+        tried = any(not trial.configuration.is_default for trial in self.trials)
+        verdict, gain = SAME if tried or not others else UNCONFIRMED, None
         for finalist in finalists:
             gain = self._rounds(finalist)
             default, other = (standing(self._of(one, "confirmation")) for one in (DEFAULT, finalist))

@@ -1,4 +1,4 @@
-"""`holdfast tune` over real sockets and processes: a stand-in for vLLM with an optimum that is known, and a real model."""
+"""`holdfast tune` over real sockets and processes: a stand-in for vLLM with a known optimum."""
 
 from __future__ import annotations
 
