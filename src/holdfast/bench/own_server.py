@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from holdfast.bench.target import NOT_READY
 from holdfast.doctor.probe.metrics_page import OK, client_for, get
 from holdfast.errors import EngineError, printable
 
-NOT_READY = "HF166"
 POLL_S = 0.1
 STOP_S = 20.0
 LINES_SHOWN = 12

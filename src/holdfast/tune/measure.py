@@ -15,7 +15,7 @@ import msgspec
 from holdfast.bench.load.load import Arrival, Load
 from holdfast.bench.load.profile import PEAK, Phase
 from holdfast.bench.measure.objectives import Objective
-from holdfast.bench.measure.verdict import Allowed
+from holdfast.bench.measure.verdict import SERVER_PROCESS, Allowed
 from holdfast.bench.own_server import free_port, launched
 from holdfast.bench.result import BenchResult
 from holdfast.bench.run import RunOptions, run_bench
@@ -72,7 +72,7 @@ class ServerTrials:
                     configuration=configuration, stage=stage, speed=speed, died=cause_of(server.log, error.message),
                     seconds=time.monotonic() - began_s,
                 )  # fmt: skip
-            process = next((check for check in result.verdict.checks if check.name == "server process"), None)
+            process = next((check for check in result.verdict.checks if check.name == SERVER_PROCESS), None)
             gone = server.ended or (process is not None and not process.passed)
             died = cause_of(server.log, "the server ended under the load") if gone else ""
         return trial_of(

@@ -157,9 +157,7 @@ def figures(
     sent = [answer for answer in answers if begin_s <= answer.intended_s < end_s]
     good = [answer for answer in sent if answer.good]
     seconds = max(end_s - begin_s, 1e-9)
-    tokens = sum(
-        float(weights[(times >= begin_s) & (times < end_s)].sum()) for times, weights in token_blocks(answers)
-    )
+    tokens = sum(float(weights[(times >= begin_s) & (times < end_s)].sum()) for times, weights in token_blocks(answers))
     ended = [answer for answer in answers if answer.good and begin_s <= answer.end_s < end_s]
     prompts = sum(answer.prompt_tokens for answer in answers if begin_s <= (answer.first_s or 0.0) < end_s)
     cached = [answer.cached_tokens for answer in good if answer.cached_tokens is not None]

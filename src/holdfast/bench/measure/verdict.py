@@ -45,6 +45,7 @@ OUT_OF_SOCKETS = ("Too many open files", "Cannot assign requested address")
 CHANCE = 3
 """Standard errors by which throughput may fall beyond that: arrivals are random, and so is what two fifths got."""
 HEADROOM = " headroom"
+SERVER_PROCESS = "server process"
 
 
 class BenchCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +182,7 @@ def _failed_share(found: Figures) -> float:
 
 def _process(*, same: bool) -> BenchCheck:
     return BenchCheck(
-        name="server process",
+        name=SERVER_PROCESS,
         passed=same,
         measured="the same" if same else "ended",
         limit="the same",

@@ -1,7 +1,7 @@
 """`holdfast bench`: a server under load, and whether it passes. Words in, a table, JSON or a page out; the work is in
 the room `bench`. `holdfast bench serve | throughput | latency` are vLLM's, with its words and result keys.
 
-Exit codes: 0 pass, 1 fail, 2 the run cannot be made as asked.
+Exit codes: 0 pass, 1 fail, 2 the run cannot be made as asked, 3 there was no server or it ended, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.output import say, say_json
-from holdfast.errors import ConfigurationError
+from holdfast.cli.output import say, say_error, say_json
+from holdfast.errors import ConfigurationError, EngineError
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
@@ -51,14 +51,17 @@ EXAMPLES = """examples:
   holdfast bench serve --model NAME --num-prompts 200 --request-rate 4   vLLM's arguments; also throughput, latency
 
 environment: HOLDFAST_API_KEY for a server with a key
-exit codes: 0 pass, 1 fail, 2 usage error
+exit codes: 0 pass, 1 fail, 2 usage error, 3 the server cannot be reached or started, or ended during the run,
+            130 interrupted (what was measured until then is printed and saved)
 """
 AS_VLLM = ("serve", "throughput", "latency")
 DEFAULT_CONCURRENCY, DEFAULT_KNEE, DEFAULT_BURST, DEFAULT_STEP = 16, 64, 8, "15s"
 DEFAULT_PROFILE = {"up": "1m", "peak": "5m", "down": "1m"}
 OF_A_LOAD = {"arrivals": "rate", "burst": "rate", "step": "find_knee", "speed": "traffic"}
 """Settings that mean nothing without another."""
-PASS, FAIL = 0, 1
+VLLM_ALONE = ("startup", "sweep", "mm-processor")
+"""Benchmarks of vLLM that are not there; a model would be taken for one."""
+PASS, FAIL, NO_SERVER, INTERRUPTED = 0, 1, 3, 130
 _ADDRESS = re.compile(r"\d{1,5}|https?://.+|(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/.*)?")
 
 
@@ -66,6 +69,15 @@ def chosen(words: Sequence[str]) -> tuple[ModuleType | None, list[str]]:
     """The module that takes these words, where it is not this one, and what is left of them."""
     if words and words[0] in AS_VLLM:
         return importlib.import_module(f"holdfast.bench.as_vllm.{words[0]}"), list(words[1:])
+    if words and words[0] in VLLM_ALONE:
+        raise ConfigurationError(
+            f"bench {words[0]} of vLLM is not there",
+            needed=f"one of {', '.join(AS_VLLM)}, an address or a model",
+            fix="holdfast serve prints how long each part of its start took"
+            if words[0] == "startup"
+            else "holdfast bench serve, once for each setting",
+            field="target",
+        )
     return None, list(words)
 
 
@@ -158,8 +170,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for field in ("save", "html"):
         _check_can_be_written(getattr(arguments, field), field)
-    with _server(arguments) as (url, model):
-        result = measured(arguments, url, model)
+    from holdfast.bench.measure.verdict import SERVER_PROCESS
+    from holdfast.bench.target import NO_ANSWER
+
+    try:
+        with _server(arguments) as (url, model):
+            result = measured(arguments, url, model)
+    except EngineError as error:
+        if error.code not in NO_ANSWER:
+            raise
+        say_error(error)
+        return NO_SERVER
     document = as_json(result)
     if arguments.save:
         Path(arguments.save).write_text(json.dumps(document) + "\n", encoding="utf-8")
@@ -173,7 +194,10 @@ def run(arguments: argparse.Namespace) -> int:
         from holdfast.bench.report.text import lines
 
         say(lines(result))
-    return PASS if result.verdict.passed else FAIL
+    if result.interrupted:
+        return INTERRUPTED
+    ended = any(check.name == SERVER_PROCESS and not check.passed for check in result.verdict.checks)
+    return PASS if result.verdict.passed else NO_SERVER if ended else FAIL
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -254,20 +278,26 @@ def _server(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
 
 def measured(arguments: argparse.Namespace, url: str, model: str | None) -> BenchResult:
     from holdfast.bench.run import run_bench
-    from holdfast.bench.target import calibrated, find_target
+    from holdfast.bench.target import calibrated, check_lengths, find_target
 
     load, options = read_load(arguments, url)
     target = find_target(url, options.api_key, arguments.model, load.certificate)
+    check_lengths(load, target)
     load = calibrated(_with(load, model=target.model))
     progress = None if arguments.quiet or not sys.stderr.isatty() else _StatusLine(load)
     try:
-        return run_bench(target, load, _with(options, model=model), progress)
+        return run_bench(target, load, _with(options, model=model, command=_started_as(arguments, model)), progress)
     except KeyboardInterrupt:
-        print("holdfast: interrupted before the end of the run: no figures, nothing written", file=sys.stderr)
+        print("holdfast: interrupted before anything was answered: no figures, nothing written", file=sys.stderr)
         raise
     finally:
         if progress is not None:
             progress.clear()
+
+
+def _started_as(arguments: argparse.Namespace, model: str | None) -> str | None:
+    """As a person would start what was started here; None: it was not."""
+    return None if model is None else f"{shlex.join(['holdfast', 'serve', model])} {arguments.serve_flags}".strip()
 
 
 def _with(record: Any, **changes: Any) -> Any:

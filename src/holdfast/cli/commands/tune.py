@@ -172,8 +172,8 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
     outcome = tuner.run()
     return make_result(
         outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=flags,
-        source=shorten(arguments.traffic), arrivals=arrivals, replay=trials.replay(outcome.speed), trial_s=seconds, objectives=objectives,
-        headroom=headroom, lossy=arguments.lossy, seconds=time.monotonic() - began_s,
+        source=shorten(arguments.traffic), arrivals=arrivals, replay=trials.replay(outcome.speed), trial_s=seconds,
+        objectives=objectives, headroom=headroom, lossy=arguments.lossy, seconds=time.monotonic() - began_s,
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def _trial_s(arguments: argparse.Namespace) -> float:
     from holdfast.units import parse_duration
 
     if arguments.trial is None:
-        return min(LONGEST_TRIAL_S, max(SHORTEST_TRIAL_S, 60 * arguments.minutes / TRIALS_WANTED))
+        return min(LONGEST_TRIAL_S, max(SHORTEST_TRIAL_S, 60 * float(arguments.minutes) / TRIALS_WANTED))
     found = parse_duration(arguments.trial, field="trial")
     if not 0 < found < 60 * arguments.minutes:
         raise ConfigurationError(
