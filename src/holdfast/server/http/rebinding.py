@@ -1,4 +1,4 @@
-"""Web pages that reach a server of this machine under a name of their own (DNS rebinding): refused what changes anything.
+"""Web pages that reach a server of this machine under a name of their own (DNS rebinding): not to change anything.
 
     page of evil.example ─► DNS: evil.example is 127.0.0.1 now ─► POST with Host and Origin evil.example: same origin
 
