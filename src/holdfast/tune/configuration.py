@@ -1,4 +1,4 @@
-"""`Configuration`: the settings by which a server differs from the default; `Axis`: what one setting may be.
+"""`ServerConfiguration`: the settings by which a server differs from the default; `Axis`: what one setting may be.
 
 Knows the names of settings and how a command is written; decides nothing.
 """
@@ -25,7 +25,7 @@ class Axis(msgspec.Struct, frozen=True):
     """In order; None: what the engine takes by itself, in the place where that lies."""
 
 
-class Configuration(msgspec.Struct, frozen=True):
+class ServerConfiguration(msgspec.Struct, frozen=True):
     changes: tuple[tuple[str, Value], ...] = ()
 
     def value(self, name: str) -> Value | None:
@@ -39,20 +39,22 @@ class Configuration(msgspec.Struct, frozen=True):
         return shlex.join(flags_of(self.changes)) or "the default"
 
 
-DEFAULT = Configuration()
+DEFAULT = ServerConfiguration()
 
 
 def flags_of(changes: Sequence[tuple[str, Value]]) -> list[str]:
     return [word for name, value in changes for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def command_of(configuration: Configuration, *, engine: str, model: str, flags: Sequence[str]) -> str:
+def command_of(configuration: ServerConfiguration, *, engine: str, model: str, flags: Sequence[str]) -> str:
     """As a person starts it."""
     text = line(engine, model, dict(configuration.changes))
     return " ".join([text, shlex.join(flags)] if flags else [text])
 
 
-def start_words(configuration: Configuration, *, engine: str, model: str, flags: Sequence[str], port: int) -> list[str]:
+def start_words(
+    configuration: ServerConfiguration, *, engine: str, model: str, flags: Sequence[str], port: int
+) -> list[str]:
     """The same for a process of this program, on a port of its own."""
     words = shlex.split(command_of(configuration, engine=engine, model=model, flags=flags))
     quiet = ["--disable-access-log"] if engine == "holdfast" else ["--disable-uvicorn-access-log"]

@@ -22,7 +22,7 @@ from holdfast.bench.run import RunOptions, run_bench
 from holdfast.bench.target import calibrated, find_target
 from holdfast.doctor.diagnosis.diagnose import diagnose
 from holdfast.errors import EngineError
-from holdfast.tune.configuration import Configuration, start_words
+from holdfast.tune.configuration import ServerConfiguration, start_words
 from holdfast.tune.replay import replayed
 from holdfast.tune.trial import Stage, Trial, trial_of
 from holdfast.units import shorten
@@ -58,7 +58,7 @@ class ServerTrials:
         self.settings = settings
         self.replay = cache(lambda speed: replayed(settings.arrivals, settings.seconds, speed))
 
-    def __call__(self, configuration: Configuration, *, speed: float, stage: Stage) -> Trial:
+    def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
         settings, began_s, port = self.settings, time.monotonic(), free_port()
         words = start_words(
             configuration, engine=settings.engine, model=settings.model, flags=settings.flags, port=port

@@ -23,7 +23,7 @@ from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import Question
 from holdfast.planner.sizing.default_limits import check_step
-from holdfast.tune.configuration import Axis, Configuration
+from holdfast.tune.configuration import Axis, ServerConfiguration
 from holdfast.tune.space import longest
 from holdfast.units import format_bytes
 
@@ -46,7 +46,7 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedServer(msgspec.Struct, frozen=True):
-    configuration: Configuration
+    configuration: ServerConfiguration
     point: tuple[int, ...]
     """Places on the axes."""
     plan: Plan | None
@@ -64,7 +64,7 @@ class Planner:
         config = PlanConfig.from_arguments(model=self._model, **self._settings | dict(changes))
         return replace(question_of(config), engine=self._engine)
 
-    def plan(self, configuration: Configuration) -> Plan:
+    def plan(self, configuration: ServerConfiguration) -> Plan:
         """Raises where it is refused; `fits` says the rest."""
         changes = dict(configuration.changes)
         changes.pop("nvme_path", None)
@@ -87,7 +87,7 @@ class Survivors(msgspec.Struct, frozen=True, kw_only=True):
     combinations: int
 
     @property
-    def configurations(self) -> list[Configuration]:
+    def configurations(self) -> list[ServerConfiguration]:
         return [server.configuration for server in self.servers]
 
     @property
@@ -122,9 +122,9 @@ def survivors(
     return Survivors(axes=list(axes), servers=servers, same_as=same_as, pruned=pruned, combinations=len(points))
 
 
-def configuration_at(axes: Sequence[Axis], point: Sequence[int]) -> Configuration:
+def configuration_at(axes: Sequence[Axis], point: Sequence[int]) -> ServerConfiguration:
     chosen = ((axis.name, axis.values[place]) for axis, place in zip(axes, point, strict=True))
-    return Configuration(tuple((name, value) for name, value in chosen if value is not None))
+    return ServerConfiguration(tuple((name, value) for name, value in chosen if value is not None))
 
 
 def _changed(axes: Sequence[Axis], point: Sequence[int]) -> tuple[int, int]:
@@ -133,7 +133,7 @@ def _changed(axes: Sequence[Axis], point: Sequence[int]) -> tuple[int, int]:
     return sum(step > 0 for step in steps), sum(steps)
 
 
-def _planned(planner: Planner, configuration: Configuration) -> tuple[Plan | None, str]:
+def _planned(planner: Planner, configuration: ServerConfiguration) -> tuple[Plan | None, str]:
     try:
         found = planner.plan(configuration)
     except HoldfastError as error:
@@ -144,7 +144,7 @@ def _planned(planner: Planner, configuration: Configuration) -> tuple[Plan | Non
 
 
 def _ruled_out(
-    found: Plan, configuration: Configuration, arrivals: Sequence[Arrival], headroom: float
+    found: Plan, configuration: ServerConfiguration, arrivals: Sequence[Arrival], headroom: float
 ) -> tuple[str, str]:
     if found.fits and configuration.value("nvme_path") is not None:
         return SLOWER, "the model fits in RAM, and layers of a disk are read for every step"
@@ -157,7 +157,7 @@ def _ruled_out(
     return "", ""
 
 
-def _same_server(found: Plan, configuration: Configuration, arrivals: Sequence[Arrival], engine: str) -> object:
+def _same_server(found: Plan, configuration: ServerConfiguration, arrivals: Sequence[Arrival], engine: str) -> object:
     """Servers of one key do the same with this traffic: what is beyond all of it at once makes no difference."""
     block = found.question.settings.block_tokens
     everything = sum(-(-(one.prompt_tokens + one.output_tokens) // block) * block for one in arrivals)

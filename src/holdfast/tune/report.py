@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.tune.configuration import Configuration
+from holdfast.tune.configuration import ServerConfiguration
 from holdfast.tune.result import TriedConfiguration, TuneResult, is_lossy
 from holdfast.tune.trial import Trial
 from holdfast.tune.tuner import BETTER, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED
@@ -62,7 +62,7 @@ def _table(result: TuneResult) -> Iterator[str]:
     by_settings: dict[str, list[TriedConfiguration]] = {}
     for trial in result.trials:
         if trial.speed == result.traffic.speed or trial.died:
-            name = str(Configuration(tuple(trial.settings.items())))
+            name = str(ServerConfiguration(tuple(trial.settings.items())))
             by_settings.setdefault(name, []).append(trial)
     rows = sorted(by_settings.items(), key=lambda item: (-_goodput(item[1]), item[0]))
     yield f"{'requests/s in the SLO':>22}{'runs':>6}  configuration"

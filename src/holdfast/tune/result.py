@@ -11,7 +11,7 @@ import msgspec
 import holdfast
 from holdfast.bench.load.load import Arrival
 from holdfast.bench.measure.objectives import Objective
-from holdfast.tune.configuration import DEFAULT, Axis, Configuration, Value, command_of
+from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration, Value, command_of
 from holdfast.tune.gain import Gain
 from holdfast.tune.pruning import SLOWER, Pruned, Survivors
 from holdfast.tune.trial import Trial
@@ -106,7 +106,7 @@ def make_result(
     """`arrivals`: of the file; `replay`: of a trial."""
     kept = outcome.kept
 
-    def command(configuration: Configuration) -> str:
+    def command(configuration: ServerConfiguration) -> str:
         return command_of(configuration, engine=engine, model=model, flags=flags)
 
     return TuneResult(

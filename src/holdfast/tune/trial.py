@@ -12,7 +12,7 @@ from holdfast.bench.measure.figures import Figures
 from holdfast.bench.measure.objectives import Objective
 from holdfast.bench.measure.verdict import HEADROOM
 from holdfast.bench.result import BenchResult
-from holdfast.tune.configuration import Configuration
+from holdfast.tune.configuration import ServerConfiguration
 
 Stage = Literal["default", "search", "finalists", "confirmation", "own pace"]
 SLACK = 0.05
@@ -24,7 +24,7 @@ LATE_WORTH = 0.02
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    configuration: Configuration
+    configuration: ServerConfiguration
     stage: Stage
     speed: float
     """Of the replay: 1 is the traffic's own pace."""
@@ -77,7 +77,7 @@ def mean_merit(trials: Sequence[Trial]) -> float:
 
 
 def trial_of(
-    result: BenchResult, configuration: Configuration, *, stage: Stage, speed: float, offered_s: float,
+    result: BenchResult, configuration: ServerConfiguration, *, stage: Stage, speed: float, offered_s: float,
     objectives: Sequence[Objective], error_share: float, seconds: float, died: str,
 ) -> Trial:  # fmt: skip
     """`offered_s`: while requests came; what they took beyond it is not the configuration's time but the traffic's."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.tune.configuration import DEFAULT, Configuration
+from holdfast.tune.configuration import DEFAULT, ServerConfiguration
 from holdfast.tune.gain import FEWEST_ROUNDS, MOST_ROUNDS, Gain, gain_of
 from holdfast.tune.search import Point, search, smoothed
 from holdfast.tune.trial import Stage, Trial, mean_merit, standing
@@ -34,14 +34,14 @@ STANDS, ONLY, NOTHING = "holds what the default does not", "the default does not
 
 
 class Measure(Protocol):
-    def __call__(self, configuration: Configuration, *, speed: float, stage: Stage) -> Trial: ...
+    def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial: ...
 
 
 class Choices(Protocol):
     """What there is to choose from at one speed: the default first."""
 
     @property
-    def configurations(self) -> Sequence[Configuration]: ...
+    def configurations(self) -> Sequence[ServerConfiguration]: ...
 
     @property
     def points(self) -> Sequence[Point]: ...
@@ -51,7 +51,7 @@ class Choices(Protocol):
 
 
 class TuneOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    kept: Configuration | None
+    kept: ServerConfiguration | None
     """None: nothing runs."""
     verdict: str
     gain: Gain | None = None
@@ -142,7 +142,7 @@ class Tuner:
             cannot_beat=cannot_beat,
         )
 
-    def _finalists(self) -> list[Configuration]:
+    def _finalists(self) -> list[ServerConfiguration]:
         """The best few, each measured once more where there is time."""
         found = self._ranked()[:FINALISTS]
         for configuration in found:
@@ -150,7 +150,7 @@ class Tuner:
                 self._try(configuration, "finalists")
         return [one for one in self._ranked() if one in found]
 
-    def _confirm(self, finalists: Sequence[Configuration]) -> TuneOutcome:
+    def _confirm(self, finalists: Sequence[ServerConfiguration]) -> TuneOutcome:
         """Against the default, in turns; the next finalist where one does not stand and there is time."""
         if standing(self._of(DEFAULT))[0] is False:
             return self._without_default(finalists)
@@ -174,7 +174,7 @@ class Tuner:
             return self._outcome(DEFAULT, SAME, gain)
         return self._outcome(DEFAULT, verdict, gain if verdict == SAME else None)
 
-    def _rounds(self, finalist: Configuration) -> Gain | None:
+    def _rounds(self, finalist: ServerConfiguration) -> Gain | None:
         own_pace = self._cost_s() if self._speed != OWN_PACE else 0.0
         rounds = min(MOST_ROUNDS, int((self._left_s() - own_pace) / (2 * self._cost_s())))
         if rounds < FEWEST_ROUNDS:
@@ -187,7 +187,7 @@ class Tuner:
                 (defaults if configuration is DEFAULT else others).append(trial.goodput)
         return gain_of(defaults, others)
 
-    def _stands_at_own_pace(self, finalist: Configuration) -> bool:
+    def _stands_at_own_pace(self, finalist: ServerConfiguration) -> bool:
         """What holds more of a faster replay must still hold the user's."""
         if self._speed == OWN_PACE or self._asked_speed is not None:
             return True
@@ -198,7 +198,7 @@ class Tuner:
         finally:
             self._speed = speed
 
-    def _without_default(self, finalists: Sequence[Configuration]) -> TuneOutcome:
+    def _without_default(self, finalists: Sequence[ServerConfiguration]) -> TuneOutcome:
         for finalist in finalists:
             self._try(finalist, "confirmation")
             if standing(self._of(finalist))[0] and self._stands_at_own_pace(finalist):
@@ -208,19 +208,19 @@ class Tuner:
 
     # What all of them use.
 
-    def _try(self, configuration: Configuration, stage: Stage) -> Trial:
+    def _try(self, configuration: ServerConfiguration, stage: Stage) -> Trial:
         trial = self._measure(configuration, speed=self._speed, stage=stage)
         self.trials.append(trial)
         return trial
 
-    def _of(self, configuration: Configuration, stage: Stage | None = None) -> list[Trial]:
+    def _of(self, configuration: ServerConfiguration, stage: Stage | None = None) -> list[Trial]:
         return [
             trial
             for trial in self.trials
             if trial.configuration == configuration and (trial.stage == stage if stage else True)
         ]
 
-    def _ranked(self) -> list[Configuration]:
+    def _ranked(self) -> list[ServerConfiguration]:
         """All but the default that lived at this speed and left memory, the best first."""
         here = [trial for trial in self.trials if trial.speed == self._speed]
         if all(trial.configuration.is_default for trial in here):
@@ -256,7 +256,7 @@ class Tuner:
         return self._outcome(DEFAULT if default else None, UNCONFIRMED, None, interrupted=True)
 
     def _outcome(
-        self, kept: Configuration | None, verdict: str, gain: Gain | None, *, interrupted: bool = False
+        self, kept: ServerConfiguration | None, verdict: str, gain: Gain | None, *, interrupted: bool = False
     ) -> TuneOutcome:
         return TuneOutcome(
             kept=kept,

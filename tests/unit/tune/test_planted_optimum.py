@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from holdfast.tune.configuration import DEFAULT, Axis, Configuration
+from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration
 from holdfast.tune.pruning import configuration_at
 from holdfast.tune.trial import Stage, Trial
 from holdfast.tune.tuner import BETTER, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED, TuneOutcome, Tuner
@@ -31,7 +31,7 @@ Landscape = Callable[[tuple[int, ...]], float | None]
 
 
 class AllPlaces(NamedTuple):
-    configurations: list[Configuration]
+    configurations: list[ServerConfiguration]
     points: list[tuple[int, ...]]
     same_as: dict[tuple[int, ...], int]
 
@@ -45,9 +45,9 @@ class PlantedServer:
         self.now_s = 0.0
         self.interrupt_after = math.inf
         self.places = {configuration_at(AXES, point): point for point in POINTS}
-        self.tight: set[Configuration] = set()
+        self.tight: set[ServerConfiguration] = set()
 
-    def __call__(self, configuration: Configuration, *, speed: float, stage: Stage) -> Trial:
+    def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
         if self.now_s / TRIAL_S >= self.interrupt_after:
             raise KeyboardInterrupt
         self.now_s += TRIAL_S

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from holdfast.bench.load.load import Arrival
-    from holdfast.tune.configuration import Configuration
+    from holdfast.tune.configuration import ServerConfiguration
     from holdfast.tune.measure import ServerTrials
     from holdfast.tune.result import TuneResult
     from holdfast.tune.trial import Stage, Trial
@@ -241,7 +241,7 @@ def _told(trials: ServerTrials) -> Measure:
 
     numbers = itertools.count(1)
 
-    def measured(configuration: Configuration, *, speed: float, stage: Stage) -> Trial:
+    def measured(configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
         trial = trials(configuration, speed=speed, stage=stage)
         print(trial_line(next(numbers), trial), file=sys.stderr, flush=True)
         return trial
