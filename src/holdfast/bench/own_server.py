@@ -16,6 +16,7 @@ from pathlib import Path
 from holdfast.bench.target import NOT_READY
 from holdfast.doctor.probe.metrics_page import OK, client_for, get
 from holdfast.errors import EngineError, printable
+from holdfast.rescue.orphans import Guard
 
 POLL_S = 0.1
 STOP_S = 20.0
@@ -64,7 +65,8 @@ def launched(words: Sequence[str], port: int, *, kept: bool) -> Iterator[Launche
         # A group of its own: what it started ends with it, and Ctrl-C is for this process, which ends them in order.
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
         try:
-            yield LaunchedServer(process, f"http://127.0.0.1:{port}", Path(name))
+            with Guard(process.pid):
+                yield LaunchedServer(process, f"http://127.0.0.1:{port}", Path(name))
         except Exception:
             failed = True
             raise

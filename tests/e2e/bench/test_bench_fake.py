@@ -257,6 +257,20 @@ def test_a_server_of_a_model_is_started_and_stopped(tiny_arguments, capsys: pyte
         httpx.get(found["target"]["url"])
 
 
+def test_a_benchmark_that_is_killed_leaves_no_server() -> None:
+    code = (
+        "import time\nfrom holdfast.bench.own_server import launched\n"
+        "with launched(['sleep', '1000'], 1, kept=False) as server:\n"
+        "    print(server.process.pid, flush=True)\n    time.sleep(1000)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    server = psutil.Process(int(run.stdout.readline()))
+    run.kill()
+    run.wait(PATIENCE_S)
+    server.wait(PATIENCE_S)
+
+
 def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "./no-such-model", "--quiet"]) == 3
     said = capsys.readouterr().err
