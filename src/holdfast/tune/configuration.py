@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from holdfast.doctor.command.parse import parse_command
 from holdfast.errors import ConfigurationError
 from holdfast.planner.engines.command import line
 
@@ -47,16 +48,21 @@ def flags_of(changes: Sequence[tuple[str, Value]]) -> list[str]:
 
 
 def command_of(configuration: ServerConfiguration, *, engine: str, model: str, flags: Sequence[str]) -> str:
-    """As a person starts it."""
-    text = line(engine, model, dict(configuration.changes))
-    return " ".join([text, shlex.join(flags)] if flags else [text])
+    """As a person starts it, without keys."""
+    text = _written(configuration, engine, model, flags)
+    command = parse_command(text)
+    return text if command is None else command.with_changes({})
+
+
+def _written(configuration: ServerConfiguration, engine: str, model: str, flags: Sequence[str]) -> str:
+    return " ".join([line(engine, model, dict(configuration.changes)), *map(shlex.quote, flags)])
 
 
 def start_words(
     configuration: ServerConfiguration, *, engine: str, model: str, flags: Sequence[str], port: int
 ) -> list[str]:
     """The same for a process of this program, on a port of its own."""
-    words = shlex.split(command_of(configuration, engine=engine, model=model, flags=flags))
+    words = shlex.split(_written(configuration, engine, model, flags))
     quiet = ["--disable-access-log"] if engine == "holdfast" else ["--disable-uvicorn-access-log"]
     return [*program(engine), *words[1:], "--host", "127.0.0.1", "--port", str(port), *quiet]
 
