@@ -159,8 +159,20 @@ def _positive_float(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.compare is not None:
-        return _compare(arguments)
+    from holdfast.bench.target import NO_ANSWER
+
+    try:
+        return _run(arguments) if arguments.compare is None else _compare(arguments)
+    except EngineError as error:
+        if error.code not in NO_ANSWER:
+            raise
+        say_error(error)
+        return NO_SERVER
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from holdfast.bench.measure.verdict import SERVER_PROCESS
+
     if arguments.target is None:
         raise ConfigurationError(
             "nothing to benchmark was named",
@@ -170,17 +182,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for field in ("save", "html"):
         _check_can_be_written(getattr(arguments, field), field)
-    from holdfast.bench.measure.verdict import SERVER_PROCESS
-    from holdfast.bench.target import NO_ANSWER
-
-    try:
-        with _server(arguments) as (url, model):
-            result = measured(arguments, url, model)
-    except EngineError as error:
-        if error.code not in NO_ANSWER:
-            raise
-        say_error(error)
-        return NO_SERVER
+    with _server(arguments) as (url, model):
+        result = measured(arguments, url, model)
     document = as_json(result)
     if arguments.save:
         Path(arguments.save).write_text(json.dumps(document) + "\n", encoding="utf-8")
@@ -201,7 +204,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Always 0: a difference is no fault."""
+    """0 where both could be measured or read: a difference is no fault."""
     from holdfast.bench.report.compare import compare, compare_lines
 
     if arguments.target is not None or arguments.html or arguments.save:
