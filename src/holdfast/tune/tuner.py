@@ -172,7 +172,9 @@ class Tuner:
             if gain is None and mean_merit(self._of(finalist, "confirmation")) > 0:
                 return self._outcome(finalist, STANDS, None)  # The default answered nothing in time.
             return self._outcome(DEFAULT, SAME, gain)
-        return self._outcome(DEFAULT, verdict, gain if verdict == SAME else None)
+        if verdict == UNCONFIRMED:
+            return self._unconfirmed()
+        return self._outcome(DEFAULT, verdict, gain)
 
     def _rounds(self, finalist: ServerConfiguration) -> Gain | None:
         own_pace = self._cost_s() if self._speed != OWN_PACE else 0.0
@@ -249,11 +251,16 @@ class Tuner:
             gain = gain_of(defaults, others)
             if gain is not None and gain.proven and standing(self._of(one)) >= standing(self._of(DEFAULT)):
                 return self._outcome(one, BETTER, gain, interrupted=True)
-        default = self._of(DEFAULT)
-        ranked = self._ranked()
-        if default and not standing(default)[0] and ranked:
-            return self._outcome(ranked[0], ONLY, None, interrupted=True)
-        return self._outcome(DEFAULT if default else None, UNCONFIRMED, None, interrupted=True)
+        return self._unconfirmed(interrupted=True)
+
+    def _unconfirmed(self, *, interrupted: bool = False) -> TuneOutcome:
+        """The default, unless it failed what another held: that is no question of a few percent."""
+        here = [trial for trial in self.trials if trial.speed == self._speed]
+        default = standing([trial for trial in here if trial.configuration == DEFAULT])
+        for one in self._ranked()[:1]:
+            if standing([trial for trial in here if trial.configuration == one]) > default:
+                return self._outcome(one, STANDS if default[0] else ONLY, None, interrupted=interrupted)
+        return self._outcome(DEFAULT if self.trials else None, UNCONFIRMED, None, interrupted=interrupted)
 
     def _outcome(
         self, kept: ServerConfiguration | None, verdict: str, gain: Gain | None, *, interrupted: bool = False

@@ -147,6 +147,17 @@ def test_what_holds_the_slo_is_kept_over_what_does_not() -> None:
     assert outcome.held
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_alone_holds_the_slo_is_kept_without_time_for_a_proof(interrupted: bool) -> None:
+    server = PlantedServer(lambda point: 12.0 if point[0] == 1 else 9.5)
+    server.interrupt_after = 3 if interrupted else math.inf
+    outcome = server.tune(trials=60 if interrupted else 6)
+    assert outcome.verdict == STANDS
+    assert outcome.kept is not None
+    assert outcome.kept.value("max_num_seqs") == 16
+    assert (outcome.gain, outcome.interrupted) == (None, interrupted)
+
+
 def test_a_default_that_dies_is_replaced_and_one_where_all_die_says_so() -> None:
     outcome = PlantedServer(lambda point: None if point[1] >= 3 else 5.0 + point[0]).tune()
     assert outcome.verdict == ONLY

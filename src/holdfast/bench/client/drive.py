@@ -69,14 +69,20 @@ class PreparedRequests:
         return made
 
 
-async def drive(load: Load, share: WorkerShare, keep: Keep, prepared: PreparedRequests | None = None) -> None:
-    """Until everything sent was answered or given up. `prepared`: of this load and share, where there was time to fill
-    it before."""
+async def open_connections(load: Load, share: WorkerShare) -> Connections:
+    """Those of a closed loop are opened: two thousand take longer than there is between ready and begun."""
     allow_many_files()
     connections = Connections(load.url, load.path, dict(load.headers), load.certificate)
-    run = _Run(load, share, keep, connections, prepared or PreparedRequests(load, share))
     if load.loop == "closed":
         await connections.open_ahead(_part(load.concurrency or 1, share))
+    return connections
+
+
+async def drive(
+    load: Load, share: WorkerShare, keep: Keep, *, connections: Connections, prepared: PreparedRequests
+) -> None:
+    """Until everything sent was answered or given up; then its connections are closed."""
+    run = _Run(load, share, keep, connections, prepared)
     gc.collect()
     gc.freeze()
     gc.disable()  # A collection in the midst of a run would stand in the figures.
