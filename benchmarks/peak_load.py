@@ -44,7 +44,8 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 """Llama 3.1 8B, in bfloat16."""
-DUMMY_FLAGS = ("--load-format", "dummy", "--tokenizer", "smollm2", "--max-model-len", "8192", "--device", "cuda")
+DUMMY_FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "8192")
+"""Without a tokenizer, which would have to be fetched: ids go in and come out."""
 START_LIMIT_S = 300.0
 
 
@@ -52,6 +53,8 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--model", default=DUMMY, help="8b: dummy weights in that shape (default); or any other")
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="of the dummy (default: 32)")
+    parser.add_argument("--device", default="cuda", help="of the dummy: cuda (default) or cpu")
     parser.add_argument("--serve-flags", default="", metavar='"FLAGS"')
     parser.add_argument("--runs", type=int, default=1, help="one after the other, on one server (default: 1)")
     parser.add_argument("--first", type=int, default=1, help="number of the first, where runs are made in parts")
@@ -67,14 +70,16 @@ def options() -> argparse.ArgumentParser:
 def serve_words(arguments: argparse.Namespace, folder: Path, port: int) -> list[str]:
     model, flags = arguments.model, list[str]()
     if model == DUMMY:
-        (folder / "config.json").write_text(json.dumps(SHAPE))
+        (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": arguments.layers}))
         model, flags = str(folder), [*DUMMY_FLAGS, "--served-model-name", DUMMY]
+        flags += ["--device", arguments.device]
     words = [sys.executable, "-m", "holdfast", "serve", model, *flags, *shlex.split(arguments.serve_flags)]
     return [*words, "--port", str(port), "--disable-access-log"]
 
 
 def bench_words(arguments: argparse.Namespace, url: str, number: int) -> list[str]:
     words = [sys.executable, "-m", "holdfast", "bench", url, "--quiet", "--seed", str(number)]
+    words += ["--token-ids"] if arguments.model == DUMMY else []
     for name in ("concurrency", "prompt", "output", "workers", "up", "peak", "down"):
         words += [f"--{name}", getattr(arguments, name)]
     kept = [str(arguments.out / f"run-{number}.{kind}") for kind in ("json", "html")]

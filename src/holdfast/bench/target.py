@@ -106,7 +106,9 @@ def check_lengths(load: Load, target: Target) -> None:
 
 def calibrated(load: Load) -> Load:
     """With what a word and the chat template cost, by the server's own count; unchanged where it gives none. Raises
-    where the server refuses what the run would ask."""
+    where the server refuses what the run would ask. Ids are tokens already."""
+    if load.token_ids:
+        return load
     counts = [_prompt_tokens(load, words) for words in (FEW_WORDS, MORE_WORDS)]
     few, more = counts
     if few is None or more is None or more <= few:
