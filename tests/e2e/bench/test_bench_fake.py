@@ -159,6 +159,16 @@ def test_requests_are_as_they_were_asked_for(capsys: pytest.CaptureFixture[str],
     assert found["peak"]["failed"] == 0
 
 
+def test_prompts_may_be_token_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_fake() as fake:
+        _, found = bench(fake.url, "--token-ids", "--requests", "4", "--prompt", "30", "--output", "3", capsys=capsys)
+        asked = fake.close()["asked"]
+    assert [len(one["prompt"]) for one in asked] == [30] * 4  # And nothing before them.
+    assert all(isinstance(token, int) for one in asked for token in one["prompt"])
+    assert found["requests"]["prompt_tokens"] == [30] * 4
+    assert main(["bench", "http://127.0.0.1:9", "--token-ids", "--turns", "2"]) == 2
+
+
 def test_a_log_is_replayed_with_its_lengths_and_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "access.log"
     rows = [
