@@ -143,7 +143,9 @@ def _client(evidence: RunEvidence, allowed: Allowed) -> BenchCheck:
 def _requests(evidence: RunEvidence) -> BenchCheck:
     peak = evidence.peak
     reason = ""
-    if not peak.completed:
+    if not peak.requests:
+        reason = "no request was sent at peak: those of the rise were still under way, or it was too short"
+    elif not peak.completed:
         kinds = ", ".join(f"{error.count} x {error.kind}" for error in peak.errors[:3])
         reason = f"no request that was sent at peak was answered{': ' + kinds if kinds else ''}"
     elif not peak.output_tokens:
