@@ -158,16 +158,20 @@ def _ruled_out(
 
 
 def _same_server(found: Plan, configuration: ServerConfiguration, arrivals: Sequence[Arrival], engine: str) -> object:
-    """Servers of one key do the same with this traffic: what is beyond all of it at once makes no difference."""
+    """Servers of one key do the same with this traffic: what is beyond all of it at once makes no difference, and of
+    the KV cache what is beyond the longest requests that may run at once. Their prompts have nothing in common, so that
+    none is of use to another."""
     block = found.question.settings.block_tokens
-    everything = sum(-(-(one.prompt_tokens + one.output_tokens) // block) * block for one in arrivals)
+    lengths = sorted((one.prompt_tokens + one.output_tokens for one in arrivals), reverse=True)
+    running = lengths[: found.limits.max_num_seqs]
+    at_once = sum(-(-length // block) * block for length in running) + block * len(running)
     prompts = sum(one.prompt_tokens for one in arrivals)
     unknown = configuration.is_default and engine != "holdfast"  # What that one takes by itself is its own affair.
     return (
         unknown,
         min(found.limits.max_num_seqs, len(arrivals)),
         min(found.limits.max_num_batched_tokens, prompts + len(arrivals)),
-        min(found.kv_tokens, everything + block * len(arrivals)) if found.fits else -1,
+        min(found.kv_tokens, at_once) if found.fits else -1,
         (found.dtype, found.kv_dtype, found.weights_as, found.question.model.made_as),
         (found.tensor_parallel, found.pipeline_parallel, found.question.settings.data_parallel),
         configuration.value("nvme_path"),

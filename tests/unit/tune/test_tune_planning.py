@@ -42,6 +42,16 @@ def test_what_is_beyond_the_whole_traffic_is_measured_once() -> None:
     assert found.same_as[(3, 2)] == 0  # 256 sequences at 0.95, of 40 requests.
 
 
+def test_a_larger_kv_cache_is_tried_where_what_may_run_at_once_does_not_fit() -> None:
+    long = [Arrival(0.1 * at, 3000, 1000) for at in range(200)]
+    axes = (Axis("max_num_seqs", (16, None)), Axis("gpu_memory_utilization", (0.8, None)))
+    found = of("llama-3.1-8b", *axes, arrivals=long, gpu="h100-80")
+    assert [str(one) for one in found.configurations] == [
+        "the default", "--max-num-seqs 16", "--gpu-memory-utilization 0.8",
+    ]  # fmt: skip
+    assert told(found) == {SAME: 1}  # 16 of them fit in either.
+
+
 def test_what_does_not_fit_or_is_too_short_is_not_started() -> None:
     axes = (
         Axis("max_model_len", (64, None)),

@@ -1,6 +1,7 @@
 """From a raw answer to what is kept of it: when its tokens came, how many there were, or why it failed.
 
-Parses the first and the last events of a stream alone. A role without text is no token, nor is what closes a stream; an id without text is one.
+Parses the first and the last events of a stream alone. A role without text is no token, nor is what closes a stream;
+an id without text is one.
 """
 
 from __future__ import annotations
