@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ def _cpu_flags() -> set[str]:
 
 
 def _cpu_name() -> str:
+    if shutil.which("lscpu") is None:
+        return platform.machine()
     listing = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
     found = re.search(r"^Model name:\s*(.+)$", listing, re.MULTILINE)
     return found[1].strip() if found else platform.machine()

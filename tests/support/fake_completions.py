@@ -70,6 +70,8 @@ class FakeServer:
                 path = head.split()[1]
                 if path == b"/metrics":
                     self._page(writer, self._metrics(), b"text/plain")
+                elif path == b"/health":
+                    self._page(writer, b"", b"text/plain")
                 elif path == b"/v1/models":
                     self._page(writer, json.dumps({"data": [{"id": "fake"}]}).encode(), b"application/json")
                 elif body:

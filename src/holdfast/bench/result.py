@@ -59,6 +59,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     engine_settings: dict[str, str]
     load: dict[str, Any]
     phases: list[dict[str, Any]]
+    interrupted: bool = False
+    """By Ctrl-C: figures are of what was answered until then."""
     window_s: tuple[float, float]
     """What `peak` is of, after the start of the run."""
     peak: Figures

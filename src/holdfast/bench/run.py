@@ -16,7 +16,7 @@ from holdfast.bench.client.processes import ClientProcesses, client_processes
 from holdfast.bench.load.load import Load
 from holdfast.bench.load.profile import PEAK, level_at, span, total_seconds
 from holdfast.bench.measure.advice import advice
-from holdfast.bench.measure.figures import figures, gaps_of, mean_in_flight, token_times, tpot_of
+from holdfast.bench.measure.figures import figures, gaps_of, mean_in_flight, tokens_between, tpot_of
 from holdfast.bench.measure.load_points import LoadPoint, knee, load_points, safe_point
 from holdfast.bench.measure.objectives import limits
 from holdfast.bench.measure.samples import ServerSample, ServerSampler
@@ -43,29 +43,50 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of a search for the knee: the levels, which are the names of the phases."""
     model: str | None = None
     """What the planner calls the model, for advice."""
+    command: str | None = None
+    """How the server was started, where that is known: advice keeps its other flags."""
     api_key: str | None = None
+    advise: bool = True
+    """Plan flags for a run that failed."""
 
 
 def run_bench(target: Target, load: Load, options: RunOptions, progress: Progress | None = None) -> BenchResult:
     sampler = ServerSampler(load.url, options.api_key, every_s=options.sample_every_s, certificate=load.certificate)
     sampler.start()
+    interrupted_s = None
     try:
         with client_processes(load, options.workers) as clients:
-            clients.wait(lambda: progress(time.monotonic() - clients.start_s, clients.answers) if progress else None)
+            try:
+                clients.wait(
+                    lambda: progress(time.monotonic() - clients.start_s, clients.answers) if progress else None
+                )
+            except KeyboardInterrupt:
+                if not any(answer.good for answer in clients.answers):
+                    raise
+                interrupted_s = time.monotonic()
     finally:
         sampler.stop()
-    return make_result(target, load, options, clients, sampler)
+    return make_result(target, load, options, clients, sampler, interrupted_s)
 
 
 def make_result(
-    target: Target, load: Load, options: RunOptions, clients: ClientProcesses, sampler: ServerSampler
+    target: Target,
+    load: Load,
+    options: RunOptions,
+    clients: ClientProcesses,
+    sampler: ServerSampler,
+    interrupted_s: float | None = None,
 ) -> BenchResult:
+    """`interrupted_s`: when it was, on the clock of the answers; those under way then are in none of it."""
     start_s, answers = clients.start_s, sorted(clients.answers, key=lambda answer: answer.sent_s)
     allowed, slo = options.allowed, limits(options.allowed.objectives)
     last_s = max((answer.end_s for answer in answers), default=start_s)
     points = load_points(answers, allowed.objectives)
     safe = safe_point(points)
     begin_s, end_s = _window(load, options, safe, start_s, last_s)
+    if interrupted_s is not None:
+        end_s = min(end_s, interrupted_s)
+        begin_s = begin_s if begin_s < last_s else start_s  # It did not get as far as what is judged.
     before = [sample for sample in sampler.samples if sample.at_s < start_s]
     samples = before[-1:] + sampler.samples[len(before) :]  # What counts up is counted from before the first request.
     # What the last requests leave undone is no loss of speed, nor is a log that has quiet hours.
@@ -85,27 +106,8 @@ def make_result(
         vram=memory_drift(samples, begin_s, until_s, vram=True) if steady else None,
         samples=samples,
     )
-    judged = checks(evidence, allowed)
-    passed = all(check.passed for check in judged)
-    verdict = BenchVerdict(
-        passed=passed,
-        reason=reason_of(judged),
-        checks=judged,
-        safe_concurrency=None if safe is None else safe.at_once,
-        safe_reason=_safe_reason(points, safe, promised=bool(allowed.objectives)),
-        advice=[]
-        if all(check.passed for check in judged if check.name != CLIENT)
-        else advice(
-            options.model or target.root or target.model,
-            engine=sampler.engine or target.engine,
-            asked=(load.prompt.high, load.output.high),
-            local=sampler.local,
-            answers=answers,
-            samples=samples,
-            safe=safe,
-            peak_in_flight=evidence.peak.peak_in_flight,
-        ),
-    )
+    cut = "" if interrupted_s is None else f"interrupted after {interrupted_s - start_s:.0f} s, no verdict; until then "
+    verdict = _verdict(target, load, options, sampler, answers, evidence, points, cut)
     return BenchResult(
         holdfast=holdfast.__version__,
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -114,6 +116,7 @@ def make_result(
         engine_settings=sampler.settings,
         load=described(load, options),
         phases=[{"name": phase.name, "seconds": _finite(phase.seconds)} for phase in load.phases],
+        interrupted=interrupted_s is not None,
         window_s=(begin_s - start_s, end_s - start_s),
         peak=evidence.peak,
         whole=whole,
@@ -129,6 +132,42 @@ def make_result(
         itl_histogram=itl_histogram(answers),
         requests=columns(answers, start_s),
         verdict=verdict,
+    )
+
+
+def _verdict(
+    target: Target,
+    load: Load,
+    options: RunOptions,
+    sampler: ServerSampler,
+    answers: Sequence[TimedAnswer],
+    evidence: RunEvidence,
+    points: Sequence[LoadPoint],
+    cut: str,
+) -> BenchVerdict:
+    """`cut`: that it was interrupted, before the reason; a run that was is no pass."""
+    judged, safe = checks(evidence, options.allowed), safe_point(points)
+    sound = all(check.passed for check in judged if check.name != CLIENT)
+    told = []
+    if options.advise and not sound:
+        told = advice(
+            options.model or target.root or target.model,
+            engine=sampler.engine or target.engine,
+            asked=(load.prompt.high, load.output.high),
+            local=sampler.local,
+            answers=answers,
+            samples=evidence.samples,
+            safe=safe,
+            peak_in_flight=evidence.peak.peak_in_flight,
+            command=options.command or sampler.command,
+        )
+    return BenchVerdict(
+        passed=all(check.passed for check in judged) and not cut,
+        reason=cut + reason_of(judged),
+        checks=judged,
+        safe_concurrency=None if safe is None else safe.at_once,
+        safe_reason=_safe_reason(points, safe, promised=bool(options.allowed.objectives)),
+        advice=told,
     )
 
 
@@ -198,32 +237,33 @@ def columns(answers: Sequence[TimedAnswer], start_s: float) -> RequestColumns:
 
 
 def itl_histogram(answers: Sequence[TimedAnswer]) -> list[tuple[float, int]]:
-    gaps = np.concatenate([np.empty(0), *(gaps_of(answer) for answer in answers if answer.good)])
-    places = np.minimum(np.searchsorted(HISTOGRAM_EDGES, gaps), len(HISTOGRAM_EDGES) - 1)
-    counts = np.bincount(places, minlength=len(HISTOGRAM_EDGES))
+    counts = np.zeros(len(HISTOGRAM_EDGES), dtype=np.int64)
+    for answer in answers:
+        if answer.good:
+            places = np.searchsorted(HISTOGRAM_EDGES, gaps_of([answer]))
+            counts += np.bincount(np.minimum(places, len(HISTOGRAM_EDGES) - 1), minlength=len(HISTOGRAM_EDGES))
     return [(edge, int(count)) for edge, count in zip(HISTOGRAM_EDGES, counts, strict=True) if count]
 
 
 def timeline(answers: Sequence[TimedAnswer], start_s: float, last_s: float) -> Timeline:
     # With some requests in each, so that a slow server's lines are no comb.
-    bins = min(BINS, max(FEWEST_BINS, len(answers) // REQUESTS_OF_A_BIN))
-    bin_s = max(SHORTEST_BIN_S, (last_s - start_s) / bins)
+    wanted = min(BINS, max(FEWEST_BINS, len(answers) // REQUESTS_OF_A_BIN))
+    bin_s = max(SHORTEST_BIN_S, (last_s - start_s) / wanted)
     count = max(1, math.ceil((last_s - start_s) / bin_s))
     edges = start_s + bin_s * np.arange(count + 1, dtype=np.float64)
-    times, weights = token_times(answers)
-    tokens, _ = np.histogram(times, edges, weights=weights)
+    tokens = tokens_between(answers, edges)
     ttfts = [list[float]() for _ in range(count)]
-    gap_times, gaps = [np.empty(0)], [np.empty(0)]
-    for answer in answers:
-        if answer.first_s is not None:
-            ttfts[min(count - 1, max(0, int((answer.sent_s - start_s) / bin_s)))].append(answer.first_s - answer.sent_s)
-            found = gaps_of(answer)
-            gap_times.append(answer.first_s + np.cumsum(found))
-            gaps.append(found)
-    places = np.clip(((np.concatenate(gap_times) - start_s) / bin_s).astype(int), 0, count - 1)
-    every = np.concatenate(gaps)
-    order = np.argsort(places, kind="stable")
-    split = np.split(every[order], np.searchsorted(places[order], np.arange(1, count)))
+    bins = [np.empty(0, np.uint16)]
+    started = [answer for answer in answers if answer.first_s is not None]
+    for answer in started:
+        first_s = (answer.first_s or 0.0) - start_s
+        ttfts[min(count - 1, max(0, int((answer.sent_s - start_s) / bin_s)))].append(first_s + start_s - answer.sent_s)
+        moments = first_s + np.cumsum(gaps_of([answer]), dtype=np.float64)
+        bins.append(np.clip(moments / bin_s, 0, count - 1).astype(np.uint16))
+    places = np.concatenate(bins)
+    del bins
+    ordered = gaps_of(started)[np.argsort(places, kind="stable")]
+    split = np.split(ordered, np.cumsum(np.bincount(places, minlength=count))[:-1])
 
     def ranks(values: Sequence[Any], rank: float) -> list[float | None]:
         return [round(float(np.percentile(found, rank)), 6) if len(found) else None for found in values]

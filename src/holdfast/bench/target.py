@@ -22,7 +22,9 @@ FEW_WORDS, MORE_WORDS = 16, 144
 ASK_TIMEOUT_S = 120.0
 OWNERS = {"holdfast": "holdfast", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 """What /v1/models says of who owns a model."""
-UNREACHABLE, REFUSED = "HF164", "HF165"
+UNREACHABLE, REFUSED, NOT_READY = "HF164", "HF165", "HF166"
+NO_ANSWER = (UNREACHABLE, REFUSED, NOT_READY)
+"""There is no server, or none that answers."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,9 +84,31 @@ def find_target(url: str, key: str | None, model: str | None, certificate: str =
     )
 
 
+def check_lengths(load: Load, target: Target) -> None:
+    """Refuses a load of which the server would refuse requests, where it says how long they may be."""
+    most = target.max_model_len
+    if most is None or load.prompts:
+        return
+    lengths = [(one.prompt_tokens, one.output_tokens) for one in load.replay] or [(load.prompt.high, load.output.high)]
+    prompt, output = max(lengths, key=sum)
+    if prompt + output <= most:
+        return
+    raise ConfigurationError(
+        "requests would be longer than the server's context",
+        needed=f"{prompt:,} tokens of prompt and {output:,} of output",
+        found=f"max_model_len {most:,} at {target.url}",
+        fix="a file with shorter requests, or a server with a longer --max-model-len"
+        if load.replay
+        else f"--prompt {max(1, most - output)}, or a server with a longer --max-model-len",
+        field="traffic" if load.replay else "prompt",
+    )
+
+
 def calibrated(load: Load) -> Load:
     """With what a word and the chat template cost, by the server's own count; unchanged where it gives none. Raises
-    where the server refuses what the run would ask."""
+    where the server refuses what the run would ask. Ids are tokens already."""
+    if load.token_ids:
+        return load
     counts = [_prompt_tokens(load, words) for words in (FEW_WORDS, MORE_WORDS)]
     few, more = counts
     if few is None or more is None or more <= few:

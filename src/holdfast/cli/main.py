@@ -38,6 +38,7 @@ COMMANDS = {
     "models": "list the models that are built in, cached and known",
     "plan": "show what fits before anything is loaded",
     "bench": "put a server under load, and say whether it passes",
+    "tune": "find the settings that answer the most of your traffic in time",
     "rescue": "run a server; if it fails, fix its command and restart it",
     "doctor": "explain why a server failed, and how to fix it",
     "explain": "explain an error code",
@@ -47,7 +48,7 @@ FOLDERS = {"stored": ("list", "models", "pull", "rm", "show"), "running": ("ps",
 """Of commands that have one: those of the models on this machine, and of servers that run."""
 NEAR = 0.6
 """How alike two flags are when one may be meant for the other."""
-JSON = ("plan", "models", "list", "show", "ps", "top", "explain", "doctor", "bench")
+JSON = ("plan", "models", "list", "show", "ps", "top", "explain", "doctor", "bench", "tune")
 """Commands with --json."""
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
 _JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")

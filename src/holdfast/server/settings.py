@@ -44,6 +44,8 @@ class ServerSettings:
     """Whether /metrics is answered without a key, as in vLLM."""
     allowed_origins: tuple[str, ...] = ()
     """Of web pages in browsers that may read answers (CORS); none: no page but our own."""
+    loopback_only: bool = False
+    """Bound to addresses of this machine alone: pages in its browsers must name it by one of its own names."""
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False

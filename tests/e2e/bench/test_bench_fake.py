@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,16 @@ def test_requests_are_as_they_were_asked_for(capsys: pytest.CaptureFixture[str],
     assert found["peak"]["failed"] == 0
 
 
+def test_prompts_may_be_token_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_fake() as fake:
+        _, found = bench(fake.url, "--token-ids", "--requests", "4", "--prompt", "30", "--output", "3", capsys=capsys)
+        asked = fake.close()["asked"]
+    assert [len(one["prompt"]) for one in asked] == [30] * 4  # And nothing before them.
+    assert all(isinstance(token, int) for one in asked for token in one["prompt"])
+    assert found["requests"]["prompt_tokens"] == [30] * 4
+    assert main(["bench", "http://127.0.0.1:9", "--token-ids", "--turns", "2"]) == 2
+
+
 def test_a_log_is_replayed_with_its_lengths_and_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "access.log"
     rows = [
@@ -186,7 +197,8 @@ def test_what_cannot_be_benchmarked_is_refused(capsys: pytest.CaptureFixture[str
     assert main(["bench", "http://127.0.0.1:9", "--serve-flags", "--max-num-seqs 4"]) == 2
     assert main(["bench", "http://127.0.0.1:9", "--slo", "soon"]) == 2
     assert main(["bench", "http://127.0.0.1:9", "--peak", "soon"]) == 2
-    assert main(["bench", "http://127.0.0.1:9"]) == 1
+    assert main(["bench", "startup"]) == 2
+    assert main(["bench", "http://127.0.0.1:9"]) == 3
     assert "HF164" in capsys.readouterr().err
     assert main(["bench", "http://127.0.0.1:9", "--concurrency", "many"]) == 2
     assert "a whole number" in capsys.readouterr().err
@@ -215,6 +227,37 @@ def test_ctrl_c_ends_a_run_with_a_line_and_without_traces_of_its_processes(tmp_p
     assert not any(one.is_running() for one in workers)
 
 
+def test_ctrl_c_gives_the_figures_until_then(tmp_path: Path) -> None:
+    kept = tmp_path / "run.json"
+    with running_fake() as fake:
+        words = ("bench", fake.url, "--quiet", "--concurrency", "2", "--up", "0", "--output", "4", "--save", str(kept))
+        run = subprocess.Popen(
+            [sys.executable, "-m", "holdfast", *words], stdout=subprocess.PIPE, text=True, process_group=0
+        )
+        while "vllm:num_requests_running 2" not in httpx.get(f"{fake.url}/metrics").text:
+            assert run.poll() is None
+        time.sleep(1.2)  # Client processes tell twice a second what was answered.
+        os.killpg(run.pid, signal.SIGINT)
+        said, _ = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 130
+    assert "NONE: interrupted after " in said
+    found = json.loads(kept.read_text())
+    assert found["interrupted"]
+    assert not found["verdict"]["passed"]
+    assert found["peak"]["completed"] > 4
+    assert found["window_s"][1] < 60
+
+
+def test_a_server_that_ends_during_the_run_has_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_fake() as fake:
+        ending = threading.Timer(1.5, fake.close)
+        ending.start()
+        code, found = bench(fake.url, "--up", "0", "--peak", "3s", "--down", "0", "--output", "4", capsys=capsys)
+        ending.join()
+    assert code == 3
+    assert "server process" in [check["name"] for check in found["verdict"]["checks"] if not check["passed"]]
+
+
 def test_a_server_of_a_model_is_started_and_stopped(tiny_arguments, capsys: pytest.CaptureFixture[str]) -> None:
     model, *flags = tiny_arguments
     words = ("--requests", "3", "--concurrency", "1", "--prompt", "20", "--output", "4")
@@ -224,8 +267,22 @@ def test_a_server_of_a_model_is_started_and_stopped(tiny_arguments, capsys: pyte
         httpx.get(found["target"]["url"])
 
 
+def test_a_benchmark_that_is_killed_leaves_no_server() -> None:
+    code = (
+        "import time\nfrom holdfast.bench.own_server import launched\n"
+        "with launched(['sleep', '1000'], 1, kept=False) as server:\n"
+        "    print(server.process.pid, flush=True)\n    time.sleep(1000)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    server = psutil.Process(int(run.stdout.readline()))
+    run.kill()
+    run.wait(PATIENCE_S)
+    server.wait(PATIENCE_S)
+
+
 def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "./no-such-model", "--quiet"]) == 1
+    assert main(["bench", "./no-such-model", "--quiet"]) == 3
     said = capsys.readouterr().err
     assert "HF166" in said
     assert "no-such-model" in said

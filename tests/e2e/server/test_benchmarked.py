@@ -28,11 +28,11 @@ def test_over_tls_and_with_a_key(launch, tmp_path: Path, monkeypatch, capsys: py
         assert found["engine"] == "holdfast"
         assert found["samples"][0]["ram_bytes"] is not None
         assert '"k"' not in json.dumps(found["load"])
-    assert main(words) == 1
+    assert main(words) == 3
     assert "certificate" in capsys.readouterr().err
     assert main([*words, "--certificate", key + "x"]) == 2
     monkeypatch.setenv("HOLDFAST_API_KEY", "wrong")
-    assert main([*words, "--insecure"]) == 1
+    assert main([*words, "--insecure"]) == 3
     assert "HF164" in capsys.readouterr().err
 
 

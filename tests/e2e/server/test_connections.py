@@ -420,6 +420,39 @@ def test_a_web_page_cannot_ask_without_being_asked_first(http, headers, status):
         assert http.post("/reset_prefix_cache", headers=headers).status_code == status
 
 
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("evil.example:8000", "http://evil.example:8000", 403),
+        ("evil.example", "null", 403),
+        ("", "http://evil.example", 403),
+        ("localhost:8000", "http://localhost:8000", 200),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", 200),
+        ("[::1]:8000", "http://[::1]:8000", 200),
+        ("alias.of.mine", None, 200),  # A program, which sends no Origin.
+        ("chat.mine", "https://chat.mine", 200),
+    ],
+)
+def test_a_page_cannot_reach_a_server_of_this_machine_under_a_name_of_its_own(launch, host, origin, status):
+    """DNS rebinding: its name means 127.0.0.1 by now, so that for the browser all of it is one origin."""
+    server = launch(loopback_only=True, allowed_origins=("https://chat.mine",))
+    headers = {"Host": host, "Content-Type": "application/json"} | ({"Origin": origin} if origin else {})
+    with server.client() as client:
+        answer = client.post("/tokenize", content=b'{"prompt":"hi"}', headers=headers)
+        assert client.get("/v1/models", headers=headers).status_code == 200
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "unknown_host"
+        assert "--allowed-origins" in answer.json()["error"]["message"]
+
+
+def test_a_key_or_a_wider_address_is_not_asked_for_its_name(launch):
+    headers = {"Host": "public.example", "Origin": "https://public.example", "Authorization": "Bearer k"}
+    for settings in ({"loopback_only": True, "api_key": "k"}, {}):
+        with launch(**settings).client() as client:
+            assert client.post("/tokenize", json={"prompt": "hi"}, headers=headers).status_code == 200
+
+
 def test_what_strangers_ask_for_is_logged_short_and_printable(guarded):
     with connect(guarded) as client:
         for path in ("%C2%9B31mred%7F%0A", "a" * 60_000):

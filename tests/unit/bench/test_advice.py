@@ -31,6 +31,16 @@ def test_a_command_for_the_safe_concurrency_is_planned() -> None:
     assert told(peak_in_flight=6) == [command]
 
 
+def test_the_servers_own_flags_are_kept_and_its_key_is_hidden() -> None:
+    own = "holdfast serve smollm2 --port 9000 --max-num-seqs 64 --api-key secret --enable-lora"
+    _, command = told(command=own)
+    assert "holdfast serve smollm2 --port 9000 --max-num-seqs 6 --api-key" in command
+    assert "--enable-lora" in command
+    assert "secret" not in command
+    assert told(command="holdfast serve another --port 9000") == told()
+    assert told(command="vllm serve smollm2") == told()
+
+
 def test_a_server_that_counts_nothing_is_planned_for_what_was_asked() -> None:
     uncounted = [answer(0.1 * at, prompt_tokens=0) for at in range(9)]
     assert "6 x 110 tokens" in told(answers=uncounted)[1]

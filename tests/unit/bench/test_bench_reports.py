@@ -51,7 +51,7 @@ def result(
         ServerSample(at_s=float(at), running=8.0, waiting=0.0, kv_share=0.3, ram_bytes=900 * MIB + at, power_w=300.0)
         for at in range(31)
     ]
-    sampler = SimpleNamespace(samples=samples, engine="vllm", settings={}, local=False, same_process=None)
+    sampler = SimpleNamespace(samples=samples, engine="vllm", settings={}, local=False, same_process=None, command=None)
     clients = SimpleNamespace(answers=answers, start_s=0.0, reports=[ClientReport(cpu_share=busy, loop_lag_s=0.0)])
     load = Load(url="http://x", model=model, phases=default_profile(1, 30, 1), concurrency=8)
     options = RunOptions(allowed=Allowed(objectives=parse_slo(slo)))
@@ -123,6 +123,7 @@ def test_a_slower_server_is_told_with_its_interval() -> None:
 def test_few_requests_prove_nothing() -> None:
     found = compare(result(1, requests=60), result(2, requests=60))
     assert [name for name in found.left_out if name.endswith("p99")] == ["ttft p99", "tpot p99", "e2e p99"]
+    assert sum("too few requests" in line for line in compare_lines(found)) == 1
     nothing = compare(result(1, requests=5), result(2, requests=5))
     assert not nothing.alike
     assert [one.name for one in nothing.differences] == ["output tokens/s"]
@@ -158,7 +159,7 @@ def test_the_last_requests_of_a_count_and_a_quiet_log_are_no_loss_of_speed(repla
     waves = [answer(10.0 * wave, gap_s=1.0) for wave in range(3) for _ in range(40)]
     load = Load(url="http://x", phases=(Phase("peak", math.inf),), concurrency=40, requests=121, replay=replay)
     clients = SimpleNamespace(answers=[*waves, answer(30.0, gap_s=1.0)], start_s=0.0, reports=[])
-    sampler = SimpleNamespace(samples=[], engine=None, settings={}, local=False, same_process=None)
+    sampler = SimpleNamespace(samples=[], engine=None, settings={}, local=False, same_process=None, command=None)
     found = make_result(Target(url="http://x", model="m"), load, RunOptions(), clients, sampler)  # type: ignore[arg-type]
     assert found.verdict.passed, found.verdict.reason
     assert (found.throughput_drift is None) == bool(replay)

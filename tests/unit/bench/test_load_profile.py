@@ -8,12 +8,13 @@ import json
 import statistics
 import time
 
+import msgspec
 import pytest
 import uvloop
 
-from holdfast.bench.client.drive import _until
+from holdfast.bench.client.drive import PreparedRequests, _until
 from holdfast.bench.load.inputs import parse_lengths, parse_share, read_prompts, read_replay
-from holdfast.bench.load.load import COMPLETIONS, LengthRange, Load
+from holdfast.bench.load.load import COMPLETIONS, Arrival, LengthRange, Load, WorkerShare
 from holdfast.bench.load.profile import (
     Phase,
     arrival_times,
@@ -24,6 +25,7 @@ from holdfast.bench.load.profile import (
     steps_profile,
 )
 from holdfast.bench.load.prompts import RequestMaker
+from holdfast.bench.target import Target, check_lengths
 from holdfast.errors import ConfigurationError
 
 PROFILE = default_profile(10, 20, 5)
@@ -102,6 +104,27 @@ def test_requests_carry_schemas_adapters_and_cancellations() -> None:
     assert not any("ignore_eos" in body for body in structured)
     assert {body["model"] for body in found} == {"a", "b"}
     assert 30 < sum(request.cancel_after is not None for request in asked) < 70
+
+
+def test_requests_of_a_closed_loop_are_made_before_it_begins() -> None:
+    load = Load(url="http://x", concurrency=5, requests=8)
+    prepared = PreparedRequests(load, WorkerShare(1, 2))
+    prepared.fill()
+    taken = [prepared.take() for _ in range(5)]
+    assert [one and one.ask().number for one in taken] == [1, 3, 5, 7, None]
+    assert PreparedRequests(load, WorkerShare()).take() is not None  # Where there was no time to make them.
+
+
+def test_requests_that_the_server_would_refuse_are_refused_before_the_run() -> None:
+    target = Target(url="http://x", model="m", max_model_len=1000)
+    load = Load(url="http://x", prompt=LengthRange(10, 900), output=LengthRange(1, 100))
+    check_lengths(load, target)
+    with pytest.raises(ConfigurationError, match="longer than the server's context") as refused:
+        check_lengths(msgspec.structs.replace(load, prompt=LengthRange(10, 901)), target)
+    assert str(refused.value.fix).startswith("--prompt 900,")
+    with pytest.raises(ConfigurationError):
+        check_lengths(msgspec.structs.replace(load, replay=(Arrival(0, 9, 9), Arrival(1, 999, 2))), target)
+    check_lengths(msgspec.structs.replace(load, prompt=LengthRange(9999, 9999)), Target(url="http://x", model="m"))
 
 
 def test_a_conversation_repeats_what_was_said() -> None:

@@ -96,6 +96,16 @@ async def test_an_answer_that_ends_with_its_connection_is_whole() -> None:
     assert connection.closed
 
 
+async def test_ids_without_text_are_tokens_the_last_one_too() -> None:
+    events = [
+        {"choices": [{"text": "", "token_ids": [at], "finish_reason": end}]} for at, end in ((7, None), (8, "length"))
+    ]
+    usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+    raw, _ = await answered([HEAD + b"\r\n" + stream([*events, usage, "data: [DONE]"])])
+    found = read(raw)
+    assert (found.good, found.output_tokens, len(found.gaps)) == (True, 2, 4)
+
+
 @pytest.mark.parametrize(
     ("events", "tokens", "counted"), [([token("a"), token("b", "stop")], 2, False), ([token("", "stop")], 0, True)]
 )

@@ -34,7 +34,7 @@ BRAIN = (
     "errors", "units", "records", "engine_profiles", "config", "models", "checkpoints", "hardware", "kvcache",
     "observability", "footprint", "planner", "scheduler", "text",
 )  # fmt: skip
-FRONT = ("server", "bench", "cli")
+FRONT = ("server", "bench", "tune", "cli")
 
 IMPORT_WITHOUT_TORCH = """
 import importlib, pkgutil, sys

@@ -75,7 +75,7 @@ def result_keys(
         "input_lens": [one.prompt_tokens for one in answers],
         "output_lens": [one.output_tokens for one in answers],
         "ttfts": [0.0 if one.first_s is None else one.first_s - one.sent_s for one in answers],
-        "itls": [gaps_of(one).tolist() for one in answers],
+        "itls": [gaps_of([one]).tolist() for one in answers],
         "start_times": [one.sent_s - start_s for one in answers],
         "generated_texts": [""] * len(answers),
         "errors": [f"{one.error}: {one.said}" if one.error else "" for one in answers],
@@ -100,7 +100,7 @@ def _latencies(good: Sequence[TimedAnswer], arguments: argparse.Namespace) -> di
     values = {
         "ttft": [one.first_s - one.sent_s for one in good if one.first_s is not None],
         "tpot": [tpot for one in good if (tpot := tpot_of(one)) is not None],
-        "itl": np.concatenate([np.empty(0), *map(gaps_of, good)]),
+        "itl": gaps_of(good),
         "e2el": [one.end_s - one.sent_s for one in good],
     }
     found: dict[str, float] = {}

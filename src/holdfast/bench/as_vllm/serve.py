@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--served-model-name")
-    parser.add_argument("--num-prompts", type=int, default=1000)
+    parser.add_argument("--num-prompts", type=_positive, default=1000)
     parser.add_argument("--num-warmups", type=int, default=0)
     parser.add_argument("--request-rate", type=float, default=math.inf, help="default: inf, all at once")
     parser.add_argument("--burstiness", type=float, default=1.0)
@@ -75,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     for name in REFUSED:
         parser.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a whole number, 1 or more")
+    return int(text)
 
 
 def _add_datasets(parser: argparse.ArgumentParser) -> None:
@@ -111,19 +118,21 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from holdfast.bench.client.processes import client_processes
-    from holdfast.bench.target import calibrated, find_target
+    from holdfast.bench.target import calibrated, check_lengths, find_target
 
     for name in REFUSED:
         if getattr(arguments, name.replace("-", "_")) is not None:
             raise ConfigurationError(
                 f"--{name} of vllm bench serve is not there", fix=f"leave --{name} out", field=name.replace("-", "_")
             )
+    _check_saving(arguments)
     url = (arguments.base_url or f"http://{arguments.host}:{arguments.port}").rstrip("/").removesuffix("/v1")
     key = os.environ.get("HOLDFAST_API_KEY") or os.environ.get("OPENAI_API_KEY")
     certificate = "insecure" if arguments.insecure else ""
     _wait_until_ready(url, key, certificate, arguments.ready_check_timeout_sec)
     target = find_target(url, key, arguments.served_model_name or arguments.model, certificate)
     load = read_load(arguments, url, target.model, key)
+    check_lengths(load, target)
     load = load if load.prompts else calibrated(load)
     if arguments.num_warmups:
         from msgspec.structs import replace
@@ -256,6 +265,33 @@ def _pairs(given: list[str], field: str) -> Iterator[tuple[str, str]]:
         yield name.strip(), value.strip()
 
 
+def _check_saving(arguments: argparse.Namespace) -> None:
+    """Before the run, whose figures would else be lost after it."""
+    saved = arguments.save_result or arguments.append_result
+    given = [name for name in ("result_dir", "result_filename") if getattr(arguments, name)]
+    if given and not saved:
+        flag = f"--{given[0].replace('_', '-')}"
+        print(f"holdfast: {flag} has no effect without --save-result: nothing is saved", file=sys.stderr)
+    folder = arguments.result_dir or "."
+    if saved:
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise _not_writable(folder, str(error)) from error
+        if not os.access(folder, os.W_OK):
+            raise _not_writable(folder, "no permission")
+
+
+def _not_writable(folder: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"--result-dir: {shorten(folder)} cannot be written",
+        needed="a folder, which is made where it is not there",
+        found=why,
+        fix="--result-dir results",
+        field="result_dir",
+    )
+
+
 def _save(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     if not (arguments.save_result or arguments.append_result):
         return
@@ -269,9 +305,9 @@ def _save(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     name = arguments.result_filename or (
         f"{arguments.label or arguments.backend}-{rate}{at_once}-{model}-{found['date']}.json"
     )
-    folder = arguments.result_dir or "."
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, name), "a" if arguments.append_result else "w", encoding="utf-8") as file:
+    with open(
+        os.path.join(arguments.result_dir or ".", name), "a" if arguments.append_result else "w", encoding="utf-8"
+    ) as file:
         if arguments.append_result and file.tell():
             file.write("\n")
         json.dump(document, file)

@@ -1,6 +1,7 @@
 """From a raw answer to what is kept of it: when its tokens came, how many there were, or why it failed.
 
-Parses the first and the last events of a stream alone. A role without text is no token, nor is what closes a stream.
+Parses the first and the last events of a stream alone. A role without text is no token, nor is what closes a stream;
+an id without text is one.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _first_token(head: Iterable[bytes]) -> tuple[int, bool]:
     """The place of the first event with text, and True; where none of these has any, of the first with a choice."""
     choice = 0
     for at, event in enumerate(_events(head)):
-        if event is not None and _text(event):
+        if event is not None and _has_token(event):
             return at, True
         choice += at == choice and not (event or {}).get("choices")
     return choice, False
@@ -130,7 +131,7 @@ def _closing(tail: Iterable[bytes]) -> tuple[int, _Closing]:
                 found.usage = event["usage"]
             choice = _choice(event)
             found.finished = found.finished or bool(choice.get("finish_reason"))
-            if _text(event) or (choice and not choice.get("finish_reason")):
+            if _has_token(event) or (choice and not choice.get("finish_reason")):
                 break
         trailing += 1
     return trailing, found
@@ -156,6 +157,11 @@ def _choice(event: dict[str, Any]) -> dict[str, Any]:
     choices = event.get("choices")
     found = choices[0] if isinstance(choices, list) and choices else {}
     return found if isinstance(found, dict) else {}
+
+
+def _has_token(event: dict[str, Any]) -> bool:
+    """As text, or as an id from a server that has no tokenizer."""
+    return bool(_text(event) or _choice(event).get("token_ids"))
 
 
 def _text(event: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import gc
 import itertools
 import math
 import resource
+from collections import deque
 from collections.abc import Callable, Iterator
 from time import monotonic
 
@@ -22,17 +23,66 @@ from holdfast.bench.load.profile import arrival_times, level_at, next_time_above
 from holdfast.bench.load.prompts import BenchConversation, RequestMaker
 
 Keep = Callable[[TimedAnswer], None]
+RESTOCK_S = 0.01
+"""Between two looks at how many requests are ready."""
 FIXED_PAUSE_S = 0.05
 """After a failure in a closed loop: a server that refuses everything is not asked a million times."""
 
 
-async def drive(load: Load, share: WorkerShare, keep: Keep) -> None:
-    """Until everything sent was answered or given up."""
+class PreparedRequests:
+    """Conversations of a closed loop whose first request is made before it is wanted: in the midst of a loop that reads
+    two thousand streams it would be made in the time of their events. As many as may begin at once are kept ready."""
+
+    def __init__(self, load: Load, share: WorkerShare) -> None:
+        self._load, self._maker = load, RequestMaker(load)
+        self._numbers = itertools.count(share.index, share.count)
+        self._wanted = _part(load.concurrency or 1, share) if load.loop == "closed" else 0
+        self._ready: deque[BenchConversation] = deque()
+
+    def fill(self) -> None:
+        while self._make_one():
+            pass
+
+    async def keep_full(self) -> None:
+        """One at a time, with everything else that waits in between."""
+        while True:
+            await asyncio.sleep(0 if self._make_one() else RESTOCK_S)
+
+    def take(self) -> BenchConversation | None:
+        """None: no more were asked for."""
+        if not self._ready and (made := self._next()) is not None:
+            self._ready.append(made)
+        return self._ready.popleft() if self._ready else None
+
+    def _make_one(self) -> bool:
+        made = self._next() if len(self._ready) < self._wanted else None
+        if made is not None:
+            self._ready.append(made)
+        return made is not None
+
+    def _next(self) -> BenchConversation | None:
+        number = next(self._numbers)
+        if self._load.requests is not None and number >= self._load.requests:
+            return None
+        made = self._maker.conversation(number)
+        made.prepare()
+        return made
+
+
+async def open_connections(load: Load, share: WorkerShare) -> Connections:
+    """Those of a closed loop are opened: two thousand take longer than there is between ready and begun."""
     allow_many_files()
     connections = Connections(load.url, load.path, dict(load.headers), load.certificate)
-    run = _Run(load, share, keep, connections)
     if load.loop == "closed":
         await connections.open_ahead(_part(load.concurrency or 1, share))
+    return connections
+
+
+async def drive(
+    load: Load, share: WorkerShare, keep: Keep, *, connections: Connections, prepared: PreparedRequests
+) -> None:
+    """Until everything sent was answered or given up; then its connections are closed."""
+    run = _Run(load, share, keep, connections, prepared)
     gc.collect()
     gc.freeze()
     gc.disable()  # A collection in the midst of a run would stand in the figures.
@@ -45,17 +95,20 @@ async def drive(load: Load, share: WorkerShare, keep: Keep) -> None:
 
 
 class _Run:
-    def __init__(self, load: Load, share: WorkerShare, keep: Keep, connections: Connections) -> None:
+    def __init__(
+        self, load: Load, share: WorkerShare, keep: Keep, connections: Connections, prepared: PreparedRequests
+    ) -> None:
         self._load, self._share, self._keep, self._connections = load, share, keep, connections
-        self._maker = RequestMaker(load)
-        self._numbers = itertools.count(share.index, share.count)
+        self._prepared = prepared
         self._room = None if load.concurrency is None else asyncio.Semaphore(_part(load.concurrency, share))
 
     async def closed(self) -> None:
         whole = self._load.concurrency or 1
+        restocking = asyncio.create_task(self._prepared.keep_full())
         async with asyncio.TaskGroup() as slots:
             for slot in range(self._share.index, whole, self._share.count):
                 slots.create_task(self._slot(slot / whole))
+        restocking.cancel()
 
     async def _slot(self, share: float) -> None:
         """One of those at once, while the level is above its own."""
@@ -65,17 +118,18 @@ class _Run:
             if due is None:
                 return
             await _until(start_s + due)
-            number = next(self._numbers)
-            if load.requests is not None and number >= load.requests:
+            conversation = self._prepared.take()
+            if conversation is None:
                 return
-            if not await self._converse(self._maker.conversation(number), None):
+            if not await self._converse(conversation, None):
                 await asyncio.sleep(FIXED_PAUSE_S)
 
     async def open(self) -> None:
         under_way: set[asyncio.Task[bool]] = set()
+        maker = RequestMaker(self._load)
         for number, arrival in self._arrivals():
             lengths = (arrival.prompt_tokens, arrival.output_tokens) if arrival.output_tokens else None
-            conversation = self._maker.conversation(number, lengths=lengths)
+            conversation = maker.conversation(number, lengths=lengths)
             conversation.prepare()
             intended_s = self._share.start_s + arrival.at_s
             await _until(intended_s)

@@ -20,7 +20,7 @@ from holdfast.bench.load.load import Load, WorkerShare
 from holdfast.errors import EngineError
 
 HEADWAY_S = 0.3
-"""From when all are ready to the beginning: time to open connections."""
+"""From when all are ready to the beginning: time for each to hear of it."""
 POLL_S = 0.1
 
 

@@ -18,7 +18,8 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.bench.client.answers import TimedAnswer
-from holdfast.bench.client.drive import drive
+from holdfast.bench.client.drive import PreparedRequests, drive, open_connections
+from holdfast.bench.client.wire import Connections
 from holdfast.bench.load.load import Load, WorkerShare
 
 FLUSH_S = 0.5
@@ -55,7 +56,7 @@ def send(frame: WorkerFrame) -> None:
         os._exit(1)
 
 
-async def work(order: WorkerOrder) -> None:
+async def work(order: WorkerOrder, prepared: PreparedRequests, connections: Connections) -> None:
     waiting: list[TimedAnswer] = []
     shares, lags = [0.0], [0.0]
 
@@ -74,7 +75,7 @@ async def work(order: WorkerOrder) -> None:
             flush()
 
     flushing = asyncio.create_task(flush_now_and_then())
-    await drive(order.load, order.share, waiting.append)
+    await drive(order.load, order.share, waiting.append, connections=connections, prepared=prepared)
     flushing.cancel()
     flush(ClientReport(cpu_share=max(shares), loop_lag_s=max(lags)))
 
@@ -90,10 +91,14 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop]:
 def main() -> None:
     read = sys.stdin.buffer.read
     order = msgspec.msgpack.decode(read(HEADER.unpack(read(HEADER.size))[0]), type=WorkerOrder)
+    prepared = PreparedRequests(order.load, order.share)
+    prepared.fill()
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+        connections = runner.run(open_connections(order.load, order.share))
         send(WorkerFrame([]))
         (start_s,) = MOMENT.unpack(read(MOMENT.size))
-        runner.run(work(WorkerOrder(order.load, msgspec.structs.replace(order.share, start_s=start_s))))
+        share = msgspec.structs.replace(order.share, start_s=start_s)
+        runner.run(work(WorkerOrder(order.load, share), prepared, connections))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,10 @@ def advice(
     samples: Sequence[ServerSample],
     safe: LoadPoint | None,
     peak_in_flight: int,
+    command: str | None = None,
 ) -> list[str]:
     """Of a run that failed. Where nothing can be planned, why. `asked`: tokens of prompts and outputs, for a server
-    that does not count them."""
+    that does not count them. `command`: how the server was started; its other flags are kept."""
     good = [answer for answer in answers if answer.good]
     if not good:
         return ["no flags can be told: nothing was answered; why: holdfast doctor URL, or its log"]
@@ -47,12 +48,14 @@ def advice(
     prompt = int(np.percentile([answer.prompt_tokens for answer in good], P99))
     output = int(np.percentile([answer.output_tokens for answer in good], P99))
     lengths = (prompt or asked[0], output or asked[1])
-    return found + planned_flags(model, engine=engine, at_once=safe.at_once, lengths=lengths, samples=samples)
+    planned = planned_flags(model, engine=engine, at_once=safe.at_once, lengths=lengths, samples=samples)
+    return found + [said + with_own_flags(command, text) for said, text in planned]
 
 
 def planned_flags(
     model: str, *, engine: str, at_once: int, lengths: tuple[int, int], samples: Sequence[ServerSample]
-) -> list[str]:
+) -> list[tuple[str, str]]:
+    """What is said, and the command behind it, or nothing."""
     from holdfast.planner.api import plan
 
     prompt, output = lengths
@@ -62,14 +65,26 @@ def planned_flags(
         if not answer.fits and (without := _without_the_server(samples)):
             answer = plan(model, engine=engine, **traffic, **without)
     except HoldfastError as error:
-        return [f"no flags can be planned: {error.message}"]
+        return [(f"no flags can be planned: {error.message}", "")]
     said = f"{at_once} x {prompt + output:,} tokens"
     command = answer.commands.get(engine)
     if answer.fits and command is not None and command.text:
-        return [f"planned to hold {said}: {command.text}"]
+        return [(f"planned to hold {said}: ", command.text)]
     if command is not None and command.text:
-        return [f"{said} do not fit as they are; planned to fit ({answer.commands_of}): {command.text}"]
-    return [f"{said} do not fit on this machine, and no setting changes that: holdfast plan {model} says more"]
+        return [(f"{said} do not fit as they are; planned to fit ({answer.commands_of}): ", command.text)]
+    return [(f"{said} do not fit on this machine, and no setting changes that: holdfast plan {model} says more", "")]
+
+
+def with_own_flags(own: str | None, planned: str) -> str:
+    """The server's own command with what was planned changed in it, so that its key, its port and all else stay."""
+    from holdfast.doctor.command.parse import parse_command
+
+    started, wanted = parse_command(own or ""), parse_command(planned)
+    if started is None or wanted is None or started.engine != wanted.engine or started.model != wanted.model:
+        return planned
+    return started.with_changes(
+        {f"--{flag.name}": flag.value or "" for flag in wanted.flags} | dict(wanted.environment)
+    )
 
 
 def _without_the_server(samples: Sequence[ServerSample]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -20,8 +20,11 @@ import numpy as np
 from holdfast.bench.client.answers import TimedAnswer
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Gaps = np.ndarray[Any, np.dtype[np.float32]]
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 GAP_BYTES = 4
+BLOCK_EVENTS = 1 << 20
+"""Of a run that may have tens of millions, so many are unfolded to a time and a weight each at once."""
 NAMES = ("p50", "p90", "p95", "p99", "p99_9")
 
 
@@ -79,22 +82,23 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     errors: list[ErrorKind] = []
 
 
-def percentiles(values: Sequence[float] | Floats) -> Percentiles | None:
-    found = np.asarray(values, dtype=np.float64)
+def percentiles(values: Sequence[float] | Floats | Gaps) -> Percentiles | None:
+    found = np.asarray(values)
     if not len(found):
         return None
     ranks = np.percentile(found, PERCENTILES)
     return Percentiles(
         count=len(found),
-        mean=float(found.mean()),
-        std=float(found.std()),
+        mean=float(found.mean(dtype=np.float64)),
+        std=float(found.std(dtype=np.float64)),
         max=float(found.max()),
         **{name: float(value) for name, value in zip(NAMES, ranks, strict=True)},
     )
 
 
-def gaps_of(answer: TimedAnswer) -> Floats:
-    return np.frombuffer(answer.gaps, dtype=np.float32).astype(np.float64)
+def gaps_of(answers: Sequence[TimedAnswer]) -> Gaps:
+    """Of all of them one after the other, in the four bytes that each has: those of a run are its largest array."""
+    return np.frombuffer(b"".join(answer.gaps for answer in answers), dtype=np.float32)
 
 
 def tpot_of(answer: TimedAnswer) -> float | None:
@@ -106,8 +110,8 @@ def tpot_of(answer: TimedAnswer) -> float | None:
 def token_times(answers: Sequence[TimedAnswer]) -> tuple[Floats, Floats]:
     """When events with tokens came, and how many tokens each stands for: a server may send several in one.
 
-    All streams in one array, since a run may have ten million events: each begins with a gap of 0, gaps are summed
-    up, and what stands at its begin is replaced by its first moment.
+    All streams in one array: each begins with a gap of 0, gaps are summed up, and what stands at its begin is replaced
+    by its first moment.
     """
     started = [(answer, answer.first_s) for answer in answers if answer.first_s is not None]
     events = np.array([1 + len(answer.gaps) // GAP_BYTES for answer, _ in started], dtype=np.int64)
@@ -124,6 +128,27 @@ def token_times(answers: Sequence[TimedAnswer]) -> tuple[Floats, Floats]:
     return times, np.repeat(tokens / events, events)
 
 
+def token_blocks(answers: Sequence[TimedAnswer]) -> Iterator[tuple[Floats, Floats]]:
+    """The same in parts, so that a long run takes little memory."""
+    block, events = list[TimedAnswer](), 0
+    for answer in answers:
+        block.append(answer)
+        events += 1 + len(answer.gaps) // GAP_BYTES
+        if events >= BLOCK_EVENTS:
+            yield token_times(block)
+            block, events = [], 0
+    if block:
+        yield token_times(block)
+
+
+def tokens_between(answers: Sequence[TimedAnswer], edges: Floats) -> Floats:
+    """Tokens that came between each two edges."""
+    found = np.zeros(len(edges) - 1)
+    for times, weights in token_blocks(answers):
+        found += np.histogram(times, edges, weights=weights)[0]
+    return found
+
+
 def figures(
     answers: Sequence[TimedAnswer], begin_s: float, end_s: float, *, slo: dict[str, float] | None = None
 ) -> Figures:
@@ -132,8 +157,7 @@ def figures(
     sent = [answer for answer in answers if begin_s <= answer.intended_s < end_s]
     good = [answer for answer in sent if answer.good]
     seconds = max(end_s - begin_s, 1e-9)
-    times, weights = token_times(answers)
-    tokens = float(weights[(times >= begin_s) & (times < end_s)].sum())
+    tokens = sum(float(weights[(times >= begin_s) & (times < end_s)].sum()) for times, weights in token_blocks(answers))
     ended = [answer for answer in answers if answer.good and begin_s <= answer.end_s < end_s]
     prompts = sum(answer.prompt_tokens for answer in answers if begin_s <= (answer.first_s or 0.0) < end_s)
     cached = [answer.cached_tokens for answer in good if answer.cached_tokens is not None]
@@ -166,10 +190,9 @@ def latencies(good: Sequence[TimedAnswer]) -> dict[str, Percentiles | None]:
     intended = np.array([answer.intended_s for answer in started])
     end = np.array([answer.end_s for answer in started])
     paced = [tpot for answer in started if (tpot := tpot_of(answer)) is not None]
-    gaps = np.concatenate([gaps_of(answer) for answer in started]) if started else np.empty(0)
     return {
         "ttft": percentiles(first - sent),
-        "itl": percentiles(gaps),
+        "itl": percentiles(gaps_of(started)),
         "tpot": percentiles(paced),
         "e2e": percentiles(end - sent),
         "lag": percentiles(sent - intended),

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from holdfast.bench.client.answers import TimedAnswer
-from holdfast.bench.measure.figures import latencies, mean_in_flight, token_times
+from holdfast.bench.measure.figures import latencies, mean_in_flight, tokens_between
 from holdfast.bench.measure.objectives import Objective
 
 BINS = 120
@@ -50,8 +50,7 @@ def load_points(answers: Sequence[TimedAnswer], objectives: tuple[Objective, ...
     width = min(LONGEST_BIN_S, max(1e-3, (end - begin) / BINS))
     edges = np.arange(begin, end + width, width)
     at_once = mean_in_flight(answers, edges)
-    times, weights = token_times(answers)
-    tokens, _ = np.histogram(times, edges, weights=weights)
+    tokens = tokens_between(answers, edges)
     classes = [bisect.bisect_left(EDGES, round(count)) for count in at_once]
     by_class: dict[int, list[int]] = {}
     for place, found in enumerate(classes):

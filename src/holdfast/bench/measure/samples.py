@@ -15,6 +15,7 @@ import importlib
 import ipaddress
 import json
 import re
+import shlex
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ _QUEUED = re.compile(
     rb"^(?:vllm|sglang):(?:request_)?queue_time_seconds_(sum|count)(?:\{.*\})? +([0-9.e+-]+)", re.MULTILINE
 )
 _RESTARTS = re.compile(rb"^holdfast:engine_restarts_total(?:\{.*\})? +([0-9.e+]+)", re.MULTILINE)
+_INTERPRETER = re.compile(r"(?:.*/)?python[\d.]*")
 METRICS = ("running", "waiting", "kv_share", "preemptions", "tokens", "prefix_asked", "prefix_found")
 
 
@@ -82,6 +84,8 @@ class ServerSampler:
         self._pages = {"metrics": True, "memory": True}
         self.local = is_local(url)
         self._pids = server_pids(url) if self.local else []
+        self.command = next((found for pid in self._pids if (found := command_of(pid))), None)
+        """How the server was started, where it runs on this machine."""
         self.same_process: bool | None = None
         """At the end, whether a process of the beginning listens and no engine was restarted behind it; None: not
         to be seen."""
@@ -206,6 +210,24 @@ def is_local(url: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def command_of(pid: int) -> str | None:
+    """None: it is gone, or its words say nothing of a server. A program that an interpreter runs is named by itself."""
+    import psutil
+
+    from holdfast.doctor.command.parse import parse_command
+
+    try:
+        words = psutil.Process(pid).cmdline()
+    except (psutil.Error, OSError):
+        return None
+    if len(words) > 1 and _INTERPRETER.fullmatch(words[0]) and not words[1].startswith("-"):
+        words = [words[1].rsplit("/", 1)[-1], *words[2:]]
+    elif words and _INTERPRETER.fullmatch(words[0]):
+        words = [words[0].rsplit("/", 1)[-1], *words[1:]]
+    text = shlex.join(words)
+    return text if parse_command(text) is not None else None
 
 
 def server_pids(url: str) -> list[int]:

@@ -45,6 +45,7 @@ OUT_OF_SOCKETS = ("Too many open files", "Cannot assign requested address")
 CHANCE = 3
 """Standard errors by which throughput may fall beyond that: arrivals are random, and so is what two fifths got."""
 HEADROOM = " headroom"
+SERVER_PROCESS = "server process"
 
 
 class BenchCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +143,9 @@ def _client(evidence: RunEvidence, allowed: Allowed) -> BenchCheck:
 def _requests(evidence: RunEvidence) -> BenchCheck:
     peak = evidence.peak
     reason = ""
-    if not peak.completed:
+    if not peak.requests:
+        reason = "no request was sent at peak: those of the rise were still under way, or it was too short"
+    elif not peak.completed:
         kinds = ", ".join(f"{error.count} x {error.kind}" for error in peak.errors[:3])
         reason = f"no request that was sent at peak was answered{': ' + kinds if kinds else ''}"
     elif not peak.output_tokens:
@@ -181,7 +184,7 @@ def _failed_share(found: Figures) -> float:
 
 def _process(*, same: bool) -> BenchCheck:
     return BenchCheck(
-        name="server process",
+        name=SERVER_PROCESS,
         passed=same,
         measured="the same" if same else "ended",
         limit="the same",

@@ -168,8 +168,8 @@ def compare_lines(found: Comparison) -> Iterator[str]:
         scale, unit = (1.0, "") if one.higher_is_better else (1e3, " ms")
         values = "".join(f"{value * scale:>{14 - len(unit)},.2f}{unit}" for value in (one.a, one.b))
         yield f"{one.name:<18}{values}{one.change:>+14.1%}   {one.low:+.1%} to {one.high:+.1%}: {one.verdict}"
-    for name in found.left_out:
-        yield f"{name:<18}too few requests to compare: P99 needs 1,000, a median 20"
+    if found.left_out:
+        yield f"not compared, of too few requests (P99 needs 1,000, a median 20): {', '.join(found.left_out)}"
     for warning in sorted(found.warnings):
         yield f"note: {warning}"
     yield ""

@@ -53,7 +53,7 @@ def lines(result: BenchResult) -> Iterator[str]:
         mark = "ok  " if check.passed else "FAIL"
         yield f"  {mark} {check.name:<24}{check.measured:>24}   (limit {check.limit})"
     yield ""
-    yield f"{'PASS' if result.verdict.passed else 'FAIL'}: {result.verdict.reason}"
+    yield f"{'PASS' if result.verdict.passed else 'NONE' if result.interrupted else 'FAIL'}: {result.verdict.reason}"
     if result.verdict.safe_concurrency is not None:
         yield f"  safe: {result.verdict.safe_concurrency} at once ({result.verdict.safe_reason})"
     elif result.verdict.safe_reason:

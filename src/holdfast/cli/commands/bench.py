@@ -1,7 +1,7 @@
 """`holdfast bench`: a server under load, and whether it passes. Words in, a table, JSON or a page out; the work is in
 the room `bench`. `holdfast bench serve | throughput | latency` are vLLM's, with its words and result keys.
 
-Exit codes: 0 pass, 1 fail, 2 the run cannot be made as asked.
+Exit codes: 0 pass, 1 fail, 2 the run cannot be made as asked, 3 there was no server or it ended, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.output import say, say_json
-from holdfast.errors import ConfigurationError
+from holdfast.cli.output import say, say_error, say_json
+from holdfast.errors import ConfigurationError, EngineError
 from holdfast.units import shorten
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from holdfast.bench.load.load import Load
     from holdfast.bench.report.compare import Comparison
     from holdfast.bench.result import BenchResult
-    from holdfast.bench.run import RunOptions
 
 HELP = """Put a server under load, and say whether it passes.
 
@@ -51,14 +50,13 @@ EXAMPLES = """examples:
   holdfast bench serve --model NAME --num-prompts 200 --request-rate 4   vLLM's arguments; also throughput, latency
 
 environment: HOLDFAST_API_KEY for a server with a key
-exit codes: 0 pass, 1 fail, 2 usage error
+exit codes: 0 pass, 1 fail, 2 usage error, 3 the server cannot be reached or started, or ended during the run,
+            130 interrupted (what was measured until then is printed and saved)
 """
 AS_VLLM = ("serve", "throughput", "latency")
-DEFAULT_CONCURRENCY, DEFAULT_KNEE, DEFAULT_BURST, DEFAULT_STEP = 16, 64, 8, "15s"
-DEFAULT_PROFILE = {"up": "1m", "peak": "5m", "down": "1m"}
-OF_A_LOAD = {"arrivals": "rate", "burst": "rate", "step": "find_knee", "speed": "traffic"}
-"""Settings that mean nothing without another."""
-PASS, FAIL = 0, 1
+VLLM_ALONE = ("startup", "sweep", "mm-processor")
+"""Benchmarks of vLLM that are not there; a model would be taken for one."""
+PASS, FAIL, NO_SERVER, INTERRUPTED = 0, 1, 3, 130
 _ADDRESS = re.compile(r"\d{1,5}|https?://.+|(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/.*)?")
 
 
@@ -66,6 +64,15 @@ def chosen(words: Sequence[str]) -> tuple[ModuleType | None, list[str]]:
     """The module that takes these words, where it is not this one, and what is left of them."""
     if words and words[0] in AS_VLLM:
         return importlib.import_module(f"holdfast.bench.as_vllm.{words[0]}"), list(words[1:])
+    if words and words[0] in VLLM_ALONE:
+        raise ConfigurationError(
+            f"bench {words[0]} of vLLM is not there",
+            needed=f"one of {', '.join(AS_VLLM)}, an address or a model",
+            fix="holdfast serve prints how long each part of its start took"
+            if words[0] == "startup"
+            else "holdfast bench serve, once for each setting",
+            field="target",
+        )
     return None, list(words)
 
 
@@ -117,6 +124,9 @@ def _add_what_is_asked(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--endpoint", default="/v1/chat/completions", metavar="PATH", help="or /v1/completions")
     asked.add_argument("--prompt", default="256", metavar="TOKENS", help="512, or 100-1000 (default: 256)")
     asked.add_argument("--output", default="128", metavar="TOKENS", help="likewise (default: 128)")
+    asked.add_argument(
+        "--token-ids", action="store_true", help="prompts are token ids: of a server without a tokenizer"
+    )
     asked.add_argument("--prompts", metavar="FILE", help="lines of text or JSON, a batch file, or ShareGPT's JSON")
     asked.add_argument("--prefix-tokens", type=_positive, default=0, metavar="N", help="that prompts begin with alike")
     asked.add_argument("--prefix-share", default="100%", metavar="SHARE", help="of prompts (default: 100%%)")
@@ -147,8 +157,20 @@ def _positive_float(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.compare is not None:
-        return _compare(arguments)
+    from holdfast.bench.target import NO_ANSWER
+
+    try:
+        return _run(arguments) if arguments.compare is None else _compare(arguments)
+    except EngineError as error:
+        if error.code not in NO_ANSWER:
+            raise
+        say_error(error)
+        return NO_SERVER
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from holdfast.bench.measure.verdict import SERVER_PROCESS
+
     if arguments.target is None:
         raise ConfigurationError(
             "nothing to benchmark was named",
@@ -173,11 +195,14 @@ def run(arguments: argparse.Namespace) -> int:
         from holdfast.bench.report.text import lines
 
         say(lines(result))
-    return PASS if result.verdict.passed else FAIL
+    if result.interrupted:
+        return INTERRUPTED
+    ended = any(check.name == SERVER_PROCESS and not check.passed for check in result.verdict.checks)
+    return PASS if result.verdict.passed else NO_SERVER if ended else FAIL
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Always 0: a difference is no fault."""
+    """0 where both could be measured or read: a difference is no fault."""
     from holdfast.bench.report.compare import compare, compare_lines
 
     if arguments.target is not None or arguments.html or arguments.save:
@@ -253,140 +278,34 @@ def _server(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
 
 
 def measured(arguments: argparse.Namespace, url: str, model: str | None) -> BenchResult:
+    from holdfast.bench.arguments import read_load
     from holdfast.bench.run import run_bench
-    from holdfast.bench.target import calibrated, find_target
+    from holdfast.bench.target import calibrated, check_lengths, find_target
 
     load, options = read_load(arguments, url)
     target = find_target(url, options.api_key, arguments.model, load.certificate)
+    check_lengths(load, target)
     load = calibrated(_with(load, model=target.model))
     progress = None if arguments.quiet or not sys.stderr.isatty() else _StatusLine(load)
     try:
-        return run_bench(target, load, _with(options, model=model), progress)
+        return run_bench(target, load, _with(options, model=model, command=_started_as(arguments, model)), progress)
     except KeyboardInterrupt:
-        print("holdfast: interrupted before the end of the run: no figures, nothing written", file=sys.stderr)
+        print("holdfast: interrupted before anything was answered: no figures, nothing written", file=sys.stderr)
         raise
     finally:
         if progress is not None:
             progress.clear()
 
 
+def _started_as(arguments: argparse.Namespace, model: str | None) -> str | None:
+    """As a person would start what was started here; None: it was not."""
+    return None if model is None else f"{shlex.join(['holdfast', 'serve', model])} {arguments.serve_flags}".strip()
+
+
 def _with(record: Any, **changes: Any) -> Any:
     import msgspec
 
     return msgspec.structs.replace(record, **changes)
-
-
-def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions]:
-    from holdfast.bench.load.inputs import parse_lengths, parse_share, read_prompts, read_replay
-    from holdfast.bench.load.load import Load
-    from holdfast.bench.measure.objectives import parse_slo
-    from holdfast.bench.measure.verdict import Allowed
-    from holdfast.bench.run import RunOptions
-    from holdfast.units import parse_duration
-
-    _refuse_contradictions(arguments)
-    _check_certificate(arguments.certificate)
-    key = os.environ.get("HOLDFAST_API_KEY")
-    phases, steps = _phases(arguments)
-    concurrency = steps[-1] if steps else arguments.concurrency
-    if arguments.rate is None and not arguments.traffic:
-        concurrency = concurrency or DEFAULT_CONCURRENCY
-    load = Load(
-        url=url,
-        path=arguments.endpoint,
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        certificate="insecure" if arguments.insecure else arguments.certificate,
-        phases=phases,
-        concurrency=concurrency,
-        rate=arguments.rate,
-        arrivals=arguments.arrivals or "poisson",
-        burst=arguments.burst or DEFAULT_BURST,
-        requests=arguments.requests,
-        replay=read_replay(arguments.traffic, speed=arguments.speed or 1.0) if arguments.traffic else (),
-        timeout_s=parse_duration(arguments.timeout, field="timeout"),
-        seed=arguments.seed,
-        prompt=parse_lengths(arguments.prompt, field="prompt"),
-        output=parse_lengths(arguments.output, field="output"),
-        prompts=read_prompts(arguments.prompts) if arguments.prompts else (),
-        prefix_tokens=arguments.prefix_tokens,
-        prefix_share=parse_share(arguments.prefix_share, field="prefix-share"),
-        prefixes=arguments.prefixes,
-        turns=arguments.turns,
-        think_s=parse_duration(arguments.think, field="think"),
-        cancel_share=parse_share(arguments.cancel, field="cancel"),
-        schema=_json_object(_text_of(arguments.schema), "schema") if arguments.schema else None,
-        schema_share=parse_share(arguments.schema_share, field="schema-share"),
-        adapters=tuple(arguments.lora),
-        ignore_eos=arguments.ignore_eos,
-        extra_body=_json_object(arguments.extra_body, "extra-body") if arguments.extra_body else {},
-    )
-    allowed = Allowed(
-        objectives=parse_slo(arguments.slo) if arguments.slo else (),
-        headroom=parse_share(arguments.headroom, field="headroom"),
-        error_share=parse_share(arguments.max_errors, field="max-errors"),
-        limited_client=arguments.rate is not None and arguments.concurrency is not None,
-    )
-    return load, RunOptions(allowed=allowed, workers=arguments.workers, steps=steps, api_key=key)
-
-
-def _phases(arguments: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
-    """And the levels of a search for the knee."""
-    from holdfast.bench.load.profile import PEAK, Phase, default_profile, steps_profile
-    from holdfast.units import parse_duration
-
-    if arguments.find_knee:
-        most = arguments.concurrency or DEFAULT_KNEE
-        steps = (*(level for power in range(20) if (level := 1 << power) < most), most)
-        return steps_profile(steps, parse_duration(arguments.step or DEFAULT_STEP, field="step")), steps
-    if arguments.requests is not None or arguments.traffic:
-        return (Phase(PEAK, float("inf")),), ()
-    up, peak, down = (
-        parse_duration(usual if getattr(arguments, name) is None else getattr(arguments, name), field=name)
-        for name, usual in DEFAULT_PROFILE.items()
-    )
-    if not peak:
-        raise ConfigurationError("--peak: no time is left to measure", fix="--peak 30s", field="peak")
-    return default_profile(up, peak, down), ()
-
-
-def _refuse_contradictions(arguments: argparse.Namespace) -> None:
-    loads = {"--rate": arguments.rate, "--traffic": arguments.traffic, "--find-knee": arguments.find_knee}
-    given = [flag for flag, value in loads.items() if value]
-    if len(given) > 1:
-        raise ConfigurationError(
-            f"{' and '.join(given)} are different loads", fix=f"leave all but {given[0]} out", field=given[1][2:]
-        )
-    for name, needed in OF_A_LOAD.items():
-        if getattr(arguments, name) is not None and not getattr(arguments, needed):
-            flag = f"--{needed.replace('_', '-')}"
-            raise ConfigurationError(f"--{name} is a part of {flag}", fix=f"{flag}, or leave it out", field=name)
-    other = next((name for name in ("requests", "find_knee", "traffic") if getattr(arguments, name)), None)
-    timed = next((name for name in DEFAULT_PROFILE if getattr(arguments, name) is not None), None)
-    if other is not None and timed is not None:
-        flag = f"--{other.replace('_', '-')}"
-        raise ConfigurationError(
-            f"{flag} decides how long the run is, and --{timed} would too", fix=f"leave --{timed} out", field=timed
-        )
-    if arguments.turns > 1 and not arguments.endpoint.endswith("/chat/completions"):
-        raise ConfigurationError(
-            "conversations of several turns need a chat endpoint",
-            needed="--endpoint /v1/chat/completions",
-            found=shorten(arguments.endpoint),
-            fix="leave --endpoint or --turns out",
-            field="turns",
-        )
-
-
-def _text_of(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"--schema: {shorten(path)} cannot be read",
-            found=str(error),
-            fix="a file with a JSON schema",
-            field="schema",
-        ) from error
 
 
 def _check_can_be_written(path: str | None, field: str) -> None:
@@ -409,32 +328,6 @@ def _check_can_be_written(path: str | None, field: str) -> None:
             fix=f"--{field} {'result.json' if field == 'save' else 'report.html'}",
             field=field,
         )
-
-
-def _check_certificate(path: str) -> None:
-    import ssl
-
-    try:
-        if path:
-            ssl.create_default_context(cafile=path)
-    except OSError as error:  # ssl.SSLError is one.
-        raise ConfigurationError(
-            f"--certificate: {shorten(path)} cannot be read",
-            needed="a file with certificates in PEM format",
-            found=str(error),
-            fix="the server's --ssl-certfile",
-            field="certificate",
-        ) from error
-
-
-def _json_object(text: str, field: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--{field}: not JSON: {error}", fix="a JSON object", field=field) from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"--{field}: not an object", found=shorten(text), fix="a JSON object", field=field)
-    return found
 
 
 class _StatusLine:

@@ -143,6 +143,7 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         force_include_usage=server_config.enable_force_include_usage,
         enable_sleep_mode=engine_config.enable_sleep_mode,
         may_change_memory=_trusted(server_config),
+        loopback_only=_trusted(server_config),
         allowed_origins=server_config.allowed_origins,
         allowed_methods=server_config.allowed_methods,
         allowed_headers=server_config.allowed_headers,

@@ -35,6 +35,7 @@ from holdfast.server.http.errors import (
     is_anthropic,
 )
 from holdfast.server.http.paths import COMPUTING, NEEDS_ENGINE, UI_OPEN, UI_QUIET
+from holdfast.server.http.rebinding import check_host
 from holdfast.server.http.request_body import INTAKE, Intake
 from holdfast.server.schema.ignored import HEADER, IGNORED, IgnoredFieldLog, IgnoredFields
 from holdfast.server.settings import AccessLog, ServerSettings
@@ -174,6 +175,8 @@ class AccessMiddleware:
             if size_bytes > MAX_HEAD_BYTES:
                 raise _head_too_large(size_bytes)
             self._check_key(scope, headers)
+            if self._settings.loopback_only and not self._keys.asked_for:
+                check_host(scope["method"], headers, self._settings.allowed_origins)
             self._check_engine(scope["path"])
             if scope.get(FULL) and scope["path"] not in PROBES:
                 raise _full()

@@ -1,0 +1,249 @@
+"""`holdfast tune`: the settings of a server that answer the most of a traffic in time, found by measurement. Words in,
+a report or JSON out; the work is in the room `tune`.
+
+Exit codes: 0 a command to keep that holds the SLO, 1 none held it, 2 usage error, 3 no server ran, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shlex
+import sys
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli.output import say, say_json
+from holdfast.errors import ConfigurationError
+from holdfast.units import shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from holdfast.bench.load.load import Arrival
+    from holdfast.tune.configuration import ServerConfiguration
+    from holdfast.tune.measure import ServerTrials
+    from holdfast.tune.result import TuneResult
+    from holdfast.tune.trial import Stage, Trial
+    from holdfast.tune.tuner import Measure
+
+HELP = """Find the settings of a server that answer the most of your traffic within an SLO.
+
+The planner rules out what cannot fit or cannot be best; the rest is measured: a server is started with the settings,
+the busiest part of the traffic is replayed, and the best few are measured again in turns with the default. Ends with
+the command to keep and its gain, or says that nothing is better than the default."""
+
+USAGE = "holdfast tune MODEL --traffic FILE --slo ttft=500ms,itl=50ms [--minutes N] [--engine vllm] [options]"
+
+EXAMPLES = """examples:
+  holdfast tune smollm2 --traffic access.log --slo ttft=500ms,itl=50ms      half an hour, by replaying a log
+  holdfast tune MODEL --traffic t.jsonl --slo e2e.p95=20s --minutes 120     more time: smaller gains can be proven
+  holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --lossy               also an FP8 KV cache and quantized weights
+  holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --speed 2             how it would be with twice the traffic
+  holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --engine vllm --serve-flags "--enforce-eager"
+  holdfast tune MODEL --traffic t.jsonl --slo ttft=1s --json > tuned.json   for programs (docs/tune.md)
+
+environment: HOLDFAST_API_KEY for a server with a key
+exit codes: 0 a command to keep, 1 no configuration held the SLO, 2 usage error, 3 no server ran, 130 interrupted
+"""
+KEEP, MISSED, NOT_RUNNING, INTERRUPTED = 0, 1, 3, 130
+TRIALS_WANTED, SHORTEST_TRIAL_S, LONGEST_TRIAL_S = 50, 8.0, 30.0
+"""A trial's length where none is set: so that about so many fit, with time to start servers, within these."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="as holdfast serve takes it")
+    parser.add_argument(
+        "--traffic", required=True, metavar="FILE", help="access log or JSON lines with times and tokens"
+    )
+    parser.add_argument(
+        "--slo", required=True, metavar="SLO", help="ttft=500ms,itl=50ms; p99 where nothing else is said"
+    )
+    parser.add_argument("--engine", choices=("holdfast", "vllm"), default="holdfast", help="default: holdfast")
+    parser.add_argument("--minutes", type=_positive, default=30.0, metavar="N", help="for all of it (default: 30)")
+    parser.add_argument("--trial", metavar="TIME", help="of traffic in one trial (default: 8s to 30s, by --minutes)")
+    parser.add_argument(
+        "--speed", default="auto", metavar="X", help="of the replay; auto: until the default no longer holds"
+    )
+    parser.add_argument(
+        "--lossy", action="store_true", help="try also what changes answers: KV type, quantized weights"
+    )
+    parser.add_argument("--nvme-path", metavar="DIR", help="try also layers on this disk (holdfast on a CPU)")
+    parser.add_argument("--serve-flags", default="", metavar='"FLAGS"', help="of every server; what they set stays")
+    parser.add_argument("--headroom", default="5%", metavar="SHARE", help="RAM and VRAM to stay free (default: 5%%)")
+    parser.add_argument("--max-errors", default="0.1%", metavar="SHARE", help="of requests (default: 0.1%%)")
+    parser.add_argument("--endpoint", default="/v1/chat/completions", metavar="PATH", help="or /v1/completions")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="client processes (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts")
+    parser.add_argument("--json", action="store_true", help="print JSON (docs/tune.md)")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError("must be a number above 0")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from holdfast.tune.report import lines
+
+    result = tuned(arguments)
+    if arguments.json:
+        import msgspec
+
+        say_json(json.loads(msgspec.json.encode(result)))
+    else:
+        say(lines(result))
+    if result.interrupted:
+        return INTERRUPTED
+    if result.command is None:
+        return NOT_RUNNING
+    return KEEP if result.held else MISSED
+
+
+def tuned(arguments: argparse.Namespace) -> TuneResult:
+    from holdfast.bench.load.inputs import parse_share, read_replay
+    from holdfast.bench.measure.objectives import parse_slo
+    from holdfast.tune.configuration import DEFAULT, program
+    from holdfast.tune.measure import ServerTrials, TrialSettings
+    from holdfast.tune.pruning import Planner, Survivors, most_goodput, survivors
+    from holdfast.tune.result import make_result
+    from holdfast.tune.space import axes_of
+    from holdfast.tune.tuner import Tuner
+
+    began_s = time.monotonic()
+    objectives, speed = parse_slo(arguments.slo), _speed(arguments.speed)
+    headroom = parse_share(arguments.headroom, field="headroom")
+    flags, arrivals = shlex.split(arguments.serve_flags), read_replay(arguments.traffic)
+    seconds = _trial_s(arguments)
+    program(arguments.engine)
+    planner = Planner(arguments.model, engine=arguments.engine, settings=planned_settings(flags))
+    default = planner.plan(DEFAULT)
+    _check_lengths(arrivals, default.question.model.spec.max_position)
+    trials = ServerTrials(
+        TrialSettings(
+            engine=arguments.engine,
+            model=arguments.model,
+            flags=tuple(flags),
+            arrivals=arrivals,
+            seconds=seconds,
+            objectives=objectives,
+            headroom=headroom,
+            error_share=parse_share(arguments.max_errors, field="max-errors"),
+            endpoint=arguments.endpoint,
+            workers=arguments.workers,
+            seed=arguments.seed,
+            api_key=os.environ.get("HOLDFAST_API_KEY"),
+        )
+    )
+    axes = axes_of(
+        default,
+        arrivals,
+        engine=arguments.engine,
+        lossy=arguments.lossy,
+        nvme_path=arguments.nvme_path,
+        fixed=frozenset(planned_settings(flags)),
+    )
+
+    @cache
+    def choices(pace: float) -> Survivors:
+        found = survivors(axes, planner, trials.replay(pace), engine=arguments.engine, headroom=headroom)
+        if not arguments.quiet:
+            print(
+                f"holdfast: {len(found.servers):,} of {found.combinations:,} configurations are worth a run",
+                file=sys.stderr,
+                flush=True,
+            )
+        return found
+
+    tuner = Tuner(
+        choices,
+        trials if arguments.quiet else _told(trials),
+        budget_s=60 * arguments.minutes - (time.monotonic() - began_s),
+        speed=speed,
+        most_goodput=lambda place, pace: most_goodput(choices(pace).servers[place].plan, trials.replay(pace), seconds),
+    )
+    outcome = tuner.run()
+    return make_result(
+        outcome, choices(outcome.speed), model=arguments.model, engine=arguments.engine, flags=flags,
+        source=shorten(arguments.traffic), arrivals=arrivals, replay=trials.replay(outcome.speed), trial_s=seconds,
+        objectives=objectives, headroom=headroom, lossy=arguments.lossy, seconds=time.monotonic() - began_s,
+    )  # fmt: skip
+
+
+def planned_settings(flags: Sequence[str]) -> dict[str, Any]:
+    """What the planner knows of these flags."""
+    from dataclasses import fields
+
+    from holdfast.config.plan import PlanConfig
+
+    known = {field.name for field in fields(PlanConfig)}
+    found: dict[str, Any] = {}
+    words = [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for at, word in enumerate(words):
+        name = word.removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in known:
+            bare = at + 1 == len(words) or words[at + 1].startswith("--")
+            found[name] = True if bare else words[at + 1]
+    return found
+
+
+def _speed(text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        return _positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigurationError(
+            f"--speed: {shorten(text)!r} {error}", needed="a number, or auto", fix="--speed 2", field="speed"
+        ) from error
+
+
+def _trial_s(arguments: argparse.Namespace) -> float:
+    from holdfast.units import parse_duration
+
+    if arguments.trial is None:
+        return min(LONGEST_TRIAL_S, max(SHORTEST_TRIAL_S, 60 * float(arguments.minutes) / TRIALS_WANTED))
+    found = parse_duration(arguments.trial, field="trial")
+    if not 0 < found < 60 * arguments.minutes:
+        raise ConfigurationError(
+            "--trial: a trial must be shorter than all of them",
+            needed=f"less than --minutes {arguments.minutes:g}",
+            found=shorten(arguments.trial),
+            fix="--trial 20s",
+            field="trial",
+        )
+    return float(found)
+
+
+def _check_lengths(arrivals: Sequence[Arrival], context: int) -> None:
+    from holdfast.tune.space import longest
+
+    if (needed := longest(arrivals)) > context:
+        raise ConfigurationError(
+            "--traffic has requests that this model cannot answer",
+            needed=f"{needed:,} tokens of prompt and output",
+            found=f"a context of {context:,} tokens",
+            fix="a model with a longer context, or a file without these requests",
+            field="traffic",
+        )
+
+
+def _told(trials: ServerTrials) -> Measure:
+    """The same trials, each told on standard error when it has ended."""
+    from holdfast.tune.report import trial_line
+
+    numbers = itertools.count(1)
+
+    def measured(configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+        trial = trials(configuration, speed=speed, stage=stage)
+        print(trial_line(next(numbers), trial), file=sys.stderr, flush=True)
+        return trial
+
+    return measured

@@ -1,0 +1,119 @@
+"""A tuning for people: what was ruled out, what was run, and the command to keep. Lines of a trial while it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.tune.configuration import ServerConfiguration
+from holdfast.tune.result import TriedConfiguration, TuneResult, is_lossy
+from holdfast.tune.trial import Trial
+from holdfast.tune.tuner import BETTER, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED
+from holdfast.units import counted, format_duration
+
+SHOWN = 12
+"""Configurations in the table."""
+
+
+def trial_line(number: int, trial: Trial) -> str:
+    """While it goes on."""
+    if trial.died:
+        said = f"died: {trial.died}"
+    else:
+        said = f"{trial.goodput:.2f} requests/s within the SLO ({trial.good_share:.0%}), {_latencies(trial.measured_s)}"
+        said += f", failed: {trial.errors}" if trial.failed else ""
+        said += "" if trial.headroom_held else ", too little memory left"
+    return f"{number:>3}  {trial.stage}, {trial.speed:g}x: {trial.configuration}: {said}"
+
+
+def lines(result: TuneResult) -> Iterator[str]:
+    traffic = result.traffic
+    yield f"{result.model} ({result.engine}), {', '.join(_objectives(result))}, {result.headroom:.0%} of memory free"
+    pace = "at its own pace" if traffic.speed == 1 else f"at {traffic.speed:g} times its pace"
+    yield (
+        f"  {counted(traffic.replayed, 'request')} of {traffic.source} in {traffic.trial_s:g} s {pace}"
+        f" ({traffic.offered_per_s:.2f} requests/s)"
+    )
+    if traffic.speed > 1:
+        yield "  quicker than it was, since at its own pace the default keeps the SLO and nothing could be better"
+    yield ""
+    yield f"{counted(result.combinations, 'combination')} of " + ", ".join(axis.name for axis in result.axes)
+    for one in result.pruned:
+        yield f"  {one.count:,} not run, {one.kind}; {one.example}"
+    tried = {tuple(trial.settings.items()) for trial in result.trials}
+    yield f"  {len(tried):,} run in {counted(len(result.trials), 'trial')}, {format_duration(result.seconds)}"
+    yield f"  the search ended because {result.ended}"
+    if not result.lossy:
+        yield "  not tried: an FP8 KV cache and quantized weights, which change answers (--lossy)"
+    yield ""
+    yield from _table(result)
+    for warning in sorted({warning for trial in result.trials for warning in trial.warnings}):
+        yield f"note: {warning}"
+    yield ""
+    yield from _end(result)
+
+
+def _objectives(result: TuneResult) -> Iterator[str]:
+    for name, seconds in result.slo.items():
+        yield f"{name.replace('.', ' ').replace('_', '.')} within {1e3 * seconds:g} ms"
+
+
+def _table(result: TuneResult) -> Iterator[str]:
+    """Of the speed that was compared at, the best first."""
+    by_settings: dict[str, list[TriedConfiguration]] = {}
+    for trial in result.trials:
+        if trial.speed == result.traffic.speed or trial.died:
+            name = str(ServerConfiguration(tuple(trial.settings.items())))
+            by_settings.setdefault(name, []).append(trial)
+    rows = sorted(by_settings.items(), key=lambda item: (-_goodput(item[1]), item[0]))
+    yield f"{'requests/s in the SLO':>22}{'runs':>6}  configuration"
+    for name, trials in rows[:SHOWN]:
+        died = next((trial.died for trial in trials if trial.died), "")
+        marks = [
+            f"died: {died}" if died else "",
+            "" if all(trial.headroom_held for trial in trials) else "too little memory left",
+            "" if died else _latencies(trials[-1].measured_s),
+            f"failed: {trials[-1].errors}" if trials[-1].failed and not died else "",
+        ]
+        yield f"{_goodput(trials):>22.2f}{len(trials):>6}  {name}  ({'; '.join(filter(None, marks))})"
+    if len(rows) > SHOWN:
+        yield f"{'':>22}{'':>6}  and {len(rows) - SHOWN} more (--json has them)"
+
+
+def _goodput(trials: list[TriedConfiguration]) -> float:
+    return sum(trial.goodput for trial in trials) / len(trials)
+
+
+def _latencies(measured: dict[str, float]) -> str:
+    return ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in measured.items()) or "nothing measured"
+
+
+def _end(result: TuneResult) -> Iterator[str]:
+    gain = result.gain
+    interval = "" if gain is None else f"{gain.low:+.1%} to {gain.high:+.1%} at 95%, {gain.rounds} rounds in turns"
+    if result.interrupted:
+        yield "interrupted: this is what is known so far"
+    if result.verdict == BETTER and gain is not None:
+        yield f"{gain.change:+.1%} goodput over the default ({interval}): {gain.default_goodput:.2f} to" + (
+            f" {gain.goodput:.2f} requests/s within the SLO"
+        )
+    elif result.verdict == STANDS:
+        more = f"; goodput {gain.change:+.1%} ({interval})" if gain is not None else ""
+        yield f"this one keeps what the default does not{more}"
+    elif result.verdict == ONLY:
+        yield "the default does not run here, or leaves too little memory; this one does"
+    elif result.verdict == SAME:
+        more = f": the best of the others was {gain.change:+.1%} ({interval})" if gain is not None else ""
+        yield f"no difference: keep the default{more}"
+    elif result.verdict == UNCONFIRMED:
+        yield "keep the default: nothing was proven better in this time; a higher --minutes leaves time to prove it"
+    elif result.verdict == NOTHING:
+        yield "no configuration ran"
+    for why in result.why:
+        yield f"  {why}"
+    if result.command is not None:
+        if not result.held:
+            yield "  none kept the SLO at this load: fewer requests for one server, more servers, or a looser SLO"
+        if result.settings and is_lossy(result.settings):
+            yield "  it changes answers: check their quality before you keep it"
+        yield ""
+        yield result.command

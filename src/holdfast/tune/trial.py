@@ -1,0 +1,124 @@
+"""`Trial`: what one run of one configuration showed, and how trials are ranked. Records and comparisons only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.bench.measure.figures import Figures
+from holdfast.bench.measure.objectives import Objective
+from holdfast.bench.measure.verdict import HEADROOM
+from holdfast.bench.result import BenchResult
+from holdfast.tune.configuration import ServerConfiguration
+
+Stage = Literal["default", "search", "finalists", "confirmation", "own pace"]
+SLACK = 0.05
+"""At most this share of its goodput a configuration gains by staying well within the SLO: what tells two apart that
+both answer everything in time."""
+
+LATE_WORTH = 0.02
+"""Of an answer, whether in time or not: what tells two apart where none is in time."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    configuration: ServerConfiguration
+    stage: Stage
+    speed: float
+    """Of the replay: 1 is the traffic's own pace."""
+    goodput: float = 0.0
+    """Requests a second that were answered within the SLO."""
+    good_share: float = 0.0
+    requests: int = 0
+    failed: int = 0
+    errors: str = ""
+    """Kinds of failures, the most frequent first."""
+    answered_per_s: float = 0.0
+    """In time or not."""
+    output_tokens_per_s: float = 0.0
+    measured_s: dict[str, float] = {}
+    """Each objective, as `ttft p99`."""
+    times_limit: float | None = None
+    """The objective that comes nearest to its limit, or goes furthest beyond it, as a multiple of it."""
+    slo_held: bool = False
+    headroom_held: bool = True
+    preemptions: float | None = None
+    died: str = ""
+    """Why the server did not start or did not live; empty: it did."""
+    warnings: list[str] = []
+    seconds: float = 0.0
+    """All of it: start, replay, end."""
+
+    @property
+    def held(self) -> bool:
+        return not self.died and self.headroom_held and self.slo_held
+
+    @property
+    def merit(self) -> float | None:
+        """What the search climbs: goodput, with a little for what is left of the SLO. None: it died, or left too
+        little memory, so that it cannot be kept."""
+        if self.died or not self.headroom_held:
+            return None
+        worth = self.goodput + LATE_WORTH * self.answered_per_s
+        return worth * (1 - SLACK * math.tanh(math.log(self.times_limit))) if self.times_limit else worth
+
+
+def standing(trials: Sequence[Trial]) -> tuple[bool, bool]:
+    """Of runs of one configuration: whether all lived and kept the headroom, and whether most kept the SLO too. The
+    higher is never given up for goodput."""
+    sound = bool(trials) and all(not trial.died and trial.headroom_held for trial in trials)
+    return sound, sound and sum(trial.slo_held for trial in trials) * 2 >= len(trials)
+
+
+def mean_merit(trials: Sequence[Trial]) -> float:
+    return sum(trial.merit or 0.0 for trial in trials) / len(trials) if trials else 0.0
+
+
+def trial_of(
+    result: BenchResult, configuration: ServerConfiguration, *, stage: Stage, speed: float, offered_s: float,
+    objectives: Sequence[Objective], error_share: float, seconds: float, died: str,
+) -> Trial:  # fmt: skip
+    """`offered_s`: while requests came; what they took beyond it is not the configuration's time but the traffic's."""
+    figures = result.whole
+    measured = {
+        _name(objective): value for objective in objectives if (value := _value(figures, objective)) is not None
+    }
+    ratios = [measured[_name(one)] / one.seconds for one in objectives if _name(one) in measured]
+    answered = len(ratios) == len(objectives) and figures.failed <= error_share * figures.requests
+    failed = [check for check in result.verdict.checks if not check.passed]
+    told: list[Any] = [sample.preemptions for sample in result.samples if sample.preemptions is not None]
+    return Trial(
+        configuration=configuration,
+        stage=stage,
+        speed=speed,
+        goodput=(figures.good_share or 0.0) * figures.requests / offered_s,
+        good_share=figures.good_share or 0.0,
+        requests=figures.requests,
+        failed=figures.failed,
+        errors=", ".join(f"{error.count} x {error.kind}" for error in figures.errors[:3]),
+        answered_per_s=figures.requests_per_s,
+        output_tokens_per_s=figures.output_tokens_per_s,
+        measured_s=measured,
+        times_limit=max(ratios, default=None),
+        slo_held=answered and max(ratios) <= 1,
+        headroom_held=not any(check.name.endswith(HEADROOM) for check in failed),
+        preemptions=told[-1] - told[0] if told else None,
+        died=died,
+        warnings=[f"{check.name}: {check.reason}" for check in failed if check.name in _WARNED],
+        seconds=seconds,
+    )
+
+
+_WARNED = ("client", "stall", "RAM over time", "VRAM over time")
+
+
+def _name(objective: Objective) -> str:
+    return f"{objective.metric} {objective.percentile.replace('_', '.')}"
+
+
+def _value(figures: Figures, objective: Objective) -> float | None:
+    """As the verdict has it: what a user waits for counts from when the request was to be sent."""
+    found = getattr(figures, {"ttft": "ttft_intended", "e2e": "e2e_intended"}.get(objective.metric, objective.metric))
+    return None if found is None else float(found.at(objective.percentile))

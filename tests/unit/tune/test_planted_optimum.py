@@ -1,0 +1,189 @@
+"""A search over planted landscapes: measurements are a function here, with a best place that is known, noise, cliffs
+beyond which servers die, plateaus and interactions. No server is in it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration
+from holdfast.tune.pruning import configuration_at
+from holdfast.tune.trial import Stage, Trial
+from holdfast.tune.tuner import BETTER, NOTHING, ONLY, SAME, STANDS, UNCONFIRMED, TuneOutcome, Tuner
+
+TRIAL_S = 10.0
+AXES = (
+    Axis("max_num_seqs", (8, 16, 32, None, 128, 256)),
+    Axis("max_num_batched_tokens", (64, 128, 256, None, 1024, 2048)),
+    Axis("gpu_memory_utilization", (0.7, 0.8, None, 0.95)),
+    Axis("max_model_len", (1024, None)),
+)
+START = tuple(axis.values.index(None) for axis in AXES)
+POINTS = sorted(
+    itertools.product(*(range(len(axis.values)) for axis in AXES)), key=lambda point: point != START
+)  # The default first.
+Landscape = Callable[[tuple[int, ...]], float | None]
+
+
+class AllPlaces(NamedTuple):
+    configurations: list[ServerConfiguration]
+    points: list[tuple[int, ...]]
+    same_as: dict[tuple[int, ...], int]
+
+
+class PlantedServer:
+    """Answers what the landscape says, with noise, and takes TRIAL_S of a clock of its own."""
+
+    def __init__(self, landscape: Landscape, *, noise: float = 0.0, seed: int = 0, saturated_at: float = 1.0) -> None:
+        self.landscape, self.noise, self.draw = landscape, noise, random.Random(seed)
+        self.saturated_at = saturated_at
+        self.now_s = 0.0
+        self.interrupt_after = math.inf
+        self.places = {configuration_at(AXES, point): point for point in POINTS}
+        self.tight: set[ServerConfiguration] = set()
+
+    def __call__(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+        if self.now_s / TRIAL_S >= self.interrupt_after:
+            raise KeyboardInterrupt
+        self.now_s += TRIAL_S
+        value = self.landscape(self.places[configuration])
+        if value is None:
+            return Trial(configuration=configuration, stage=stage, speed=speed, died="out of memory", seconds=TRIAL_S)
+        offered = speed * 10.0 / self.saturated_at
+        goodput = max(0.0, min(value * (1 + self.draw.gauss(0, self.noise)), offered))
+        share = goodput / offered
+        return Trial(
+            configuration=configuration, stage=stage, speed=speed, goodput=goodput, good_share=share, requests=100,
+            times_limit=offered / value, slo_held=share >= 0.99, headroom_held=configuration not in self.tight,
+            seconds=TRIAL_S,
+        )  # fmt: skip
+
+    def tune(self, trials: int = 60, *, speed: float | None = 1.0) -> TuneOutcome:
+        every = AllPlaces(list(self.places), POINTS, {point: at for at, point in enumerate(POINTS)})
+        return Tuner(lambda speed: every, self, budget_s=trials * TRIAL_S, speed=speed, clock=lambda: self.now_s).run()
+
+
+def hill(best: tuple[int, ...], *, width: float = 3.0) -> Landscape:
+    return lambda point: 9.0 * math.exp(-(math.dist(point, best) ** 2) / (2 * width**2))
+
+
+def cliff(point: tuple[int, ...]) -> float | None:
+    """The more at once the better, until it dies; a large step helps, until it does not."""
+    if point[0] + point[1] > 7 or point[2] == 3:
+        return None
+    return 3.0 + 1.0 * point[0] + 0.5 * point[1]
+
+
+def valley(point: tuple[int, ...]) -> float:
+    """Sequences and tokens help only together: each alone makes it worse."""
+    return 5.0 + (3.0 if point[0] >= 4 and point[1] >= 4 else -0.4 * abs(point[0] - 3) - 0.4 * abs(point[1] - 3))
+
+
+def plateau(point: tuple[int, ...]) -> float:
+    """All the same, but for one end."""
+    return 8.0 if point[0] <= 1 and point[1] <= 2 else 5.0
+
+
+def of(landscape: Landscape, outcome: TuneOutcome) -> float:
+    assert outcome.kept is not None
+    value = landscape(PlantedServer(landscape).places[outcome.kept])
+    assert value is not None
+    return value
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize(
+    "landscape",
+    [hill((1, 4, 2, 1)), hill((5, 0, 1, 0)), hill((0, 5, 3, 1), width=2.0), cliff, valley, plateau],
+    ids=["hill", "corner", "narrow", "cliff", "valley", "plateau"],
+)
+def test_a_planted_optimum_is_found(landscape: Landscape, noise: float) -> None:
+    """In 288 combinations, with time for 60 runs, those that prove it among them."""
+    best = max(value for point in POINTS if (value := landscape(point)) is not None)
+    for seed in range(3):
+        outcome = PlantedServer(landscape, noise=noise, seed=seed).tune()
+        assert outcome.verdict == BETTER
+        assert of(landscape, outcome) >= (0.95 if noise == 0 else 0.93) * best, (seed, str(outcome.kept))
+        assert outcome.gain is not None
+        truly = of(landscape, outcome) / (landscape(START) or 1.0) - 1
+        assert outcome.gain.change == pytest.approx(truly, abs=0.1 * (1 + truly))
+        assert len(outcome.trials) <= 60
+
+
+def test_where_nothing_differs_the_default_is_kept() -> None:
+    kept = [PlantedServer(lambda point: 5.0, noise=0.05, seed=seed).tune() for seed in range(20)]
+    told = [outcome.verdict for outcome in kept]
+    assert told.count(SAME) >= 18  # An interval of 95% is wrong once in twenty.
+    assert all(outcome.kept == DEFAULT for outcome in kept if outcome.verdict == SAME)
+
+
+def test_a_default_that_is_best_is_kept() -> None:
+    outcome = PlantedServer(hill(START), noise=0.02).tune()
+    assert (outcome.kept, outcome.verdict) == (DEFAULT, SAME)
+
+
+def test_what_fails_headroom_is_never_kept_however_fast() -> None:
+    landscape = hill((1, 4, 2, 1))
+    server = PlantedServer(landscape)
+    best = configuration_at(AXES, (1, 4, 2, 1))
+    server.tight = {best}
+    outcome = server.tune()
+    assert outcome.kept != best
+    assert outcome.verdict == BETTER
+    assert of(landscape, outcome) > 8.0
+
+
+def test_what_holds_the_slo_is_kept_over_what_does_not() -> None:
+    """Beyond 10 requests a second nothing more is offered: both ends answer all, one of them within the SLO."""
+    outcome = PlantedServer(lambda point: 12.0 if point[0] == 1 else 9.85).tune()
+    assert outcome.verdict == STANDS
+    assert outcome.kept is not None
+    assert outcome.kept.value("max_num_seqs") == 16
+    assert outcome.held
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_alone_holds_the_slo_is_kept_without_time_for_a_proof(interrupted: bool) -> None:
+    server = PlantedServer(lambda point: 12.0 if point[0] == 1 else 9.5)
+    server.interrupt_after = 3 if interrupted else math.inf
+    outcome = server.tune(trials=60 if interrupted else 6)
+    assert outcome.verdict == STANDS
+    assert outcome.kept is not None
+    assert outcome.kept.value("max_num_seqs") == 16
+    assert (outcome.gain, outcome.interrupted) == (None, interrupted)
+
+
+def test_a_default_that_dies_is_replaced_and_one_where_all_die_says_so() -> None:
+    outcome = PlantedServer(lambda point: None if point[1] >= 3 else 5.0 + point[0]).tune()
+    assert outcome.verdict == ONLY
+    assert of(lambda point: None if point[1] >= 3 else 5.0 + point[0], outcome) == 10.0
+    dead = PlantedServer(lambda point: None).tune()
+    assert (dead.kept, dead.verdict) == (None, NOTHING)
+
+
+def test_the_replay_is_quickened_until_the_default_no_longer_holds_and_the_kept_one_holds_the_users_pace() -> None:
+    server = PlantedServer(lambda point: 30.0 + 4 * point[0], saturated_at=1.0)
+    outcome = server.tune(speed=None)
+    assert outcome.speed == 8.0
+    assert outcome.verdict == BETTER
+    assert [trial.speed for trial in outcome.trials if trial.stage == "default"] == [1.0, 4.0, 8.0]
+    assert [trial.speed for trial in outcome.trials if trial.stage == "own pace"] == [1.0]
+    assert outcome.held
+
+
+def test_ctrl_c_keeps_the_default_and_what_was_measured() -> None:
+    server = PlantedServer(hill((1, 4, 2, 1)))
+    server.interrupt_after = 7
+    outcome = server.tune()
+    assert (outcome.kept, outcome.verdict, outcome.interrupted) == (DEFAULT, UNCONFIRMED, True)
+    assert len(outcome.trials) == 7
+
+
+def test_what_cannot_be_confirmed_in_the_time_is_not_called_better() -> None:
+    outcome = PlantedServer(hill((1, 4, 2, 1))).tune(trials=5)
+    assert (outcome.kept, outcome.verdict) == (DEFAULT, UNCONFIRMED)

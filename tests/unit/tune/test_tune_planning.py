@@ -1,0 +1,178 @@
+"""What is tried and what is not: ladders, what the planner rules out, the part of a traffic that is replayed, words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.bench.load.load import Arrival
+from holdfast.bench.measure.objectives import parse_slo
+from holdfast.cli.commands.tune import planned_settings
+from holdfast.tune.configuration import DEFAULT, Axis, ServerConfiguration, command_of, start_words
+from holdfast.tune.gain import gain_of
+from holdfast.tune.measure import cause_of, timeout_of
+from holdfast.tune.pruning import REFUSED, SAME, SHORT, SLOWER, Planner, Survivors, most_goodput, survivors
+from holdfast.tune.replay import busiest, replayed
+from holdfast.tune.report import lines
+from holdfast.tune.result import make_result
+from holdfast.tune.space import axes_of
+from holdfast.tune.trial import Trial
+from holdfast.tune.tuner import BETTER, TuneOutcome
+
+FEW = [Arrival(0.1 * at, 100, 20) for at in range(40)]
+
+
+def of(model: str, *axes: Axis, arrivals: list[Arrival] | None = None, **settings: str) -> Survivors:
+    planner = Planner(model, engine="holdfast", settings=settings)
+    return survivors(axes, planner, arrivals or FEW, engine="holdfast", headroom=0.05)
+
+
+def told(found: Survivors) -> dict[str, int]:
+    return {one.kind: one.count for one in found.pruned}
+
+
+def test_what_is_beyond_the_whole_traffic_is_measured_once() -> None:
+    found = of("smollm2", Axis("max_num_seqs", (16, None, 128, 256)), Axis("gpu_memory_utilization", (0.5, None, 0.95)))
+    assert [str(one) for one in found.configurations] == ["the default", "--max-num-seqs 16"]
+    assert told(found) == {SAME: 10}
+    assert found.combinations == 12
+    assert found.same_as[(3, 2)] == 0  # 256 sequences at 0.95, of 40 requests.
+
+
+def test_a_larger_kv_cache_is_tried_where_what_may_run_at_once_does_not_fit() -> None:
+    long = [Arrival(0.1 * at, 3000, 1000) for at in range(200)]
+    axes = (Axis("max_num_seqs", (16, None)), Axis("gpu_memory_utilization", (0.8, None)))
+    found = of("llama-3.1-8b", *axes, arrivals=long, gpu="h100-80")
+    assert [str(one) for one in found.configurations] == [
+        "the default", "--max-num-seqs 16", "--gpu-memory-utilization 0.8",
+    ]  # fmt: skip
+    assert told(found) == {SAME: 1}  # 16 of them fit in either.
+
+
+def test_what_does_not_fit_or_is_too_short_is_not_started() -> None:
+    axes = (
+        Axis("max_model_len", (64, None)),
+        Axis("max_num_batched_tokens", (32, None)),
+        Axis("max_num_seqs", (None, 64)),
+    )
+    found = of("smollm2", *axes)
+    assert told(found)[SHORT] >= 1
+    assert told(found)[REFUSED] >= 1  # 64 sequences in a step of 32 tokens.
+    short = next(one for one in found.pruned if one.kind == SHORT)
+    assert "a request has 120" in short.example
+
+
+def test_layers_of_a_disk_are_not_tried_where_the_model_fits_in_ram() -> None:
+    assert told(of("smollm2", Axis("nvme_path", (None, "/tmp")))) == {SLOWER: 1}
+
+
+def test_a_device_cannot_answer_more_than_its_memory_reads() -> None:
+    planner = Planner("llama-3.1-8b", engine="holdfast", settings={"gpu": "h100-80"})
+    burst = [Arrival(0.0, 100, 200)] * 1000
+    one, many = (
+        most_goodput(planner.plan(ServerConfiguration((("max_num_seqs", count),))), burst, 10.0) for count in (1, 64)
+    )
+    assert one is not None
+    assert many is not None
+    assert 0 < one < many / 8
+    assert most_goodput(Planner("smollm2", engine="holdfast", settings={}).plan(DEFAULT), burst, 10.0) is None
+
+
+def test_ladders_surround_the_default_and_lossy_settings_are_asked_for() -> None:
+    plan = Planner("smollm2", engine="holdfast", settings={}).plan(DEFAULT)
+    exact = {axis.name: axis.values for axis in axes_of(plan, FEW, engine="holdfast")}
+    assert exact["max_num_seqs"] == (8, 16, 32, None, 128, 256)
+    assert exact["max_model_len"] == (256, None)
+    assert exact.keys() == {"max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization"}
+    lossy = {axis.name: axis.values for axis in axes_of(plan, FEW, engine="holdfast", lossy=True, nvme_path="/disk")}
+    assert lossy["kv_cache_dtype"] == (None, "bfloat16", "fp8")
+    assert lossy["nvme_path"] == (None, "/disk")
+    fixed = axes_of(plan, FEW, engine="holdfast", fixed=frozenset({"max_num_seqs"}))
+    assert "max_num_seqs" not in [axis.name for axis in fixed]
+    theirs = {axis.name: axis.values for axis in axes_of(plan, FEW, engine="vllm")}
+    assert theirs["max_num_seqs"] == (8, 16, 32, 64, None, 128, 256)  # What None is there nobody says.
+
+
+def test_several_gpus_are_split_over_of_vllm_alone() -> None:
+    plan = Planner("llama-3.1-8b", engine="vllm", settings={"gpu": "h100-80x4"}).plan(DEFAULT)
+    names = {axis.name: axis.values for axis in axes_of(plan, FEW, engine="vllm")}
+    assert names["tensor_parallel_size"] == (None, 2, 4)
+    assert "tensor_parallel_size" not in [axis.name for axis in axes_of(plan, FEW, engine="holdfast")]
+
+
+def test_the_busiest_part_is_replayed_and_a_short_file_begins_again() -> None:
+    quiet, busy = [Arrival(at, 10, 10) for at in range(10)], [Arrival(20 + 0.1 * at, 10, 10) for at in range(10)]
+    assert [one.at_s for one in busiest([*quiet, *busy], 1.0)] == pytest.approx([0.1 * at for at in range(10)])
+    twice = replayed([Arrival(0, 5, 1), Arrival(1, 6, 1)], 4.0, 1.0)
+    assert [(one.at_s, one.prompt_tokens) for one in twice] == [(0, 5), (1, 6), (2, 5), (3, 6)]
+    quick = replayed([Arrival(at, 5, 1) for at in range(10)], 2.0, 4.0)
+    assert [one.at_s for one in quick] == [at / 4 for at in range(8)]
+    assert len(replayed([Arrival(0, 5, 1)], 2.0, 1.0)) == 1
+
+
+def test_commands_are_as_people_write_them_without_keys() -> None:
+    chosen = ServerConfiguration((("max_num_seqs", 32), ("kv_cache_dtype", "fp8")))
+    text = command_of(chosen, engine="holdfast", model="my model", flags=["--api-key", "k"])
+    assert text == "holdfast serve 'my model' --max-num-seqs 32 --kv-cache-dtype fp8 --api-key \"${API_KEY:?}\""
+    words = start_words(chosen, engine="holdfast", model="m", flags=["--api-key", "k"], port=81)
+    assert "k" in words
+    assert words[1:5] == ["-m", "holdfast", "serve", "m"]
+    assert words[-3:] == ["--port", "81", "--disable-access-log"]
+    assert planned_settings(["--max-num-seqs", "4", "--enforce-eager", "--port", "80", "--dtype=float32"]) == {
+        "max_num_seqs": "4", "enforce_eager": True, "dtype": "float32",
+    }  # fmt: skip
+
+
+def test_a_gain_needs_rounds_and_tells_its_interval() -> None:
+    assert gain_of([1.0, 1.0], [2.0, 2.0]) is None
+    assert gain_of([0.0] * 3, [2.0] * 3) is None
+    sure, unsure = gain_of([1.0, 1.1, 0.9], [1.5, 1.6, 1.4]), gain_of([1.0, 1.1, 0.9], [1.5, 0.8, 1.2])
+    assert sure is not None
+    assert unsure is not None
+    assert sure.proven
+    assert sure.change == pytest.approx(0.5)
+    assert not unsure.proven
+    assert unsure.low < 0 < unsure.change < unsure.high
+
+
+def test_a_request_is_given_up_when_it_is_of_no_use_any_more() -> None:
+    assert timeout_of(parse_slo("ttft=1s,itl=100ms"), FEW) == 10.0
+    assert timeout_of(parse_slo("e2e=20s"), FEW) == 60.0
+    assert timeout_of(parse_slo("ttft=1s"), FEW) == 120.0
+
+
+def test_the_doctor_says_what_a_server_died_of(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("ERROR [core.py:718] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    assert "memory" in cause_of(log, "it ended")
+    log.write_text("")
+    assert cause_of(log, "it ended") == "it ended"
+
+
+def test_a_report_ends_with_the_command_and_why() -> None:
+    better = ServerConfiguration((("max_num_seqs", 16),))
+
+    def trial(configuration: ServerConfiguration, goodput: float, ttft_s: float) -> Trial:
+        return Trial(
+            configuration=configuration, stage="confirmation", speed=2.0, goodput=goodput, good_share=goodput / 4,
+            requests=40, measured_s={"ttft p99": ttft_s}, slo_held=True, seconds=9.0,
+        )  # fmt: skip
+
+    trials = [trial(DEFAULT, 2.0, 0.9), trial(better, 3.0, 0.3)] * 3
+    outcome = TuneOutcome(
+        kept=better, verdict=BETTER, gain=gain_of([2.0] * 3, [3.0] * 3), speed=2.0, trials=trials, ended="time was up"
+    )
+    result = make_result(
+        outcome, of("smollm2", Axis("max_num_seqs", (16, None, 128))), model="smollm2", engine="holdfast", flags=[],
+        source="t.jsonl", arrivals=FEW, replay=FEW, trial_s=10.0, objectives=parse_slo("ttft=1s"), headroom=0.05,
+        lossy=False, seconds=60.0,
+    )  # fmt: skip
+    said = list(lines(result))
+    assert said[-1] == "holdfast serve smollm2 --max-num-seqs 16"
+    assert any(line.startswith("+50.0% goodput over the default (+50.0% to +50.0% at 95%, 3 rounds") for line in said)
+    assert "  ttft p99 300 ms instead of 900 ms" in said
+    assert any("1 not run, same server as another" in line for line in said)
+    assert json.loads(msgspec.json.encode(result))["settings"] == {"max_num_seqs": 16}
