@@ -42,6 +42,8 @@ class Facts:
     """All of the command is known."""
     model: str | None
     numbers: Mapping[str, float]
+    assumed: frozenset[str] = frozenset()
+    """Of the numbers, those that are the engine's defaults: the log does not show what was set."""
 
     def flag(self, ours: str) -> str:
         return profile(self.engine).spelling(ours) or f"--{ours}"

@@ -12,13 +12,14 @@ from functools import cache
 
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
-from holdfast.doctor.diagnosis.fix_checks import Facts, sound
+from holdfast.doctor.diagnosis.fix_checks import Changes, Facts, sound
 from holdfast.doctor.diagnosis.kv_budget import room_for_kv
 from holdfast.doctor.diagnosis.llama_layers import layers_that_fit
 from holdfast.doctor.diagnosis.out_of_memory import UNIFIED_GIB
 from holdfast.doctor.evidence.log_state import Event, LogState
 from holdfast.doctor.findings import Fix
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
+from holdfast.doctor.rules.formulas import names as formula_names
 from holdfast.doctor.rules.load import FixRule, Rule
 from holdfast.engine_profiles.profile import engines, profile
 from holdfast.errors import ConfigurationError
@@ -127,12 +128,12 @@ def _fetch_again(engine: str | None, model: str) -> str:
     return f"hf download {shlex.quote(model)} --force-download"
 
 
-def fixes(log: LogState, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
-    """Those that can be worked out, the best first."""
+def fixes(log: LogState, rule: Rule, event: Event, numbers: dict[str, float]) -> list[Fix]:
+    """Those that can be worked out, the best first. `numbers`: those that are known of the event."""
     found: list[Fix] = []
     if not rule.fix:
         return found
-    facts = _facts(log, numbers)
+    facts, words = _facts(log, event, numbers), known_words(log, event)
     for one in rule.fix:
         fix = _fix(log, one, facts, words)
         if fix is not None and fix not in found:
@@ -192,10 +193,11 @@ def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> F
         why, price = f"the flag is spelled {', '.join(corrected)}", None
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
         price = "weights and KV take twice the memory"
-    return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price)
+    first_try = _is_first_try(rule, facts, names, changes)
+    return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price, first_try=first_try)
 
 
-def _facts(log: LogState, numbers: dict[str, float]) -> Facts:
+def _facts(log: LogState, event: Event, numbers: dict[str, float]) -> Facts:
     settings = log.settings
     known = settings.rebuilt(log.engine or "vllm") is not None
     return Facts(
@@ -205,7 +207,29 @@ def _facts(log: LogState, numbers: dict[str, float]) -> Facts:
         whole=known and settings.whole,
         model=settings.model,
         numbers=numbers,
+        assumed=frozenset() if known and settings.whole else _assumed(log, event, numbers),
     )
+
+
+def _assumed(log: LogState, event: Event, numbers: dict[str, float]) -> frozenset[str]:
+    told = log.numbers.keys() | event.numbers.keys() | {name for name in _SETTINGS if f"{name}_set" in numbers}
+    return frozenset(_SETTINGS.keys() - told)
+
+
+def _is_first_try(rule: FixRule, facts: Facts, names: dict[str, str], changes: Changes) -> bool:
+    """A number that is made of none in the log, or of what may not be set; a flag that is taken away unseen."""
+    if rule.first_try is not None:
+        return rule.first_try
+    for flag, ours in names.items():
+        formula, value = rule.change[ours], changes.get(flag)
+        if formula is False and not (facts.command is not None and facts.command.has(flag)):
+            return True
+        if value is None or formula is False or not re.fullmatch(r"[\d.]+", value):
+            continue
+        of = frozenset() if str(formula).startswith("'") else formula_names(str(formula))
+        if not of or of & facts.assumed:
+            return True
+    return False
 
 
 def _rest(log: LogState, facts: Facts) -> str:
