@@ -18,7 +18,7 @@ from typing import Any
 Release = tuple[int, ...]
 """0.5.3.post1 is 0, 5, 3, 1."""
 MODEL_FLAGS = ("model", "model-path", "model-id", "hf-repo", "model-tag")
-NEAR = 0.75
+NEAR = 0.82
 """How like a known flag an unknown one must be to be taken for it."""
 BOOLEAN_STARTS = (
     "enable-", "disable-", "no-", "trust-remote-code", "enforce-eager", "async-scheduling", "headless",
@@ -175,8 +175,9 @@ class Profile:
         name = self.canonical(spelled)
         if not self.listed or self.takes(name) is not None:
             return None
-        known = [flag for flag in self.listed if len(flag) > 2]
-        return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=NEAR)), None)
+        known = {flag.replace("-", ""): flag for flag in self.listed if len(flag) > 2}
+        near = difflib.get_close_matches(name.replace("-", ""), known, n=1, cutoff=NEAR)
+        return known[near[0]] if near else None
 
     # Its releases
 

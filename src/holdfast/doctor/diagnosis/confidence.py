@@ -14,6 +14,10 @@ from holdfast.doctor.evidence.log_state import NEAR_LINES, Event, LogState, Run
 from holdfast.doctor.findings import Confidence, Fix
 from holdfast.doctor.rules.load import Rule
 
+CONFIRMED = 2
+"""Logs on which a rule was right, from which on it may be called sure; one may be chance. Errors of Holdfast's own, which
+have a code, need none."""
+
 
 def called(log: LogState, rule: Rule, event: Event, judged: Confidence, fix: Fix | None) -> Confidence:
     if judged != "high" or rule.kind not in ("fatal", "running", "request"):
@@ -22,7 +26,7 @@ def called(log: LogState, rule: Rule, event: Event, judged: Confidence, fix: Fix
 
 
 def _settled(log: LogState, rule: Rule, event: Event, fix: Fix | None) -> bool:
-    if fix is None or fix.first_try:
+    if log.engine is None or fix is None or fix.first_try or not (rule.code or rule.confirmed >= CONFIRMED):
         return False
     return rule.kind != "fatal" or not _another_follows(log, event)
 

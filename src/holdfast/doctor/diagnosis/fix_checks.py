@@ -43,7 +43,9 @@ class Facts:
     model: str | None
     numbers: Mapping[str, float]
     assumed: frozenset[str] = frozenset()
-    """Of the numbers, those that are the engine's defaults: the log does not show what was set."""
+    """Settings whose value the log does not show."""
+    told: frozenset[str] = frozenset()
+    """Of the numbers, those of the message itself."""
 
     def flag(self, ours: str) -> str:
         return profile(self.engine).spelling(ours) or f"--{ours}"

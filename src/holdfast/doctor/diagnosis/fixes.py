@@ -39,6 +39,7 @@ _SETTINGS = {
     "port": "port",
 }
 """What rules call a setting, and what it is called elsewhere."""
+_RULES_NAMES = {ours: name for name, ours in _SETTINGS.items()}
 _SPELLED_TOO = {"tensor-parallel-size": ("tp",), "max-input-tokens": ("max-input-length",)}
 """Older or shorter names in what engines print."""
 _OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
@@ -208,6 +209,7 @@ def _facts(log: LogState, event: Event, numbers: dict[str, float]) -> Facts:
         model=settings.model,
         numbers=numbers,
         assumed=frozenset() if known and settings.whole else _assumed(log, event, numbers),
+        told=frozenset(event.numbers),
     )
 
 
@@ -217,7 +219,8 @@ def _assumed(log: LogState, event: Event, numbers: dict[str, float]) -> frozense
 
 
 def _is_first_try(rule: FixRule, facts: Facts, names: dict[str, str], changes: Changes) -> bool:
-    """A number that is made of none in the log, or of what may not be set; a flag that is taken away unseen."""
+    """A number that is made of none in the log, or in place of one that the log does not show (it may be set already); a
+    flag that is taken away unseen."""
     if rule.first_try is not None:
         return rule.first_try
     for flag, ours in names.items():
@@ -227,7 +230,8 @@ def _is_first_try(rule: FixRule, facts: Facts, names: dict[str, str], changes: C
         if value is None or formula is False or not re.fullmatch(r"[\d.]+", value):
             continue
         of = frozenset() if str(formula).startswith("'") else formula_names(str(formula))
-        if not of or of & facts.assumed:
+        unseen = not of & facts.told and _RULES_NAMES.get(ours) in facts.assumed
+        if not of or of & facts.assumed or unseen:
             return True
     return False
 

@@ -127,6 +127,8 @@ class Rule(Entry, frozen=True, kw_only=True):
     fix: tuple[FixRule, ...] = ()
     examples: tuple[str, ...] = ()
     source: str = ""
+    confirmed: int = 0
+    """Logs that it was not written from, on which its answer was judged right, with its first fix."""
 
     @property
     def literals(self) -> tuple[str, ...]:
