@@ -194,7 +194,7 @@ def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> F
         why, price = f"the flag is spelled {', '.join(corrected)}", None
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
         price = "weights and KV take twice the memory"
-    first_try = _is_first_try(rule, facts, names, changes)
+    first_try = not corrected and _is_first_try(rule, facts, names, changes)
     return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price, first_try=first_try)
 
 
@@ -260,10 +260,15 @@ def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | Non
         if instead is not None:
             found |= instead
             continue
-        near = profile(engine).nearest(flag)
+        near = profile(engine).nearest(flag) or _with_hyphens(engine, flag)
         if near is not None and command is not None and command.has(flag):
             found[f"--{near}"] = command.value(flag) or ""
     return found
+
+
+def _with_hyphens(engine: str, flag: str) -> str | None:
+    """SGLang takes no underscores; its flags are in no list here."""
+    return flag.lstrip("-").replace("_", "-") if engine == "sglang" and "_" in flag else None
 
 
 def _changed(formula: object, numbers: dict[str, float], words: dict[str, str]) -> str | None:
