@@ -18,8 +18,10 @@ from typing import Any
 Release = tuple[int, ...]
 """0.5.3.post1 is 0, 5, 3, 1."""
 MODEL_FLAGS = ("model", "model-path", "model-id", "hf-repo", "model-tag")
-NEAR = 0.82
+NEAR = 0.75
 """How like a known flag an unknown one must be to be taken for it."""
+NEAR_WITHOUT_HYPHENS = 0.82
+"""The same, of names without their hyphens, which make any two alike."""
 BOOLEAN_STARTS = (
     "enable-", "disable-", "no-", "trust-remote-code", "enforce-eager", "async-scheduling", "headless",
 )  # fmt: skip
@@ -176,7 +178,7 @@ class Profile:
         if not self.listed or self.takes(name) is not None:
             return None
         known = {flag.replace("-", ""): flag for flag in self.listed if len(flag) > 2}
-        near = difflib.get_close_matches(name.replace("-", ""), known, n=1, cutoff=NEAR)
+        near = difflib.get_close_matches(name.replace("-", ""), known, n=1, cutoff=NEAR_WITHOUT_HYPHENS)
         return known[near[0]] if near else None
 
     # Its releases
