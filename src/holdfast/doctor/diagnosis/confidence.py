@@ -15,8 +15,8 @@ from holdfast.doctor.findings import Confidence, Fix
 from holdfast.doctor.rules.load import Rule
 
 CONFIRMED = 2
-"""Logs on which a rule was right, from which on it may be called sure; one may be chance. Errors of Holdfast's own, which
-have a code, need none."""
+"""Logs on which a rule was right, from which on it may be called sure; one may be chance. Errors of Holdfast's own,
+which have a code, need none."""
 
 
 def called(log: LogState, rule: Rule, event: Event, judged: Confidence, fix: Fix | None) -> Confidence:

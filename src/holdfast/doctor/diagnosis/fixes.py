@@ -219,8 +219,8 @@ def _assumed(log: LogState, event: Event, numbers: dict[str, float]) -> frozense
 
 
 def _is_first_try(rule: FixRule, facts: Facts, names: dict[str, str], changes: Changes) -> bool:
-    """A number that is made of none in the log, or in place of one that the log does not show (it may be set already); a
-    flag that is taken away unseen."""
+    """A number that is made of none in the log, or in place of one that the log does not show (it may be set already);
+    a flag that is taken away unseen."""
     if rule.first_try is not None:
         return rule.first_try
     for flag, ours in names.items():
