@@ -188,7 +188,8 @@ def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> F
         flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
     ]
     replaced_by = [row for flag in changes if (row := profile(engine).flag(flag.lstrip("-")).replaced_by)]
-    if replaced_by and "{flag}" in rule.change:
+    refused_too = any(changes.get(word, "") is None for row in replaced_by for word in row.split())
+    if replaced_by and "{flag}" in rule.change and not refused_too:
         why, price = f"in its place this version has {', '.join(replaced_by)}", None
     elif corrected:
         why, price = f"the flag is spelled {', '.join(corrected)}", None
