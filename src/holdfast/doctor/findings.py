@@ -31,6 +31,8 @@ class Fix(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     price: str | None = None
     """What it costs, where it costs something."""
+    first_try: bool = False
+    """The log does not show what the right value is, or what is set now: it may take another."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

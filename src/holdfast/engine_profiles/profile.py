@@ -20,6 +20,8 @@ Release = tuple[int, ...]
 MODEL_FLAGS = ("model", "model-path", "model-id", "hf-repo", "model-tag")
 NEAR = 0.75
 """How like a known flag an unknown one must be to be taken for it."""
+NEAR_WITHOUT_HYPHENS = 0.82
+"""The same, of names without their hyphens, which make any two alike."""
 BOOLEAN_STARTS = (
     "enable-", "disable-", "no-", "trust-remote-code", "enforce-eager", "async-scheduling", "headless",
 )  # fmt: skip
@@ -175,8 +177,9 @@ class Profile:
         name = self.canonical(spelled)
         if not self.listed or self.takes(name) is not None:
             return None
-        known = [flag for flag in self.listed if len(flag) > 2]
-        return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=NEAR)), None)
+        known = {flag.replace("-", ""): flag for flag in self.listed if len(flag) > 2}
+        near = difflib.get_close_matches(name.replace("-", ""), known, n=1, cutoff=NEAR_WITHOUT_HYPHENS)
+        return known[near[0]] if near else None
 
     # Its releases
 

@@ -31,15 +31,15 @@ TGI = {
     "the traceback of the server": Told(
         LAUNCHED.format("Some(2)", 8000, 8192, 32768)
         + "2025-02-11T09:14:08.1Z  INFO shard-manager: text_generation_launcher: Waiting for shard to be ready... rank=0\n2025-02-11T09:14:44.5Z ERROR text_generation_launcher: Method Warmup encountered an error.\nTraceback (most recent call last):\n  File \"/usr/src/server/text_generation_server/models/flash_causal_lm.py\", line 753, in warmup\n    _, batch = self.generate_token(batch)\n  File \"/usr/src/server/text_generation_server/utils/layers.py\", line 90, in forward\n    return F.linear(input, self.weight)\ntorch.cuda.OutOfMemoryError: " + OUT.format("3.50", "1.20"),
-        "activation_oom_runtime", "warmup", "high", {"--max-batch-prefill-tokens": "8192"},
+        "activation_oom_runtime", "warmup", "medium", {"--max-batch-prefill-tokens": "8192"},
     ),
     "the router's line alone, while shards are waited for": Told(
         SHARDED + "2025-02-11T09:14:08.1Z  INFO shard-manager: text_generation_launcher: Waiting for shard to be ready... rank=0\n" + ROUTER.format(4000, 4096, OUT.format("1.20", "0.90"), OUT.format("1.20", "0.90")),
-        "activation_oom_runtime", "warmup", "high", {"--max-batch-prefill-tokens": "2048", "--max-input-tokens": "2048"},
+        "activation_oom_runtime", "warmup", "medium", {"--max-batch-prefill-tokens": "2048", "--max-input-tokens": "2048"},
     ),
     "so few tokens that it is not the step": Told(
         SHARDED + ROUTER.format(64, 256, OUT.format("0.20", "0.10"), OUT.format("0.20", "0.10")),
-        "activation_oom_runtime", "warmup", "high", {"--num-shard": "4"},
+        "activation_oom_runtime", "warmup", "medium", {"--num-shard": "4"},
     ),
     "the limit of a fraction, in the oldest words": Told(
         LAUNCHED.format("None", 1024, 2048, 4096) + "thread 'main' panicked at 'Unable to warmup model: Generation(\"Allocation on device 0 would exceed allowed memory. (out of memory)\\nCurrently allocated     : 16.10 GiB\\nRequested               : 4.80 GiB\\nDevice limit            : 22.20 GiB\\nFree (according to CUDA): 2.50 GiB\")', router/src/main.rs:216:18",

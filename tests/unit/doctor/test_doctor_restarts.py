@@ -58,7 +58,7 @@ def test_a_loop_of_restarts_is_what_the_earlier_starts_died_of(supervisor: str, 
     lines = [line for at in range(3) for line in (*_under(prefix.format(at), BEGIN + DIE), *again)]
     found = _read([*lines, *_under(prefix.format(3), BEGIN)], tmp_path)
     first = found.findings[0]
-    assert (first.cause, first.confidence, found.healthy) == ("no_memory_for_kv_blocks", "high", False)
+    assert (first.cause, first.confidence, found.healthy) == ("no_memory_for_kv_blocks", "medium", False)
     assert "restarted in a loop: 3 starts in this log failed, and the log ends in the middle of another" in first.what
     assert found.phase == "profile"
 
@@ -113,7 +113,7 @@ def test_programs_of_one_log_are_judged_each(form: str, tmp_path: Path) -> None:
     mixed = [line for group in zip(*[[*one, *[""] * 20][:20] for one in every], strict=True) for line in group if line]
     found = _read(mixed, tmp_path)
     [finding] = found.findings
-    assert (finding.cause, finding.confidence) == ("no_memory_for_kv_blocks", "high")
+    assert (finding.cause, finding.confidence) == ("no_memory_for_kv_blocks", "medium")
     assert finding.what.startswith("vllm")
     assert found.engine == "vllm"
     assert any(one.startswith("ollama") for one in found.seen)
@@ -123,7 +123,7 @@ def test_programs_of_one_log_are_judged_each(form: str, tmp_path: Path) -> None:
 def test_two_servers_of_one_log_that_fail_have_a_finding_each(tmp_path: Path) -> None:
     port = ["ERROR 11-01 10:00:02 [core.py:1] OSError: [Errno 98] Address already in use"]
     lines = [*_under("a-1  | ", BEGIN + DIE), *_under("b-1  | ", [*BEGIN[:2], *port])]
-    assert [one.what.split(":")[0] for one in _read(lines, tmp_path).findings] == ["a-1", "b-1"]
+    assert sorted(one.what.split(":")[0] for one in _read(lines, tmp_path).findings) == ["a-1", "b-1"]
 
 
 def test_a_table_in_a_log_is_no_program(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_crash_comes_before_what_only_made_it_slow() -> None:
 
 
 def test_an_answer_is_not_sure_where_an_error_nobody_knows_comes_before_it() -> None:
-    missing = "OSError: [Errno 24] Too many open files"
+    rank = "ValueError: LoRA rank 32 is greater than max_lora_rank 16."
     apart = [f"INFO 11-01 10:00:02 [loader.py:{at}] loading" for at in range(20)]
-    assert diagnose_lines([*BEGIN[:2], missing], "log").findings[0].confidence == "high"
-    assert diagnose_lines([*BEGIN[:2], *UNKNOWN, *apart, missing], "log").findings[0].confidence == "medium"
+    assert diagnose_lines([*BEGIN[:2], rank], "log").findings[0].confidence == "high"
+    assert diagnose_lines([*BEGIN[:2], *UNKNOWN, *apart, rank], "log").findings[0].confidence == "medium"

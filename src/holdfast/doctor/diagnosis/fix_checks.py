@@ -10,6 +10,7 @@ The planner's part is in fix_plans.py. Only arithmetic: what the log does not sh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,8 +26,8 @@ _CAPTURE_SIZES = (0, 9)
 _V0 = (0, 8)
 """Before it, a prompt is computed in one step unless chunks are asked for; contexts beyond CHUNKED_ALONE have them."""
 CHUNKED_ALONE = 32_768
-_NOT_IN_HALF = ("gemma-2", "gemma2", "gemma-3", "gemma3", "glm-4", "glm4", "plamo2", "plamo-2")
-"""Models that vLLM refuses in float16: their activations overflow."""
+_NOT_IN_HALF = re.compile(r"gemma-?[23](?!\.?\d*b)|glm-?4|plamo-?2", re.I)
+"""Models that vLLM refuses in float16: their activations overflow. Gemma 2, and not the first Gemma of 2 billion."""
 STEP_GIB = 0.5
 """Of a card, beside weights and KV, at the least: the context of CUDA and a small step."""
 Q8_SHARE = 34 / 64
@@ -42,6 +43,10 @@ class Facts:
     """All of the command is known."""
     model: str | None
     numbers: Mapping[str, float]
+    assumed: frozenset[str] = frozenset()
+    """Settings whose value the log does not show."""
+    told: frozenset[str] = frozenset()
+    """Of the numbers, those of the message itself."""
 
     def flag(self, ours: str) -> str:
         return profile(self.engine).spelling(ours) or f"--{ours}"
@@ -95,7 +100,7 @@ def _spelled(facts: Facts, changes: Changes, say: Say) -> Changes | None:
 
 
 def _number_type(facts: Facts, changes: Changes, say: Say) -> Changes | None:
-    overflows = any(name in (facts.model or "").lower() for name in _NOT_IN_HALF)
+    overflows = _NOT_IN_HALF.search(facts.model or "") is not None
     if changes.get("--dtype") in ("half", "float16") and overflows:
         if "awq" in (facts.model or "").lower():
             return None  # Its kernels compute in float16 alone.

@@ -12,13 +12,14 @@ from functools import cache
 
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
-from holdfast.doctor.diagnosis.fix_checks import Facts, sound
+from holdfast.doctor.diagnosis.fix_checks import Changes, Facts, sound
 from holdfast.doctor.diagnosis.kv_budget import room_for_kv
 from holdfast.doctor.diagnosis.llama_layers import layers_that_fit
 from holdfast.doctor.diagnosis.out_of_memory import UNIFIED_GIB
 from holdfast.doctor.evidence.log_state import Event, LogState
 from holdfast.doctor.findings import Fix
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
+from holdfast.doctor.rules.formulas import names as formula_names
 from holdfast.doctor.rules.load import FixRule, Rule
 from holdfast.engine_profiles.profile import engines, profile
 from holdfast.errors import ConfigurationError
@@ -38,6 +39,7 @@ _SETTINGS = {
     "port": "port",
 }
 """What rules call a setting, and what it is called elsewhere."""
+_RULES_NAMES = {ours: name for name, ours in _SETTINGS.items()}
 _SPELLED_TOO = {"tensor-parallel-size": ("tp",), "max-input-tokens": ("max-input-length",)}
 """Older or shorter names in what engines print."""
 _OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
@@ -127,12 +129,12 @@ def _fetch_again(engine: str | None, model: str) -> str:
     return f"hf download {shlex.quote(model)} --force-download"
 
 
-def fixes(log: LogState, rule: Rule, numbers: dict[str, float], words: dict[str, str]) -> list[Fix]:
-    """Those that can be worked out, the best first."""
+def fixes(log: LogState, rule: Rule, event: Event, numbers: dict[str, float]) -> list[Fix]:
+    """Those that can be worked out, the best first. `numbers`: those that are known of the event."""
     found: list[Fix] = []
     if not rule.fix:
         return found
-    facts = _facts(log, numbers)
+    facts, words = _facts(log, event, numbers), known_words(log, event)
     for one in rule.fix:
         fix = _fix(log, one, facts, words)
         if fix is not None and fix not in found:
@@ -186,16 +188,18 @@ def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> F
         flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
     ]
     replaced_by = [row for flag in changes if (row := profile(engine).flag(flag.lstrip("-")).replaced_by)]
-    if replaced_by and "{flag}" in rule.change:
+    refused_too = any(changes.get(word, "") is None for row in replaced_by for word in row.split())
+    if replaced_by and "{flag}" in rule.change and not refused_too:
         why, price = f"in its place this version has {', '.join(replaced_by)}", None
     elif corrected:
         why, price = f"the flag is spelled {', '.join(corrected)}", None
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
         price = "weights and KV take twice the memory"
-    return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price)
+    first_try = not corrected and _is_first_try(rule, facts, names, changes)
+    return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price, first_try=first_try)
 
 
-def _facts(log: LogState, numbers: dict[str, float]) -> Facts:
+def _facts(log: LogState, event: Event, numbers: dict[str, float]) -> Facts:
     settings = log.settings
     known = settings.rebuilt(log.engine or "vllm") is not None
     return Facts(
@@ -205,7 +209,32 @@ def _facts(log: LogState, numbers: dict[str, float]) -> Facts:
         whole=known and settings.whole,
         model=settings.model,
         numbers=numbers,
+        assumed=frozenset() if known and settings.whole else _assumed(log, event, numbers),
+        told=frozenset(event.numbers),
     )
+
+
+def _assumed(log: LogState, event: Event, numbers: dict[str, float]) -> frozenset[str]:
+    told = log.numbers.keys() | event.numbers.keys() | {name for name in _SETTINGS if f"{name}_set" in numbers}
+    return frozenset(_SETTINGS.keys() - told)
+
+
+def _is_first_try(rule: FixRule, facts: Facts, names: dict[str, str], changes: Changes) -> bool:
+    """A number that is made of none in the log, or in place of one that the log does not show (it may be set already);
+    a flag that is taken away unseen."""
+    if rule.first_try is not None:
+        return rule.first_try
+    for flag, ours in names.items():
+        formula, value = rule.change[ours], changes.get(flag)
+        if formula is False and not (facts.command is not None and facts.command.has(flag)):
+            return True
+        if value is None or formula is False or not re.fullmatch(r"[\d.]+", value):
+            continue
+        of = frozenset() if str(formula).startswith("'") else formula_names(str(formula))
+        unseen = not of & facts.told and _RULES_NAMES.get(ours) in facts.assumed
+        if not of or of & facts.assumed or unseen:
+            return True
+    return False
 
 
 def _rest(log: LogState, facts: Facts) -> str:
@@ -232,10 +261,15 @@ def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | Non
         if instead is not None:
             found |= instead
             continue
-        near = profile(engine).nearest(flag)
+        near = profile(engine).nearest(flag) or _with_hyphens(engine, flag)
         if near is not None and command is not None and command.has(flag):
             found[f"--{near}"] = command.value(flag) or ""
     return found
+
+
+def _with_hyphens(engine: str, flag: str) -> str | None:
+    """SGLang takes no underscores; its flags are in no list here."""
+    return flag.lstrip("-").replace("_", "-") if engine == "sglang" and "_" in flag else None
 
 
 def _changed(formula: object, numbers: dict[str, float], words: dict[str, str]) -> str | None:

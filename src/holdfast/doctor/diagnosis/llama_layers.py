@@ -29,9 +29,9 @@ def layers_that_fit(numbers: Mapping[str, float]) -> dict[str, float]:
     found = [
         told for told in (_projected(numbers), _buffers(numbers), _weights(numbers, asked)) if told and told[0] > 0
     ]
-    if not found:
-        return {"layers_asked": asked}
-    taken, room = min(found, key=lambda one: one[1] / one[0])
+    taken, room = min(found, key=lambda one: one[1] / one[0], default=(0.0, 0.0))
+    if room >= taken:
+        return {"layers_asked": asked}  # Nothing is told of it, or it was refused although there was room.
     fit = min(asked - 1, max(0, math.floor(asked * room / taken)))
     return {"layers_asked": asked, "layers_fit": fit, "layers_gib": taken, "layers_room_gib": max(0.0, room)}
 

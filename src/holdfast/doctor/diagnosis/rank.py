@@ -14,12 +14,13 @@ from typing import cast
 
 import msgspec
 
+from holdfast.doctor.diagnosis.confidence import called, comes_after_another
 from holdfast.doctor.diagnosis.fix_plans import Case, checked
 from holdfast.doctor.diagnosis.fixes import base_command, fixes, known_numbers, known_words
 from holdfast.doctor.diagnosis.out_of_memory import judge as judge_memory
 from holdfast.doctor.diagnosis.out_of_memory import phase_of
 from holdfast.doctor.evidence.holdfast_errors import own_fixes, refined
-from holdfast.doctor.evidence.log_state import NEAR_LINES, STARTING, Event, LogState, Run, further
+from holdfast.doctor.evidence.log_state import STARTING, Event, LogState, Run, further
 from holdfast.doctor.findings import ENDED_IN_ORDER, Confidence, Diagnosis, Evidence, Finding, Fix, Phase, RootCause
 from holdfast.doctor.logs.line import read_line
 from holdfast.doctor.rules.formulas import evaluate, filled, holds
@@ -211,7 +212,7 @@ def _killed_after_an_error(run: Run, event: Event) -> bool:
 
 def _candidate(log: LogState, event: Event) -> Candidate:
     found = _judged(log, event)
-    unsure = log.engine is None or _comes_after_another(log, event) or _stands_alone(event)
+    unsure = log.engine is None or comes_after_another(log, event) or _stands_alone(event)
     if found.confidence == "high" and found.rule.kind == "fatal" and unsure:
         found.confidence = "medium"
     return found
@@ -220,13 +221,6 @@ def _candidate(log: LogState, event: Event) -> Candidate:
 def _stands_alone(event: Event) -> bool:
     """Of the import of a module, without the traceback that says who needed it."""
     return event.rule.id == "missing_module" and (event.trace is None or not event.trace.marks)
-
-
-def _comes_after_another(log: LogState, event: Event) -> bool:
-    """An error that no rule knows stands before it: it may be what this one follows from."""
-    run = next((one for one in log.runs if event in one.events.values()), None)
-    first = None if run is None or not run.named else run.first_named
-    return first is not None and first < event.line - NEAR_LINES
 
 
 def _judged(log: LogState, event: Event) -> Candidate:
@@ -301,12 +295,12 @@ def _finding(log: LogState, candidate: Candidate) -> Finding:
     if rule.code:
         chosen = list(own_fixes(event.words, log.settings.rebuilt("holdfast")))
     else:
-        chosen = checked(_case(log, numbers), rule.cause, fixes(log, rule, numbers, known_words(log, event)))
+        chosen = checked(_case(log, numbers), rule.cause, fixes(log, rule, event, numbers))
     return Finding(
         code=rule.code or cause.code,
         root_cause=_root(rule, cause, chosen),
         cause=rule.cause,
-        confidence=candidate.confidence,
+        confidence=called(log, rule, event, candidate.confidence, chosen[0] if chosen else None),
         what=filled(rule.what, values) or cause.means,
         evidence=event.evidence,
         why=filled((rule.why, cause.means), values),

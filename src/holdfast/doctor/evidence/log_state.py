@@ -117,7 +117,8 @@ class Run:
     named: bool = False
     """An error was seen that has a name and no rule."""
     first_named: int | None = None
-    """The line of the first of them."""
+    last_named: int | None = None
+    """The lines of the first and the last of them."""
     died: bool = False
     """The last words are those of a process that ends."""
     last_words: Evidence | None = None
@@ -354,7 +355,7 @@ class LogState:
                 event.ready = True
             return
         self.run.ready, self.run.named, self.run.unexplained_phase = True, False, None
-        self.run.first_named = None
+        self.run.first_named = self.run.last_named = None
         for seen in (self.run.unexplained, self.run.near, self.run.wrappers, self.run.traces):
             seen.clear()
 
@@ -480,8 +481,9 @@ class LogState:
             if error is not None and ended and self.run.ready and not OF_REQUEST.search(error[0]):
                 self.run.last_words = self.run.last_words or evidence
             self.run.died = self.run.died or DIED.search(text) is not None
-            if named and self.run.first_named is None:
-                self.run.first_named = line.number
+            if named:
+                self.run.first_named = self.run.first_named or line.number
+                self.run.last_named = line.number
             if not self.run.unexplained:
                 told = None if trace is None else trace.phase
                 self.run.unexplained_phase = told or ("serve" if self.run.ready else self.run.phase)

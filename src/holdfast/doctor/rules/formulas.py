@@ -65,6 +65,15 @@ def holds(condition: str, numbers: Mapping[str, float]) -> bool:
 
 
 @cache
+def names(expression: str) -> frozenset[str]:
+    """The numbers that a value is made of; those that are only asked after (`known`) too."""
+    called = {id(one.func) for one in ast.walk(_parsed(expression)) if isinstance(one, ast.Call)}
+    return frozenset(
+        one.id for one in ast.walk(_parsed(expression)) if isinstance(one, ast.Name) and id(one) not in called
+    )
+
+
+@cache
 def _parsed(expression: str) -> ast.expr:
     return ast.parse(expression, mode="eval").body
 

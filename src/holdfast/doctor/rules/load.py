@@ -78,6 +78,8 @@ class FixRule(Entry, frozen=True, kw_only=True):
     run: str = ""
     """Another command than the server's that helps, where no flag does."""
     engines: tuple[str, ...] = ()
+    first_try: bool | None = None
+    """Whether it may take another value; where it is not said, so is a number that is not of the log (fixes.py)."""
 
 
 class Rule(Entry, frozen=True, kw_only=True):
@@ -125,6 +127,8 @@ class Rule(Entry, frozen=True, kw_only=True):
     fix: tuple[FixRule, ...] = ()
     examples: tuple[str, ...] = ()
     source: str = ""
+    confirmed: int = 0
+    """Logs that it was not written from, on which its answer was judged right, with its first fix."""
 
     @property
     def literals(self) -> tuple[str, ...]:

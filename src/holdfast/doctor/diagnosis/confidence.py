@@ -1,0 +1,55 @@
+"""How sure a finding of a log may be called, once its cause and its first fix are known.
+
+    high     the message leaves no choice, no other error stands before or after it, the engine is known, the first
+             fix follows from the log, and the rule was right on logs that it was not written from
+    medium   the evidence fits best, and one of these is missing
+    low      the log does not say
+
+Only lowers: what a rule is unsure of by itself is not raised here.
+"""
+
+from __future__ import annotations
+
+from holdfast.doctor.evidence.log_state import NEAR_LINES, Event, LogState, Run
+from holdfast.doctor.findings import Confidence, Fix
+from holdfast.doctor.rules.load import Rule
+
+CONFIRMED = 2
+"""Logs on which a rule was right, from which on it may be called sure; one may be chance. Errors of Holdfast's own,
+which have a code, need none."""
+
+
+def called(log: LogState, rule: Rule, event: Event, judged: Confidence, fix: Fix | None) -> Confidence:
+    if judged != "high" or rule.kind not in ("fatal", "running", "request"):
+        return judged
+    return "high" if _settled(log, rule, event, fix) else "medium"
+
+
+def _settled(log: LogState, rule: Rule, event: Event, fix: Fix | None) -> bool:
+    if log.engine is None or fix is None or fix.first_try or not (rule.code or rule.confirmed >= CONFIRMED):
+        return False
+    return rule.kind != "fatal" or not _another_follows(log, event)
+
+
+def comes_after_another(log: LogState, event: Event) -> bool:
+    """An error that no rule knows stands before it: it may be what this one follows from."""
+    run = _run_of(log, event)
+    first = None if run is None or not run.named else run.first_named
+    return first is not None and first < event.line - NEAR_LINES
+
+
+def _another_follows(log: LogState, event: Event) -> bool:
+    """Another error stands after it, apart from it, that no rule knows or that has another cause: that one may be what
+    ended the server."""
+    run = _run_of(log, event)
+    if run is None:
+        return False
+    end = max(event.line, *(one.number or 0 for one in event.evidence), 0) + NEAR_LINES
+    if run.named and run.last_named is not None and run.last_named > end:
+        return True
+    others = (one for one in run.events.values() if one.rule.kind == "fatal" and not one.rule.effect)
+    return any(one.rule.cause != event.rule.cause and one.line > end and one.ready == event.ready for one in others)
+
+
+def _run_of(log: LogState, event: Event) -> Run | None:
+    return next((one for one in log.runs if event in one.events.values()), None)
