@@ -23,7 +23,6 @@ from holdfast.records.sampling import MAX_BAD_WORD_TOKENS
 
 FIRST_LOOK = 64
 """Likeliest tokens looked at to find where top_k and top_p end; where they do not tell, the whole row is sorted."""
-ARGMAX_BLOCK = 256
 
 Integers = numpy.typing.NDArray[numpy.int64]
 Masks = Mapping[int, numpy.typing.NDArray[numpy.int32]]
@@ -258,14 +257,11 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """argmax of each row, the first of equals; by blocks, because a plain argmax is not vectorised on CPUs."""
-    rows, width = logits.shape
-    blocks = width // ARGMAX_BLOCK
-    if blocks < 2 or width % ARGMAX_BLOCK:
-        return logits.argmax(-1)
-    blocked = logits.view(rows, blocks, ARGMAX_BLOCK)
-    block = blocked.amax(-1).argmax(-1)
-    return block * ARGMAX_BLOCK + blocked[torch.arange(rows, device=logits.device), block].argmax(-1)
+    """argmax of each row, the first of equals. Where there are vectors on the host numpy's is the one that uses them:
+    9.0 and 1.1 ms of CPU time for 32 rows of 151,936 (torch's and numpy's, Skylake)."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
 def logprobs(
