@@ -8,6 +8,7 @@ cannot change it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ Masks = Mapping[int, numpy.typing.NDArray[numpy.int32]]
 """By slot: a bit for each token that may be sampled."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Slot:
     params: SamplingParams
     prompt_length: int
@@ -46,10 +47,16 @@ class _Slot:
     def seed(self) -> int:
         return self.params.seed or 0
 
-    @property
+    @functools.cached_property
     def penalized(self) -> bool:
         params = self.params
         return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """The likeliest token, and nothing told of it: what a step of one stream should not spend time on."""
+        adjusted = self.penalized or self.bad_words or not (self.banned is self.biased is self.allowed is None)
+        return self.params.greedy and self.params.logprobs is None and not adjusted
 
 
 def uniforms(seeds: Integers, positions: Integers) -> numpy.typing.NDArray[numpy.float64]:
@@ -93,6 +100,8 @@ class Sampler:
         """Changes `logits` [rows, vocabulary] (float32). `lengths`: tokens known to each row before this one. NO_TOKEN
         for a row whose best logit is infinite or no number."""
         rows = [self._slots[slot] for slot in slots.tolist()]
+        if not masks and logits.device.type == "cpu" and all(row.plain for row in rows):
+            return _greedy(logits.numpy()), []
         positions = lengths - numpy.array([row.prompt_length for row in rows], dtype=numpy.int64)
         wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[wanted] if wanted else None
@@ -254,6 +263,13 @@ def _likeliest_chances(chances: torch.Tensor, count: int) -> torch.Tensor:
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _greedy(logits: numpy.typing.NDArray[numpy.float32]) -> Integers:
+    """The likeliest token of each row; NO_TOKEN where its logit is infinite or no number."""
+    chosen = logits.argmax(-1)
+    best = logits[numpy.arange(len(chosen)), chosen]
+    return numpy.where(best < numpy.inf, chosen, NO_TOKEN)
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
