@@ -200,15 +200,23 @@ def penalize(
         return torch.from_numpy(numpy.array(values, dtype=numpy.float32)[row]).to(logits.device)
 
     if any(param.repetition_penalty != 1.0 for param in params):
-        row, at_row, at_token = where(numpy.unique(pairs[seen]))
+        row, at_row, at_token = where(_distinct(pairs[seen])[0])
         scores, penalty = logits[at_row, at_token], column([param.repetition_penalty for param in params], row)
         logits[at_row, at_token] = torch.where(scores > 0, scores / penalty, scores * penalty)
     if any(param.frequency_penalty or param.presence_penalty for param in params):
-        found, counts = numpy.unique(pairs[seen & (columns >= prompts[:, None])], return_counts=True)
+        found, counts = _distinct(pairs[seen & (columns >= prompts[:, None])])
         row, at_row, at_token = where(found)
         often = torch.from_numpy(counts.astype(numpy.float32)).to(logits.device)
         amounts = column([param.frequency_penalty for param in params], row) * often
         logits[at_row, at_token] -= amounts + column([param.presence_penalty for param in params], row)
+
+
+def _distinct(values: Integers) -> tuple[Integers, Integers]:
+    """Each value once, sorted, and how often it is there. As numpy.unique has it, which imports masked arrays: 20 ms of
+    a start."""
+    ordered = numpy.sort(values)
+    begins = numpy.flatnonzero(numpy.diff(ordered, prepend=-1))  # Of whole numbers that are not negative.
+    return ordered[begins], numpy.diff(begins, append=len(ordered))
 
 
 def draw(scores: torch.Tensor, params: list[SamplingParams], numbers: torch.Tensor) -> torch.Tensor:
