@@ -35,6 +35,9 @@ CUTS = (
     WideCut(96, 2, 2, 3),
     WideCut(128, 2, 1, 3),
     WideCut(128, 2, 2, 2),
+    WideCut(160, 2, 1, 3),
+    WideCut(192, 2, 1, 2),
+    WideCut(224, 2, 1, 2),
     WideCut(256, 2, 1, 2),
 )
 
@@ -74,16 +77,19 @@ def test_cuts_fit(name: str) -> None:
     macros = layout_macros(LAYOUTS[name], 4096, torch.bfloat16)
     for elements, gate in product((1 << 24, 1 << 27), (NO_GATE, SILU)):
         ahead = [cut for cut, of in wide_cuts(elements, macros) if of == gate]
-        for rows in (33, 64, 65, 97, 129, 300, 1025, WIDE_ROWS):
+        for rows in (33, 64, 65, 97, 129, 161, 200, 256, 300, 513, 1025, WIDE_ROWS):
             cut = wide_cut(rows, elements, macros, gated=gate != NO_GATE)
             assert cut.shared_bytes(macros) <= MOST_SHARED_BYTES
             assert cut.stages >= 3
             assert cut.slabs == 2 or cut.warpgroups == 2
+            assert -(-rows // cut.rows) * cut.rows - rows < max(64, 32 * -(-rows // cut.rows))
             assert cut in ahead
 
 
 @pytest.mark.skipif(not compiler.available(), reason="libnvrtc is not installed")
-@pytest.mark.parametrize(("cut", "dtype", "gate"), [(CUTS[0], torch.bfloat16, -1), (CUTS[1], torch.float16, 0)])
+@pytest.mark.parametrize(
+    ("cut", "dtype", "gate"), [(CUTS[0], torch.bfloat16, -1), (CUTS[1], torch.float16, 0), (CUTS[7], torch.float16, 0)]
+)
 def test_compiles(cut: WideCut, dtype: torch.dtype, gate: int) -> None:
     macros = layout_macros(LAYOUTS["gptq 32"], 4096, dtype)
     options = compiler.options((9, 0), dict(cut.defines(macros, gate)))

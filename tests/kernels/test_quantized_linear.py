@@ -14,7 +14,7 @@ from holdfast.execution.gpu.layers.quantized_linear import SPARE_ROWS, Quantized
 from holdfast.execution.layers.linear import QuantizedLinear, StackedLinear
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
-from holdfast.footprint.gpu import EXPANDED_BYTES
+from holdfast.footprint.gpu import EXPANDED_BYTES, SUMS_BYTES
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
 ON_GPU = torch.cuda.is_available()
@@ -71,6 +71,21 @@ def test_a_spare_buffer_is_expanded_to_but_for_what_a_product_needs_of_it() -> N
         assert room.nbytes == EXPANDED_BYTES
         room.fill_(0)
         assert (spare == 1).all()
+
+
+def test_sums_lie_in_a_spare_buffer_but_for_what_a_product_needs_of_it() -> None:
+    columns = 1024
+    spare = torch.full((SUMS_BYTES // columns, columns), 1.0, dtype=torch.float16, device=DEVICE)
+    shared = QuantizedWorkspace(torch.float16, DEVICE, spare)
+    apart = torch.empty((200, columns), dtype=torch.float16, device=DEVICE)
+    for x, out in ((apart, spare[:200]), (spare[:100], spare[100:200])):
+        splits = shared.splits_beside(x, out)
+        assert splits.sums.data_ptr() == spare[200:].data_ptr()
+        splits.sums.fill_(0)
+        assert (spare[:200] == 1).all()
+    shared.splits_beside(apart, spare[: len(spare) // 2 + 1]).sums.fill_(7)  # Less is left than it has itself.
+    assert not spare[200:].any()
+    assert shared.splits_beside(apart, apart).counters is shared.splits().counters
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq"])
@@ -155,3 +170,25 @@ def test_gates_of_many_rows_in_the_product(name: str, spare_rows: int) -> None:
     wanted = torch.nn.functional.silu(gates) * ups
     error = (out[:rows].double() - wanted).norm() / wanted.norm()
     assert error < 4 * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-11)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("rows", [136, 200, 256, 300])
+def test_products_whose_sums_lie_beside_inputs_and_outputs(rows: int) -> None:
+    """Of the shape of an 8B model's last product, whose tiles are fewer than processors."""
+    torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    outputs, inputs, dtype = 4096, 14336, torch.float16
+    matrix = drawn("awq", outputs, inputs)
+    exact = torch.empty(outputs, inputs, dtype=torch.float32, device=DEVICE)
+    matrix.dequantize(0, outputs, exact)
+    spare = torch.full((4096, inputs), NAN, dtype=dtype, device=DEVICE)
+    linear = QuantizedGpuLinear(QuantizedLinear(matrix, dtype), QuantizedWorkspace(dtype, DEVICE, spare))
+    x = spare[:rows].copy_(torch.randn(rows, inputs, device=DEVICE))
+    before, out = x.clone(), spare.view(-1)[rows * inputs :][: rows * outputs].view(rows, outputs)
+    wanted = x.double() @ exact.double().T
+    linear.write(x, out)
+    assert (out.double() - wanted).norm() < 2.0**-10 * wanted.norm()
+    linear.add(x, out)
+    assert (out.double() - 2 * wanted).norm() < 2.0**-9 * wanted.norm()
+    assert torch.equal(x, before)
+    assert not spare[2 * rows :].isnan().all(), "sums lay there"

@@ -121,67 +121,43 @@ __device__ __forceinline__ u64 lines_at(u32 place) {
     return (u64)((place & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 
+// Sums of a thread by the columns of the right side, and how an instruction calls them.
 #define SUM4(s) "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3])
+#define SUM16(i) SUM4(sums[4 * i]), SUM4(sums[4 * i + 1]), SUM4(sums[4 * i + 2]), SUM4(sums[4 * i + 3])
+#define SUMS32 SUM16(0)
+#define NAMES32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define SUMS64 SUMS32, SUM16(1)
+#define NAMES64 NAMES32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define SUMS96 SUMS64, SUM16(2)
+#define NAMES96 NAMES64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define SUMS128 SUMS96, SUM16(3)
+#define NAMES128 NAMES96 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define SUMS160 SUMS128, SUM16(4)
+#define NAMES160 NAMES128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define SUMS192 SUMS160, SUM16(5)
+#define NAMES192 NAMES160 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define SUMS224 SUMS192, SUM16(6)
+#define NAMES224 NAMES192 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define SUMS256 SUMS224, SUM16(7)
+#define NAMES256 NAMES224 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-__device__ __forceinline__ void products(float (&sums)[4][4], const u32 (&left)[4], u64 right, int fresh) {
-    asm volatile("{.reg .pred p; setp.eq.s32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." KIND "." KIND " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
-        " {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
-        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
-}
+// After the sums, the left side, RIGHT and FRESH are named.
+#define PRODUCTS(COLUMNS, LEFT0, LEFT1, LEFT2, LEFT3, RIGHT, FRESH) \
+    __device__ __forceinline__ void products(float (&sums)[COLUMNS / 8][4], const u32 (&left)[4], u64 right, int fresh) { \
+        asm volatile("{.reg .pred p; setp.eq.s32 p, %" #FRESH ", 0;\n" \
+            "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." KIND "." KIND " {" NAMES##COLUMNS "}, " \
+            "{%" #LEFT0 ",%" #LEFT1 ",%" #LEFT2 ",%" #LEFT3 "}, %" #RIGHT ", p, 1, 1, 0;}" \
+            : SUMS##COLUMNS : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh)); \
+    }
 
-__device__ __forceinline__ void products(float (&sums)[8][4], const u32 (&left)[4], u64 right, int fresh) {
-    asm volatile("{.reg .pred p; setp.eq.s32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." KIND "." KIND " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
-        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3]), SUM4(sums[4]), SUM4(sums[5]), SUM4(sums[6]), SUM4(sums[7])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
-}
-
-__device__ __forceinline__ void products(float (&sums)[12][4], const u32 (&left)[4], u64 right, int fresh) {
-    asm volatile("{.reg .pred p; setp.eq.s32 p, %53, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32." KIND "." KIND " {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47},"
-        " {%48,%49,%50,%51}, %52, p, 1, 1, 0;}"
-        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3]), SUM4(sums[4]), SUM4(sums[5]), SUM4(sums[6]), SUM4(sums[7]),
-          SUM4(sums[8]), SUM4(sums[9]), SUM4(sums[10]), SUM4(sums[11])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
-}
-
-__device__ __forceinline__ void products(float (&sums)[16][4], const u32 (&left)[4], u64 right, int fresh) {
-    asm volatile("{.reg .pred p; setp.eq.s32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." KIND "." KIND " {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
-        " {%64,%65,%66,%67}, %68, p, 1, 1, 0;}"
-        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3]), SUM4(sums[4]), SUM4(sums[5]), SUM4(sums[6]), SUM4(sums[7]),
-          SUM4(sums[8]), SUM4(sums[9]), SUM4(sums[10]), SUM4(sums[11]), SUM4(sums[12]), SUM4(sums[13]), SUM4(sums[14]), SUM4(sums[15])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
-}
-
-__device__ __forceinline__ void products(float (&sums)[32][4], const u32 (&left)[4], u64 right, int fresh) {
-    asm volatile("{.reg .pred p; setp.eq.s32 p, %133, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." KIND "." KIND " {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-        "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-        "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
-        "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127},"
-        " {%128,%129,%130,%131}, %132, p, 1, 1, 0;}"
-        : SUM4(sums[0]), SUM4(sums[1]), SUM4(sums[2]), SUM4(sums[3]), SUM4(sums[4]), SUM4(sums[5]), SUM4(sums[6]), SUM4(sums[7]),
-          SUM4(sums[8]), SUM4(sums[9]), SUM4(sums[10]), SUM4(sums[11]), SUM4(sums[12]), SUM4(sums[13]), SUM4(sums[14]), SUM4(sums[15]),
-          SUM4(sums[16]), SUM4(sums[17]), SUM4(sums[18]), SUM4(sums[19]), SUM4(sums[20]), SUM4(sums[21]), SUM4(sums[22]), SUM4(sums[23]),
-          SUM4(sums[24]), SUM4(sums[25]), SUM4(sums[26]), SUM4(sums[27]), SUM4(sums[28]), SUM4(sums[29]), SUM4(sums[30]), SUM4(sums[31])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(fresh));
-}
+PRODUCTS(32, 16, 17, 18, 19, 20, 21)
+PRODUCTS(64, 32, 33, 34, 35, 36, 37)
+PRODUCTS(96, 48, 49, 50, 51, 52, 53)
+PRODUCTS(128, 64, 65, 66, 67, 68, 69)
+PRODUCTS(160, 80, 81, 82, 83, 84, 85)
+PRODUCTS(192, 96, 97, 98, 99, 100, 101)
+PRODUCTS(224, 112, 113, 114, 115, 116, 117)
+PRODUCTS(256, 128, 129, 130, 131, 132, 133)
 #endif
 
 // ---- memory ----

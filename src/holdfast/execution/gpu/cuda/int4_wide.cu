@@ -14,7 +14,7 @@
 // Blocks run as long as there is work: first a share of the tiles that are split (`split_tiles`, cut by columns), then
 // every gridDim.x-th of the others.
 //
-// Macros: ROWS (64, 96, 128, 256), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES,
+// Macros: ROWS (64 to 256 by 32), WARPGROUPS, SLABS (1, 2), STAGES, BLOCKS (on a processor); GROUPS, SCALE_BYTES,
 // SCALE_HALF, ZEROS, HALF, GATE (with SLABS 2 or WARPGROUPS 2) and SHARED_BYTES as in int4_product.cu.
 
 #define CONSUMERS (WARPGROUPS * 128)

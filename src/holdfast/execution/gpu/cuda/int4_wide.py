@@ -19,11 +19,14 @@ LINE_COLUMNS = 64
 """Of x, that a line of 128 bytes holds."""
 LEAST_UNITS = 4
 """Of 128 columns, that a block takes of a split tile: fewer cost more in sums than they save."""
-MOSTLY_FULL = 0.9
-"""Of the processors, from which tiles are not split."""
+MOSTLY_FULL, MOSTLY_FULL_AGAIN = 0.9, 0.6
+"""Of the processors, from which tiles are not split: the only ones, or those that are left after others. Sums cost more
+there (H200)."""
 SMALL_ELEMENTS, LARGE_ELEMENTS = 1 << 25, 1 << 26
 """Of matrices that are cut otherwise."""
 MOST_STAGES = 8
+HEIGHTS = tuple(range(64, 257, 32))
+"""Of tiles, in rows of x."""
 WIDE_ROWS = 2048
 """Of x, that products are for: with more, expanding and cuBLAS are faster (H200)."""
 MOST_SHARED_BYTES = 226 << 10
@@ -33,7 +36,7 @@ MOST_SHARED_BYTES = 226 << 10
 @dataclass(frozen=True, slots=True)
 class WideCut:
     rows: int
-    """Of x, of a tile: 64, 96, 128, 256."""
+    """Of x, of a tile: one of HEIGHTS."""
     warpgroups: int
     slabs: int
     """Times 64 matrix rows, of a warpgroup; where gated two, or two warpgroups."""
@@ -65,9 +68,10 @@ class WideCut:
 def wide_cut(rows: int, elements: int, macros: Macros, *, gated: bool) -> WideCut:
     """By the number of rows and of the matrix's elements: for each product of an 8B shape's layer the fastest of some
     on an H200."""
-    height = next((height for height in (64, 96, 128) if rows <= height), 128)
-    if rows > 512 or (rows > 128 and elements > SMALL_ELEMENTS):
-        height = 256
+    most = 256 if rows > 512 or (rows > 128 and elements > SMALL_ELEMENTS) else 128
+    # Of equal row blocks: the least that holds one wastes the fewest rows.
+    in_block = -(-rows // -(-rows // most))
+    height = next(height for height in HEIGHTS if in_block <= height)
     slabs = 2 if height <= 128 and (gated or elements > LARGE_ELEMENTS) else 1
     cut = WideCut(height, 2, slabs, MOST_STAGES)
     while cut.shared_bytes(macros) > MOST_SHARED_BYTES:
@@ -77,7 +81,7 @@ def wide_cut(rows: int, elements: int, macros: Macros, *, gated: bool) -> WideCu
 
 def wide_cuts(elements: int, macros: Macros) -> tuple[tuple[WideCut, int], ...]:
     """All of a matrix's, and the gates that they are likely to have."""
-    of_gate = product((64, 96, 128, 512, WIDE_ROWS), (NO_GATE, SILU))
+    of_gate = product(range(HEIGHTS[0], WIDE_ROWS + 1, 32), (NO_GATE, SILU))
     found = [(wide_cut(rows, elements, macros, gated=gate != NO_GATE), gate) for rows, gate in of_gate]
     return tuple(dict.fromkeys(found))
 
@@ -96,7 +100,8 @@ def shares(tiles: int, steps: int, processors: int, most_split: int) -> Shares:
     """`most_split`: blocks that the workspace has room for."""
     left, sharing = tiles % processors, min(processors, most_split)
     units = max(-(-left * steps // max(sharing, 1)), min(LEAST_UNITS, steps))
-    if not left or left > MOSTLY_FULL * processors or units >= steps:
+    full = MOSTLY_FULL if tiles < processors else MOSTLY_FULL_AGAIN
+    if not left or left > full * processors or units >= steps:
         return Shares(min(tiles, processors), 0, steps)
     return Shares(processors if tiles > processors else -(-left * steps // units), left, units)
 

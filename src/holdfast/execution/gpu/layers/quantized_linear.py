@@ -48,6 +48,8 @@ from holdfast.observability.decisions import Decision
 
 WHOLE_ROWS = 128
 LINE_BYTES = 128
+OWN_SUMS_ROWS = 128
+"""Of x: sums of all blocks that share tiles of more have no room in SUMS_BYTES."""
 SPARE_ROWS = GATED_ROWS
 """Of inputs: with fewer, products from a tile that stays in the cache were faster (one run on an H200, 4,096 x 4,096
 with 2,048 of them: 117 us, and 141 through memory)."""
@@ -60,8 +62,9 @@ class QuantizedWorkspace:
         | rows of numbers, for many rows of inputs          |
         | sums of splits (SUMS_BYTES) | inputs in order     |     for few
 
-    `spare` is a buffer of someone else's, in which nothing is kept from one product to the next. From SPARE_ROWS on
-    rows are expanded there, where more of it is free than that memory has: inputs or outputs may lie in it.
+    `spare` is a buffer of someone else's, in which nothing is kept from one product to the next. With more than
+    OWN_SUMS_ROWS sums of splits lie there, and from SPARE_ROWS on rows are expanded there, where more of it is free
+    than that memory has: inputs or outputs may lie in it.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, spare: torch.Tensor | None = None) -> None:
@@ -105,6 +108,11 @@ class QuantizedWorkspace:
         if self._counters is None:
             self._counters = torch.zeros(SPLIT_COUNTERS, dtype=torch.int32, device=self.device)
         return SplitSums(self._bytes()[:SUMS_BYTES].view(torch.float32), self._counters)
+
+    def splits_beside(self, x: torch.Tensor, out: torch.Tensor) -> SplitSums:
+        """The same for the product of x into `out`, in the spare buffer where that has more room."""
+        own, spare = self.splits(), self._beside(x, out).view(torch.float32)
+        return SplitSums(spare, own.counters) if len(spare) > len(own.sums) else own
 
     def ordered(self, rows: int, columns: int) -> torch.Tensor:
         """Inputs of few rows."""
@@ -362,7 +370,7 @@ class QuantizedGpuLinear:
             self._form.multiply_normed(x, norm, epsilon, out, self._splits, self.bias, activation)
             return
         kernels.rms_norm(x, norm, epsilon, normed)
-        self._form.gate_up(self._in_order(normed), out, self._splits, self.bias, activation)
+        self._form.gate_up(self._in_order(normed), out, self._splits_for(normed, out), self.bias, activation)
 
     def embed(self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
         self._form.embed(tokens, slots, positions, out)
@@ -371,7 +379,10 @@ class QuantizedGpuLinear:
         if len(x) == 1 and self._form.vectors is not None:
             vector_product(x, self._form.vectors, out, bias=self.bias, accumulate=add)
         else:
-            self._form.multiply(self._in_order(x), out, self._splits, self.bias, add)
+            self._form.multiply(self._in_order(x), out, self._splits_for(x, out), self.bias, add)
+
+    def _splits_for(self, x: torch.Tensor, out: torch.Tensor) -> SplitSums:
+        return self._splits if len(x) <= OWN_SUMS_ROWS else self._workspace.splits_beside(x, out)
 
     def _in_order(self, x: torch.Tensor) -> torch.Tensor:
         if self._form.order is None:
