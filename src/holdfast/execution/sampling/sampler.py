@@ -55,8 +55,8 @@ class _Slot:
     @functools.cached_property
     def plain(self) -> bool:
         """The likeliest token, and nothing told of it: what a step of one stream should not spend time on."""
-        adjusted = self.penalized or self.bad_words or not (self.banned is self.biased is self.allowed is None)
-        return self.params.greedy and self.params.logprobs is None and not adjusted
+        untouched = self.banned is None and self.biased is None and self.allowed is None and not self.bad_words
+        return self.params.greedy and self.params.logprobs is None and untouched and not self.penalized
 
 
 def uniforms(seeds: Integers, positions: Integers) -> numpy.typing.NDArray[numpy.float64]:
