@@ -236,7 +236,7 @@ def test_likeliest_is_argmax_and_takes_the_first_of_equals(width: int) -> None:
 
 
 def test_plain_greedy_rows_sample_what_they_would_among_others() -> None:
-    """Rows of which nothing else is asked take a shorter way; those that nothing can be sampled for are told by both."""
+    """Rows of which nothing else is asked take a shorter way; rows that nothing can be sampled for are told by both."""
     logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(2)).round(decimals=1)
     logits[1, 7], logits[2, 9], logits[3] = float("inf"), float("nan"), float("-inf")
     starts = [
