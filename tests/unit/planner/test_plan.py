@@ -571,9 +571,9 @@ def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec:
 def test_prompts_beside_answers_take_about_half_a_second(cores: int, tokens: int) -> None:
     """By the model's size and what the cores do, within what a step has."""
     flops = cores * default_limits.core_flops(KERNEL_VARIANTS["neon_dotprod"])
-    assert default_limits.prompt_tokens_beside(134_515_008, flops, 512) == tokens
+    assert default_limits.prompt_tokens_beside(106_202_880, flops, 512) == tokens
     assert default_limits.prompt_tokens_beside(70_000_000_000, flops, 512) == 16
-    assert default_limits.prompt_tokens_beside(134_515_008, flops, 8) == 8
+    assert default_limits.prompt_tokens_beside(106_202_880, flops, 8) == 8
 
 
 def test_prompts_beside_answers_go_by_what_multiplies() -> None:

@@ -265,8 +265,8 @@ def count_cpu_plan(question: Question, limits: Limits, *, lowered: bool = False)
 
 
 @lru_cache(maxsize=64)
-def _active_parameters(model: Same[ModelSpec]) -> int:
-    return model.held.active_parameters
+def _prompt_parameters(model: Same[ModelSpec]) -> int:
+    return model.held.active_layer_parameters
 
 
 def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
@@ -322,7 +322,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             streamed=count.streamed,
             compiled_attention=_compiled_attention(settings, count.compiled),
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
-            prompt_tokens_beside=prompt_tokens_beside(_active_parameters(Same(spec)), count.flops, step),
+            prompt_tokens_beside=prompt_tokens_beside(_prompt_parameters(Same(spec)), count.flops, step),
         ),
     )
 

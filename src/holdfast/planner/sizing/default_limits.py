@@ -25,20 +25,20 @@ RAM_STEP_BYTES = 64 * MIB
 """Budgets are advised in whole steps of this."""
 BESIDE_S = 0.5
 """How long answers may wait for the prompts of a step."""
-TORCH_FLOPS = 40e9
+TORCH_FLOPS = 31e9
 CORE_FLOPS = {
-    "amx": 120e9,
-    "avx512_vnni": 120e9,
-    "avx512": 80e9,
-    "avx_vnni": 55e9,
-    "avx2": 55e9,
-    "neon_dotprod": 40e9,
+    "amx": 110e9,
+    "avx512_vnni": 100e9,
+    "avx512": 65e9,
+    "avx_vnni": 45e9,
+    "avx2": 45e9,
+    "neon_dotprod": 31e9,
     "portable": TORCH_FLOPS,
 }
-"""What a core does a second in all of a prompt's work, by variant of the compiled kernels: so much was seen of SmolLM2
-with prompts of 512 to 1,500 tokens (docs/measurements/performance.md) on Xeons of three generations and a Neoverse-N1.
-AVX-VNNI was not measured, and does no less than AVX2. A table, not a measurement at each start: beside other programs
-a server would start with other limits than yesterday's."""
+"""What a core does a second with the layers in all of a prompt's work, by variant of the compiled kernels: so much was
+seen of SmolLM2 and Qwen2.5-Coder-0.5B with prompts of 512 to 1,500 tokens (docs/measurements/performance.md) on Xeons
+of three generations and a Neoverse-N1. AVX-VNNI was not measured; it does no less than AVX2. A table, not a measurement
+at each start: beside other programs a server would start with other limits than yesterday's."""
 BESIDE_ROUND, BESIDE_LEAST = 16, 16
 """Rows that products take as fast as many more."""
 
@@ -138,9 +138,9 @@ def core_flops(kernel_features: Collection[str] | None) -> float:
     return CORE_FLOPS[next(name for name, needs in KERNEL_VARIANTS.items() if needs.issubset(kernel_features))]
 
 
-def prompt_tokens_beside(active_parameters: int, machine_flops: float, step_tokens: int) -> int:
+def prompt_tokens_beside(prompt_parameters: int, machine_flops: float, step_tokens: int) -> int:
     """Of prompts, in a step on a CPU in which answers go on as well: what takes about BESIDE_S."""
-    tokens = int(BESIDE_S * machine_flops / (2 * active_parameters))
+    tokens = int(BESIDE_S * machine_flops / (2 * prompt_parameters))
     return min(step_tokens, max(BESIDE_LEAST, tokens // BESIDE_ROUND * BESIDE_ROUND))
 
 
