@@ -20,10 +20,18 @@ FOLDER = Path("src/holdfast/execution/native")
 FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-g0"]
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
-AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=256"]
-AMX = [*AVX512, "-mamx-tile", "-mamx-int8"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=256"]
+VNNI = [*AVX512, "-mavx512vnni"]
+AMX = [*VNNI, "-mamx-tile", "-mamx-int8"]
 # What each may use beyond the architecture's least: what holdfast.hardware.kernels asks of the CPU before it loads one.
-X86 = {"portable": [], "avx2": AVX2, "avx_vnni": [*AVX2, "-mavxvnni"], "avx512_vnni": AVX512, "amx": AMX}
+X86 = {
+    "portable": [],
+    "avx2": AVX2,
+    "avx_vnni": [*AVX2, "-mavxvnni"],
+    "avx512": AVX512,
+    "avx512_vnni": VNNI,
+    "amx": AMX,
+}
 ARM = {"portable": [], "neon_dotprod": ["-march=armv8.2-a+dotprod"]}
 VARIANTS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(platform.machine().lower(), {"portable": []})
 

@@ -1,9 +1,9 @@
 """One stream on a machine that others use too: tokens a second alone, and beside busy loops on the same cores.
 
-    python benchmarks/cpu_busy.py                                  this build
+    python benchmarks/cpu_busy.py                                  this build: LLM, and a server
     python benchmarks/cpu_busy.py --sources OLD/src src            two builds, turn by turn
 
-Every build has a process of its own, stopped while it is not its turn. What else ran on the machine meanwhile is
+Every engine has a process of its own, stopped while it is not its turn. What else ran on the machine meanwhile is
 measured too (`others`, in cores): alone means others near 0. Medians of the rounds are printed, and every value.
 """
 
@@ -30,6 +30,7 @@ from benchmarks.workloads import Work
 from holdfast.checkpoints import locate
 
 LIMITS: dict[str, int | str] = {"max_model_len": 2048, "max_num_seqs": 32, "kv_cache_memory_bytes": 200 << 20}
+ENGINES = ("holdfast", "holdfast-server")
 TICKS = os.sysconf("SC_CLK_TCK")
 PROMPT = list(range(100, 132))
 
@@ -44,6 +45,7 @@ class Turn:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", nargs="+", type=Path, default=[Path(__file__).resolve().parents[1] / "src"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="LLM, and a server")
     parser.add_argument("--gguf", type=Path, help="a GGUF file; default: the built-in model")
     parser.add_argument("--loops", type=int, default=len(os.sched_getaffinity(0)), help="default: one for each core")
     parser.add_argument("--streams", type=int, default=1)
@@ -94,13 +96,13 @@ def measure(worker: Worker, loops: int, work: Work) -> Turn:
     return Turn(work.value(seconds), max(0.0, busy / elapsed))
 
 
-def start(source: Path, gguf: Path, logs: Path) -> Worker:
+def start(engine: str, source: Path, gguf: Path, logs: Path) -> Worker:
     os.environ["PYTHONPATH"] = str(source.resolve())
     cores = len(os.sched_getaffinity(0))
     choice = EngineChoice(
-        name="holdfast", python=Path(sys.executable), model=gguf, dtype="auto", limits=LIMITS, threads=cores
+        name=engine, python=Path(sys.executable), model=gguf, dtype="auto", limits=LIMITS, threads=cores
     )
-    worker = Worker(choice, logs / "engine.log", 0)
+    worker = Worker(choice, logs / f"{engine}.log", 0)
     worker.run(Work(name="warm", prompts=[PROMPT], output_tokens=8, counts="output"))
     worker.pause()
     return worker
@@ -124,7 +126,11 @@ def main() -> None:
     work = Work(name="streams", prompts=[PROMPT] * arguments.streams, output_tokens=arguments.tokens, counts="output")
     print(json.dumps(describe_machine()), f"{arguments.loops} loops, {arguments.streams} streams")
     with tempfile.TemporaryDirectory() as logs:
-        workers = {str(source): start(source, gguf, Path(logs)) for source in arguments.sources}
+        workers = {
+            f"{engine} of {source}": start(engine, source, gguf, Path(logs))
+            for engine in arguments.engines
+            for source in arguments.sources
+        }
         turns: dict[str, tuple[list[Turn], list[Turn]]] = {name: ([], []) for name in workers}
         try:
             for _ in range(arguments.rounds):

@@ -79,6 +79,7 @@ class StepBatch:
 
 
 Places = numpy.typing.NDArray[numpy.int64]
+_NOWHERE: Places = numpy.empty(0, dtype=numpy.int64)
 
 
 def _wrong(message: str, *, needed: str | None = None, found: str | None = None) -> EngineError:
@@ -121,32 +122,34 @@ class SlotBuffers:
     def form(self, plan: StepPlan, attention: AttentionBackend) -> StepBatch:
         """The batch of an applied plan."""
         rows = self._order(plan.rows)
-        slots = numpy.array([plan.rows[index].slot for index in rows.order], dtype=numpy.int64)
-        total = int(rows.counts.sum())
-        row_of_token = numpy.repeat(numpy.arange(len(slots)), rows.counts)
-        positions = numpy.arange(total) + (rows.starts - rows.firsts)[row_of_token]
-        slot_of_token = slots[row_of_token]
-        sampling = [index for index, row in enumerate(plan.rows) if row.samples]
+        slots, ends = numpy.array([plan.rows[index].slot for index in rows.order], dtype=numpy.int64), rows.ends
+        if rows.single == len(slots):  # Decodes alone, the step that one stream has again and again: a row is a token.
+            positions, slot_of_token = rows.starts, slots
+        else:
+            row_of_token = numpy.repeat(numpy.arange(len(slots)), rows.counts)
+            positions = numpy.arange(len(row_of_token)) + (rows.starts - rows.firsts)[row_of_token]
+            slot_of_token = slots[row_of_token]
         lasts = numpy.empty(len(slots), dtype=numpy.int64)
         lasts[rows.order] = rows.firsts + rows.counts - 1
+        sampling = [index for index, row in enumerate(plan.rows) if row.samples]
         sampling_rows = [plan.rows[index] for index in sampling]
         scored_tokens, scored_positions, scored_slots = scored_places(plan.rows, lasts)
         step = StepRows(starts=rows.starts, counts=rows.counts, firsts=rows.firsts, single=rows.single)
-        reach = self._layout.blocks_for(int((rows.starts + rows.counts).max()))
+        block_tokens = self._layout.block_tokens
+        reach = self._layout.blocks_for(int(ends.max()))
+        blocks, offsets = numpy.divmod(positions, block_tokens)
+        # Where the last page of a row gets its first token in this step, and is not filled by it.
+        unfinished = (ends % block_tokens != 0) & (ends // block_tokens * block_tokens >= rows.starts)
+        begun, begun_at = slots[unfinished], ends[unfinished] // block_tokens
         token_rows, fresh, plans = [], [], []
         for group, table in zip(self._layout.groups, self.tables, strict=True):
-            offsets = positions % self._layout.block_tokens
-            pages = table[slot_of_token, positions // self._layout.block_tokens].astype(numpy.int64)
-            token_rows.append(
-                torch.from_numpy(pages * (self._layout.layers_per_page * 2 * self._layout.block_tokens) + offsets)
-            )
-            ends = rows.starts + rows.counts
-            unfinished = (ends % self._layout.block_tokens != 0) & (
-                ends // self._layout.block_tokens * self._layout.block_tokens >= rows.starts
-            )
-            fresh.append(table[slots[unfinished], ends[unfinished] // self._layout.block_tokens])
+            pages = table[slot_of_token, blocks].astype(numpy.int64)
+            token_rows.append(torch.from_numpy(pages * (self._layout.layers_per_page * 2 * block_tokens) + offsets))
+            fresh.append(table[begun, begun_at])
             plans.append(attention.plan(step, group, table[slots, :reach].astype(numpy.int64)))
-        adapted = PlacedRows.of(self.adapter_places[slot_of_token], self._limits.max_loras)
+        adapted = None
+        if self._limits.max_loras:
+            adapted = PlacedRows.of(self.adapter_places[slot_of_token], self._limits.max_loras)
         return StepBatch(
             tokens=torch.from_numpy(self.tokens[slot_of_token, positions].astype(numpy.int64)),
             positions=torch.from_numpy(positions),
@@ -168,9 +171,10 @@ class SlotBuffers:
         starts = numpy.array([row.start for row in rows], dtype=numpy.int64)
         counts = numpy.array([row.count for row in rows], dtype=numpy.int64)
         order = numpy.lexsort((-starts, counts > 1))
-        counts = counts[order]
+        starts, counts = starts[order], counts[order]
+        ends = starts + counts
         firsts = numpy.cumsum(counts) - counts
-        return _RowOrder(order, starts[order], counts, firsts, int((counts == 1).sum()))
+        return _RowOrder(order, starts, counts, ends, firsts, int((counts == 1).sum()))
 
     def _check(self, plan: StepPlan, blocks: int) -> None:
         for copy in plan.copies:
@@ -287,9 +291,11 @@ def scored_places(rows: Sequence[Row], lasts: numpy.typing.NDArray[numpy.int64])
     """Of every position that is scored, row by row: its token of the batch, itself, its slot. `lasts`: each row's last
     token."""
     scoring = [(row, int(last)) for row, last in zip(rows, lasts, strict=True) if row.scored]
+    if not scoring:
+        return _NOWHERE, _NOWHERE, _NOWHERE
     counts = [row.scored for row, _ in scoring]
     positions = [numpy.arange(row.score_from, row.score_to, dtype=numpy.int64) for row, _ in scoring]
-    joined = numpy.concatenate(positions) if positions else numpy.empty(0, dtype=numpy.int64)
+    joined = numpy.concatenate(positions)
     # From a position to its token: the last position of a row is its last token.
     shifts = numpy.array([last - (row.start + row.count - 1) for row, last in scoring], dtype=numpy.int64)
     slots = numpy.array([row.slot for row, _ in scoring], dtype=numpy.int64)
@@ -302,5 +308,6 @@ class _RowOrder:
     """The plan's row at each place of the batch."""
     starts: numpy.typing.NDArray[numpy.int64]
     counts: numpy.typing.NDArray[numpy.int64]
+    ends: numpy.typing.NDArray[numpy.int64]
     firsts: numpy.typing.NDArray[numpy.int64]
     single: int

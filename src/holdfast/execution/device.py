@@ -53,22 +53,14 @@ def has_gpu_context() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def set_threads(count: int | None, torch_share: float = 1.0) -> int:
-    """Sets how many threads compute, where a number is given; returns the number in force.
-
-    `torch_share`: the part of the weights that torch multiplies. Where that is next to nothing, the compiled kernels
-    have threads of their own and torch has one; else both compute with torch's.
-    """
-    if count is not None:
-        if count < 1:
-            raise ConfigurationError(
-                f"the number of threads is {count}", needed="at least 1", found=str(count), field="threads"
-            )
-        if native.available() and torch_share <= HARDLY_BY_TORCH:
-            native.use_own_threads(count)
-        else:
-            native.share_torch_threads(count)
-    return native.threads()
+def compute_threads(count: int, torch_share: float = 1.0) -> native.ComputeThreads:
+    """`torch_share`: the part of the weights that torch multiplies. Where that is next to nothing, the compiled kernels
+    have threads of their own and torch has one; else both compute with torch's."""
+    if count < 1:
+        raise ConfigurationError(
+            f"the number of threads is {count}", needed="at least 1", found=str(count), field="threads"
+        )
+    return native.ComputeThreads(count, own=native.available() and torch_share <= HARDLY_BY_TORCH)
 
 
 def warm_up(dtype: torch.dtype, device: torch.device) -> None:

@@ -5,6 +5,7 @@ It decides nothing: which row runs, in which page, was settled by the scheduler.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from holdfast.execution.kv_store import KVStore
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import AdapterPlaces, LoraLimits
 from holdfast.execution.memory import PeakMemory, trim_memory
+from holdfast.execution.native import ComputeThreads
 from holdfast.execution.ops import ops_for
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
@@ -64,7 +66,8 @@ class _Done:
 class Runner:
     """`kv_dtype`: how keys and values are kept; by default as the weights' activations are.
     `compiled`: the small operations and attention come from kernels of our own (float32 only).
-    `beat`: called again and again while a step is computed, after each layer and each turn of logits."""
+    `beat`: called again and again while a step is computed, after each layer and each turn of logits.
+    `threads`: those that compute; None: as torch and the kernels are set."""
 
     def __init__(
         self,
@@ -79,7 +82,9 @@ class Runner:
         compiled: bool = False,
         lora: LoraLimits | None = None,
         beat: Callable[[], None] | None = None,
+        threads: ComputeThreads | None = None,
     ) -> None:
+        self._threads = threads
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
         self._beat = beat or (lambda: None)
@@ -183,9 +188,15 @@ class Runner:
         """Computes the step before it returns: a CPU has nobody else to do the work meanwhile."""
         return _Done(self.execute(plan, masks))
 
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        threads = contextlib.nullcontext() if self._threads is None else self._threads.computing()
+        with threads, torch.inference_mode(), lean_products(self.dtype, self.device):
+            yield
+
     def execute(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         decoder, kv = self._decoder, self.kv
-        with torch.inference_mode(), lean_products(self.dtype, self.device):
+        with self._computing():
             self._buffers.apply(plan, kv.blocks)
             if plan.copies:
                 kv.move(plan.copies)
@@ -269,7 +280,7 @@ class Runner:
         with_experts = [layer.index for layer in self.spec.layers if layer.experts is not None]
         layers = 1 + max([*(min(group.layers) for group in self.layout.groups), *with_experts[:1]])
         peak = PeakMemory()
-        with torch.inference_mode(), lean_products(self.dtype, self.device):
+        with self._computing():
             with peak:
                 decoder.multiply_largest(self.limits.max_num_batched_tokens, len(self._logits))
             scratch = peak.grown_bytes

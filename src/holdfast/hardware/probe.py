@@ -19,6 +19,7 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 KERNEL_VARIANTS = {
     "amx": AVX512 | {"avx512_vnni", "amx_tile", "amx_int8"},
     "avx512_vnni": AVX512 | {"avx512_vnni"},
+    "avx512": AVX512,
     "avx_vnni": AVX2 | {"avx_vnni"},
     "avx2": AVX2,
     "neon_dotprod": frozenset({"asimddp"}),

@@ -306,6 +306,13 @@ class ModelSpec:
         """What one token of text meets: of routed experts only those it is sent to."""
         return sum(self._active(tensor) for tensor in self.tensors if tensor.part == "text")
 
+    @property
+    def active_layer_parameters(self) -> int:
+        """What every token of a prompt is multiplied by: its embedding is looked up, and the head is for the last."""
+        return sum(
+            self._active(tensor) for tensor in self.tensors if tensor.part == "text" and tensor.layer is not None
+        )
+
     def _active(self, tensor: TensorSpec) -> int:
         if not tensor.experts or tensor.layer is None:
             return tensor.elements

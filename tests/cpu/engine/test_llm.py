@@ -11,9 +11,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from holdfast import LLM, AsyncLLMEngine, PoolingParams, SamplingParams
 from holdfast.errors import ConfigurationError, ContextLengthError, EngineError, RequestError, UnsupportedOptionError
+from holdfast.execution import native
+from holdfast.execution.transformer import Transformer
 from holdfast.sampling_params import RequestOutputKind
 
 
@@ -307,6 +310,33 @@ def test_chat_shows_tools_calls_and_their_answers(llm) -> None:
     assert '{"name": "add", "parameters": {"type": "object", "properties": {}}}' in prompt
     assert '<|im_start|>assistant\n{"name": "add", "arguments": {"a": 1}}<|im_end|>' in prompt
     assert "<|im_start|>user\nadd answered:\n2<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize(("by_kernels", "computing"), [(True, (1, 3)), (False, (3, 3))])
+def test_torch_keeps_the_threads_that_the_program_gave_it(tiny_model, monkeypatch, by_kernels, computing) -> None:
+    """While a step is computed the kernels have threads of their own, where they multiply the weights; the rest of the
+    program has its number before, between and after."""
+    if by_kernels and not native.available():
+        pytest.skip("needs the compiled kernels")
+    seen = set()
+    forward = Transformer.forward
+
+    def watched(self, *arguments, **named):
+        seen.add((torch.get_num_threads(), native.threads()))
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(Transformer, "forward", watched)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        model = {"model": "smollm2"} if by_kernels else {"model": str(tiny_model), "load_format": "dummy"}
+        with LLM(**model, tokenizer="smollm2", max_model_len=64, max_num_seqs=2, threads=3) as made:
+            assert torch.get_num_threads() == 2
+            made.generate(["One two"], SamplingParams(max_tokens=3), use_tqdm=False)
+            assert torch.get_num_threads() == 2
+        assert seen == {computing}
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_a_tokenizer(tiny_model) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution import memory
-from holdfast.execution.device import lean_products, packs_weights, set_threads
+from holdfast.execution.device import compute_threads, lean_products, packs_weights
 from holdfast.execution.kv_store import KVStore
 from holdfast.execution.memory import PeakMemory
 from holdfast.execution.runner import Runner, RunnerLimits
@@ -232,14 +232,9 @@ def test_packing_needs_products_in_hardware() -> None:
 
 
 def test_threads() -> None:
-    before = torch.get_num_threads()
-    try:
-        assert set_threads(1) == 1
-        assert set_threads(None) == 1
-        with pytest.raises(ConfigurationError):
-            set_threads(0)
-    finally:
-        torch.set_num_threads(before)
+    assert compute_threads(2).count == 2
+    with pytest.raises(ConfigurationError):
+        compute_threads(0)
 
 
 def test_products_leave_torch_as_they_found_it() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.sampling import sampler as sampling
+from holdfast.execution.sampling.nonfinite import NO_TOKEN
 from holdfast.execution.sampling.sampler import Sampler, draw, likeliest, logprobs, penalize, uniforms
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.records import SamplingParams, SequenceStart
@@ -232,3 +233,20 @@ def test_likeliest_is_argmax_and_takes_the_first_of_equals(width: int) -> None:
     best = logits.max(-1, keepdim=True).values
     first = [int((row == top).nonzero()[0]) for row, top in zip(logits, best, strict=True)]
     assert likeliest(logits).tolist() == first
+
+
+def test_plain_greedy_rows_sample_what_they_would_among_others() -> None:
+    """Rows of which nothing else is asked take a shorter way; rows that nothing can be sampled for are told by both."""
+    logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(2)).round(decimals=1)
+    logits[1, 7], logits[2, 9], logits[3] = float("inf"), float("nan"), float("-inf")
+    starts = [
+        SequenceStart(slot, f"r{slot}", [1, 2], 1, SamplingParams(temperature=0.0, logprobs=0 if slot == 5 else None))
+        for slot in range(6)
+    ]
+    sampler, slots, lengths = sampler_with(starts)
+    together, told = sampler.sample(logits.clone(), slots, lengths)
+    alone, nothing = sampler.sample(logits[:5].clone(), slots[:5], lengths[:5])
+    assert told[5] is not None
+    assert nothing == []
+    assert alone.tolist() == together[:5].tolist()
+    assert (alone[1], alone[2]) == (NO_TOKEN, NO_TOKEN)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,10 +75,31 @@ print(os.waitpid(child, 0)[1], bool((use() == first).all()))
 
 
 def test_torch_has_one_thread_where_it_hardly_multiplies() -> None:
-    assert device.set_threads(3, torch_share=0.0) == 3
-    assert (torch.get_num_threads(), native.threads()) == (1, 3)
-    assert device.set_threads(2, torch_share=0.5) == 2
-    assert (torch.get_num_threads(), native.threads()) == (2, 2)
+    with device.compute_threads(3, torch_share=0.0).computing():
+        assert (torch.get_num_threads(), native.threads()) == (1, 3)
+    with device.compute_threads(2, torch_share=0.5).computing():
+        assert (torch.get_num_threads(), native.threads()) == (2, 2)
+
+
+def test_whoever_shares_the_process_keeps_its_own_number_of_torch_threads() -> None:
+    """Also while a model computes in another thread, and where computing fails."""
+    torch.set_num_threads(4)
+    seen: list[int] = []
+
+    def compute() -> None:
+        with native.ComputeThreads(3, own=True).computing():
+            with native.ComputeThreads(2, own=False).computing():
+                assert (torch.get_num_threads(), native.threads()) == (2, 2)
+            assert (torch.get_num_threads(), native.threads()) == (1, 3)
+            other = threading.Thread(target=lambda: seen.append(native.threads()))
+            other.start()
+            other.join()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        compute()
+    assert (torch.get_num_threads(), native.threads()) == (4, 4)
+    assert seen != [3]
 
 
 def test_results_are_the_same_on_any_threads() -> None:

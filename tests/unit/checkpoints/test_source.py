@@ -12,6 +12,7 @@ import pytest
 from tiny_gguf import write_tiny_gguf
 
 from holdfast.checkpoints import extra_tensors, from_path, locate, match, open_checkpoint, spec_of
+from holdfast.checkpoints.formats import gguf
 from holdfast.checkpoints.sources import builtin, cache
 from holdfast.checkpoints.sources.resolve import locate_headers, overridden
 from holdfast.config import EngineConfig
@@ -202,3 +203,22 @@ def test_a_copy_of_a_built_in_model_is_hashed_for_its_sampling_alone(
     assert locate_headers(str(copy)).generation_config == same.sampling
     monkeypatch.setattr(cache, "sha256_of", lambda *_, **__: pytest.fail("hashed by an engine, which samples as told"))
     assert find_model(EngineConfig(model=str(copy)), text=False).files.generation_config is None
+
+
+@pytest.mark.parametrize("named", ["built in", "path", "one of a folder"])
+def test_whoever_needs_no_text_reads_no_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    copy, first = tmp_path / "model-Q4_0.gguf", builtin.BUILTINS[0]
+    write_tiny_gguf(copy)
+    monkeypatch.setattr(builtin, "ensure", lambda *_, **__: copy)
+    name = {"built in": first.name, "path": str(copy), "one of a folder": f"{tmp_path}:Q4_0"}[named]
+    asked: list[bool] = []
+
+    def read(path: Path, *, part: bool, vocabulary: bool) -> gguf.GGUFHeader:
+        asked.append(vocabulary)
+        return read_header(path, part=part, vocabulary=vocabulary)
+
+    read_header = gguf.read_header
+    monkeypatch.setattr(gguf, "read_header", read)
+    for text in (True, False):
+        locate_headers(name, text=text)
+    assert asked == [True, False]

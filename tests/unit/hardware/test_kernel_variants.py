@@ -12,9 +12,10 @@ from holdfast.hardware import Processor, kernels
 from holdfast.hardware.probe import DOT_PRODUCT_FEATURES, KERNEL_VARIANTS
 
 ALL = list(KERNEL_VARIANTS)
-X86 = ["amx", "avx512_vnni", "avx_vnni", "avx2", "portable"]
+X86 = ["amx", "avx512_vnni", "avx512", "avx_vnni", "avx2", "portable"]
 SAPPHIRE_RAPIDS = KERNEL_VARIANTS["amx"] | {"sse2", "avx_vnni", "amx_bf16", "avx512_bf16"}
 CASCADE_LAKE = KERNEL_VARIANTS["avx512_vnni"] | {"sse2"}
+SKYLAKE_X = KERNEL_VARIANTS["avx512"] | {"sse2"}
 ALDER_LAKE = KERNEL_VARIANTS["avx_vnni"] | {"sse2"}
 HASWELL = KERNEL_VARIANTS["avx2"] | {"sse2"}
 NEHALEM = frozenset({"sse2", "sse4_2"})
@@ -35,7 +36,8 @@ def chosen(forced: str, features: frozenset[str], built: list[str]) -> kernels.K
         (CASCADE_LAKE | {"avx_vnni"}, "avx512_vnni"),
         (ALDER_LAKE, "avx_vnni"),
         (HASWELL, "avx2"),
-        (CASCADE_LAKE - {"avx512_vnni"}, "avx2"),
+        (SKYLAKE_X, "avx512"),
+        (SKYLAKE_X - {"avx512bw"}, "avx2"),
         (HASWELL - {"f16c"}, "portable"),
         (NEHALEM, "portable"),
         (frozenset[str](), "portable"),
@@ -65,7 +67,7 @@ def test_without_any_there_is_a_reason() -> None:
 def test_a_forced_one_is_used() -> None:
     choice = chosen("portable", CASCADE_LAKE, X86)
     assert (choice.variant, choice.source) == ("portable", "environment")
-    assert "avx512_vnni, avx2, portable" in choice.reason
+    assert "avx512_vnni, avx512, avx2, portable" in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_a_forced_one_is_used() -> None:
         ("avx_vnni", X86, "this CPU has no avx_vnni"),
         ("amx", X86, "this CPU has no amx_int8 amx_tile"),
         ("neon_dotprod", X86, "this CPU has no asimddp"),
-        ("sse9", X86, "no such kernels; there are amx, avx512_vnni, avx_vnni, avx2, neon_dotprod, portable"),
+        ("sse9", X86, "no such kernels; there are amx, avx512_vnni, avx512, avx_vnni, avx2, neon_dotprod, portable"),
         ("avx2", ["portable"], "this installation has only portable"),
     ],
 )
@@ -83,7 +85,7 @@ def test_a_forced_one_that_cannot_run_is_refused_by_name(forced: str, built: lis
         kernels.choose(forced, CASCADE_LAKE, built)
     assert f"HOLDFAST_CPU_KERNELS={forced}: {words}" in raised.value.message
     assert raised.value.code == "HF113"
-    expected = "avx512_vnni, avx2, portable" if built is X86 else "portable"
+    expected = "avx512_vnni, avx512, avx2, portable" if built is X86 else "portable"
     assert raised.value.found == f"this machine can run {expected}"
 
 

@@ -16,6 +16,7 @@ from holdfast.footprint import lora as lora_sizes
 from holdfast.footprint.gpu import padded_sizes
 from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.hardware.probe import KERNEL_VARIANTS
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
 from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
@@ -577,7 +578,16 @@ def test_limits_that_are_too_large_together_are_refused_with_some_that_fit(spec:
 
 @pytest.mark.parametrize(("cores", "tokens"), [(1, 64), (2, 144), (64, 512)])
 def test_prompts_beside_answers_take_about_half_a_second(cores: int, tokens: int) -> None:
-    """By the model's size and the cores that compute, within what a step has."""
-    assert default_limits.prompt_tokens_beside(134_515_008, cores, 512) == tokens
-    assert default_limits.prompt_tokens_beside(70_000_000_000, cores, 512) == 16
-    assert default_limits.prompt_tokens_beside(134_515_008, cores, 8) == 8
+    """By the model's size and what the cores do, within what a step has."""
+    flops = cores * default_limits.core_flops(KERNEL_VARIANTS["neon_dotprod"])
+    assert default_limits.prompt_tokens_beside(106_202_880, flops, 512) == tokens
+    assert default_limits.prompt_tokens_beside(70_000_000_000, flops, 512) == 16
+    assert default_limits.prompt_tokens_beside(106_202_880, flops, 8) == 8
+
+
+def test_prompts_beside_answers_go_by_what_multiplies() -> None:
+    assert set(default_limits.CORE_FLOPS) == set(KERNEL_VARIANTS)
+    rates = [default_limits.core_flops(KERNEL_VARIANTS[name] | {"sse2"}) for name in ("avx512_vnni", "avx512", "avx2")]
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == 3
+    assert default_limits.core_flops(frozenset()) == default_limits.core_flops(None) < rates[-1]

@@ -92,7 +92,9 @@ def locate_headers(
     repo, wanted = _hub_id(name)
     ask = partial(remote_headers.ask_headers, repo, revision=revision, wanted=wanted, patience_s=patience_s)
     found = hub.cached_unless_reachable(repo, revision, wanted, ask, cache)
-    return found if isinstance(found, ModelFiles) else from_path(found, name=name, kind="hub", wanted=wanted)
+    if isinstance(found, ModelFiles):
+        return found
+    return from_path(found, name=name, kind="hub", wanted=wanted, text=text)
 
 
 def _here(name: str, *, progress: bool, text: bool = True) -> ModelFiles | None:
@@ -104,11 +106,11 @@ def _here(name: str, *, progress: bool, text: bool = True) -> ModelFiles | None:
         return files if entry is None else replace(files, generation_config=dict(entry.sampling))
     entry = builtin.find(name)
     if entry is not None:
-        files = from_path(builtin.ensure(entry, progress=progress), name=entry.name, kind="builtin")
+        files = from_path(builtin.ensure(entry, progress=progress), name=entry.name, kind="builtin", text=text)
         return replace(files, generation_config=dict(entry.sampling))
     folder, colon, wanted = name.rpartition(":")
     if colon and wanted and folder and Path(folder).expanduser().is_dir():
-        return from_path(Path(folder).expanduser(), name=name, wanted=wanted)
+        return from_path(Path(folder).expanduser(), name=name, wanted=wanted, text=text)
     return None
 
 
@@ -166,9 +168,9 @@ def from_path(
     path: Path, *, name: str, kind: Kind | None = None, wanted: str | None = None, text: bool = True
 ) -> ModelFiles:
     """The files of a .gguf or a folder that is here; `wanted`: which GGUF of the folder. `text`: with the vocabulary
-    of a .gguf."""
+    of a GGUF."""
     if path.is_dir():
-        return _from_folder(path, name, kind or "folder", wanted)
+        return _from_folder(path, name, kind or "folder", wanted, text)
     if path.suffix == ".gguf":
         parts = part_names(path.name, where=str(path.parent), there=lambda part: path.with_name(part).is_file())
         paths = tuple(path.with_name(part) for part in parts)
@@ -276,12 +278,13 @@ def _gguf_template(header: GGUFHeader) -> str | None:
     return template if isinstance(template, str) and template else None
 
 
-def _from_folder(folder: Path, name: str, kind: Kind, wanted: str | None) -> ModelFiles:
+def _from_folder(folder: Path, name: str, kind: Kind, wanted: str | None, text: bool) -> ModelFiles:
     names = _names_in(folder)
     choice = choose_weights(names, str(folder), wanted)
     if choice.format == "gguf":
         advice = read_json(folder / "generation_config.json")
-        return _from_ggufs(tuple(folder / file for file in choice.weights), name, kind, choice.reason, advice)
+        paths = tuple(folder / file for file in choice.weights)
+        return _from_ggufs(paths, name, kind, choice.reason, advice, vocabulary=text)
     config = read_json(folder / "config.json")
     if config is None:
         raise CheckpointError(

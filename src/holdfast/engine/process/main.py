@@ -87,7 +87,7 @@ def _build(
 
     fail_loading()
     model = find_model(config, text=False)  # The front has the tokenizer, and gives requests their defaults.
-    core, info = build_core(config, model, progress, plan, heart.beat, own_threads=True)
+    core, info = build_core(config, model, progress, plan, heart.beat)
     if grammar_address is not None:
         core.structured_output = make_structured_outputs(
             core.scheduler.limits, model.spec, lambda: grammar_address, on_device=core.on_device

@@ -264,16 +264,14 @@ def build_core(
     progress: Progress,
     plan: Plan | None = None,
     beat: Callable[[], None] | None = None,
-    own_threads: bool = False,
 ) -> tuple[EngineCore, EngineInfo]:
     """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU, or
-    waits for a disk.
-    `own_threads`: the process is ours alone, so that torch may be left one thread where it has little to do."""
+    waits for a disk."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
         from holdfast.engine.startup.streamed_layers import layer_slots, lower_tiers
         from holdfast.execution import native
-        from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, set_threads, warm_up
+        from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, compute_threads, warm_up
         from holdfast.execution.lora.slots import LoraLimits
         from holdfast.execution.runner import Runner, RunnerLimits
         from holdfast.execution.weights.load import load_weights
@@ -287,9 +285,9 @@ def build_core(
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan, beat)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
-    with stored as checkpoint:
+    cores = config.threads or processor().cores
+    with stored as checkpoint, compute_threads(cores).computing():
         plan = _still_fits(plan)
-        set_threads(config.threads or processor().cores)
         warm_up(DTYPES[plan.dtype], CPU)
         before = _held()
         progress("load", 0, 0)
@@ -307,8 +305,7 @@ def build_core(
         )
     if slots is not None:
         plan = replace(plan, decisions=(*plan.decisions, slots.decision()))
-    if own_threads and plan.engine.compiled_attention and not config.lora_places:
-        set_threads(config.threads or processor().cores, torch_share(weights))
+    by_kernels = plan.engine.compiled_attention and not config.lora_places
     limits = RunnerLimits.of(plan.limits, config.lora_places)
     runner = Runner(
         model.spec,
@@ -320,6 +317,7 @@ def build_core(
         compiled=plan.engine.compiled_attention,
         lora=LoraLimits.of(config),
         beat=beat,
+        threads=compute_threads(cores, torch_share(weights) if by_kernels else 1.0),
     )
     loaded = _held()
     progress("profile_run", 0, 0)

@@ -1,6 +1,6 @@
 """Compiled CPU kernels of our own: products straight from stored blocks, paged attention, small fused operations.
 
-They compute in float32, on threads of their own or on torch's (`use_own_threads`, `share_torch_threads`).
+They compute in float32, on threads of their own or on torch's (`ComputeThreads`).
 `available()` says whether this machine has them; where it has not, the torch forms in `holdfast.execution.ops` do the
 same work. Nothing here decides which of the two is used.
 """
@@ -12,6 +12,7 @@ from holdfast.execution.native.decoder import DecoderLayer, DecoderStep
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.experts import ExpertLayer, NativeExpertBuffers
 from holdfast.execution.native.loading import (
+    ComputeThreads,
     available,
     share_torch_threads,
     threads,
@@ -26,6 +27,7 @@ __all__ = [
     "AttentionRows",
     "BlockMatrix",
     "CompiledMatrix",
+    "ComputeThreads",
     "DecoderLayer",
     "DecoderStep",
     "ExpertLayer",

@@ -39,11 +39,12 @@ class DecoderStep:
         sin: torch.Tensor,
     ) -> None:
         kept = (stream, normed, qkv, attended, gate_up, inner, cos, sin)
-        self.tokens, mlp_tokens = len(stream), min(len(gate_up), len(inner))
+        lengths = [buffer.shape[0] for buffer in kept]  # `len` of a tensor is slow, and this is for every step.
+        self.tokens, mlp_tokens = lengths[0], min(lengths[4:6])
         for buffer in kept:
             if buffer.dtype is not torch.float32 or not buffer.is_contiguous() or not buffer.is_cpu:
                 raise ValueError(f"a buffer must be contiguous float32 on the CPU, not {buffer.dtype}")
-        if min(len(normed), len(qkv), len(attended), len(cos), len(sin)) < self.tokens or mlp_tokens < 1:
+        if min(*lengths[1:4], *lengths[6:]) < self.tokens or mlp_tokens < 1:
             raise ValueError(f"a buffer is too short for {self.tokens} tokens")
         if cos.shape != sin.shape:
             raise ValueError("cos and sin must be alike")

@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -16,8 +18,39 @@ import torch
 from holdfast.execution.native.interface import Kernels
 from holdfast.hardware.kernels import MODULE, KernelChoice, kernel_choice
 
-_own_threads: int | None = None
-"""Of the kernels' pool; None: as many as torch has."""
+
+class _Current(threading.local):
+    """Of the thread that computes."""
+
+    own_threads: int | None = None
+    """Of the kernels' pool; None: as many as torch has."""
+
+
+_current = _Current()
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeThreads:
+    """How many threads a model computes with, and whose: the kernels' own while torch has one, for models that torch
+    hardly multiplies; or torch's for both."""
+
+    count: int
+    own: bool
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """So it is within, in the calling thread. Afterwards torch has the number that it had before: the process may
+        be somebody else's program."""
+        own_before, torch_before = _current.own_threads, torch.get_num_threads()
+        if self.own:
+            use_own_threads(self.count)
+        else:
+            share_torch_threads(self.count)
+        try:
+            yield
+        finally:
+            _current.own_threads = own_before
+            torch.set_num_threads(torch_before)
 
 
 def available() -> bool:
@@ -40,24 +73,25 @@ def kernels() -> Kernels:
 
 def threads() -> int:
     """How many the kernels compute with. Asked at each call: asking torch makes its number hold in a new thread."""
-    return torch.get_num_threads() if _own_threads is None else _own_threads
+    own = _current.own_threads
+    return torch.get_num_threads() if own is None else own
 
 
 def use_own_threads(count: int) -> None:
-    """The kernels compute with a pool of their own, torch with one thread: for models that torch hardly multiplies."""
-    global _own_threads
+    """The kernels compute with a pool of their own, torch with one thread, when the calling thread computes."""
     kernels().share(0)
     torch.set_num_threads(1)
-    _own_threads = count
+    _current.own_threads = count
 
 
 @contextlib.contextmanager
 def torch_threads() -> Iterator[None]:
     """Within it torch computes with as many threads as the kernels: for the little that is much work for it."""
-    if _own_threads is None:
+    own = _current.own_threads
+    if own is None:
         yield
         return
-    torch.set_num_threads(_own_threads)
+    torch.set_num_threads(own)
     try:
         yield
     finally:
@@ -65,11 +99,10 @@ def torch_threads() -> Iterator[None]:
 
 
 def share_torch_threads(count: int) -> None:
-    """Torch computes with `count` threads, and so do the kernels, where there are any: with the same ones, or, where
-    torch has no OpenMP runtime that can be shared, with a pool beside them."""
-    global _own_threads
+    """When the calling thread computes, torch has `count` threads, and so have the kernels, where there are any: the
+    same ones, or, where torch has no OpenMP runtime that can be shared, a pool beside them."""
     torch.set_num_threads(count)
-    _own_threads = None
+    _current.own_threads = None
     if available():
         kernels().share(_torch_parallel() or 0)
 

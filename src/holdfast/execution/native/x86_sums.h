@@ -30,6 +30,8 @@ ALWAYS_INLINE ivec add_pairs(ivec sum, pairs_vec quants, ivec x) {
     return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)quants, (__m512i)x);
 #elif defined(__AVXVNNI__)
     return (ivec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)quants, (__m256i)x);
+#elif defined(__AVX512BW__)
+    return sum + (ivec)_mm512_madd_epi16((__m512i)quants, (__m512i)x);
 #else
     return sum + (ivec)_mm256_madd_epi16((__m256i)quants, (__m256i)x);
 #endif

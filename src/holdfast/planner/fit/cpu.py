@@ -25,7 +25,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.result import EngineChoices, Plan, Rank, device_budget, needed_bytes
 from holdfast.planner.inputs.question import Question, Settings
-from holdfast.planner.sizing.default_limits import prompt_tokens_beside
+from holdfast.planner.sizing.default_limits import core_flops, prompt_tokens_beside
 from holdfast.planner.sizing.dtype import (
     asked_type,
     check_type,
@@ -94,6 +94,13 @@ class CpuCount:
         """Of plain matrices as they lie in memory."""
         spec, stored = self.weights.spec, self.weights.stored
         return cpu.kept_dtype(spec, stored, dtype=self.dtype, expand=self.expand, compiled=self.compiled)
+
+    @property
+    def flops(self) -> float:
+        """That all cores do a second with the weights as they are kept."""
+        machine = self.question.machine
+        by_kernels = self.compiled and not self.expand and multiplied_as_stored(self.question)
+        return machine.cores * core_flops(machine.cpu_features if by_kernels else None)
 
     @property
     def loading_bytes(self) -> int:
@@ -258,8 +265,8 @@ def count_cpu_plan(question: Question, limits: Limits, *, lowered: bool = False)
 
 
 @lru_cache(maxsize=64)
-def _active_parameters(model: Same[ModelSpec]) -> int:
-    return model.held.active_parameters
+def _prompt_parameters(model: Same[ModelSpec]) -> int:
+    return model.held.active_layer_parameters
 
 
 def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
@@ -315,7 +322,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             streamed=count.streamed,
             compiled_attention=_compiled_attention(settings, count.compiled),
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
-            prompt_tokens_beside=prompt_tokens_beside(_active_parameters(Same(spec)), question.machine.cores, step),
+            prompt_tokens_beside=prompt_tokens_beside(_prompt_parameters(Same(spec)), count.flops, step),
         ),
     )
 

@@ -9,12 +9,13 @@ context never shrinks when memory grows, though the limits change. Counts no byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.config.engine import CPU_SEQUENCES, CPU_STEP_TOKENS, GPU_SEQUENCES, GPU_STEP_TOKENS
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.cpu import Limits
+from holdfast.hardware.probe import KERNEL_VARIANTS
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import Settings
 from holdfast.units import MIB, counted
@@ -22,9 +23,22 @@ from holdfast.units import MIB, counted
 ANY_LENGTH = 1 << 62
 RAM_STEP_BYTES = 64 * MIB
 """Budgets are advised in whole steps of this."""
-BESIDE_S, CORE_FLOPS = 0.5, 40e9
-"""How long answers may wait for the prompts of a step, and what a core does a second in all of a prompt's work: so much
-was seen of SmolLM2 on a Neoverse-N1."""
+BESIDE_S = 0.5
+"""How long answers may wait for the prompts of a step."""
+TORCH_FLOPS = 31e9
+CORE_FLOPS = {
+    "amx": 110e9,
+    "avx512_vnni": 100e9,
+    "avx512": 65e9,
+    "avx_vnni": 45e9,
+    "avx2": 45e9,
+    "neon_dotprod": 31e9,
+    "portable": TORCH_FLOPS,
+}
+"""What a core does a second with the layers in all of a prompt's work, by variant of the compiled kernels: so much was
+seen of SmolLM2 and Qwen2.5-Coder-0.5B with prompts of 512 to 1,500 tokens (docs/measurements/performance.md) on Xeons
+of three generations and a Neoverse-N1. AVX-VNNI was not measured; it does no less than AVX2. A table, not a measurement
+at each start: beside other programs a server would start with other limits than yesterday's."""
 BESIDE_ROUND, BESIDE_LEAST = 16, 16
 """Rows that products take as fast as many more."""
 
@@ -128,9 +142,16 @@ def decisions(
         yield Decision(name, str(size) if name == "max_num_seqs" else f"{size:,}", reason, source, lowered=size < most)
 
 
-def prompt_tokens_beside(active_parameters: int, cores: int, step_tokens: int) -> int:
+def core_flops(kernel_features: Collection[str] | None) -> float:
+    """Of a core with these features whose compiled kernels multiply the weights; None: torch does."""
+    if kernel_features is None:
+        return TORCH_FLOPS
+    return CORE_FLOPS[next(name for name, needs in KERNEL_VARIANTS.items() if needs.issubset(kernel_features))]
+
+
+def prompt_tokens_beside(prompt_parameters: int, machine_flops: float, step_tokens: int) -> int:
     """Of prompts, in a step on a CPU in which answers go on as well: what takes about BESIDE_S."""
-    tokens = int(BESIDE_S * CORE_FLOPS * cores / (2 * active_parameters))
+    tokens = int(BESIDE_S * machine_flops / (2 * prompt_parameters))
     return min(step_tokens, max(BESIDE_LEAST, tokens // BESIDE_ROUND * BESIDE_ROUND))
 
 
