@@ -45,6 +45,8 @@ def test_a_gpu_is_used_where_there_is_one() -> None:
     assert settled(machine(gpu(capability=None))) == "cuda"
     assert settled(machine(gpu()), device="cpu") == "cpu"
     assert settled(machine(gpu()), ram="4GiB") == "cpu"
+    assert settled(machine(gpu()), ram="4GiB", vram="4GiB") == "cuda"  # For layers that do not fit there.
+    assert settled(machine(gpu()), ram="4GiB", gpu_layers=2) == "cuda"
     assert settled(machine()) == "cpu"
 
 

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 from holdfast.config import EngineConfig
+from holdfast.config.offload import offload_request
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.hardware import processor
@@ -37,7 +38,8 @@ def settle_device(
 
 
 def _settled(config: EngineConfig, here: NvidiaMachine | None, build: TorchBuild | None) -> EngineConfig:
-    if config.device == "cpu" or (config.device == "auto" and config.ram is not None):
+    in_ram_alone = config.ram is not None and config.vram is None and not offload_request(config).by_hand
+    if config.device == "cpu" or (config.device == "auto" and in_ram_alone):
         return replace(config, device="cpu")
     machine = probe() if here is None else here
     if not machine.gpus and config.device == "auto":
