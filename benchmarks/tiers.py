@@ -46,7 +46,11 @@ ROWS = {
         USUAL | {"vram": "22.93GiB", "ram": "8GiB", "nvme_path": "/var/tmp"},
         ((32, 128, 6),),
     ),
-    "llama-8b-bf16": Row(SHAPES["llama-8b"], USUAL | {"vram": "12GiB", "max_num_seqs": 8}, ((8, 1900, 64),)),
+    "llama-8b-bf16": Row(
+        SHAPES["llama-8b"],
+        USUAL | {"vram": "12GiB", "max_num_seqs": 8, "kv_cache_memory_bytes": "2064MiB"},
+        ((8, 1900, 64),),
+    ),
 }
 SHORT_TOKENS = 4
 """Of answers in the short run."""
