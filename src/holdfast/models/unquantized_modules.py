@@ -40,6 +40,8 @@ class Exceptions:
     """As text: the plan that holds them travels to the engine process."""
     lengths: tuple[int, ...]
     """Dotted parts that names have: other runs of a module's parts need not be looked up."""
+    tells_numbers: bool = False
+    """Whether a module's number, such as that of an expert, may decide."""
     known: dict[str, bool] = field(default_factory=dict)
 
     @staticmethod
@@ -85,7 +87,8 @@ def _read(written: tuple[str, ...]) -> Exceptions:
             except (re.error, OverflowError, RecursionError) as error:
                 raise UntamedPattern(name) from error
     lengths = sorted({name.count(".") + 1 for name in names})
-    return Exceptions(frozenset(names), tuple(patterns.values()), tuple(lengths))
+    numbered = bool(patterns) or any(part.isdecimal() for name in names for part in name.split("."))
+    return Exceptions(frozenset(names), tuple(patterns.values()), tuple(lengths), numbered)
 
 
 def is_pattern(name: str) -> bool:
