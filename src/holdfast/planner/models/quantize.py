@@ -32,7 +32,8 @@ _SPECS: Mapping[str, QuantSpec] = {
     "awq": QuantSpec(method="awq", bits=4, group_size=128, symmetric=False),
     "gptq": QuantSpec(method="gptq", bits=4, group_size=128, symmetric=False),
     "int4": QuantSpec(method="int4", bits=4, group_size=128),
-    "int8": QuantSpec(method="int8", bits=8, granularity="channel"),
+    # W8A8: inputs are rounded row by row, as its tools mean it.
+    "int8": QuantSpec(method="int8", bits=8, granularity="channel", inputs="int8"),
     "fp8": QuantSpec(method="fp8", bits=8, granularity="tensor"),
     # Without a second quantization of the scales, as servers make it while loading.
     "nf4": QuantSpec(method="bitsandbytes", bits=4),
