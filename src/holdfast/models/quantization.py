@@ -65,6 +65,8 @@ class QuantSpec:
     """Other ways in which modules of the same checkpoint are quantized; those with targets come first."""
     lacking: tuple[str, ...] = ()
     """What of it this engine cannot read, in words; planning needs none of that."""
+    quant_method: str = field(default="", compare=False)
+    """As the config writes it; empty: no config says it."""
     reach_field: str = field(default="group_size", compare=False)
     """What the config calls that which says how far a scale reaches; empty: it is not the same for all matrices."""
     _exceptions: Exceptions = field(init=False, repr=False, compare=False)
@@ -143,6 +145,10 @@ def _from_config(config: Fields) -> QuantSpec | None:
         return None
     default = "compressed-tensors" if table.has("config_groups") else ...
     method = table.text("quant_method", default=default).lower()  # type: ignore[arg-type]
+    return replace(_of_method(config, table, method), quant_method=method.replace("_", "-"))
+
+
+def _of_method(config: Fields, table: Fields, method: str) -> QuantSpec:
     if method == "awq":
         return _awq(table)
     if method == "gptq":
