@@ -297,17 +297,22 @@ def _extra_config(table: Fields, extra: Fields, base: QuantSpec) -> QuantSpec:
 def _fp8(table: Fields, method: str) -> QuantSpec:
     skipped = _modules(table, "modules_to_not_convert") + _modules(table, "ignored_layers")
     if method == "fbgemm_fp8":
+        bound = table.values.get("activation_scale_ub")
         return QuantSpec(
             method="fp8",
             bits=8,
             granularity="channel",
             inputs="fp8",
             not_converted=skipped,
+            lacking=() if bound is None else ("a bound for the largest input of FP8 products (activation_scale_ub)",),
             reach_field="quant_method",
         )
     block, scheme = _block(table, "weight_block_size"), table.text("activation_scheme", default="dynamic")
     if scheme not in ("dynamic", "static"):
         raise table.wrong("activation_scheme", "dynamic or static", scheme)
+    # DeepSeek's ue8m0: the scale of every 128 inputs is a power of two, the next above largest / 448. Those of weights
+    # are stored, and say it themselves.
+    powers = table.values.get("scale_fmt") is not None
     return QuantSpec(
         method="fp8",
         bits=8,
@@ -317,6 +322,7 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
         input_group=block[1] if scheme == "dynamic" else 0,
         static_activations=scheme == "static",
         not_converted=skipped,
+        lacking=(f"scales of inputs in {shorten(str(table.values['scale_fmt']))} (scale_fmt)",) if powers else (),
         reach_field="weight_block_size",
     )
 

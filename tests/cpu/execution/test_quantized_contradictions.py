@@ -216,6 +216,14 @@ def test_indices_may_have_64_bits_and_an_axis_more(tmp_path: Path) -> None:
     torch.testing.assert_close(numbers(tmp_path, stored, nested), means)
 
 
+def test_a_bound_for_inputs_that_only_the_file_tells_is_refused(tmp_path: Path) -> None:
+    """fbgemm's: inputs beyond it are cut off, which no product here does."""
+    stored, means = encoded(written.fp8("channel"))
+    torch.testing.assert_close(numbers(tmp_path, stored, {"quant_method": "fbgemm_fp8"}), means)
+    with pytest.raises(CheckpointError, match=r"m\.input_scale_ub"):
+        numbers(tmp_path, {**stored, "input_scale_ub": torch.tensor([1200.0])}, {"quant_method": "fbgemm_fp8"})
+
+
 def test_eight_bits_of_bitsandbytes_in_tiles_are_refused(tmp_path: Path) -> None:
     config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     stored, means = encoded(written.bnb_int8())

@@ -169,6 +169,8 @@ def test_what_cannot_be_read_is_named(config: dict[str, Any], word: str) -> None
     ("config", "word"),
     [
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "activation_scale_ub"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, "inputs in ue8m0 (scale_fmt)"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.v_proj": {"bits": 2}}}, "GPTQ of 2 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),

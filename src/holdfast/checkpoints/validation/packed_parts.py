@@ -81,6 +81,8 @@ def _parts(
     stored: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, StoredTensor], str]:
     """By their names after the module's, codes first; or the name of one that is missing."""
+    if f"{module}.input_scale_ub" in stored:
+        raise _unread(f"{module}.input_scale_ub", "a bound for the largest input of FP8 products")
     found: dict[str, StoredTensor] = {}
     for part in expected:
         name = part.name.removesuffix("_inv")
