@@ -113,6 +113,18 @@ def test_an_expert_that_the_config_sets_apart_is_named(oracles: Callable[..., An
     assert "unquantized" in str(caught.value.found)
 
 
+@pytest.mark.parametrize("left_alone", ["q_proj", "v_proj", "up_proj"])
+def test_matrices_beside_one_that_is_left_alone_have_scales_of_their_own(
+    left_alone: str, oracles: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Static scales of inputs: shared where q, k and v are one matrix, and counted apart where they are not."""
+    config = {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": [left_alone]}
+    made = Format(config, written.fp8(static=0.03), modules={left_alone: None})
+    oracle = oracles("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    write_quantized(oracle.folder, tmp_path, made)
+    loaded(tmp_path)
+
+
 # One matrix
 
 
