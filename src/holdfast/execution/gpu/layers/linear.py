@@ -21,8 +21,8 @@ from holdfast.footprint.gpu import LARGE_BYTES, SKINNY_ROWS
 
 
 class Scratch:
-    """What all products share, one after the other on one stream. `tokens`: the most of a step. `spare`: a buffer that
-    only products write to and whose content none needs that does not get it."""
+    """What all products share, one after the other on one stream. `tokens`: the most of a step. `spare`: a buffer
+    that products and attention write to, and whose content none needs that does not get it."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, tokens: int = 0, spare: torch.Tensor | None = None

@@ -146,11 +146,11 @@ class QuantizedWorkspace:
 
 
 def _spanned(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to its last."""
+    """Bytes from its first element to the end of its last row: of columns of a wider buffer, those behind them are
+    another product's outputs."""
     if not tensor.numel():
         return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+    return len(tensor) * tensor.stride(0) * tensor.itemsize
 
 
 class _Blocks:
