@@ -195,7 +195,8 @@ def test_gates_and_norms_ride_along(layout: str, rows: int) -> None:
     norm = None if rows > 1 else (torch.rand(1024, generator=source) + 0.5).to(dtype)
     inputs = x.float()
     if norm is not None:
-        inputs = inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + 1e-5) * norm.float()
+        # Rounded before the norm's weights as well, as transformers does.
+        inputs = (inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + 1e-5)).to(dtype).float() * norm.float()
     both = (inputs.to(dtype).double() @ exact.double().t()).to(dtype).double()
     gate, up = both.chunk(2, 1)
     wanted = torch.nn.functional.silu(gate) * up
