@@ -96,7 +96,7 @@ def test_weights_are_quantized_and_made_up_on_the_gpu(kind: Any) -> None:
     made = []
     for device in DEVICES:
         matrix = ScaledMatrix(layout, ROWS, COLUMNS, device)
-        fill_quantized(matrix, 0, weights.to(device))
+        fill_quantized(matrix, 0, weights.to(device), "m")
         made.append(torch.empty((ROWS, COLUMNS), device=device))
         matrix.dequantize(0, ROWS, made[-1])
     # A GPU divides by a number through its inverse, and adds squares in another order: scales differ in the last bit,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Literal
 from unittest.mock import Mock
 
 import pytest
@@ -12,11 +13,13 @@ from quantized_blocks import drawn
 
 pytest.importorskip("triton")
 
-from holdfast.execution.gpu.cuda import compiler, int4, kquant, module
+from holdfast.execution.gpu.cuda import compiler, int4, int4_experts, kquant, module, row_product
 from holdfast.execution.gpu.cuda.kquant import BITS, KquantMatrix, against_cuts, product_cut
+from holdfast.execution.gpu.layers.linear import Scratch
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.triton_kernels.layer import activation_code
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
 CPU = torch.device("cpu")
@@ -98,6 +101,34 @@ def test_gates_are_numbered_as_other_kernels_number_activations() -> None:
     numbered = [f"if (kind == {activation_code(name)}) return" for name in ("silu", "gelu")]
     assert all(line in module.text("int4_product") for line in numbered)
     assert activation_code("gelu_tanh") == 2
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_products_are_compiled_ahead_for_the_models_own_gate(
+    activation: Literal["silu", "gelu_tanh"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the first step with a gate would wait for NVRTC."""
+    ahead: list[dict[str, int]] = []
+    for file in (int4, int4_experts, row_product):
+        monkeypatch.setattr(file, "cubin", lambda _, capability, defines: ahead.append(defines))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(int4, "_gpu", lambda index: int4.CutLimits(132, HOPPER - 1024, True))
+    gate, shared = activation_code(activation), Scratch(torch.float16, CPU, activation=activation)
+    layout = ScaledLayout(codes="int4", scales="float16", group=128)
+    int4._compile_ahead.cache_clear()
+    int4.FragmentMatrix(ScaledMatrix(layout, 256, 128, CPU), torch.float16, shared.quantized.gate)
+    assert {defines["GATE"] for defines in ahead if "GATE" in defines} == {module.NO_GATE, gate}
+    ahead.clear()
+    int4_experts.compile_expert_products.cache_clear()
+    int4_experts.compile_expert_products(layout, 4, torch.float16, (9, 0), shared.quantized.gate)
+    assert {(defines["GATES"], defines["ACTIVATION"]) for defines in ahead} == {(0, 0), (1, gate)}
+    assert shared.quantized.rows.gate == shared.rounded.rows.gate == gate
+    forms: list[int] = []
+    monkeypatch.setattr(row_product, "row_cut", lambda matrix, gate, normed: forms.append(gate))
+    monkeypatch.setattr(row_product, "row_macros", lambda *_, normed: ())
+    row_product._compile_ahead.cache_clear()
+    row_product.RowMatrix(ScaledMatrix(layout, 256, 128, CPU), torch.float16, shared.rounded.rows.gate)
+    assert set(forms) == {module.NO_GATE, gate}
 
 
 @pytest.mark.parametrize("bits", sorted(BITS.values()))

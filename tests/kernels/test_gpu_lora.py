@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy
 import pytest
+import quantized_files as written
 import torch
 import transformers
 from lora_adapters import merge, write_adapter
+from quantized_files import Format, write_quantized
+from quantized_models import round_inputs
+from safetensors.torch import load_file
 from tiny_gpu import LAYERS, LLAMA, Tiny, prompt, tokens_of
 
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.formats import safetensors
 from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.requests.adapters import Adapters
@@ -23,9 +30,12 @@ from holdfast.execution.lora import upload
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.triton_kernels import lora as kernels
 from holdfast.execution.triton_kernels.lora import add_adapters
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.lora import gpu_bytes
 from holdfast.kvcache import KVCache
-from holdfast.records import AdapterRef, FinishReason, Request, Row, SamplingParams
+from holdfast.models import from_config
+from holdfast.records import AdapterRef, EngineOutput, FinishReason, Request, Row, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
 LIMITS = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=40, max_model_len=96, max_loras=2)
@@ -131,6 +141,74 @@ def test_answers_are_those_of_merged_weights(
             logits = merged(torch.tensor([prompt(1, 9) + tokens])).logits[0]
         assert tokens == logits[8:-1].argmax(-1).tolist()
     assert len({str(tokens_of(outputs)) for outputs in answers}) == 3  # type: ignore[arg-type]
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+QUANTIZED = {
+    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32}, written.awq()),
+    "fp8": Format({"quant_method": "fp8", "activation_scheme": "dynamic"}, written.fp8(), "fp8"),
+    "in act-order, each matrix in its own": Format(GPTQ, written.gptq(ordered=True)),
+}
+
+
+class TinyQuantized(Tiny):
+    """With what its stored bits mean in `model`, whose linear layers round their inputs where the format does."""
+
+    def __init__(self, folder: Path, made: Format) -> None:
+        (folder / "plain").mkdir(parents=True)
+        shape = {} if made.inputs == "plain" else {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+        super().__init__(folder / "plain", "Llama", initializer_range=0.08, **shape)
+        means = write_quantized(self.folder, folder / "quantized", made)
+        self.model.load_state_dict({name: torch.from_numpy(mean) for name, mean in means.items()}, strict=False)
+        self._quantized = folder / "quantized"
+        self.spec = from_config(json.loads((self._quantized / "config.json").read_text()))
+
+    def weights(self, device: torch.device) -> Weights:
+        checkpoint = Checkpoint(safetensors.read_headers((self._quantized / "model.safetensors",)), "safetensors")
+        return load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=False)
+
+    def adapt(self, adapter: Path) -> None:
+        """Adds scale · B·(A·x) to linear layers, of x as it is: adapters round nothing."""
+        factors = load_file(adapter / "adapter_model.safetensors")
+        for name, module in self.model.named_modules():
+            a = factors.get(f"base_model.model.{name}.lora_A.weight")
+            if a is None:
+                continue
+            change = 2 * factors[f"base_model.model.{name}.lora_B.weight"] @ a
+            module.register_forward_pre_hook(lambda module, inputs: setattr(module, "unrounded", inputs[0]))
+            module.register_forward_hook(
+                lambda module, _, out, change=change: out + torch.nn.functional.linear(module.unrounded, change)
+            )
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_adapters_are_added_to_quantized_matrices(name: str, device: torch.device, tmp_path: Path) -> None:
+    model = TinyQuantized(tmp_path, QUANTIZED[name])
+    write_adapter(tmp_path / "adapter", model.folder, seed=4, rank=3, size=0.2)
+    known = Adapters(model.spec, "tiny", EngineConfig(enable_lora=True, max_lora_rank=20))
+    adapter = known.load("one", str(tmp_path / "adapter"), anywhere=True)
+    core = make_core(model, device)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    found: dict[str, list[EngineOutput]] = {"plain": [], "adapted": []}
+    for request, asked in (("plain", None), ("adapted", adapter)):
+        core.add(Request(request_id=request, prompt_token_ids=prompt(1, 9), params=params, adapter=asked))
+    while core.has_work:
+        for output in core.step():
+            found[output.request_id].append(output)
+    answers = {request: tokens_of(outputs) for request, outputs in found.items()}
+    assert answers["plain"] != answers["adapted"]
+    for request, tokens in answers.items():
+        if request == "adapted":
+            model.adapt(tmp_path / "adapter")
+        hooks = round_inputs(model.model, QUANTIZED[name]) if QUANTIZED[name].inputs != "plain" else []
+        with torch.inference_mode():
+            logits = model.model(torch.tensor([prompt(1, 9) + tokens])).logits[0, 8:-1]
+        for hook in hooks:
+            hook.remove()
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        # Where inputs are rounded, one that lies between two codes may fall to either side.
+        assert bool((logits.amax(1) - chosen <= (0.2 if hooks else 1e-3)).all())
 
 
 def test_the_plan_counts_what_is_allocated(model: Tiny, device: torch.device) -> None:

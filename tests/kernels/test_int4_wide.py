@@ -25,6 +25,7 @@ from holdfast.execution.gpu.cuda.int4_wide import (
     wide_cuts,
 )
 from holdfast.execution.gpu.cuda.module import NO_GATE, SILU
+from holdfast.execution.triton_kernels.layer import activation_code
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the kernel needs Hopper"
@@ -72,11 +73,14 @@ def test_all_work_is_given_once(tiles: int, steps: int, processors: int, room: i
     assert set(taken) == {1}
 
 
+GELU = activation_code("gelu_tanh")
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_cuts_fit(name: str) -> None:
     macros = layout_macros(LAYOUTS[name], 4096, torch.bfloat16)
-    for elements, gate in product((1 << 24, 1 << 27), (NO_GATE, SILU)):
-        ahead = [cut for cut, of in wide_cuts(elements, macros) if of == gate]
+    for elements, gate in product((1 << 24, 1 << 27), (NO_GATE, SILU, GELU)):
+        ahead = [cut for cut, of in wide_cuts(elements, macros, max(gate, SILU)) if of == gate]
         for rows in (33, 64, 65, 97, 129, 161, 200, 256, 300, 513, 1025, WIDE_ROWS):
             cut = wide_cut(rows, elements, macros, gated=gate != NO_GATE)
             assert cut.shared_bytes(macros) <= MOST_SHARED_BYTES

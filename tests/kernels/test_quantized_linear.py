@@ -60,7 +60,7 @@ def test_a_spare_buffer_is_expanded_to_but_for_what_a_product_needs_of_it() -> N
     for kept in (spare[:5000], spare[:5000, : columns // 3], spare[4999:5000, 7:]):
         shared.expanded(columns, apart, kept).fill_(0)
         assert (kept == 1).all()
-        assert not spare[5000:-128].any(), "what lies behind is there to be used"
+        assert not spare[5001:-128].any(), "what lies behind is there to be used"
         spare.fill_(1)
     shared.expanded(columns, spare[:5000], apart).fill_(0)
     assert (spare[:5000] == 1).all()
@@ -83,6 +83,9 @@ def test_sums_lie_in_a_spare_buffer_but_for_what_a_product_needs_of_it() -> None
         assert splits.sums.data_ptr() == spare[200:].data_ptr()
         splits.sums.fill_(0)
         assert (spare[:200] == 1).all()
+    # Of products whose outputs stand side by side, one leaves the others' as they are.
+    shared.splits_beside(apart, spare[:200, :256]).sums.fill_(0)
+    assert (spare[:200] == 1).all()
     shared.splits_beside(apart, spare[: len(spare) // 2 + 1]).sums.fill_(7)  # Less is left than it has itself.
     assert not spare[200:].any()
     assert shared.splits_beside(apart, apart).counters is shared.splits().counters

@@ -193,14 +193,14 @@ def _bytes_by_layer(
     model: Same[ModelSpec], files: Same[Stored], dtype: str, expand: bool, compiled: bool, quantize: Quantize | None
 ) -> Mapping[str, int]:
     """By `layers.3`; what is of no layer by another name."""
-    total, fused = Counter[str](), defaultdict[str, list[tuple[TensorSpec, ScaledLayout]]](list)
+    total, fused = Counter[str](), defaultdict[str, list[tuple[TensorSpec, str | ScaledLayout]]](list)
     held = _held(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled, quantize=quantize)
     for tensor, kept, layout in held:
         layer = _layer_of(tensor.name)
+        if (joined := _joined(tensor)) is not None:
+            fused[joined].append((tensor, layout))
         if isinstance(layout, ScaledLayout):
             total[layer] += layout.bytes_for(*_rows_and_columns(tensor))
-            if (joined := _joined(tensor)) is not None:
-                fused[joined].append((tensor, layout))
         elif layout in ELEMENT_BYTES or kept is None:
             total[layer] += tensor.elements * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
         else:
@@ -225,8 +225,11 @@ def _joined(tensor: TensorSpec) -> str | None:
     return next((f"{where}.{names[0]}" for names in FUSED if part in names), None)
 
 
-def _shared_bytes(parts: list[tuple[TensorSpec, ScaledLayout]]) -> int:
+def _shared_bytes(parts: list[tuple[TensorSpec, str | ScaledLayout]]) -> int:
+    """Of matrices that are one; where one of them is otherwise, a plain one too, each is multiplied apart."""
     layout = parts[0][1]
+    if not isinstance(layout, ScaledLayout):
+        return 0
     alike = all(other == layout for _, other in parts) and layout.stacks([tensor.shape[-2] for tensor, _ in parts])
     return (len(parts) - 1) * layout.shared_bytes if alike else 0
 

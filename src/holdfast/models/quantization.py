@@ -65,21 +65,50 @@ class QuantSpec:
     """Other ways in which modules of the same checkpoint are quantized; those with targets come first."""
     lacking: tuple[str, ...] = ()
     """What of it this engine cannot read, in words; planning needs none of that."""
+    quant_method: str = field(default="", compare=False)
+    """As the config writes it; empty: no config says it."""
     reach_field: str = field(default="group_size", compare=False)
     """What the config calls that which says how far a scale reaches; empty: it is not the same for all matrices."""
     _exceptions: Exceptions = field(init=False, repr=False, compare=False)
     _takes: Exceptions = field(init=False, repr=False, compare=False)
+    _of_experts: dict[str, QuantSpec | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_exceptions", Exceptions.read(self.not_converted))
         object.__setattr__(self, "_takes", Exceptions.read(self.targets or ()))
 
-    def converts(self, hf_name: str) -> bool:
-        """Whether the linear layer of this tensor's name is quantized."""
-        return self.scheme_of(hf_name) is not None
+    def converts(self, hf_name: str, experts: int = 1) -> bool:
+        """Whether the linear layer of this tensor's name is quantized; `experts` as in `scheme_of`."""
+        return self.scheme_of(hf_name, experts) is not None
 
-    def scheme_of(self, hf_name: str) -> QuantSpec | None:
-        """How the linear layer of this tensor's name is quantized; None: it is left alone."""
+    def scheme_of(self, hf_name: str, experts: int = 1) -> QuantSpec | None:
+        """How the linear layer of this tensor's name is quantized; None: it is left alone. `experts`: how many the
+        name's {expert} stands for. Rules may name each: raises CheckpointError where they are not quantized alike."""
+        if "{expert}" not in hf_name:
+            return self._scheme(hf_name)
+        if hf_name not in self._of_experts:
+            self._of_experts[hf_name] = self._scheme_of_all(hf_name, experts)
+        return self._of_experts[hf_name]
+
+    def _scheme_of_all(self, hf_name: str, experts: int) -> QuantSpec | None:
+        first = self._scheme(hf_name.replace("{expert}", "0"))
+        rules = (self._exceptions, *(scheme._takes for scheme in (self, *self.others)))
+        if not any(rule.tells_numbers for rule in rules):
+            return first
+        for expert in range(1, experts):
+            name = hf_name.replace("{expert}", str(expert))
+            other = self._scheme(name)
+            if other is not first and _itself(other) != _itself(first):
+                raise CheckpointError(
+                    "experts of one layer are quantized in different ways: this engine keeps them as one stack",
+                    needed=f"{name.removesuffix('.weight')} {_in_words(first)}, as the layer's first expert",
+                    found=f"{_in_words(other)}, as quantization_config says",
+                    fix=INSTEAD,
+                    field="quantization_config",
+                )
+        return first
+
+    def _scheme(self, hf_name: str) -> QuantSpec | None:
         module = hf_name.rpartition(".")[0] if hf_name.endswith((".weight", ".bias")) else hf_name
         if hf_name.startswith(("lm_head.", "output.")) and not self.head_converted:
             return None
@@ -88,6 +117,17 @@ class QuantSpec:
         schemes = (self, *self.others)
         named = (scheme for scheme in schemes if scheme.targets is not None and scheme._takes.hold(module))
         return next(named, next((scheme for scheme in schemes if scheme.targets is None), None))
+
+
+def _itself(scheme: QuantSpec | None) -> QuantSpec | None:
+    """Without what says which modules it takes."""
+    if scheme is None:
+        return None
+    return replace(scheme, not_converted=(), targets=None, others=(), head_converted=False, lacking=())
+
+
+def _in_words(scheme: QuantSpec | None) -> str:
+    return "unquantized" if scheme is None else f"in {scheme.method} of {scheme.bits} bits"
 
 
 def quantization_from_config(config: Fields) -> QuantSpec | None:
@@ -106,6 +146,10 @@ def _from_config(config: Fields) -> QuantSpec | None:
     if not table.has("quant_method") and not table.has("config_groups"):
         raise table.missing("quant_method", "one of " + ", ".join(_METHODS))
     method = table.text("quant_method", default="compressed-tensors").lower()
+    return replace(_of_method(config, table, method), quant_method=method.replace("_", "-"))
+
+
+def _of_method(config: Fields, table: Fields, method: str) -> QuantSpec:
     if method == "awq":
         return _awq(table)
     if method == "gptq":
@@ -254,17 +298,22 @@ def _extra_config(table: Fields, extra: Fields, base: QuantSpec) -> QuantSpec:
 def _fp8(table: Fields, method: str) -> QuantSpec:
     skipped = _modules(table, "modules_to_not_convert") + _modules(table, "ignored_layers")
     if method == "fbgemm_fp8":
+        bound = table.values.get("activation_scale_ub")
         return QuantSpec(
             method="fp8",
             bits=8,
             granularity="channel",
             inputs="fp8",
             not_converted=skipped,
+            lacking=() if bound is None else ("a bound for the largest input of FP8 products (activation_scale_ub)",),
             reach_field="quant_method",
         )
     block, scheme = _block(table, "weight_block_size"), table.text("activation_scheme", default="dynamic")
     if scheme not in ("dynamic", "static"):
         raise table.wrong("activation_scheme", "dynamic or static", scheme)
+    # DeepSeek's ue8m0: the scale of every 128 inputs is a power of two, the next above largest / 448. Those of weights
+    # are stored, and say it themselves.
+    powers = table.values.get("scale_fmt") is not None
     return QuantSpec(
         method="fp8",
         bits=8,
@@ -274,6 +323,7 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
         input_group=block[1] if scheme == "dynamic" else 0,
         static_activations=scheme == "static",
         not_converted=skipped,
+        lacking=(f"scales of inputs in {shorten(str(table.values['scale_fmt']))} (scale_fmt)",) if powers else (),
         reach_field="weight_block_size",
     )
 

@@ -8,9 +8,10 @@ Knows no quantization method.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from math import factorial
 
 MAX_STEPS = 1 << 17
@@ -23,8 +24,16 @@ _MAX_CHOICES = 12
 _ANYTHING_TWICE = re.compile(r"(?<!\\)(?:\.\*){2,}")
 _ANYTHING_FIRST = re.compile(r"\^?(?:\.\*\??)+(?![*+?{])")
 _ANYTHING_LAST = re.compile(r"(?<!\\)\.\*\??\$?$")
-_LITERAL = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)
+_LITERAL = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _LAZY = re.compile(r"(?<=[*+}])\?|\(\?")
+_ONE = "\N{REPLACEMENT CHARACTER}"
+"""In place of what takes one character of several, or is counted already."""
+_DOT = "\N{MIDDLE DOT}"
+"""One that is a dot, and not any character."""
+_GROUP = re.compile(r"\((?:\?:)?([^()*+{}]*)\)(\??)(?![*+?{])")
+"""Without a repeat in it, and not repeated itself."""
+_WHOLE = re.compile(r"\(\?[aiLmsux-]+\)|\(\?P|\\[1-9]")
+"""Flags, names and backreferences: what belongs to all of a pattern."""
 
 
 class UntamedPattern(ValueError):
@@ -40,6 +49,8 @@ class Exceptions:
     """As text: the plan that holds them travels to the engine process."""
     lengths: tuple[int, ...]
     """Dotted parts that names have: other runs of a module's parts need not be looked up."""
+    tells_numbers: bool = False
+    """Whether a module's number, such as that of an expert, may decide."""
     known: dict[str, bool] = field(default_factory=dict)
 
     @staticmethod
@@ -74,46 +85,84 @@ def _read(written: tuple[str, ...]) -> Exceptions:
         if not is_pattern(name):
             names.add(name.strip("."))
             continue
-        plainer = body, anchored = _plainer(name)
-        if plainer not in patterns:
+        for body, anchored in _plainer(name):
+            if (body, anchored) in patterns:
+                continue
             steps += _steps(body, anchored=anchored)
             if steps > MAX_STEPS:
                 raise UntamedPattern(name)
-            patterns[plainer] = pattern = f"^(?:{body})" if anchored else body
+            patterns[body, anchored] = pattern = f"^(?:{body})" if anchored else body
             try:
                 _compiled(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 raise UntamedPattern(name) from error
     lengths = sorted({name.count(".") + 1 for name in names})
-    return Exceptions(frozenset(names), tuple(patterns.values()), tuple(lengths))
+    numbered = bool(patterns) or any(part.isdecimal() for name in names for part in name.split("."))
+    return Exceptions(frozenset(names), tuple(patterns.values()), tuple(lengths), numbered)
 
 
 def is_pattern(name: str) -> bool:
     return name.startswith("re:") or "*" in name
 
 
-def _plainer(name: str) -> tuple[str, bool]:
-    """The pattern without what matches anything at its ends, and whether it must match from the beginning."""
+def _plainer(name: str) -> Iterator[tuple[str, bool]]:
+    """The patterns that it is one of, without what matches anything at their ends, and whether each must match from the
+    beginning."""
     if not name.startswith("re:"):
-        return ".*".join(re.escape(part) for part in re.split(r"\*+", name.strip("*"))), False
-    body = _ANYTHING_TWICE.sub(".*", name[3:])
-    if "|" in body:  # An end may belong to one of the ways only.
-        return body, True
-    first = _ANYTHING_FIRST.match(body)
-    body = body[first.end() :] if first is not None else body
-    return _ANYTHING_LAST.sub("", body), first is None
+        yield ".*".join(re.escape(part) for part in re.split(r"\*+", name.strip("*"))), False
+        return
+    for way in _ways(_ANYTHING_TWICE.sub(".*", name[3:])):
+        first = _ANYTHING_FIRST.match(way)
+        body = way[first.end() :] if first is not None else way
+        if _outermost_choices(body):  # Of one that could not be taken apart: an end may belong to one way only.
+            yield way, True
+        else:
+            yield _ANYTHING_LAST.sub("", body), first is None
+
+
+def _ways(body: str) -> list[str]:
+    """`a|b` is a, or b; but for what is written once for both."""
+    if _WHOLE.search(body):
+        return [body]
+    ends = [-1, *_outermost_choices(body), len(body)]
+    return [body[start + 1 : end] for start, end in pairwise(ends)]
+
+
+def _outermost_choices(body: str) -> list[int]:
+    """Where a | stands in no group and no set."""
+    depth, found = 0, []
+    for place, char in enumerate(_LITERAL.sub(lambda literal: _ONE * len(literal[0]), body)):
+        depth += (char == "(") - (char == ")")
+        if char == "|" and depth == 0:
+            found.append(place)
+    return found
 
 
 def _steps(body: str, *, anchored: bool) -> int:
     """The most that searching a name can take. A repeat tries every length, a choice doubles the ways, and a repeat of
-    a group could multiply itself: more than any budget."""
-    skeleton = _LAZY.sub("x", _LITERAL.sub("x", body))
+    a group could multiply itself: more than any budget. Of a choice of names no two match at one place unless one
+    begins as the other: they are tried, but are no more ways."""
+    skeleton = _LITERAL.sub(lambda literal: _DOT if literal[0] == r"\." else _ONE, body)
+    ways, tried = 1, 1
+    while (group := _GROUP.search(skeleton)) is not None and ways <= MAX_STEPS:
+        options = group[1].split("|")
+        ways *= _alike(options) * (2 if group[2] else 1)
+        tried += len(options)
+        skeleton = skeleton[: group.start()] + _ONE + skeleton[group.end() :]
+    skeleton = _LAZY.sub("x", skeleton)
     repeats, choices = len(re.findall(r"[*+{]", skeleton)), len(re.findall(r"[|?]", skeleton))
-    if re.search(r"\)[*+{?]", skeleton) or repeats > _MAX_REPEATS or choices > _MAX_CHOICES:
+    if re.search(r"\)[*+{]", skeleton) or repeats > _MAX_REPEATS or choices > _MAX_CHOICES or ways > MAX_STEPS:
         return MAX_STEPS + 1
     places = repeats + (0 if anchored else 1)
-    ways: int = _NAME_CHARS**places // factorial(places)
-    return max(_NAME_CHARS, ways) << choices
+    lengths: int = _NAME_CHARS**places // factorial(places)
+    return (max(_NAME_CHARS, lengths) * ways * tried) << choices
+
+
+def _alike(options: list[str]) -> int:
+    """How many of them can match at one place."""
+    if all(re.fullmatch(rf"[\w{_DOT}-]*", option) for option in options):
+        return max(sum(option.startswith(other) for other in options) for option in options)
+    return len(options) << min(sum(option.count("?") for option in options), _MAX_CHOICES + 8)
 
 
 @lru_cache(maxsize=4096)  # More than the steps allow in one model; re's own cache is smaller.

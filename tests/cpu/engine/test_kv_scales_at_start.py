@@ -18,9 +18,9 @@ from holdfast.execution.kv_scales import KVScales
 
 
 class Runner:
-    spec = SimpleNamespace(layers=(0, 1))
-
-    def __init__(self, kv_dtype: torch.dtype) -> None:
+    def __init__(self, kv_dtype: torch.dtype, tensors: tuple[str, ...] = ("layers.0.k",)) -> None:
+        named = tuple(SimpleNamespace(name=name, optional=False) for name in tensors)
+        self.spec = SimpleNamespace(layers=(0, 1), tensors=named)
         self.kv_dtype, self.kv_scales, self.calibrated = kv_dtype, KVScales.ones(2), False
 
     def use_kv_scales(self, scales: KVScales) -> None:
@@ -52,6 +52,26 @@ def test_the_checkpoints_scales_come_first_unless_asked_otherwise(
     plain: Any = Runner(torch.bfloat16)
     assert find_kv_scales(config, files, plain) == ()
     assert not plain.calibrated
+
+
+def test_keys_with_a_bias_are_better_stored_without_their_mean(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen2.5 has it; scales of a checkpoint leave no place for a mean."""
+    names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(2) for kind in "kv"]
+    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    weights = (tmp_path / "model.safetensors",)
+    files = ModelFiles(name="one", kind="folder", path=tmp_path, format="safetensors", weights=weights)
+    for calculated, tensors, warned in (
+        (False, ("layers.0.k",), False),
+        (True, ("layers.0.k", "layers.0.k_bias"), False),
+        (False, ("layers.0.k", "layers.0.k_bias"), True),
+    ):
+        caplog.clear()
+        config = EngineConfig.from_arguments(kv_cache_dtype="fp8", calculate_kv_scales=calculated)
+        runner: Any = Runner(torch.float8_e4m3fn, tensors)
+        find_kv_scales(config, files, runner)
+        assert ("--calculate-kv-scales" in caplog.text) == warned
 
 
 def test_the_built_in_model_answers_over_fp8_pages() -> None:

@@ -306,8 +306,12 @@ def test_one_scale_may_be_for_both_and_none_is_none(tmp_path: Path) -> None:
         ({"model.layers.1.self_attn.v_scale": None}, "no v_scale of layer 1"),
         ({"model.layers.0.self_attn.k_scale": torch.ones(2)}, "layers.0.self_attn.k_scale"),
         ({"model.layers.0.self_attn.k_scale": torch.ones(1, dtype=torch.int32)}, "layers.0.self_attn.k_scale"),
-        ({"model.layers.0.self_attn.k_scale": torch.zeros(1)}, "above 0"),
-        ({"model.layers.0.self_attn.k_scale": torch.tensor([torch.nan])}, "above 0"),
+        ({"model.layers.0.self_attn.k_scale": torch.zeros(1)}, "layers.0.self_attn.k_scale"),
+        ({"model.layers.0.self_attn.k_scale": torch.tensor([torch.nan])}, "layers.0.self_attn.k_scale"),
+        ({"model.layers.0.self_attn.k_scale": torch.tensor([1e30])}, "layers.0.self_attn.k_scale"),
+        ({"model.layers.1.self_attn.v_scale": torch.tensor([1e-42])}, "layers.1.self_attn.v_scale"),
+        ({"model.layers.1.self_attn.kv_scale": torch.tensor([2.0])}, "two scales .*layers.1.self_attn.kv_scale"),
+        ({"model.layers.1.self_attn.attn.v_scale": torch.tensor([2.0])}, "two scales .*layers.1.self_attn.attn.v_sc"),
     ],
 )
 def test_broken_scales_are_refused_by_name(

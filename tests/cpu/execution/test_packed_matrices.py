@@ -4,6 +4,7 @@ a refusal that names the tensor, and weights quantized while loading against flo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import quantized_files as written
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from holdfast.checkpoints import Checkpoint, Packing, StoredTensor, packing_of
 from holdfast.checkpoints.formats import safetensors
@@ -322,7 +323,7 @@ def test_int4_while_loading_is_near_and_never_worse_than_plain_rounding(shape: t
     weights[0, :32] = 0
     group = 128 if shape[1] % 128 == 0 else 32
     matrix = poisoned(ScaledLayout(codes="int4", scales="float16", group=group), *shape)
-    fill_quantized(matrix, 0, weights)
+    fill_quantized(matrix, 0, weights, "m")
     found = torch.full(shape, float("nan"))
     matrix.dequantize(0, shape[0], found)
     wide = weights.double()
@@ -338,13 +339,51 @@ def test_fp8_while_loading_rounds_to_the_nearest_of_a_row() -> None:
     weights = torch.randn((7, 100), generator=torch.Generator().manual_seed(2)) * torch.logspace(-4, 2, 7)[:, None]
     weights[3] = 0
     matrix = poisoned(ScaledLayout(codes="fp8", inputs="fp8"), 7, 100)
-    fill_quantized(matrix, 0, weights)
+    fill_quantized(matrix, 0, weights, "m")
     found = torch.full((7, 100), float("nan"))
     matrix.dequantize(0, 7, found)
     largest = weights.abs().amax(1, keepdim=True)
     error = (found - weights).abs()
     assert bool((error <= weights.abs() / 16 * 1.001 + largest / 448 * 2**-9).all())
     assert bool((found[3] == 0).all())
+
+
+QUANTIZED_TO = {
+    "fp8": ScaledLayout(codes="fp8", inputs="fp8"),
+    "int4": ScaledLayout(codes="int4", scales="float16", group=32),
+}
+
+
+@pytest.mark.parametrize("layout", QUANTIZED_TO.values(), ids=QUANTIZED_TO.keys())
+def test_weights_too_small_for_a_scale_become_zeros(layout: ScaledLayout) -> None:
+    """A scale below the least normal number has no finite inverse."""
+    weights = torch.randn((4, 64), generator=torch.Generator().manual_seed(3))
+    weights[2] = 0
+    weights[2, 3] = 1e-38
+    matrix = poisoned(layout, 4, 64)
+    fill_quantized(matrix, 0, weights, "m")
+    matrix.dequantize(0, 4, found := torch.full((4, 64), float("nan")))
+    assert bool(found.isfinite().all())
+    assert float(found[2].abs().max()) < 1e-37
+
+
+@pytest.mark.parametrize(("quantize", "wrong"), [("fp8", torch.nan), ("fp8", -torch.inf), ("int4", torch.nan),
+                                                 ("int4", torch.inf), ("int4", 1e6)])  # fmt: skip
+@pytest.mark.parametrize("experts", [False, True])
+def test_weights_that_cannot_be_quantized_are_named(
+    quantize: Quantize, wrong: float, experts: bool, oracles: Callable[..., Any], tmp_path: Path
+) -> None:
+    more = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16} if experts else {}
+    oracle = oracles("Qwen3Moe" if experts else "Llama", hidden_size=64, intermediate_size=64, **more)
+    name = f"model.layers.1.mlp.{'experts.2.' if experts else ''}down_proj.weight"
+    (file,) = oracle.folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name] = tensors[name].float()
+    tensors[name][5, 7] = wrong
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(safetensors.read_headers((tmp_path / "model.safetensors",)), "safetensors")
+    with checkpoint, pytest.raises(CheckpointError, match=re.escape(name)):
+        load_weights(oracle.spec, checkpoint, dtype=torch.float32, device=CPU, expand=False, quantize=quantize)
 
 
 @pytest.mark.parametrize("quantize", ["fp8", "int4"])

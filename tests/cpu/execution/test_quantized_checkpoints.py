@@ -160,7 +160,7 @@ FORMATS: dict[str, Format] = {
         "fp8",
         input_group=32,
     ),
-    "fbgemm": Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, written.fp8("channel"), "fp8"),
+    "fbgemm": Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": None}, written.fp8("channel"), "fp8"),
     "nf4": Format(
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True,
          "bnb_4bit_quant_type": "nf4"},

@@ -48,6 +48,21 @@ def test_holdfast_checks_it_as_it_starts(words: str, command: str | None) -> Non
         assert one.fix.command == f"{command} --max-model-len 4096"
 
 
+def test_a_folder_that_is_quantized_already_is_not_quantized_again(tmp_path: Path) -> None:
+    """Its name says nothing of it: its config does."""
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "quantization_config": quantization,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for asked, right in (("fp8", False), ("int4", False), ("bitsandbytes", True)):
+        command = f"holdfast serve {tmp_path}"
+        found = judge_command(f"{command} -q {asked}", machine=CommandMachine(gpu="l4")).findings
+        assert [one.cause for one in found] == ([] if right else ["bad_flag"])
+        assert [one.fix.command for one in found if one.fix is not None] == ([] if right else [command])
+
+
 def test_what_does_not_fit_is_quantized_while_it_is_loaded() -> None:
     command = "holdfast serve meta-llama/Meta-Llama-3-8B-Instruct --max-model-len 4096"
     [finding] = judge_command(command, machine=CommandMachine(gpu="rtx3060")).findings

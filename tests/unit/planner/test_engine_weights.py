@@ -112,6 +112,17 @@ def test_plans_say_how_fp8_is_multiplied(ask: Ask) -> None:
         assert not [one for one in fit(ask(name, gpu)).decisions if one.field == "products"]
 
 
+@pytest.mark.parametrize("name", ["int8", "w8a8"])
+def test_w8a8_has_room_for_inputs_in_eight_bits(ask: Ask, name: str) -> None:
+    """Codes of a step's inputs beside its sums, as FP8 has them."""
+    question = ask("llama-3.1-8b", "rtx4090")
+    activations = {}
+    for method in (name, "fp8", "int4"):
+        ranks = fit(replace(question, model=quantized_as(question.model, method))).ranks
+        activations[method] = next(term.nbytes for term in ranks[0].terms if term.name == "activations")
+    assert activations[name] == activations["fp8"] > activations["int4"]
+
+
 SIZES = (None, "fp8", "int8", "awq", "int4", "nf4", "Q4_K_M")
 
 

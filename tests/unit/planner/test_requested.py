@@ -8,7 +8,9 @@ import pytest
 
 from holdfast.config.quantization import KERNEL_NAMES, STORED_AS
 from holdfast.errors import ConfigurationError
-from holdfast.models import QuantSpec
+from holdfast.models import QuantSpec, describe_config
+from holdfast.planner.inputs.question import PlannedModel
+from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.requested import requested
 
 AWQ = QuantSpec(method="awq", bits=4, group_size=128)
@@ -65,6 +67,33 @@ def test_a_mismatch_names_both_and_the_command_that_works(asked: str, stored: Qu
     assert f"--quantization {asked}" in error.message
     assert stored.method in error.message
     assert error.fix == "leave --quantization out: the checkpoint says how it is stored"
+
+
+def test_ways_to_write_a_config_are_held_against_its_own_word() -> None:
+    """FP8 weights of its own quant_method are no compressed-tensors, though those may hold FP8 too."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4,
+    }  # fmt: skip
+    groups = {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
+    written = {
+        "fp8": {"quant_method": "fp8"},
+        "compressed-tensors": {"quant_method": "compressed-tensors", "config_groups": groups},
+        "gptq": {"quant_method": "gptq", "bits": 4},
+        "auto-round": {"quant_method": "auto_round", "bits": 4},
+    }
+    specs = {name: describe_config({**config, "quantization_config": one}) for name, one in written.items()}
+    for asked, true in (("compressed-tensors", ("compressed-tensors",)), ("auto-round", ("auto-round",))):
+        for name, spec in specs.items():
+            planned = PlannedModel(name="m", spec=spec, origin="folder")
+            if name in true:
+                assert requested(asked, spec.quantization, gguf=False, name="m").made is None
+                assert quantized_as(planned, asked) is planned
+                continue
+            with pytest.raises(ConfigurationError, match=asked):
+                requested(asked, spec.quantization, gguf=False, name="m")
+            with pytest.raises(ConfigurationError, match=r"already quantized|is not known"):
+                quantized_as(planned, asked)
 
 
 @pytest.mark.parametrize("asked", ["awq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "moe_wna16"])

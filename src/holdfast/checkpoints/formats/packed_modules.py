@@ -12,7 +12,7 @@ def packing_of(quantization: QuantSpec, tensor: TensorSpec, dtype: str) -> Packi
         return None
     if len(tensor.shape) < 2:
         return None
-    scheme = quantization.scheme_of(tensor.hf_name)
+    scheme = quantization.scheme_of(tensor.hf_name, tensor.experts)
     if scheme is None or (scheme.method == "mxfp4" and not tensor.experts):  # gpt-oss: only its experts.
         return None
     return _packing(scheme, dtype)

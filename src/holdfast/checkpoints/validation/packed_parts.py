@@ -20,6 +20,10 @@ _FIX = (
 )
 _UNSAID = frozenset({"g_idx", "weight_shape", "weight_format", "weight.quant_map"})
 """Parts that a reader does without: they repeat what config and shapes say."""
+_WIDE_INDICES = frozenset({"g_idx", "weight_g_idx", "weight_shape"})
+"""Parts in I32 or I64, as their writer pleased; packed codes and zero points are 32-bit words alone."""
+_ZERO_LAYOUTS = ("I8", "F8_E4M3", "I32", "I64", *PLAIN)
+"""Of unpacked zero points that must be zero, of whatever type and shape."""
 _SCALES = ("scales", "weight_scale", "input_scale", "SCB", "weight.nested_absmax")
 _STATE = "weight.quant_state.bitsandbytes__"
 
@@ -41,10 +45,11 @@ def find_packed(
         error.found = f"{error.found}, of {names[0]}"
         error.fix = error.fix or _FIX
         raise
+    unannounced = _unannounced(packing, expected, rows, columns)
     first: dict[str, StoredTensor] | None = None
     total = 0
     for name in names:
-        found, missing = _parts(name.removesuffix(".weight"), packing, expected, stored)
+        found, missing = _parts(name.removesuffix(".weight"), packing, expected, unannounced, stored)
         if missing:
             return None, missing
         first = found if first is None else first
@@ -72,9 +77,15 @@ def _as_found(packing: Packing, module: str, stored: Mapping[str, StoredTensor])
 
 
 def _parts(
-    module: str, packing: Packing, expected: tuple[PackedPart, ...], stored: Mapping[str, StoredTensor]
+    module: str,
+    packing: Packing,
+    expected: tuple[PackedPart, ...],
+    unannounced: tuple[PackedPart, ...],
+    stored: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, StoredTensor], str]:
     """By their names after the module's, codes first; or the name of one that is missing."""
+    if f"{module}.input_scale_ub" in stored:
+        raise _unread(f"{module}.input_scale_ub", "a bound for the largest input of FP8 products")
     found: dict[str, StoredTensor] = {}
     for part in expected:
         name = part.name.removesuffix("_inv")
@@ -88,7 +99,27 @@ def _parts(
             return {}, _name_of(module, part, stored)
         _check(one, part, packing)
         found[name] = one
+    for part in unannounced:
+        one = stored.get(f"{module}.{part.name}")
+        if one is None:
+            continue
+        if part.layout == "I32" or one.layout not in _ZERO_LAYOUTS:
+            _check(one, part, packing)
+        found[part.name] = one
     return found, ""
+
+
+def _unannounced(packing: Packing, expected: tuple[PackedPart, ...], rows: int, columns: int) -> tuple[PackedPart, ...]:
+    """What compressed-tensors may store though the config says symmetric, without an order, or inputs without zero
+    points. Read wherever it is there: the numbers must say the same."""
+    if packing.method not in ("pack-quantized", "int8", "fp8"):
+        return ()
+    every = stored_parts(replace(packing, symmetric=False, act_order=True), rows, columns)
+    found = [part for part in every if part.name in ("weight_zero_point", "weight_g_idx") and part not in expected]
+    if packing.method == "fp8":
+        scale = next(part for part in every if part.name.startswith("weight_scale"))
+        found.append(replace(scale, name="weight_zero_point", layout="F8_E4M3"))
+    return (*found, PackedPart("input_zero_point", (1,), "I8"))
 
 
 def _dispensable(name: str, packing: Packing) -> bool:
@@ -114,7 +145,7 @@ def _check(found: StoredTensor, part: PackedPart, packing: Packing) -> None:
     number = name in _SCALES or (name == "weight.absmax" and part.layout == "F32")
     if number and found.layout not in PLAIN:
         raise _misshapen(found, "scales in F32, F16 or BF16", packing)
-    alike = found.layout == part.layout or (part.layout in ("I32", "I64") and found.layout in ("I32", "I64"))
+    alike = found.layout == part.layout or (name in _WIDE_INDICES and found.layout in ("I32", "I64"))
     codes = name in ("weight", "qweight", "weight_packed")
     if not number and (found.layout != part.layout if codes else not alike):
         raise _misshapen(found, part.layout, packing)

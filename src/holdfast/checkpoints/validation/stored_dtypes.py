@@ -49,7 +49,7 @@ def require_quantization(spec: ModelSpec, stored: Mapping[str, StoredTensor]) ->
         return _unannounced(stored)
     plain, seen = None, set[str]()
     for tensor in spec.tensors:
-        scheme = spec.quantization.scheme_of(tensor.hf_name)
+        scheme = spec.quantization.scheme_of(tensor.hf_name, tensor.experts)
         if scheme is None or tensor.part != "text" or scheme.method in seen:
             continue
         if packing_of(spec.quantization, tensor, spec.stored_dtype) is None:

@@ -196,7 +196,8 @@ def _packed(
         error.fix = error.fix or _FIX["safetensors"]
         raise
     alone = "{expert}" in tensor.hf_name
-    scheme = None if spec.quantization is None else spec.quantization.scheme_of(tensor.hf_name)
+    quantization = spec.quantization
+    scheme = None if quantization is None else quantization.scheme_of(tensor.hf_name, tensor.experts)
     if scheme is not None and (alone or not stacked):
         require_packed_so(scheme, packing, parts, found, stored)
     return parts[0] if alone else replace(parts[0], shape=(*stacked, *parts[0].shape))

@@ -39,9 +39,7 @@ class CommandMachine:
 
 
 def question_for(command: ServerCommand, machine: CommandMachine, version: str | None) -> Question:
-    from holdfast.config.plan import PlanConfig
     from holdfast.planner.advice.remedy import with_settings
-    from holdfast.planner.api import question_of
     from holdfast.planner.compat.vllm_release import parse_vllm
 
     given: dict[str, object] = {}
@@ -73,7 +71,7 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
         each = [str(given.get(f"{kind}_parallel_size", "1")) for kind in ("tensor", "pipeline")]
         given["gpu"] = f"{machine.gpu}x{copies * math.prod(int(size) for size in each if size.isdecimal())}"
     model = (command.model or "").partition(":")[0] if command.has("hf-repo") else command.model
-    question = question_of(PlanConfig.from_arguments(model=model or None, **given))
+    question = _asked_or_stored(command, model or None, given)
     question = _with_draft(question, command)
     if command.engine == "vllm" and not command.has("max-model-len"):
         # vLLM takes the model's whole context where none is set, and refuses to start where KV does not hold it.
@@ -84,6 +82,25 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
     if command.engine == "vllm" and command.value("gpu-memory-utilization") is None and on_gpu:
         question = with_settings(question, utilization=parse_vllm(version or "").default_utilization)
     return question
+
+
+def _asked_or_stored(command: ServerCommand, model: str | None, given: dict[str, object]) -> Question:
+    """Of Holdfast's --quantization that is not true of a quantized model: the model as it is stored, with which
+    `checkpoint_format` says what Holdfast itself would."""
+    from holdfast.config.plan import PlanConfig
+    from holdfast.planner.api import question_of
+    from holdfast.planner.models.quantize import CANNOT_QUANTIZE
+
+    try:
+        return question_of(PlanConfig.from_arguments(model=model, **given))
+    except HoldfastError as error:
+        if error.code != CANNOT_QUANTIZE or command.engine != "holdfast":
+            raise
+        stored = {name: value for name, value in given.items() if name != "quantization"}
+        question = question_of(PlanConfig.from_arguments(model=model, **stored))
+        if question.model.spec.quantization is None and question.model.format != "gguf":
+            raise
+        return question
 
 
 def _with_draft(question: Question, command: ServerCommand) -> Question:

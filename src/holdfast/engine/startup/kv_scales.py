@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles, open_checkpoint
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
     from holdfast.execution.gpu.runner import GpuRunner
     from holdfast.execution.runner import Runner
 
+log = logging.getLogger("holdfast")
+
+_WITH_THEIR_MEAN = (
+    "the checkpoint's scales of the KV cache are for keys with their mean, and this model adds a bias to keys, which"
+    " can be a hundred times what differs between them: where answers are poor, --calculate-kv-scales stores keys"
+    " without it"
+)
 WHOLE_NAMES = {"fp8": "fp8_e4m3"}
 
 
@@ -28,6 +36,8 @@ def find_kv_scales(config: EngineConfig, files: ModelFiles, runner: Runner | Gpu
             stored = stored_kv_scales(checkpoint, len(runner.spec.layers))
         if stored is not None:
             runner.use_kv_scales(stored)
+            if any(tensor.name.endswith(".k_bias") and not tensor.optional for tensor in runner.spec.tensors):
+                log.warning(_WITH_THEIR_MEAN)
             return (Decision("kv_cache_scales", stored.described(), "the checkpoint has them", "model"),)
     runner.calibrate_kv()
     found = runner.kv_scales

@@ -108,7 +108,8 @@ class GpuDecoder:
         # Nobody needs these while attention runs.
         spare = max(inner.gate_up, self._normed, key=torch.Tensor.numel)
         self.attention = GpuAttention(spec, layout, limits, slots, device, spare)
-        scratch = Scratch(weights.dtype, device, tokens, inner.gate_up if expands_whole(device) else None)
+        expanded_to = inner.gate_up if expands_whole(device) else None
+        scratch = Scratch(weights.dtype, device, tokens, expanded_to, spec.activation)
         self._embed, self._head = gpu_linear(weights.embed, scratch), gpu_linear(weights.head, scratch)
         self._scratch = scratch
         self._final_norm = weights.final_norm

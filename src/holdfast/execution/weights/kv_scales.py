@@ -20,6 +20,8 @@ _NAME = re.compile(
     r"(?:(?:attn\.|qkv_proj\.)?(?P<whole>[kv]_scale|kv_scale)"
     r"|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale))$"
 )
+LEAST, MOST = 1e-8, 1e6
+"""Scales within which keys and values of a model lie; others are damage, or were meant for something else."""
 
 
 def is_kv_scale(name: str) -> bool:
@@ -28,18 +30,23 @@ def is_kv_scale(name: str) -> bool:
 
 def stored_kv_scales(checkpoint: Checkpoint, layers: int) -> KVScales | None:
     """None: the checkpoint has none. One that has them for some layers only is refused."""
-    keys, values = dict[int, float](), dict[int, float]()
+    keys, values = dict[int, tuple[float, str]](), dict[int, tuple[float, str]]()
     for name in checkpoint.tensors:
         found = _NAME.search(name)
         if found is None:
             continue
         scale, layer = _read(checkpoint, name), int(found["layer"])
         kind = found["of"] or found["whole"]
-        if kind.startswith("kv"):
-            keys.setdefault(layer, scale)
-            values.setdefault(layer, scale)
-        else:
-            (keys if kind.startswith("k") else values)[layer] = scale
+        for scales in (keys, values) if kind.startswith("kv") else (keys if kind.startswith("k") else values,):
+            other, of = scales.setdefault(layer, (scale, name))
+            if other != scale:
+                raise CheckpointError(
+                    f"the checkpoint has two scales of the KV cache for one thing: {of} and {name}",
+                    needed="one, or the same number twice",
+                    found=f"{other:g} and {scale:g}",
+                    fix="--calculate-kv-scales, --kv-cache-dtype bfloat16, or another copy of the checkpoint",
+                    field="kv_cache_dtype",
+                )
     if not keys and not values:
         return None
     for what, scales in (("k_scale", keys), ("v_scale", values)):
@@ -52,7 +59,9 @@ def stored_kv_scales(checkpoint: Checkpoint, layers: int) -> KVScales | None:
                 fix="--kv-cache-dtype bfloat16, or a checkpoint with all of them",
                 field="kv_cache_dtype",
             )
-    return KVScales(tuple(keys[layer] for layer in range(layers)), tuple(values[layer] for layer in range(layers)))
+    return KVScales(
+        tuple(keys[layer][0] for layer in range(layers)), tuple(values[layer][0] for layer in range(layers))
+    )
 
 
 def _read(checkpoint: Checkpoint, name: str) -> float:
@@ -66,12 +75,12 @@ def _read(checkpoint: Checkpoint, name: str) -> float:
             field="kv_cache_dtype",
         )
     scale = _number(checkpoint.read(name).tobytes(), tensor)
-    if not (math.isfinite(scale) and scale > 0):
+    if not LEAST <= scale <= MOST:
         raise CheckpointError(
-            f"tensor {name!r}: a scale must be a finite number above 0",
-            needed="above 0",
-            found=str(scale),
-            fix="--kv-cache-dtype bfloat16, or another copy of the checkpoint",
+            f"tensor {name!r}: no scale of keys or values",
+            needed=f"a number from {LEAST:g} to {MOST:g}",
+            found=f"{scale:g}",
+            fix="--calculate-kv-scales, --kv-cache-dtype bfloat16, or another copy of the checkpoint",
             field="kv_cache_dtype",
         )
     return scale

@@ -297,7 +297,8 @@ class Loader:
         else:
             raw = self.read(name) if expert is None else self.read_expert(name, expert)
             plain = raw.view(_PLAIN[self.stored[name].layout]).view(rows, columns)
-            fill_quantized(matrix, first, plain.to(self.device))
+            file_name = self.stored[name].name.replace("{expert}", str(expert))
+            fill_quantized(matrix, first, plain.to(self.device), file_name)
 
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
         """A matrix of a quantized checkpoint, or one expert's of it."""

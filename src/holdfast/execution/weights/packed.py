@@ -33,6 +33,8 @@ _MIDDLE = 128
 """Unsigned eight-bit codes less this are int8's."""
 _E8M0_NAN = 255
 _MAX_STATE_BYTES = 1 << 16
+_ROWS_IN_ORDER = 0
+"""bitsandbytes' weight_format of 8 bits: the others are tiled for one generation of GPUs."""
 _FIX = "download the model again, or use another quantization of it"
 
 Read = Callable[[StoredTensor], torch.Tensor]
@@ -55,7 +57,7 @@ class PackedSource:
         self._parts, self._read = parts, read
         codes = next(iter(parts.values()))
         self.name = codes.name
-        self._check_shape()
+        self._check_said()
         self._stored = read(codes)
         self.scales = self._scales()
         self.zeros = self._zeros()
@@ -115,13 +117,19 @@ class PackedSource:
             raise self._broken(self.name, "numbers", "NaN among the weights")
         return codes
 
-    def _check_shape(self) -> None:
+    def _check_said(self) -> None:
+        """Parts that nothing is computed with must say what quantization_config and shapes do."""
         shape = self._parts.get("weight_shape")
-        if shape is None:
-            return
-        found = self._read(shape).tolist()
-        if found != [self.rows, self.columns]:
-            raise self._broken(shape.name, f"[{self.rows}, {self.columns}]", found)
+        if shape is not None:
+            found = self._read(shape).view(-1).tolist()
+            if found != [self.rows, self.columns]:
+                raise self._broken(shape.name, f"[{self.rows}, {self.columns}]", found)
+        order = self._parts.get("weight_format")
+        if order is not None and int(self._read(order).view(-1)[0]) != _ROWS_IN_ORDER:
+            raise self._broken(order.name, f"{_ROWS_IN_ORDER}, rows one after another", int(self._read(order)))
+        inputs = self._parts.get("input_zero_point")
+        if inputs is not None and bool(self._read(inputs).float().any()):
+            raise self._broken(inputs.name, "zero, as symmetric inputs have it", "a zero point of the inputs")
 
     # Scales
 
@@ -157,13 +165,13 @@ class PackedSource:
         part, state = self._parts["weight.absmax"], self._state()
         stored = self._read(part).view(-1)
         table = self._parts.get("weight.quant_map")
-        if table is not None and self._read(table).tolist() != torch.tensor(NF4_VALUES).tolist():
+        if table is not None and self._read(table).view(-1).tolist() != torch.tensor(NF4_VALUES).tolist():
             raise self._broken(table.name, "the sixteen values of NF4", "others")
         if not self.packing.nested:
             self._require_finite(part, stored)
             return stored.float()
         nested, nested_table = self._parts["weight.nested_absmax"], self._parts["weight.nested_quant_map"]
-        scales, values = self._read(nested), self._read(nested_table).float()
+        scales, values = self._read(nested).view(-1), self._read(nested_table).view(-1).float()
         self._require_finite(nested, scales)
         self._require_finite(nested_table, values)
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
@@ -206,8 +214,12 @@ class PackedSource:
         if part is None:
             return None
         stored, method, bits = self._read(part), self.packing.method, self.packing.bits
-        if method == "int8":
-            return stored.view(-1, self._groups).expand(self.rows, self._groups) if self.layout.zeros else None
+        if method in ("int8", "fp8"):
+            if self.layout.zeros:
+                return stored.view(-1, self._groups).expand(self.rows, self._groups)
+            if bool(stored.float().any()):
+                raise self._broken(part.name, "zero points of 0, as symmetric says", "others")
+            return None
         if method == "awq":
             zeros = _awq_rows(stored)
         elif method == "gptq":
@@ -234,7 +246,7 @@ class PackedSource:
         if part is None:
             return None
         groups, size = self._groups, self.layout.group or self.columns
-        index = self._read(part).long()
+        index = self._read(part).view(-1).long()
         if not self.layout.ordered:
             runs = torch.arange(self.columns, device=index.device) // size
             if not bool((index == runs).all()):

@@ -3,13 +3,15 @@
     fp8     a row has one scale, its largest weight / 448
     int4    groups of a row, codes -8 to 7 without zero points; of SHRINKS · largest / 7 the scale with least error
 
-A group of zeros has the scale zero. Knows no files.
+A group of zeros has the scale zero. Weights that are no numbers, or too large for the scales, are refused by the name
+that the caller gives. Knows no files.
 """
 
 from __future__ import annotations
 
 import torch
 
+from holdfast.errors import CheckpointError
 from holdfast.execution.weights.scaled_matrix import INT4_ZERO, ScaledMatrix
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
@@ -17,16 +19,32 @@ FP8_MAX = 448.0
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Of the largest weight of a group: cutting it off leaves finer steps for the others."""
 TILE_ELEMENTS = 1 << 20
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
-def fill_quantized(matrix: ScaledMatrix, first: int, weights: torch.Tensor) -> None:
-    """Numbers [rows, columns] to rows first, first+1, ..."""
+def fill_quantized(matrix: ScaledMatrix, first: int, weights: torch.Tensor, name: str) -> None:
+    """Numbers [rows, columns] to rows first, first+1, ... Raises CheckpointError with the tensor's `name`."""
     step = max(1, TILE_ELEMENTS // matrix.columns)
     for start in range(0, len(weights), step):
         wide = weights[start : start + step].float()
         codes, scales = quantize_rows(wide, matrix.layout)
+        if not bool(torch.isfinite(scales).all()):
+            raise _no_scales(wide, matrix.layout, name)
         matrix.fill_codes(first + start, codes)
         matrix.scales[first + start : first + start + len(wide)] = scales
+
+
+def _no_scales(wide: torch.Tensor, layout: ScaledLayout, name: str) -> CheckpointError:
+    largest = float(wide.abs().max())
+    finite = torch.isfinite(wide).all()
+    most = torch.finfo(getattr(torch, layout.scales)).max
+    return CheckpointError(
+        f"tensor {name!r} cannot be quantized while it is loaded",
+        needed=f"finite weights, with scales of at most {most:g}",
+        found=f"weights to {largest:g}" if finite else "NaN or infinity among the weights",
+        fix="leave --quantization out" if finite else "download the model again: its weights are broken",
+        field="quantization",
+    )
 
 
 def quantize_rows(wide: torch.Tensor, layout: ScaledLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,4 +77,5 @@ def _rounded(groups: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    return torch.where(scales == 0, 0.0, 1.0 / scales)
+    """0 also for scales so small that theirs would be infinite: such weights are as good as zero."""
+    return torch.where(scales < _LEAST_SCALE, 0.0, 1.0 / scales)

@@ -277,7 +277,7 @@ def _in_fp8(spec: ModelSpec, tensor: TensorSpec, gpu: Gpu) -> bool:
     quantization = spec.quantization
     if quantization is None or quantization.method != "fp8" or not gpu.fp8 or not tensor.linear:
         return False
-    return quantization.converts(tensor.hf_name)
+    return quantization.converts(tensor.hf_name, tensor.experts)
 
 
 def _attention(spec: ModelSpec, layers: Iterable[int], ranks: int) -> Attention:

@@ -15,13 +15,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
-from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING, STORED_AS
+from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
 from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import is_quantized
 from holdfast.models import QuantSpec, TensorSpec, text_alone
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.gguf_mixes import KINDS, kind_of, layouts_of
+from holdfast.planner.models.requested import true_of
 from holdfast.planner.sizing.engine_weights import OF_QUANTIZATION, held_or_not
 from holdfast.planner.sizing.sharded_weights import layouts_by_size, weights_of
 from holdfast.units import shorten
@@ -32,7 +33,8 @@ _SPECS: Mapping[str, QuantSpec] = {
     "awq": QuantSpec(method="awq", bits=4, group_size=128, symmetric=False),
     "gptq": QuantSpec(method="gptq", bits=4, group_size=128, symmetric=False),
     "int4": QuantSpec(method="int4", bits=4, group_size=128),
-    "int8": QuantSpec(method="int8", bits=8, granularity="channel"),
+    # W8A8: inputs are rounded row by row, as its tools mean it.
+    "int8": QuantSpec(method="int8", bits=8, granularity="channel", inputs="int8"),
     "fp8": QuantSpec(method="fp8", bits=8, granularity="tensor"),
     # Without a second quantization of the scales, as servers make it while loading.
     "nf4": QuantSpec(method="bitsandbytes", bits=4),
@@ -41,8 +43,7 @@ _OTHER_SPELLINGS = {
     **{name: method for name, method in KERNEL_NAMES.items() if method in _SPECS},
     "w4a16": "int4", "w8a8": "int8", "compressed-tensors": "int4", "bitsandbytes": "nf4", "bnb": "nf4",
 }  # fmt: skip
-_STORED_NAMES = ("compressed-tensors", "bitsandbytes", "mxfp4", "moe_wna16", "auto-round", "inc")
-_SAME_METHOD = {name: STORED_AS[name] for name in _STORED_NAMES} | {"mxfp4_moe": STORED_AS["mxfp4"]}
+_STORED_NAMES = ("compressed-tensors", "bitsandbytes", "mxfp4", "mxfp4_moe", "moe_wna16", "auto-round", "inc")
 METHODS = (*_SPECS, *KINDS)
 
 
@@ -91,8 +92,9 @@ def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
 def _already(model: PlannedModel, name: str, plain: str, kind: str | None) -> bool:
     stored = model.spec.quantization
     if stored is not None:
-        methods = _SAME_METHOD.get(name.lower(), (_SPECS[plain].method,) if plain in _SPECS else ())
-        return stored.method in methods
+        if name.lower() in _STORED_NAMES:
+            return true_of("mxfp4" if name.lower() == "mxfp4_moe" else name.lower(), stored)
+        return plain in _SPECS and stored.method == _SPECS[plain].method
     if name.lower() == "gguf":
         return model.format == "gguf"
     if model.format != "gguf" or kind is None or not model.stored:

@@ -25,6 +25,8 @@ _WHILE_LOADING = {
     "int4": "the checkpoint is unquantized: its linear layers become 4-bit integers while they are loaded, a scale for"
     " each 128 weights of a row; a checkpoint made with AWQ or GPTQ loses less",
 }
+_CONFIGS = {"compressed-tensors": "compressed-tensors", "auto-round": "auto-round", "inc": "auto-round"}
+"""Names of a way to write configs, and of no way to store weights: the quant_method that each is true of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def requested(asked: str | None, stored: QuantSpec | None, *, gguf: bool, name: 
             return Requested()
         raise _mismatch(asked, "blocks of a GGUF file" if gguf else _described(stored), name)
     if stored is not None:
-        if not set(_methods(stored)) & set(STORED_AS[family]):
+        if not true_of(family, stored):
             raise _mismatch(asked, _described(stored), name)
         return Requested(decisions=_alias(asked, family, stored.method))
     if family == "fp8":
@@ -53,6 +55,14 @@ def requested(asked: str | None, stored: QuantSpec | None, *, gguf: bool, name: 
     if family == "int4":
         return Requested("int4", (Decision("quantization", "int4", _WHILE_LOADING["int4"], "set"),))
     raise _not_quantized(asked, name)
+
+
+def true_of(name: str, stored: QuantSpec) -> bool:
+    """Whether a checkpoint is stored as a name of `STORED_AS` says."""
+    written = _CONFIGS.get(name)
+    if written is not None and stored.quant_method:
+        return stored.quant_method == written
+    return bool(set(_methods(stored)) & set(STORED_AS[name]))
 
 
 def _alias(asked: str, family: str, method: str) -> tuple[Decision, ...]:

@@ -176,9 +176,10 @@ def against_cuts(outputs: int, columns: int, macros: Macros, gpu: CutLimits) -> 
 
 
 class FragmentMatrix:
-    """A matrix that was rearranged (fragments.py), and what multiplies with it: to `most_rows` of x."""
+    """A matrix that was rearranged (fragments.py), and what multiplies with it: to `most_rows` of x. `gate`: the
+    model's, for which products are compiled ahead."""
 
-    def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype, gate: int = SILU) -> None:
         self._matrix = matrix
         self._group = matrix.layout.group or matrix.columns
         self._macros = layout_macros(matrix.layout, matrix.columns, dtype)
@@ -189,8 +190,8 @@ class FragmentMatrix:
         elements, capability = matrix.rows * matrix.columns, torch.cuda.get_device_capability(index)
         heights = [rows for rows in (*ROWS, 2 * ROWS[-1]) if self._wide is None or rows <= NARROW_ROWS]
         cuts = tuple(product_cut(rows, elements, self._macros, self._gpu) for rows in heights)
-        wide = () if self._wide is None else wide_cuts(elements, self._macros)
-        _compile_ahead(cuts, wide, self._macros, capability)
+        wide = () if self._wide is None else wide_cuts(elements, self._macros, gate)
+        _compile_ahead(cuts, wide, self._macros, gate, capability)
 
     def product(
         self,
@@ -262,11 +263,12 @@ class FragmentMatrix:
 
 @cache
 def _compile_ahead(
-    cuts: tuple[ProductCut, ...], wide: tuple[tuple[WideCut, int], ...], macros: Macros, capability: tuple[int, int]
-) -> None:
+    cuts: tuple[ProductCut, ...], wide: tuple[tuple[WideCut, int], ...], macros: Macros, gate: int,
+    capability: tuple[int, int],
+) -> None:  # fmt: skip
     """Side by side, all that products of a matrix may want: what is then loaded lies in the cache."""
-    wanted = [("int4_product", defines(cut, macros, gate)) for cut, gate in product(set(cuts), (NO_GATE, SILU))]
-    wanted += [("int4_wide", cut.defines(macros, gate)) for cut, gate in wide]
+    wanted = [("int4_product", defines(cut, macros, one)) for cut, one in product(set(cuts), (NO_GATE, gate))]
+    wanted += [("int4_wide", cut.defines(macros, one)) for cut, one in wide]
     wanted.append(("int4_rows", rows_defines(macros)))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: cubin(text(one[0]), capability, dict(one[1])), wanted))

@@ -127,10 +127,13 @@ def multiply_int4(
 
 @cache
 def compile_expert_products(
-    layout: ScaledLayout, experts: int, dtype: torch.dtype, capability: tuple[int, int]
+    layout: ScaledLayout, experts: int, dtype: torch.dtype, capability: tuple[int, int], activation: int
 ) -> None:
-    """Side by side, all that products with experts may want: what is then loaded lies in the cache."""
+    """Side by side, all that products with experts may want: what is then loaded lies in the cache. `activation`: the
+    model's; without gates the kernel's macro is that of none."""
     macros = expert_macros(layout, experts, dtype)
-    wanted = [cut.defines(macros, 0, gates) for cut in (FEW, FEW_ODD, MORE) for gates in (0, 1)]
+    wanted = [
+        cut.defines(macros, activation if gates else 0, gates) for cut in (FEW, FEW_ODD, MORE) for gates in (0, 1)
+    ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: cubin(text("int4_experts"), capability, dict(one)), wanted))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.execution.gpu.cuda.fragments import BLOCK_COLUMNS, SLAB_ROWS
-from holdfast.execution.gpu.cuda.module import NO_GATE, SILU, Kernel, Macros, Module, TensorMap, text
+from holdfast.execution.gpu.cuda.module import NO_GATE, Kernel, Macros, Module, TensorMap, text
 from holdfast.execution.triton_kernels.quantized.split_sums import SplitSums
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 
@@ -79,9 +79,9 @@ def wide_cut(rows: int, elements: int, macros: Macros, *, gated: bool) -> WideCu
     return cut
 
 
-def wide_cuts(elements: int, macros: Macros) -> tuple[tuple[WideCut, int], ...]:
-    """All of a matrix's, and the gates that they are likely to have."""
-    of_gate = product(range(HEIGHTS[0], WIDE_ROWS + 1, 32), (NO_GATE, SILU))
+def wide_cuts(elements: int, macros: Macros, gate: int) -> tuple[tuple[WideCut, int], ...]:
+    """All of a matrix's, without a gate and with the model's."""
+    of_gate = product(range(HEIGHTS[0], WIDE_ROWS + 1, 32), (NO_GATE, gate))
     found = [(wide_cut(rows, elements, macros, gated=gate != NO_GATE), gate) for rows, gate in of_gate]
     return tuple(dict.fromkeys(found))
 

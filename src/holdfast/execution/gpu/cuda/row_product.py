@@ -124,9 +124,9 @@ def _kernel(macros: Macros, threads: int, shared_bytes: int) -> Kernel:
 class RowMatrix:
     """A matrix that nothing is against (`against_row`), and what multiplies a row with it."""
 
-    def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype, gate: int = SILU) -> None:
         self._matrix, self._dtype = matrix, dtype
-        _compile_ahead(self._all_macros(), torch.cuda.get_device_capability(matrix.codes.device))
+        _compile_ahead(self._all_macros(gate), torch.cuda.get_device_capability(matrix.codes.device))
 
     def takes(self, x: torch.Tensor, *, norm: torch.Tensor | None = None, gated: bool = False) -> bool:
         """Whether this is such a product: a single row, a norm of its type, gates and ups of whole slabs."""
@@ -159,8 +159,8 @@ class RowMatrix:
             matrix.rows // (1 if gate == NO_GATE else 2), float(epsilon), int(accumulate),
         )  # fmt: skip
 
-    def _all_macros(self) -> tuple[Macros, ...]:
-        forms = ((NO_GATE, False), (NO_GATE, True), (SILU, True))
+    def _all_macros(self, of_model: int) -> tuple[Macros, ...]:
+        forms = ((NO_GATE, False), (NO_GATE, True), (of_model, True))
         return tuple(
             row_macros(self._matrix, self._dtype, row_cut(self._matrix, gate, normed=normed), gate, normed=normed)
             for gate, normed in forms
@@ -168,15 +168,16 @@ class RowMatrix:
 
 
 class RowProducts:
-    """Makes them, and keeps of which matrices it does not, and why."""
+    """Makes them, and keeps of which matrices it does not, and why. `gate`: the model's."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: int = SILU) -> None:
+        self.gate = gate
         self.found: list[str | None] = []
 
     def make(self, matrix: ScaledMatrix, dtype: torch.dtype) -> RowMatrix | None:
         against = against_row(matrix, dtype)
         self.found.append(against)
-        return RowMatrix(matrix, dtype) if against is None else None
+        return RowMatrix(matrix, dtype, self.gate) if against is None else None
 
 
 @cache

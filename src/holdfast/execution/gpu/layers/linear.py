@@ -21,14 +21,20 @@ from holdfast.footprint.gpu import LARGE_BYTES, SKINNY_ROWS
 
 
 class Scratch:
-    """What all products share, one after the other on one stream. `tokens`: the most of a step. `spare`: a buffer that
-    only products write to and whose content none needs that does not get it."""
+    """What all products share, one after the other on one stream. `tokens`: the most of a step. `spare`: a buffer
+    that products and attention write to, and whose content none needs that does not get it. `activation` of the
+    model."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, tokens: int = 0, spare: torch.Tensor | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        tokens: int = 0,
+        spare: torch.Tensor | None = None,
+        activation: Activation = "silu",
     ) -> None:
-        self.quantized = QuantizedWorkspace(dtype, device, spare)
-        self.rounded = RoundedWorkspace(tokens, dtype, device)
+        self.quantized = QuantizedWorkspace(dtype, device, spare, activation)
+        self.rounded = RoundedWorkspace(tokens, dtype, device, activation)
 
 
 class GpuLinear(Protocol):

@@ -65,15 +65,23 @@ class QuantizedWorkspace:
     `spare` is a buffer of someone else's, in which nothing is kept from one product to the next. With more than
     OWN_SUMS_ROWS sums of splits lie there, and from SPARE_ROWS on rows are expanded there, where more of it is free
     than that memory has: inputs or outputs may lie in it.
+
+    `activation` of the model: kernels are compiled ahead for it.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, spare: torch.Tensor | None = None) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        spare: torch.Tensor | None = None,
+        activation: Activation = "silu",
+    ) -> None:
+        self.dtype, self.device, self.gate = dtype, device, kernels.activation_code(activation)
         self._spare = torch.empty(0, dtype=torch.uint8) if spare is None else spare.view(-1).view(torch.uint8)
         self._memory: torch.Tensor | None = None
         self._counters: torch.Tensor | None = None
         self._in_fragments: dict[str, list[str | None]] = {}
-        self.rows = RowProducts()
+        self.rows = RowProducts(self.gate)
 
     def _bytes(self) -> torch.Tensor:
         if self._memory is None:
@@ -136,7 +144,8 @@ class QuantizedWorkspace:
         if matrix.layout.codes == "int4":
             self._in_fragments.setdefault("expert_products", []).append(against)
         if against is None:
-            compile_expert_products(matrix.layout, experts, self.dtype, torch.cuda.get_device_capability(self.device))
+            capability = torch.cuda.get_device_capability(self.device)
+            compile_expert_products(matrix.layout, experts, self.dtype, capability, self.gate)
         return against
 
     @property
@@ -146,11 +155,11 @@ class QuantizedWorkspace:
 
 
 def _spanned(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to its last."""
+    """Bytes from its first element to the end of its last row: of columns of a wider buffer, those behind them are
+    another product's outputs."""
     if not tensor.numel():
         return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+    return len(tensor) * tensor.stride(0) * tensor.itemsize
 
 
 class _Blocks:
@@ -215,11 +224,12 @@ class _Fragments:
 
     vectors = None
 
-    def __init__(self, matrix: ScaledMatrix, dtype: torch.dtype, rows: RowProducts) -> None:
+    def __init__(self, matrix: ScaledMatrix, workspace: QuantizedWorkspace) -> None:
+        dtype = workspace.dtype
         if not matrix.in_fragments:  # An embedding may be the head too.
             rearrange(matrix)
-        self._matrix, self.order = FragmentMatrix(matrix, dtype), matrix.order
-        self._row = rows.make(matrix, dtype)
+        self._matrix, self.order = FragmentMatrix(matrix, dtype, workspace.gate), matrix.order
+        self._row = workspace.rows.make(matrix, dtype)
         # Inputs in another order are put into the workspace, which holds fewer.
         self.most_rows = self.most_gated = self._matrix.most_rows if matrix.order is None else SKINNY_BLOCK_ROWS
         self.kind: tuple[object, ...] = ("fragments", matrix.layout, matrix.rows, matrix.columns)
@@ -434,5 +444,5 @@ def _form(
     if matrix.layout.codes == "int4":
         against = workspace.against_fragments(matrix)
         if against is None:
-            return _Fragments(matrix, workspace.dtype, workspace.rows)
+            return _Fragments(matrix, workspace)
     return _Codes(matrix)

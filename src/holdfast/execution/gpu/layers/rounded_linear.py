@@ -46,7 +46,7 @@ class RoundedWorkspace:
     """What all such products share, one after the other on one stream: rounded inputs, scales, sums. As large as the
     widest product needs, of those that were made; products are made before the first step."""
 
-    def __init__(self, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, tokens: int, dtype: torch.dtype, device: torch.device, activation: Activation = "silu") -> None:
         self._tokens, self.dtype, self._device = tokens, dtype, device
         self._codes = torch.empty(0, dtype=torch.uint8, device=device)
         self._scales = torch.empty(0, dtype=torch.float32, device=device)
@@ -55,7 +55,7 @@ class RoundedWorkspace:
         """The scale of products that are scaled afterwards."""
         self.parts = torch.empty(0, dtype=torch.float32, device=device)
         self.arrivals = torch.empty(0, dtype=torch.int32, device=device)
-        self.rows = RowProducts()
+        self.rows = RowProducts(kernels.activation_code(activation))
         self._against_library: list[str | None] = []
 
     def library_takes(self, matrix: ScaledMatrix) -> bool:
