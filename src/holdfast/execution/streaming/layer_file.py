@@ -40,7 +40,7 @@ class LayerFile:
         """Reads go past the page cache."""
         self._file = self._open(folder)
         self._end = weakref.finalize(self, os.close, self._file)  # Loading may fail in the middle.
-        self._threads = ThreadPoolExecutor(DEPTH, "layer-reader")
+        self._threads = _readers()
 
     def _open(self, folder: Path) -> int:
         try:
@@ -99,9 +99,18 @@ class LayerFile:
                 return
         raise _failed("a layer could not be read", len(piece), f"{found} bytes")
 
+    def stop_reading(self) -> None:
+        """No piece is being read when this returns, also of a `read` that was interrupted."""
+        self._threads.shutdown()  # Nobody may wait for a piece that is never read.
+        self._threads = _readers()
+
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._end()
+
+
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(DEPTH, "layer-reader")
 
 
 def _allocate(file: int, nbytes: int) -> None:

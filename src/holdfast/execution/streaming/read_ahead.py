@@ -5,6 +5,7 @@ A buffer is filled again when its copy to the GPU is over. Knows nothing of slot
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -17,22 +18,30 @@ from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.layer_file import LayerFile
 
 
+BEAT_S = 0.25
+"""A disk may take long, and whoever watches wants to hear meanwhile that it is waited for."""
+COPY_POLL_S = 0.001
+
+
 @dataclass(slots=True)
 class _Buffer:
     memory: torch.Tensor
     copied: Any
     """Passed when what was in it is on the GPU."""
-    layer: int = -1
+    layer: int | None = None
+    """None: not all of its pieces were asked for."""
     coming: list[Future[None]] = field(default_factory=list)
 
 
 class ReadAhead:
-    """`layers`: those of the file, by place. `buffers`: pinned, of a place each."""
+    """`layers`: those of the file, by place. `buffers`: pinned, of a place each. Whatever interrupts it, also between
+    any two of its lines: what is taken next is right."""
 
     def __init__(self, layers: Sequence[int], file: LayerFile, buffers: Sequence[torch.Tensor], copies: Copies) -> None:
         self._layers, self._file, self._copies = tuple(layers), file, copies
         self._place = {layer: place for place, layer in enumerate(layers)}
-        self._copied = deque(_Buffer(memory, copies.mark()) for memory in buffers)
+        self._buffers = [_Buffer(memory, copies.mark()) for memory in buffers]
+        self._copied = deque(self._buffers)
         """What was in them was asked to be copied, the oldest first."""
         self._reading: deque[_Buffer] = deque()
         """In the order of the layers."""
@@ -47,13 +56,17 @@ class ReadAhead:
 
     def go_on(self) -> None:
         """Begins to read as many as there are buffers that nobody copies from any more."""
-        while self._copied and self._copies.passed(self._copied[0].copied):
-            buffer = self._copied.popleft()
-            self._reading.append(buffer)  # First: asking for its pieces may be interrupted.
-            buffer.layer, buffer.coming = self._layers[self._next], []
-            for piece in self._file.read(self._next, _view(buffer.memory)):
-                buffer.coming.append(piece)
-            self._next = (self._next + 1) % len(self._layers)
+        try:
+            while self._copied and self._copies.passed(self._copied[0].copied):
+                buffer, place = self._copied.popleft(), self._next
+                buffer.layer, buffer.coming = None, []
+                self._reading.append(buffer)
+                buffer.coming = list(self._file.read(place, _view(buffer.memory)))
+                self._next = (place + 1) % len(self._layers)
+                buffer.layer = self._layers[place]
+        except BaseException:
+            self._drop()
+            raise
 
     def ready(self, layer: int) -> bool:
         """Whether `take` would not wait."""
@@ -64,11 +77,12 @@ class ReadAhead:
     def take(self, layer: int, beat: Callable[[], None] | None = None) -> tuple[torch.Tensor, Any]:
         """Its bytes, and the mark that is to be passed when they were copied. Waits until they are here. They stay
         until `release`, and may be taken in parts."""
-        if not self._reading or self._reading[0].layer != layer:
-            self._restart(layer)
-        buffer = self._reading[0]
         try:
+            if not self._reading or self._reading[0].layer != layer:
+                self._restart(layer, beat)
+            buffer = self._reading[0]
             for piece in buffer.coming:
+                _wait_for([piece], beat)
                 piece.result()
                 self.go_on()
                 if beat is not None:
@@ -82,24 +96,37 @@ class ReadAhead:
         """What was taken last: its copies are asked for."""
         self._copied.append(self._reading.popleft())
 
-    def _restart(self, layer: int) -> None:
+    def _restart(self, layer: int, beat: Callable[[], None] | None) -> None:
         """With this one: something else was expected, or did not come."""
-        self._drop()
+        self._drop(beat)
         self._next = self._place[layer]
-        self._copies.wait(self._copied[0].copied)
+        copied = self._copied[0].copied
+        while beat is not None and not self._copies.passed(copied):
+            beat()
+            time.sleep(COPY_POLL_S)
+        self._copies.wait(copied)
         self.go_on()
 
-    def _drop(self) -> None:
-        for buffer in self._reading:
-            wait(buffer.coming)
-            buffer.layer = -1
-        self._copied.extendleft(reversed(self._reading))
+    def _drop(self, beat: Callable[[], None] | None = None) -> None:
+        """All buffers are free then: an interruption may have left one on neither side."""
+        if any(buffer.layer is None for buffer in self._reading):
+            self._file.stop_reading()  # Some pieces of it may be on their way that nobody knows.
+        _wait_for([piece for buffer in self._reading for piece in buffer.coming], beat)
+        known = [*self._reading, *self._copied]
         self._reading.clear()
+        self._copied = deque([*known, *(buffer for buffer in self._buffers if all(buffer is not one for one in known))])
 
     def close(self) -> None:
         self._file.close()
         self._reading.clear()
         self._copied.clear()
+        self._buffers.clear()
+
+
+def _wait_for(pieces: Sequence[Future[None]], beat: Callable[[], None] | None) -> None:
+    while wait(pieces, None if beat is None else BEAT_S).not_done:
+        if beat is not None:
+            beat()
 
 
 def _view(memory: torch.Tensor) -> memoryview:
