@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import random
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,17 @@ def test_nothing_moves_where_results_are_not_read(tmp_path) -> None:
     layers.begin(layers._streamed.layers[0])
     assert len(copies.copied) == 1
     layers.close()
+
+
+def test_nothing_of_the_pinned_memory_is_kept_once_they_are_closed(tmp_path) -> None:
+    streamed = streamed_layers([PAGE] * 6, 4, 2)
+    memory, file = unpinned_memory(pinned_sizes(streamed)), LayerFile(tmp_path, 2, streamed.place_bytes)
+    layers = DeviceLayers(streamed, CPU, SimulatedCopies(), memory, file)
+    pieces = [weakref.ref(piece) for piece in memory.pieces]
+    layers.arena(streamed.layers[0])
+    layers.close()
+    assert [piece() for piece in pieces] == [None] * len(pieces)
+    assert layers._arena is None
 
 
 def test_the_link_is_measured_and_told(tmp_path) -> None:

@@ -230,7 +230,9 @@ class DeviceLayers:
         self._copies.close()
         self._memory.close()
         self._slots.clear()
-        self._embedding = None
+        self._in_ram.clear()
+        self._cuts.clear()
+        self._embedding = self._arena = None
 
 
 class _DeviceSlot:
