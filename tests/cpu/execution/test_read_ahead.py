@@ -52,8 +52,8 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
-def step(ahead: ReadAhead) -> None:
-    for layer in range(LAYERS):
+def steps(ahead: ReadAhead) -> None:
+    for layer in (*range(LAYERS), *range(LAYERS)):
         memory, _ = ahead.take(layer)
         assert set(memory.tolist()) == {layer + 1}
         ahead.release()
@@ -75,10 +75,8 @@ def test_ctrl_c_at_any_piece_leaves_no_layer_half_read(
     with monkeypatch.context() as patch:
         patch.setattr(file._threads, "submit", Interrupted(file, at, asked=asked))
         with pytest.raises(KeyboardInterrupt):
-            for _ in range(3):
-                step(ahead)
-    for _ in range(2):
-        step(ahead)
+            steps(ahead)
+    steps(ahead)
     assert len(ahead._copied) + len(ahead._reading) == 2
     ahead.close()
 

@@ -17,7 +17,6 @@ import torch
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.layer_file import LayerFile
 
-
 BEAT_S = 0.25
 """A disk may take long, and whoever watches wants to hear meanwhile that it is waited for."""
 COPY_POLL_S = 0.001
