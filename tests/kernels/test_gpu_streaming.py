@@ -46,7 +46,7 @@ class Streamed(Tiny):
         sizes = pinned_sizes(placed)
         on_gpu = device.type == "cuda"
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
-        memory = PinnedMemory(sizes) if on_gpu else unpinned_memory(sizes)
+        memory = PinnedMemory(sizes, device) if on_gpu else unpinned_memory(sizes)
         dtype = torch.float32
         return load_weights(
             self.spec,

@@ -21,7 +21,8 @@ POISON = 0xFF
 
 
 def unpinned_memory(sizes: Sequence[int]) -> PinnedMemory:
-    return PinnedMemory(sizes, pin=lambda address, nbytes: 0, unpin=lambda addresses: None)
+    cpu = torch.device("cpu")
+    return PinnedMemory(sizes, cpu, pin=lambda address, nbytes: 0, unpin=lambda addresses, device: None)
 
 
 class _Copy:

@@ -20,7 +20,6 @@ from holdfast.errors import EngineError
 from holdfast.execution.streaming import layer_file
 from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
 from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
-from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.footprint.streamed import StreamedLayers, all_apart, streamed_layers
 
 CPU = torch.device("cpu")
@@ -209,43 +208,6 @@ def test_the_link_is_measured_and_told(tmp_path) -> None:
     layers = made(streamed_layers([PAGE] * 6, 6, 2), SimulatedCopies(), tmp_path)
     assert [decision.field for decision in layers.decisions()] == ["link_copy", "nvme_read"]
     layers.close()
-
-
-def test_pinned_memory_is_exact_and_given_back() -> None:
-    pinned, seen = dict[int, int](), list[tuple[int, int]]()
-
-    def pin(address: int, nbytes: int) -> int:
-        pinned[address] = nbytes
-        return 0
-
-    def unpin(addresses: list[int]) -> None:
-        for address in addresses:
-            del pinned[address]
-
-    sizes = [PAGE, 3 * PAGE, 40 << 20]
-    memory = PinnedMemory(sizes, lambda done, total: seen.append((done, total)), pin, unpin)
-    assert list(pinned.values()) == sizes == [piece.nbytes for piece in memory.pieces]
-    assert [done for done, _ in seen] == [PAGE, 4 * PAGE, 4 * PAGE + (40 << 20)]
-    assert seen[-1][1] == memory.nbytes
-    memory.close()
-    memory.close()
-    assert pinned == {}
-
-
-def test_memory_that_is_not_pinned_is_refused_and_what_was_is_given_back() -> None:
-    pinned: list[int] = []
-
-    def pin(address: int, nbytes: int) -> int:
-        if len(pinned) == 2:
-            return 2
-        pinned.append(address)
-        return 0
-
-    freed: list[int] = []
-    with pytest.raises(EngineError, match="HF444") as caught:
-        PinnedMemory([PAGE] * 3, pin=pin, unpin=freed.extend)
-    assert "CUDA error 2" in str(caught.value)
-    assert freed == pinned
 
 
 @pytest.mark.parametrize(("layers", "apart"), [((1, 3, 5, 7), True), ((0,), True), ((1, 2, 4), False), ((), True)])

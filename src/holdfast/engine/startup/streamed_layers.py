@@ -46,7 +46,7 @@ def device_layers(
         log.info("writing %d layers, %s, to a file without a name in %s", count, size, config.nvme_path)
         file = LayerFile(Path(config.nvme_path), count, streamed.place_bytes)
     log.info("pinning %s of RAM for %d layers", format_bytes(streamed.pinned_bytes), len(streamed.layers))
-    pinned = PinnedMemory(pinned_sizes(streamed), progress)
+    pinned = PinnedMemory(pinned_sizes(streamed), device, progress)
     return DeviceLayers(streamed, device, CudaCopies(device), pinned, file)
 
 

@@ -7,10 +7,14 @@ The system takes it back however the process ends. Knows nothing of layers.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -26,7 +30,7 @@ POPULATE_WRITE = 23
 MAPPED = 2
 """cudaHostRegisterMapped: kernels may read it too."""
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 Pinning = Callable[[int, int], int]
@@ -39,21 +43,23 @@ def register(address: int, nbytes: int) -> int:
     return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, MAPPED))
 
 
-def unregister(addresses: Sequence[int]) -> None:
-    torch.cuda.synchronize()  # Something may still be copied from there.
+def unregister(addresses: Sequence[int], device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # Something may still be copied from there.
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class PinnedMemory:
-    """`sizes`: of pieces, each whole pages; `pieces` are tensors of bytes. `pin` and `unpin`: for tests."""
+    """`sizes`: of pieces, each whole pages; `pieces` are tensors of bytes. `device`: which reads them. `pin` and
+    `unpin`: for tests."""
 
     def __init__(
         self,
         sizes: Sequence[int],
+        device: torch.device,
         progress: Progress | None = None,
         pin: Pinning = register,
-        unpin: Callable[[Sequence[int]], None] = unregister,
+        unpin: Callable[[Sequence[int], torch.device], None] = unregister,
     ) -> None:
         self.nbytes = sum(sizes)
         self.pieces: list[torch.Tensor] = []
@@ -66,16 +72,15 @@ class PinnedMemory:
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self.pieces = list(whole.split(list(sizes)))
         pinned: list[int] = []
-        self._end = weakref.finalize(self, unpin, pinned)  # Loading may fail in the middle.
+        self._end = weakref.finalize(self, unpin, pinned, device)  # Loading may fail in the middle.
         self._end.atexit = False  # The driver does it then.
-        with ThreadPoolExecutor(min(MOST_THREADS, processor().cores), "pinned-memory") as threads:
+        with _touching(self.close) as threads:
             touched = [[threads.submit(_touch, part) for part in piece.split(TOUCHED_BYTES)] for piece in self.pieces]
             done = 0
             for piece, parts in zip(self.pieces, touched, strict=True):
                 for part in parts:
                     part.result()
                 if error := pin(piece.data_ptr(), piece.nbytes):
-                    self.close()
                     raise EngineError(
                         "the driver did not pin host memory for layers that do not fit in the GPU",
                         code="HF444",
@@ -97,16 +102,44 @@ class PinnedMemory:
 
 def as_device_memory(piece: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same bytes as kernels of the GPU see them, over the link. It must not outlive the pinned memory."""
-    return torch.as_tensor(_Mapped(piece), device=device) if device.type == "cuda" else piece
+    if device.type != "cuda":
+        return piece
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        address = device_address(piece, torch.cuda.current_device(), driver)
+    return torch.as_tensor(_Mapped(piece, address), device=device)
+
+
+def device_address(piece: torch.Tensor, gpu: int, driver: Any) -> int:
+    """Where the GPU, the current one, finds what is registered: most have the host's own address for it."""
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    if _told(driver.cuDeviceGetAttribute(attribute, _told(driver.cuDeviceGet(gpu), piece)), piece):
+        return piece.data_ptr()
+    return int(_told(driver.cuMemHostGetDevicePointer(piece.data_ptr(), 0), piece))
+
+
+def _told(result: tuple[Any, ...], piece: torch.Tensor) -> Any:
+    """The value of a driver call."""
+    status, value = int(result[0]), result[-1]
+    if status:
+        raise EngineError(
+            "the driver did not say where the GPU finds pinned host memory",
+            code="HF444",
+            needed=f"an address for {format_bytes(piece.nbytes)}",
+            found=f"CUDA error {status}",
+            fix="another GPU, or settings with which all layers and the embedding stay on it",
+        )
+    return value
 
 
 class _Mapped:
-    """What torch asks of memory that it did not allocate. The GPU has the host's addresses for what is registered."""
+    """What torch asks of memory that it did not allocate. `address`: the GPU's."""
 
-    def __init__(self, piece: torch.Tensor) -> None:
+    def __init__(self, piece: torch.Tensor, address: int) -> None:
         self._piece = piece  # torch keeps this object, and the memory stays with it.
         self.__cuda_array_interface__ = {
-            "data": (piece.data_ptr(), False),
+            "data": (address, False),
             "shape": (piece.nbytes,),
             "typestr": "|u1",
             "strides": None,
@@ -114,10 +147,32 @@ class _Mapped:
         }
 
 
+@contextmanager
+def _touching(failed: Callable[[], None]) -> Iterator[ThreadPoolExecutor]:
+    """Threads for it. What they have not begun is not waited for when this is left early, by Ctrl-C too."""
+    threads = ThreadPoolExecutor(min(MOST_THREADS, processor().cores), "pinned-memory")
+    try:
+        yield threads
+    except BaseException:
+        threads.shutdown(cancel_futures=True)
+        failed()
+        raise
+    threads.shutdown()
+
+
 def _touch(part: torch.Tensor) -> None:
     """Other threads run meanwhile. Kernels before 5.14 do not do it at once: then every byte is written once more."""
-    if _libc.madvise(part.data_ptr(), part.nbytes, POPULATE_WRITE):
-        ctypes.memset(part.data_ptr(), 0, part.nbytes)
+    if not _libc.madvise(part.data_ptr(), part.nbytes, POPULATE_WRITE):
+        return
+    if (error := ctypes.get_errno()) != errno.EINVAL:
+        raise EngineError(
+            "the system did not give host memory for layers that do not fit in the GPU",
+            code="HF444",
+            needed=f"{format_bytes(part.nbytes)} more",
+            found=os.strerror(error),
+            fix="--device cuda with a smaller --ram and --nvme-path, or a larger memory limit of the container",
+        )
+    ctypes.memset(part.data_ptr(), 0, part.nbytes)
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:

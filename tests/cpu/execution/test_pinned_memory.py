@@ -1,0 +1,147 @@
+"""Memory that a GPU reads from, without one: exact, given back whatever happens, and found where the driver says."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.streaming import pinned_memory
+from holdfast.execution.streaming.pinned_memory import PinnedMemory, device_address, unregister
+
+GPU = torch.device("cuda", 1)
+PAGE = mmap.PAGESIZE
+
+
+def test_pinned_memory_is_exact_and_given_back() -> None:
+    pinned, seen = dict[int, int](), list[tuple[int, int]]()
+
+    def pin(address: int, nbytes: int) -> int:
+        pinned[address] = nbytes
+        return 0
+
+    def unpin(addresses: Sequence[int], device: torch.device) -> None:
+        assert device == GPU
+        for address in addresses:
+            del pinned[address]
+
+    sizes = [PAGE, 3 * PAGE, 40 << 20]
+    memory = PinnedMemory(sizes, GPU, lambda done, total: seen.append((done, total)), pin, unpin)
+    assert list(pinned.values()) == sizes == [piece.nbytes for piece in memory.pieces]
+    assert [done for done, _ in seen] == [PAGE, 4 * PAGE, 4 * PAGE + (40 << 20)]
+    assert seen[-1][1] == memory.nbytes
+    memory.close()
+    memory.close()
+    assert pinned == {}
+
+
+def test_memory_that_is_not_pinned_is_refused_and_what_was_is_given_back() -> None:
+    pinned: list[int] = []
+
+    def pin(address: int, nbytes: int) -> int:
+        if len(pinned) == 2:
+            return 2
+        pinned.append(address)
+        return 0
+
+    freed: list[int] = []
+    with pytest.raises(EngineError, match="HF444") as caught:
+        PinnedMemory([PAGE] * 3, GPU, pin=pin, unpin=lambda addresses, device: freed.extend(addresses))
+    assert "CUDA error 2" in str(caught.value)
+    assert freed == pinned
+
+
+class FakeLibrary:
+    """An madvise that fails with this."""
+
+    def __init__(self, error: int) -> None:
+        self._error = error
+
+    def madvise(self, address: int, nbytes: int, advice: int) -> int:
+        ctypes.set_errno(self._error)
+        return -1
+
+
+def ignored(addresses: Sequence[int], device: torch.device) -> None:
+    pass
+
+
+def test_an_old_kernel_has_its_pages_written_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_memory, "_libc", FakeLibrary(errno.EINVAL))
+    part = torch.ones(PAGE, dtype=torch.uint8)
+    pinned_memory._touch(part)
+    assert not part.any()
+
+
+@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT])
+def test_memory_that_the_system_does_not_give_is_refused(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing to it would end the process instead."""
+    monkeypatch.setattr(pinned_memory, "_libc", FakeLibrary(error))
+    with pytest.raises(EngineError, match="HF444"):
+        PinnedMemory([PAGE], GPU, pin=lambda address, nbytes: 0, unpin=ignored)
+
+
+def test_ctrl_c_while_pinning_does_not_wait_for_what_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, interrupted, pieces, threads = list[int](), threading.Event(), 100, 2
+
+    def touch(part: torch.Tensor) -> None:
+        begun.append(part.data_ptr())
+        if len(begun) > 1:  # The first is pinned at once.
+            interrupted.wait(10)
+
+    class Threads(pinned_memory.ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            interrupted.set()
+            super().shutdown(wait=wait)
+
+    def pin(address: int, nbytes: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pinned_memory, "_touch", touch)
+    monkeypatch.setattr(pinned_memory, "MOST_THREADS", threads)
+    monkeypatch.setattr(pinned_memory, "ThreadPoolExecutor", Threads)
+    with pytest.raises(KeyboardInterrupt):
+        PinnedMemory([PAGE] * pieces, GPU, pin=pin, unpin=ignored)
+    assert len(begun) <= 1 + threads
+
+
+def test_copies_on_its_own_gpu_are_waited_for_before_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list[object]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append(device))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=order.append))
+    unregister([7, 8], GPU)
+    assert order == [GPU, 7, 8]
+
+
+class FakeDriver:
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM=91)
+
+    def __init__(self, same: int, status: int = 0) -> None:
+        self._same, self._status = same, status
+
+    def cuDeviceGet(self, gpu: int) -> tuple[int, str]:
+        return 0, f"GPU {gpu}"
+
+    def cuDeviceGetAttribute(self, attribute: int, gpu: str) -> tuple[int, int]:
+        assert (attribute, gpu) == (91, "GPU 1")
+        return 0, self._same
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[int, int]:
+        assert not self._same
+        return self._status, address + (1 << 40)
+
+
+def test_kernels_read_it_where_the_driver_says() -> None:
+    piece = torch.empty(PAGE, dtype=torch.uint8)
+    assert device_address(piece, 1, FakeDriver(same=1)) == piece.data_ptr()
+    assert device_address(piece, 1, FakeDriver(same=0)) == piece.data_ptr() + (1 << 40)
+    with pytest.raises(EngineError, match="HF444"):
+        device_address(piece, 1, FakeDriver(same=0, status=801))
