@@ -10,7 +10,9 @@ import zmq
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process import main, protocol
 from holdfast.errors import DoesNotFitError, EngineError
+from holdfast.kvcache import KVCache, KVLayout, form_groups
 from holdfast.records import EngineOutput, EngineStats, FinishReason, VramBudget, VramGrant
+from holdfast.scheduler import Scheduler, SchedulerLimits
 
 
 class Socket:
@@ -104,3 +106,27 @@ def test_what_ends_while_pages_are_moved_is_told() -> None:
     core.resize_kv(5)
     assert core._undelivered == [ended]
     assert core.has_work
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_memory_for_more_pages_goes_again_when_the_resize_fails_after_it_came(stuck: bool) -> None:
+    """Else it is held beyond the budget, which nobody knows of. What failed first is told, also of a device that takes
+    nothing back."""
+    groups, places = form_groups((None,))
+    layout = KVLayout(groups=groups, block_tokens=16, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
+    sizes = list[int]()
+
+    def resize_kv(blocks: int) -> None:
+        sizes.append(blocks)
+        if stuck and len(sizes) > 1:
+            raise RuntimeError("the device is gone")
+
+    def fail() -> None:
+        raise EngineError("the step failed")
+
+    core = EngineCore(Scheduler(limits, KVCache(layout, 9, True)), SimpleNamespace(most_blocks=20, resize_kv=resize_kv))
+    core._in_flight.append(SimpleNamespace(result=fail))
+    with pytest.raises(EngineError, match="the step failed"):
+        core.resize_kv(15)
+    assert (sizes, core.scheduler.kv.blocks_total) == ([15, 9], 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -185,7 +186,8 @@ class EngineCore:
                 found=str(blocks),
                 fix="another size, or a restart with it",
             )
-        if grows := blocks > self.scheduler.kv.blocks_total:
+        before = self.scheduler.kv.blocks_total + 1
+        if grows := blocks > before:
             self.runner.resize_kv(blocks)  # First: the memory may not be there.
         try:
             while self._in_flight:
@@ -198,6 +200,10 @@ class EngineCore:
                 self.runner.resize_kv(blocks)
         except BaseException:
             self.start_over()
+            if grows:  # Else more is held than its budget has.
+                self.scheduler.resize(before)
+                with contextlib.suppress(HoldfastError, RuntimeError):  # A device that is gone takes nothing back.
+                    self.runner.resize_kv(before)
             raise
 
     def set_vram(self, asked: VramBudget) -> VramGrant:
