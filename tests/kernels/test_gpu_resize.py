@@ -15,9 +15,11 @@ from fake_cuda_driver import POISON, FakeDriver, fake_kv_range
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
 from holdfast.engine.core.loop import EngineCore
+from holdfast.execution.batch import RunnerLimits
+from holdfast.execution.gpu import slots
 from holdfast.execution.gpu.memory import virtual_memory
 from holdfast.execution.gpu.memory.kv_range import KVRange
-from holdfast.execution.triton_kernels.attention.move_pages import move_device_pages
+from holdfast.kvcache import KVLayout, form_groups
 from holdfast.records import BlockCopy, EngineOutput, SamplingParams
 
 MOST = 90
@@ -92,11 +94,31 @@ def test_tokens_are_the_same_while_pages_come_and_go(tiny: Tiny, device: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_pages_are_moved_whole_and_no_other_is_touched(dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("at_once", [2, 16])
+def test_pages_are_moved_whole_and_no_other_is_touched(
+    at_once: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In as many launches as it takes, and with no memory but what was there before: there may be none."""
+    monkeypatch.setattr(slots, "UPDATE_WORDS", at_once)
+    groups, places = form_groups((None,))
+    layout = KVLayout(groups=groups, block_tokens=4, layers_per_page=places, kv_heads=2, head_dim=36, element_bytes=4)
+    limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
+    books, launches = slots.DeviceSlots(layout, limits, device), list[int]()
+
+    def watched(pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        held = books._updates.arrived.untyped_storage().data_ptr()
+        assert {one.untyped_storage().data_ptr() for one in (sources, targets)} == {held}
+        launches.append(len(sources))
+        move_device_pages(pages, sources, targets)
+
+    move_device_pages = slots.move_device_pages
+    monkeypatch.setattr(slots, "move_device_pages", watched)
     bits = torch.randint(0, 256, (40, 3, 2, 4, 2, 36 * dtype.itemsize), dtype=torch.uint8, device=device)
     pages, before = bits.view(dtype), bits.clone()
     moved = {39: 2, 17: 30, 21: 1}
-    move_device_pages(pages, [BlockCopy(0, 0, source, 0, target, True) for source, target in moved.items()])
+    books.move_pages(pages, [BlockCopy(0, 0, source, 0, target, True) for source, target in moved.items()])
+    books.load_mover(pages)
+    assert launches == ([2, 1, 1] if at_once == 2 else [3, 1])
     for page in range(40):
         source = next((source for source, target in moved.items() if target == page), page)
         assert torch.equal(bits[page], before[source]), page

@@ -36,7 +36,6 @@ from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
-from holdfast.execution.triton_kernels.attention.move_pages import load_mover, move_device_pages
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
@@ -230,7 +229,7 @@ class GpuRunner:
         """Adapters that are there now."""
         self._books.apply(plan, self.kv.blocks)
         if plan.copies:
-            move_device_pages(self.kv.pages, plan.copies)
+            self._slots.move_pages(self.kv.pages, plan.copies)
         arrived = [] if self._adapters is None else self._adapters.places.follow(plan)
         for start in plan.starts:
             self._sampler.start(start)
@@ -417,7 +416,7 @@ class GpuRunner:
             if self._adapters is not None:
                 self._adapters.tiles = None  # Of the step before: its rows are more than a product tried has.
             if self.device.type == "cuda":
-                load_mover(self.kv.pages)
+                self._slots.load_mover(self.kv.pages)
                 with nullcontext() if self.decoder.streamed is None else self.decoder.streamed.as_they_are():
                     self._load_kernels()
             if self._adapters is not None:

@@ -6,16 +6,19 @@ Plans are checked against the host's books (`batch.SlotBuffers`) first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 import numpy.typing
 import torch
 
 from holdfast.execution.batch import RunnerLimits, as_planned
 from holdfast.execution.gpu.memory.pinned_staging import PacketRing, Words
+from holdfast.execution.triton_kernels.attention.move_pages import move_device_pages
 from holdfast.execution.triton_kernels.scatter import scatter_words
 from holdfast.footprint.gpu import UPDATE_WORDS, slot_words, whole_lines
 from holdfast.kvcache.groups import KVLayout
-from holdfast.records import StepPlan
+from holdfast.records import BlockCopy, StepPlan
 
 
 class DeviceSlots:
@@ -56,3 +59,18 @@ class DeviceSlots:
             part = slice(first, first + UPDATE_WORDS)
             at, what = self._updates.send([all_places[part], all_values[part]])
             scatter_words(self._words, at, what)
+
+    def move_pages(self, pages: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
+        """From page to page, none of which is both read and written. Takes no memory that was not there at the start:
+        there may be none when a pool becomes smaller."""
+        self._move(pages, [copy.source for copy in copies], [copy.target for copy in copies])
+
+    def load_mover(self, pages: torch.Tensor) -> None:
+        """What the driver loads when pages are first moved, and may find no memory for then. Nothing is changed."""
+        self._move(pages, [0], [0])
+
+    def _move(self, pages: torch.Tensor, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for first in range(0, len(sources), UPDATE_WORDS):
+            part = slice(first, first + UPDATE_WORDS)
+            pair = (numpy.array(sources[part], dtype=numpy.int32), numpy.array(targets[part], dtype=numpy.int32))
+            move_device_pages(pages, *self._updates.send(pair))

@@ -3,37 +3,23 @@ none to be had."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-
-from holdfast.records import BlockCopy
 
 _BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["size"])
-def _copy(pages, places, size, BLOCK: tl.constexpr):
-    pair = places + 2 * tl.program_id(0)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source, target = tl.load(pair).to(tl.int64) * size, tl.load(pair + 1).to(tl.int64) * size
+def _copy(pages, sources, targets, size, BLOCK: tl.constexpr):
+    move, offsets = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source, target = tl.load(sources + move).to(tl.int64) * size, tl.load(targets + move).to(tl.int64) * size
     words = tl.load(pages + source + offsets, mask=offsets < size)
     tl.store(pages + target + offsets, words, mask=offsets < size)
 
 
-def move_device_pages(pages: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
-    """`pages` [block, ...], contiguous, of whole words of four bytes each. None of them is both read and written."""
-    _move(pages, [(copy.source, copy.target) for copy in copies])
-
-
-def load_mover(pages: torch.Tensor) -> None:
-    """What the driver loads when it is first used, and may find no memory for then. Nothing is changed."""
-    _move(pages, [(0, 0)])
-
-
-def _move(pages: torch.Tensor, moves: list[tuple[int, int]]) -> None:
+def move_device_pages(pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """`pages` [block, ...], contiguous, of whole words of four bytes each. `sources`, `targets` [move] int32, on the
+    device as well: none is in both, but for one that is moved to itself."""
     words = pages.view(torch.uint8).view(torch.int32).view(len(pages), -1)
-    size, places = words.shape[1], torch.tensor(moves, dtype=torch.int32).to(pages.device)
-    _copy[(len(moves), triton.cdiv(size, _BLOCK))](words, places, size, BLOCK=_BLOCK)
+    _copy[(len(sources), triton.cdiv(words.shape[1], _BLOCK))](words, sources, targets, words.shape[1], BLOCK=_BLOCK)
