@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import zmq
 
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process import main, protocol
+from holdfast.engine.process.budget import MemoryBudget
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.kvcache import KVCache, KVLayout, form_groups
 from holdfast.records import EngineOutput, EngineStats, FinishReason, VramBudget, VramGrant
@@ -34,7 +36,7 @@ class Socket:
 
 def serve(resize_kv) -> list[object]:
     core = SimpleNamespace(has_work=False, resize_kv=resize_kv, stats=lambda: EngineStats(blocks_touched=7))
-    socket = Socket(protocol.ResizeKV(5))
+    socket = Socket(protocol.ResizeKV(5, number=3))
     main._serve(core, socket, SimpleNamespace(beat=lambda: None))
     return socket.heard
 
@@ -42,7 +44,7 @@ def serve(resize_kv) -> list[object]:
 def test_whoever_asked_hears_after_the_numbers_have_come() -> None:
     numbers, resized = serve(lambda blocks: None)
     assert isinstance(numbers, protocol.StepOutputs)
-    assert (numbers.stats.blocks_touched, resized) == (7, protocol.Resized())
+    assert (numbers.stats.blocks_touched, resized) == (7, protocol.Resized(3))
 
 
 def test_a_size_that_is_refused_is_told_and_a_resize_that_fails_ends_the_process() -> None:
@@ -84,9 +86,37 @@ def test_a_budget_of_a_gpu_is_answered_with_what_became_of_it() -> None:
     granted = VramGrant(budget_bytes=9, blocks=4, kv_bytes=7)
     asked = VramBudget(budget_bytes=8)
     core = SimpleNamespace(has_work=False, set_vram={asked: granted}.__getitem__, stats=EngineStats)
-    socket = Socket(protocol.SetVram(asked))
+    socket = Socket(protocol.SetVram(asked, number=3))
     main._serve(core, socket, SimpleNamespace(beat=lambda: None))
-    assert socket.heard[-1] == protocol.Resized(granted=granted)
+    assert socket.heard[-1] == protocol.Resized(3, granted=granted)
+
+
+async def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next() -> None:
+    """A client that asked for another budget may go away."""
+    budget, sent = MemoryBudget(), list[protocol.SetVram]()
+
+    def send(message: protocol.SetVram) -> bool:
+        sent.append(message)
+        return True
+
+    async def ask(size: int) -> VramGrant:
+        asked = VramBudget(budget_bytes=size)
+        return await budget._ask(send, lambda number: protocol.SetVram(asked, number))
+
+    grants = [VramGrant(budget_bytes=size, blocks=size, kv_bytes=size) for size in (4, 9)]
+    first = asyncio.create_task(ask(4))
+    await asyncio.sleep(0)
+    first.cancel()
+    second = asyncio.create_task(ask(9))
+    await asyncio.sleep(0)
+    for message, grant in zip(sent, grants, strict=True):
+        budget.answered(protocol.Resized(message.number, granted=grant))
+    assert await second == grants[1]
+    third = asyncio.create_task(ask(5))
+    await asyncio.sleep(0)
+    budget.died()
+    with pytest.raises(EngineError, match="exited"):
+        await third
 
 
 def test_what_ends_while_pages_are_moved_is_told() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -59,6 +60,8 @@ class MemoryBudget:
 
     def __init__(self) -> None:
         self._answer: asyncio.Future[VramGrant | None] | None = None
+        self._asked = 0
+        """How often. Whoever asked may not have waited for the answer, which comes all the same."""
 
     async def change(self, now: Serving, tier: str, budget_bytes: int | None, send: Send) -> Serving:
         """How it serves from then on: so does whatever process is started after this one. `send`: False when there is
@@ -72,11 +75,11 @@ class MemoryBudget:
             )
         if now.plan.engine.gpu is None:
             config, plan = await asyncio.to_thread(with_budget, now, budget_bytes)
-            await self._ask(send, protocol.ResizeKV(plan.engine.blocks))
+            await self._ask(send, partial(protocol.ResizeKV, plan.engine.blocks))
             then = replace(now, config=config, plan=plan, info=told(now.info, plan, plan.engine.blocks))
         else:
             asked = asked_vram(now, budget_bytes)
-            granted = await self._ask(send, protocol.SetVram(asked))
+            granted = await self._ask(send, partial(protocol.SetVram, asked))
             assert granted is not None, "a SetVram is answered with what was granted"
             then = with_vram(now, asked, budget_bytes, granted)
         pool, blocks = format_bytes(then.info.kv_pool_bytes), counted(then.info.blocks, "block")
@@ -86,15 +89,15 @@ class MemoryBudget:
                 log.warning("%s", line)
         return then
 
-    async def _ask(self, send: Send, message: protocol.ToEngine) -> VramGrant | None:
-        self._answer = asyncio.get_running_loop().create_future()
-        if not send(message):
+    async def _ask(self, send: Send, message: Callable[[int], protocol.ToEngine]) -> VramGrant | None:
+        self._answer, self._asked = asyncio.get_running_loop().create_future(), self._asked + 1
+        if not send(message(self._asked)):
             self.died()
         return await self._answer
 
     def answered(self, answer: protocol.Resized) -> None:
         """By the process."""
-        if self._answer is not None and not self._answer.done():
+        if self._answer is not None and not self._answer.done() and answer.number == self._asked:
             if answer.failure is None:
                 self._answer.set_result(answer.granted)
             else:
@@ -102,7 +105,7 @@ class MemoryBudget:
 
     def died(self) -> None:
         error = EngineError("the engine process exited before its memory budget was changed")
-        self.answered(protocol.Resized(Failure.of(error)))
+        self.answered(protocol.Resized(self._asked, Failure.of(error)))
 
 
 def refuse_tier(report: MemoryReport | None, tier: str) -> None:

@@ -147,11 +147,11 @@ def _resized(core: EngineCore, asked: protocol.ResizeKV | protocol.SetVram) -> p
     on there."""
     try:
         if isinstance(asked, protocol.SetVram):
-            return protocol.Resized(granted=core.set_vram(asked.asked))
+            return protocol.Resized(asked.number, granted=core.set_vram(asked.asked))
         core.resize_kv(asked.blocks)
     except DoesNotFitError as error:
-        return protocol.Resized(protocol.pack_failure(error))
-    return protocol.Resized()
+        return protocol.Resized(asked.number, protocol.pack_failure(error))
+    return protocol.Resized(asked.number)
 
 
 def _hear(socket: zmq.Socket[bytes]) -> protocol.ToEngine | None:

@@ -36,10 +36,13 @@ class ResizeKV(msgspec.Struct, frozen=True, tag=True):
     """The KV pool shall have so many pages, the null page included."""
 
     blocks: int
+    number: int
+    """Which the answer has too."""
 
 
 class SetVram(msgspec.Struct, frozen=True, tag=True):
     asked: VramBudget
+    number: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -63,6 +66,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 class Resized(msgspec.Struct, frozen=True, tag=True):
     """To a ResizeKV or a SetVram: it is as asked, or nothing has changed."""
 
+    number: int
     failure: Failure | None = None
     granted: VramGrant | None = None
     """To a SetVram."""
