@@ -82,7 +82,8 @@ class Engine(Protocol):
 
     @property
     def budgets(self) -> Mapping[str, int | None]:
-        """By tier, as set: at the start, or by `set_memory_budget` since. None: as it is by default."""
+        """By tier, as requested: at the start, or by `set_memory_budget` since; `info` says what is kept to. None: as
+        it is by default."""
 
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         """From now on `listener` is called on the loop with the snapshot of every step, none left out:
@@ -136,8 +137,8 @@ class Engine(Protocol):
 
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         """Of `tier` (ram, vram), from now on and after restarts; None: as it is by default. The KV pool is resized, and
-        answers go on. A GPU gives back what it can of a budget that is too small; `budgets` and `info` say how much is
-        kept. Raises DoesNotFitError for too small a budget of RAM and for one that is not there, UnsupportedOptionError
+        answers go on. A GPU gives back what it can of a budget that is too small; `info` says how much is kept.
+        Raises DoesNotFitError for too small a budget of RAM and for one that is not there, UnsupportedOptionError
         for a tier that cannot be changed; nothing has changed then."""
 
     async def sleep(self, mode: str = "abort") -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -461,3 +463,17 @@ async def test_who_reads_at_last_gives_the_room_back(engine, harbour) -> None:
     await until(lambda: engine._waiting.free < room)
     await left.aclose()
     assert engine._waiting.free == room
+
+
+async def test_the_budget_that_was_requested_is_kept_apart_from_what_was_granted(engine, monkeypatch) -> None:
+    """Settings that are read again are held against it: the same ones ask for nothing."""
+
+    async def change(now: object, tier: str, budget_bytes: int, send: object) -> SimpleNamespace:
+        config = dataclasses.replace(engine._config, vram=5 * budget_bytes)
+        return SimpleNamespace(config=config, plan=None, info=engine.info)
+
+    monkeypatch.setattr(client.Serving, "of", lambda *_: None)
+    monkeypatch.setattr(engine._budget, "change", change)
+    await engine.set_memory_budget("vram", 1 << 30)
+    assert engine.budgets == {"ram": None, "vram": 1 << 30}
+    assert engine._config.vram == 5 << 30  # With which a process is started again.

@@ -303,7 +303,7 @@ class ProcessEngine:
             now = Serving.of(self._config, self._model, plan, self.info, self.pid)
             then = await self._budget.change(now, tier, budget_bytes, self._send)
             self._config, self._plan, self._info = then.config, then.plan, then.info
-            self.budgets = then.config.budgets
+            self.budgets = {**self.budgets, tier: budget_bytes}
 
     async def _end_supervisor(self) -> None:
         if self._supervisor is not None:
