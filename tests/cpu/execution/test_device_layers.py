@@ -194,11 +194,8 @@ def test_nothing_moves_where_results_are_not_read(tmp_path) -> None:
 
 
 def test_nothing_of_the_pinned_memory_is_kept_once_they_are_closed(tmp_path) -> None:
-    streamed = streamed_layers([PAGE] * 6, 4, 2)
-    memory, file = unpinned_memory(pinned_sizes(streamed)), LayerFile(tmp_path, 2, streamed.place_bytes)
-    layers = DeviceLayers(streamed, CPU, SimulatedCopies(), memory, file)
-    pieces = [weakref.ref(piece) for piece in memory.pieces]
-    layers.arena(streamed.layers[0])
+    layers = made(streamed_layers([PAGE] * 6, 4, 2), SimulatedCopies(), tmp_path)
+    pieces = [weakref.ref(piece) for piece in layers._memory.pieces]
     layers.close()
     assert [piece() for piece in pieces] == [None] * len(pieces)
     assert layers._arena is None
