@@ -25,12 +25,17 @@ from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Question
 from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_bytes
+from holdfast.units import MIB
 
 CANNOT_STREAM = "HF136"
 STREAMED_TOKENS = 8192
 """Of context that layers make room for where none was asked for: more would cost every token of every answer time."""
 POOL_SHARE = 0.97
 """Of that KV, which does: for the rest no layer goes that would otherwise stay."""
+
+SPARE_BYTES = 64 * MIB
+"""Left in the pool beyond the KV that must fit: a start may take more than its plan (H200: kernels and libraries took
+up to 57 MiB more than their term has), and a context that was set is not shortened for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,8 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     most, length = (longer, wanted) if longer.fits else (most, None)
 
     def enough(plan: Plan) -> bool:
-        pool = min(most.ranks[0].room_bytes, _pool_bytes(plan, kv_bytes))
+        must = plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
+        pool = min(most.ranks[0].room_bytes, max(must, _pool_bytes(plan, kv_bytes)))
         return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= pool
 
     # What is left with all of them streamed bounds how many may stay: few need to be planned.
