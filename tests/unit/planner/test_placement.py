@@ -26,7 +26,7 @@ from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, catalogue
 from holdfast.planner import api
 from holdfast.planner.advice.throughput import EXPECTED, throughput
-from holdfast.planner.fit.placement import SPARE_BYTES, STREAMED_TOKENS, place
+from holdfast.planner.fit.placement import LEAST_SPEED, POOL_SHARE, STREAMED_TOKENS, place
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Device, Machine, PlannedModel
@@ -125,7 +125,7 @@ def test_every_byte_is_in_one_tier(name: str) -> None:
     # One layer fewer would leave KV too little, and not one page of the budget is given away.
     fewer = max(layers.sizes)
     wanted = plan.ranks[0].kv.needed_bytes(32, STREAMED_SEQUENCE_TOKENS)
-    assert terms["kv_pool"] - fewer < SPARE_BYTES + max(wanted, plan.ranks[0].kv.needed_bytes(1, STREAMED_TOKENS))
+    assert terms["kv_pool"] - fewer < max(wanted, plan.ranks[0].kv.needed_bytes(1, STREAMED_TOKENS))
     assert plan.budget_bytes - sum(terms.values()) < 2 * plan.engine.layout.page_bytes
 
 
@@ -155,6 +155,28 @@ def test_the_default_pool_is_small_and_larger_when_asked_for() -> None:
     one = served("llama-3.1-70b-awq", 22.93, max_model_len=2048, max_num_seqs=1)
     assert len(streamed(one).layers) < len(streamed(plan).layers)
     assert any(decision.field == "kv_price" for decision in plan.decisions)
+
+
+def test_sequences_that_were_set_run_side_by_side() -> None:
+    plan = served("llama-3.1-8b", 12, max_model_len=2048, max_num_seqs=8)
+    rate, fastest = throughput(plan), throughput(served("llama-3.1-8b", 12, max_model_len=2048, max_num_seqs=4))
+    assert rate is not None
+    assert fastest is not None
+    assert rate.full_length.batch == int(plan.concurrency(2048)) == 7
+    assert rate.one.estimate.tokens_per_s >= LEAST_SPEED * fastest.one.estimate.tokens_per_s
+    (said,) = [str(decision.value) for decision in plan.decisions if decision.field == "expected_speed"]
+    assert "of 8 of 240 tokens, " in said
+    assert said.endswith(" of 7 of 2,048 tokens"), "no more than the pool holds"
+    many = served("llama-3.1-70b-awq", 22.93, **LIMITS)
+    assert len(streamed(many).layers) == 40, "full length would take too much of one sequence's speed"
+    assert throughput(many).full_length.batch == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("sequences", "length"), [(1, 2048), (3, 2048), (8, 2048), (16, 4096), (32, 512), (64, 4096)])
+def test_a_pool_holds_what_sequences_can_use_up_to_a_bound(sequences: int, length: int) -> None:
+    plan = served("llama-3.1-8b", 12, max_model_len=length, max_num_seqs=sequences)
+    assert plan.kv_tokens >= POOL_SHARE * min(STREAMED_TOKENS, sequences * length) - 16
+    assert plan.kv_tokens >= POOL_SHARE * sequences * min(length, STREAMED_SEQUENCE_TOKENS) - 16
 
 
 def test_speed_and_alternatives_are_said_at_start() -> None:

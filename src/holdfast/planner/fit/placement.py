@@ -9,6 +9,7 @@ Chooses numbers of layers; what each number takes is counted by `fit` and `footp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -29,10 +30,12 @@ from holdfast.units import MIB
 
 CANNOT_STREAM = "HF136"
 STREAMED_TOKENS = 8192
-"""Of context that layers make room for where none was asked for: more would cost every token of every answer time."""
+"""Of KV that layers make room for, and of context where none was asked for: more would cost every token of every answer
+time."""
+LEAST_SPEED = 0.8
+"""Of one sequence, of what it has beside that KV: no more is given up for sequences that were set."""
 POOL_SHARE = 0.97
 """Of that KV, which does: for the rest no layer goes that would otherwise stay."""
-
 SPARE_BYTES = 64 * MIB
 """Left in the pool beyond the KV that must fit: a start may take more than its plan (H200: kernels and libraries took
 up to 57 MiB more than their term has), and a context that was set is not shortened for it."""
@@ -118,7 +121,7 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     most, length = (longer, wanted) if longer.fits else (most, None)
 
     def enough(plan: Plan) -> bool:
-        must = plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
+        must = 0 if asked is None else plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
         pool = min(most.ranks[0].room_bytes, max(must, _pool_bytes(plan, kv_bytes)))
         return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= pool
 
@@ -126,7 +129,32 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     left = most.ranks[0].room_bytes - min(most.ranks[0].room_bytes, _pool_bytes(most, kv_bytes))
     able = (count for count in range(1, layers + 1) if _freed(question, count) >= _freed(question, layers) - left)
     streamed = next(count for count in able if enough(planned(count, length)))
+    if asked is not None and question.settings.max_num_seqs is not None and not kv_bytes:
+        streamed = _for_sequences(question, streamed, lambda count: planned(count, asked))
     return _over_host(planned(streamed, asked))
+
+
+def _for_sequences(question: Question, fewest: int, planned: Callable[[int], Plan]) -> int:
+    """How many layers are streamed where the sequences and their length were both set: the number with which sequences
+    of that length, side by side, have most tokens a second, unless one of them would be slower by much. Where not even
+    half of them would fit, short ones are meant, and it is the fewest."""
+    moved, best, chosen = _moved(question, fewest), 0.0, fewest
+    for count in range(fewest, len(question.model.spec.layers) + 1):
+        speed = moved / _moved(question, count)
+        if speed < LEAST_SPEED:
+            break
+        limits = planned(count).limits
+        held = min(limits.max_num_seqs, int(planned(count).concurrency(limits.max_model_len)))
+        if 2 * held >= limits.max_num_seqs and held * speed > best:
+            best, chosen = held * speed, count
+    return chosen
+
+
+def _moved(question: Question, streamed: int) -> int:
+    """In every step, which takes as long as that."""
+    found = streamed_on_gpu(with_streamed(question, streamed, 0, None))
+    assert found is not None
+    return found.moved_bytes
 
 
 def _freed(question: Question, streamed: int) -> int:
@@ -170,9 +198,11 @@ def _steps(plan: Plan) -> tuple[int, int]:
 
 
 def _pool_bytes(plan: Plan, kv_bytes: int) -> int:
-    """What the KV pool shall have beside streamed layers: some for each sequence of a step, and all that was set."""
-    each = min(STREAMED_SEQUENCE_TOKENS, plan.limits.max_model_len)
-    return max(kv_bytes, int(POOL_SHARE * plan.ranks[0].kv.needed_bytes(plan.limits.max_num_seqs, each)))
+    """What the KV pool shall have beside streamed layers: STREAMED_TOKENS, some for each sequence of a step, no more
+    than all of these can use, and all that was set."""
+    sequences, longest = plan.limits.max_num_seqs, plan.limits.max_model_len
+    each = min(longest, max(STREAMED_SEQUENCE_TOKENS, STREAMED_TOKENS // sequences))
+    return max(kv_bytes, int(POOL_SHARE * plan.ranks[0].kv.needed_bytes(sequences, each)))
 
 
 def pinned_room(question: Question) -> int | None:

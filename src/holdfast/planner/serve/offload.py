@@ -106,9 +106,9 @@ def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
         yield Decision("layers_on_disk", on_disk, reason, "planner", lowered=True)
     rate = throughput(plan)
     if rate is not None:
-        one, many = rate.one.estimate, rate.largest
-        value = f"about {shown_rate(one.tokens_per_s)} tokens/s of one sequence"
-        value += f", {shown_rate(many.estimate.tokens_per_s)} of {many.batch}" if many.batch > 1 else ""
+        value = f"about {shown_rate(rate.one.estimate.tokens_per_s)} tokens/s of one sequence"
+        for tokens, many in rate.side_by_side(plan):
+            value += f", {shown_rate(many.estimate.tokens_per_s)} of {many.batch} of {counted(tokens, 'token')}"
         moved = f"{streamed.moved_bytes / 1e9:.1f} GB a step"
         link = plan.device.gpu.host_link.name if plan.device.gpu is not None else "the link"
         reason = f"{moved} over {link}; limited by {rate.one.limited_by}"
