@@ -7,7 +7,7 @@ No torch and no CUDA context: free memory comes from the driver library. `settle
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -23,10 +23,11 @@ from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
+from holdfast.planner.advice.offload import is_faster
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.fit.count import streamed_on_gpu
 from holdfast.planner.fit.cpu import Pool
-from holdfast.planner.fit.placement import may_stream, wants_streaming
+from holdfast.planner.fit.placement import has_low_limits, may_stream, wants_streaming
 from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe_budget
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
@@ -101,6 +102,8 @@ def make_gpu_plan(
         by_hand = host is not None and wants_streaming(found.question)
         if host is not None and (by_hand or (not found.fits and may_stream(found.question))):
             found = with_offload(found, tried, host_share(host, tried, spec, front_bytes))
+        elif host is not None and found.fits and tried.kv_cache_memory_bytes is None:
+            found = _faster(found, lambda: with_offload(found, tried, host_share(host, tried, spec, front_bytes)))
         if not found.fits:
             raise _refusal(found)
         chosen, decision = choose_gpu(gpus)
@@ -114,6 +117,18 @@ def make_gpu_plan(
     except refusals.PlanRefusal as refusal:
         candidates = refusals.gpu_candidates
         raise refusals.with_remedies(refusal, config, spec.max_position, attempt, candidates) from None
+
+
+def _faster(resident: Plan, streamed: Callable[[], Plan]) -> Plan:
+    """Where all layers fit with little left for KV: with one of them in RAM it may serve many sequences in place of
+    few."""
+    if not has_low_limits(resident) or not may_stream(resident.question):
+        return resident
+    try:
+        found = streamed()
+    except refusals.PlanRefusal:  # The host has no RAM for it.
+        return resident
+    return found if is_faster(found, resident) else resident
 
 
 def _gpu_plan(
