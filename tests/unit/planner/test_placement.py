@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.footprint.lora import held_bytes
 from holdfast.footprint.streamed import (
     PLACE_GRAIN_BYTES,
     StreamedLayers,
@@ -250,6 +251,23 @@ def test_pinned_memory_never_starves_the_host() -> None:
     assert refused("llama-3.1-70b-awq", 22.93, ram="12GiB").code == "HF114"
     assert refused("llama-3.1-70b-awq", 22.93, ram_gib=20, ram="30GiB").field == "ram"
     assert served("llama-3.1-8b", 40, ram_gib=1).engine.streamed is None
+
+
+def test_copies_of_adapters_are_part_of_the_servers_ram() -> None:
+    """Of 32 of rank 64, 10 GiB."""
+    lora: dict[str, object] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
+    few, many = ({**lora, "max_cpu_loras": copies} for copies in (2, 32))
+    assert served("llama-3.1-8b", 13, ram_gib=20, **few).engine.streamed is not None  # type: ignore[arg-type]
+    error = refused("llama-3.1-8b", 13, ram_gib=20, **many)
+    assert error.code == "HF114"
+    assert "for the server's own processes and copies of 32 adapters" in str(error.found)
+    assert refused("llama-3.1-8b", 13, ram="18GiB", **many).code == "HF114"
+    shown = [
+        api.plan("llama-3.1-8b", gpu="h200", vram="13GiB", ram="20GiB", max_loras=loras, max_lora_rank=64).to_json()
+        for loras in (1, 2)
+    ]
+    held = [one["offload"]["pinned_limit_bytes"] for one in shown]
+    assert held[0] - held[1] == held_bytes(spec_of("llama-3.1-8b"), dtype="bfloat16", places=1, max_rank=64)
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:

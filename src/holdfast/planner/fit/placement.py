@@ -16,6 +16,7 @@ from functools import cache
 from holdfast.config.engine import GPU_SEQUENCES
 from holdfast.config.offload import OffloadRequest
 from holdfast.errors import ConfigurationError
+from holdfast.footprint import lora
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import StreamedLayers, last_of_groups, streamed_layers
@@ -60,7 +61,7 @@ class Placement:
     def free_ram_bytes(self) -> int:
         """That a machine must have, for layers, the server itself and what stays free."""
         question = self.plan.question
-        others = server_bytes(question.model.spec, self.plan.limits.max_num_seqs, front_bytes=FRONT_BYTES)
+        others = beside_layers(question, self.plan.limits.max_num_seqs)
         return -int(-(self.streamed.pinned_bytes + others) // HOST_SHARE)
 
     @property
@@ -226,8 +227,16 @@ def pinned_room(question: Question) -> int | None:
     machine, sequences = question.machine, question.settings.max_num_seqs or GPU_SEQUENCES
     if machine.pinned_bytes is not None or machine.ram_bytes is None:
         return machine.pinned_bytes
-    others = server_bytes(question.model.spec, sequences, front_bytes=FRONT_BYTES)
-    return max(0, host_budget(None, machine.ram_bytes) - others)
+    return max(0, host_budget(None, machine.ram_bytes) - beside_layers(question, sequences))
+
+
+def beside_layers(question: Question, sequences: int) -> int:
+    """RAM that a server takes which is not for layers. Behind every adapter on the GPU there is a copy."""
+    settings, spec, adapters = question.settings, question.model.spec, 0
+    if settings.max_loras:
+        dtype, copies = compute_dtype(question, 1), max(settings.lora_copies, settings.max_loras)
+        adapters = lora.held_bytes(spec, dtype=dtype, places=copies, max_rank=settings.max_lora_rank)
+    return server_bytes(spec, sequences, front_bytes=FRONT_BYTES, adapters_bytes=adapters)
 
 
 def with_streamed(question: Question, streamed: int, on_disk: int, max_model_len: int | None) -> Question:

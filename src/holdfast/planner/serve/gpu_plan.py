@@ -7,7 +7,7 @@ No torch and no CUDA context: free memory comes from the driver library. `settle
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -99,11 +99,7 @@ def make_gpu_plan(
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
         found = _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus)
-        by_hand = host is not None and wants_streaming(found.question)
-        if host is not None and (by_hand or (not found.fits and may_stream(found.question))):
-            found = with_offload(found, tried, host_share(host, tried, spec, front_bytes))
-        elif host is not None and found.fits and tried.kv_cache_memory_bytes is None:
-            found = _faster(found, lambda: with_offload(found, tried, host_share(host, tried, spec, front_bytes)))
+        found = found if host is None else _offloaded(found, tried, host, front_bytes)
         if not found.fits:
             raise _refusal(found)
         chosen, decision = choose_gpu(gpus)
@@ -119,16 +115,23 @@ def make_gpu_plan(
         raise refusals.with_remedies(refusal, config, spec.max_position, attempt, candidates) from None
 
 
-def _faster(resident: Plan, streamed: Callable[[], Plan]) -> Plan:
-    """Where all layers fit with little left for KV: with one of them in RAM it may serve many sequences in place of
-    few."""
-    if not has_low_limits(resident) or not may_stream(resident.question):
-        return resident
+def _offloaded(found: Plan, config: EngineConfig, host: Memory, front_bytes: int) -> Plan:
+    """With layers in RAM where that was asked for, or not all fit, or these leave so little for KV that with one of
+    them in RAM it serves many sequences in place of few."""
+
+    def streamed() -> Plan:
+        return with_offload(found, config, host_share(host, config, found, front_bytes))
+
+    if wants_streaming(found.question) or (not found.fits and may_stream(found.question)):
+        return streamed()
+    as_set = config.kv_cache_memory_bytes is not None
+    if not found.fits or as_set or not has_low_limits(found) or not may_stream(found.question):
+        return found
     try:
-        found = streamed()
+        other = streamed()
     except refusals.PlanRefusal:  # The host has no RAM for it.
-        return resident
-    return found if is_faster(found, resident) else resident
+        return found
+    return other if is_faster(other, found) else found
 
 
 def _gpu_plan(

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from holdfast.config import EngineConfig
 from holdfast.config.offload import OffloadRequest
 from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.footprint import lora
 from holdfast.footprint.structured_output import FEW_CORES
 from holdfast.hardware import Memory
-from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.offload import kv_price
 from holdfast.planner.advice.search import first_that_fits
@@ -38,7 +38,9 @@ class HostShare:
     ram_bytes: int
     """Of this server."""
     other_bytes: int
-    """Of it, not for layers: both processes, structured output."""
+    """Of it, not for layers: both processes, structured output, copies of adapters."""
+    adapters: int
+    """Of which there are copies."""
     disk_bytes: int | None
     """None: there is no folder for layers."""
     as_set: bool
@@ -51,16 +53,19 @@ class HostShare:
     def reason(self) -> str:
         free = f"{format_bytes(self.machine.available_bytes)} free ({self.machine.limited_by})"
         share = f"{format_bytes(self.ram_bytes)}, as set, of {free}" if self.as_set else f"{HOST_SHARE:g} of {free}"
-        return f"{share}, less {format_bytes(self.other_bytes)} for the server's own processes"
+        beside = f" and copies of {counted(self.adapters, 'adapter')}" if self.adapters else ""
+        return f"{share}, less {format_bytes(self.other_bytes)} for the server's own processes{beside}"
 
 
-def host_share(machine: Memory, config: EngineConfig, spec: ModelSpec, front_bytes: int) -> HostShare:
+def host_share(machine: Memory, config: EngineConfig, found: Plan, front_bytes: int) -> HostShare:
+    spec, copies = found.question.model.spec, config.lora_copies
     if config.ram is not None and config.ram > machine.available_bytes:
         raise refusals.budget_is_not_there(config.ram, machine)
     others = server_bytes(
         spec,
         config.sequences,
         front_bytes=front_bytes,
+        adapters_bytes=lora.held_bytes(spec, dtype=found.dtype, places=copies, max_rank=config.lora_rank),
         cores=os.cpu_count() or FEW_CORES,
         structured_output=not config.skip_tokenizer_init,
     )
@@ -68,6 +73,7 @@ def host_share(machine: Memory, config: EngineConfig, spec: ModelSpec, front_byt
         machine=machine,
         ram_bytes=host_budget(config.ram, machine.available_bytes),
         other_bytes=others,
+        adapters=copies,
         disk_bytes=None if config.nvme_path is None else disk_room(config.nvme_path, config.nvme),
         as_set=config.ram is not None,
     )
