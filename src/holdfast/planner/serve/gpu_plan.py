@@ -98,7 +98,7 @@ def make_gpu_plan(
 
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
-        found = _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus)
+        found = _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus, front_bytes)
         found = found if host is None else _offloaded(found, tried, host, front_bytes)
         if not found.fits:
             raise _refusal(found)
@@ -139,6 +139,7 @@ def _gpu_plan(
     decisions: tuple[Decision, ...],
     config: EngineConfig,
     gpus: Sequence[NvidiaGpu],
+    front_bytes: int,
 ) -> Plan:
     """Which may not fit."""
     spec = model.spec
@@ -165,6 +166,7 @@ def _gpu_plan(
             graphs=not config.enforce_eager,
             max_loras=config.lora_places,
             max_lora_rank=config.lora_rank,
+            front_bytes=front_bytes,
         ),
         decisions=decisions,
     )
