@@ -208,6 +208,10 @@ def test_sequences_that_were_set_run_side_by_side() -> None:
     many = served("llama-3.1-70b-awq", 22.93, **LIMITS)
     assert len(streamed(many).layers) == 40, "full length would take too much of one sequence's speed"
     assert throughput(many).full_length.batch == 3  # type: ignore[union-attr]
+    some = [
+        len(streamed(served("llama-3.1-70b-awq", 22.93, max_model_len=4096, max_num_seqs=n)).layers) for n in (2, 8)
+    ]
+    assert some == [40, 40], "5 of 8 would fit with 50 layers"
 
 
 @pytest.mark.parametrize(("sequences", "length"), [(1, 2048), (3, 2048), (8, 2048), (16, 4096), (32, 512), (64, 4096)])

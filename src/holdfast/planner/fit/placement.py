@@ -36,6 +36,8 @@ STREAMED_TOKENS = 8192
 time."""
 LEAST_SPEED = 0.8
 """Of one sequence, of what it has beside that KV: no more is given up for sequences that were set."""
+LEAST_HELD = 0.75
+"""Of these, at full length side by side: for fewer nothing is given up."""
 POOL_SHARE = 0.97
 """Of that KV, which does: for the rest no layer goes that would otherwise stay."""
 SPARE_BYTES = 64 * MIB
@@ -153,8 +155,8 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
 
 def _for_sequences(question: Question, fewest: int, planned: Callable[[int], Plan]) -> int:
     """How many layers are streamed where the sequences and their length were both set: the number with which sequences
-    of that length, side by side, have most tokens a second, unless one of them would be slower by much. Where not even
-    half of them would fit, short ones are meant, and it is the fewest."""
+    of that length, side by side, have most tokens a second, unless one of them would be slower by much. Where many of
+    them would still not fit, short ones are meant, and it is the fewest."""
     moved, best, chosen = _moved(question, fewest), 0.0, fewest
     for count in range(fewest, len(question.model.spec.layers) + 1):
         speed = moved / _moved(question, count)
@@ -162,7 +164,7 @@ def _for_sequences(question: Question, fewest: int, planned: Callable[[int], Pla
             break
         limits = planned(count).limits
         held = min(limits.max_num_seqs, int(planned(count).concurrency(limits.max_model_len)))
-        if 2 * held >= limits.max_num_seqs and held * speed > best:
+        if held >= LEAST_HELD * limits.max_num_seqs and held * speed > best:
             best, chosen = held * speed, count
     return chosen
 
