@@ -13,16 +13,14 @@ from typing import Any
 from holdfast.config.engine import GPU_SEQUENCES
 from holdfast.config.plan import PlanConfig
 from holdfast.errors import ConfigurationError
-from holdfast.footprint.cpu import FRONT_BYTES
-from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
+from holdfast.planner.fit.placement import beside_layers
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Machine, Question, Traffic, settings_of
 from holdfast.planner.inputs.replicas import one_replica, ranks_of_a_replica, share_of_a_replica
 from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
-from holdfast.planner.sizing.host_ram import server_bytes
 from holdfast.units import counted
 
 OF_A_CPU = "HF127"
@@ -74,9 +72,8 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
     model, changed = adjusted(resolved.model, config)
     machine, shared = _share_of_vram(found.machine, config)
     machine, divided = one_replica(machine, config)
-    machine = _with_pinned_ram(machine, config, model.spec)
     several = (config.data_parallel_size or 1) > 1
-    return Question(
+    question = Question(
         model=model,
         machine=machine,
         settings=settings_of(
@@ -96,14 +93,16 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
         traffic=_with_length(share_of_a_replica(wanted, config), config.max_model_len or model.spec.max_position),
         decisions=(*resolved.decisions, *changed, *found.decisions, *shared, *divided, *said),
     )
+    return _with_pinned_ram(question, config)
 
 
-def _with_pinned_ram(machine: Machine, config: PlanConfig, spec: ModelSpec) -> Machine:
+def _with_pinned_ram(question: Question, config: PlanConfig) -> Question:
     """--ram is a budget of the whole server; without it, a share of what is free may be pinned."""
+    machine = question.machine
     if machine.kind != "gpu" or config.ram is None or machine.ram_bytes is None:
-        return machine
-    others = server_bytes(spec, config.max_num_seqs or GPU_SEQUENCES, front_bytes=FRONT_BYTES)
-    return replace(machine, pinned_bytes=max(0, machine.ram_bytes - others))
+        return question
+    others = beside_layers(question, config.max_num_seqs or GPU_SEQUENCES)
+    return replace(question, machine=replace(machine, pinned_bytes=max(0, machine.ram_bytes - others)))
 
 
 def _share_of_vram(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:

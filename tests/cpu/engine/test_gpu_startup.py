@@ -258,7 +258,7 @@ def test_terms_that_took_less_pay_for_what_no_term_accounts_for(spec: ModelSpec)
     held = sum(measured.values()) + 70 * MIB
     taken = build_gpu._taken(plan, measured, held)
     assert taken["activations"] == measured["activations"] + 70 * MIB
-    assert taken["graphs"] == plan.terms["graphs"]  # Others are captured when they are needed.
+    assert taken["graphs"] == plan.terms["graphs"] - 70 * MIB  # Others are captured when they are needed.
     assert build_gpu._taken(plan, measured | {"graphs": 9 * GIB}, held)["graphs"] == 9 * GIB
     assert build_gpu._taken(plan, measured, 0)["activations"] == measured["activations"]
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.footprint.lora import held_bytes
 from holdfast.footprint.streamed import (
     PLACE_GRAIN_BYTES,
     StreamedLayers,
@@ -25,8 +26,8 @@ from holdfast.hardware import Memory, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, catalogue
 from holdfast.planner import api
-from holdfast.planner.advice.throughput import EXPECTED, throughput
-from holdfast.planner.fit.placement import STREAMED_TOKENS, place
+from holdfast.planner.advice.throughput import EXPECTED, step_seconds, throughput
+from holdfast.planner.fit.placement import LEAST_SPEED, POOL_SHARE, STREAMED_TOKENS, place
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Device, Machine, PlannedModel
@@ -144,6 +145,43 @@ def test_what_fits_is_not_streamed() -> None:
     assert "layer_slots" not in whole.terms
 
 
+@pytest.mark.parametrize(("name", "first_gib", "last_gib"), [("llama-3.1-70b-awq", 36, 43), ("llama-3.1-8b", 13, 18)])
+def test_more_vram_never_makes_a_much_worse_server(name: str, first_gib: int, last_gib: int) -> None:
+    """Over the step from some layers streamed to none."""
+    before = served(name, first_gib)
+    for quarters in range(4 * first_gib + 1, 4 * last_gib + 1):
+        plan = served(name, quarters / 4)
+        assert plan.limits.max_num_seqs >= before.limits.max_num_seqs
+        assert plan.limits.max_num_batched_tokens >= before.limits.max_num_batched_tokens
+        assert plan.limits.max_model_len >= 0.75 * min(STREAMED_TOKENS, before.limits.max_model_len)
+        assert tokens_per_s(plan) >= 0.95 * tokens_per_s(before)
+        before = plan
+    assert before.engine.streamed is None
+
+
+def tokens_per_s(plan: Plan) -> float:
+    """Of short sequences side by side."""
+    batch = min(plan.limits.max_num_seqs, int(plan.concurrency(STREAMED_SEQUENCE_TOKENS)))
+    seconds = step_seconds(plan, batch, STREAMED_SEQUENCE_TOKENS // 2, EXPECTED)
+    assert seconds is not None
+    return batch / seconds
+
+
+def test_a_layer_leaves_only_for_limits_that_nobody_set() -> None:
+    plan = served("llama-3.1-70b-awq", 39.5)
+    (said,) = [decision.reason for decision in plan.decisions if decision.field == "streamed_layers"]
+    assert "--no-offload keeps all of them in VRAM, with 1 sequence, 4,096 tokens of context" in said
+    small = {"max_model_len": 4096, "max_num_seqs": 1, "max_num_batched_tokens": 256}
+    others: list[dict[str, object]] = [{"offload": False}, {"ram_gib": 3}, {**small}, {"gpu_layers": "all"}]
+    for other in others:
+        assert served("llama-3.1-70b-awq", 39.5, **other).engine.streamed is None  # type: ignore[arg-type]
+    found = api.plan("llama-3.1-70b-awq", gpu="h200", vram="39.5GiB", ram="64GiB")
+    assert found.fits
+    assert found.to_json()["offload"]["streamed_layers"] == list(streamed(plan).layers)
+    assert "more tokens/s side by side than with all layers in VRAM" in " ".join(str(found).split())
+    assert api.plan("llama-3.1-70b-awq", gpu="h200", vram="39.5GiB").to_json()["offload"] is None
+
+
 def test_the_default_pool_is_small_and_larger_when_asked_for() -> None:
     plan = served("llama-3.1-70b-awq", 22.93)
     assert STREAMED_TOKENS <= plan.limits.max_model_len < 2 * STREAMED_TOKENS
@@ -155,6 +193,32 @@ def test_the_default_pool_is_small_and_larger_when_asked_for() -> None:
     one = served("llama-3.1-70b-awq", 22.93, max_model_len=2048, max_num_seqs=1)
     assert len(streamed(one).layers) < len(streamed(plan).layers)
     assert any(decision.field == "kv_price" for decision in plan.decisions)
+
+
+def test_sequences_that_were_set_run_side_by_side() -> None:
+    plan = served("llama-3.1-8b", 12, max_model_len=2048, max_num_seqs=8)
+    rate, fastest = throughput(plan), throughput(served("llama-3.1-8b", 12, max_model_len=2048, max_num_seqs=4))
+    assert rate is not None
+    assert fastest is not None
+    assert rate.full_length.batch == int(plan.concurrency(2048)) == 7
+    assert rate.one.estimate.tokens_per_s >= LEAST_SPEED * fastest.one.estimate.tokens_per_s
+    (said,) = [str(decision.value) for decision in plan.decisions if decision.field == "expected_speed"]
+    assert "of 8 of 240 tokens, " in said
+    assert said.endswith(" of 7 of 2,048 tokens"), "no more than the pool holds"
+    many = served("llama-3.1-70b-awq", 22.93, **LIMITS)
+    assert len(streamed(many).layers) == 40, "full length would take too much of one sequence's speed"
+    assert throughput(many).full_length.batch == 3  # type: ignore[union-attr]
+    some = [
+        len(streamed(served("llama-3.1-70b-awq", 22.93, max_model_len=4096, max_num_seqs=n)).layers) for n in (2, 8)
+    ]
+    assert some == [40, 40], "5 of 8 would fit with 50 layers"
+
+
+@pytest.mark.parametrize(("sequences", "length"), [(1, 2048), (3, 2048), (8, 2048), (16, 4096), (32, 512), (64, 4096)])
+def test_a_pool_holds_what_sequences_can_use_up_to_a_bound(sequences: int, length: int) -> None:
+    plan = served("llama-3.1-8b", 12, max_model_len=length, max_num_seqs=sequences)
+    assert plan.kv_tokens >= POOL_SHARE * min(STREAMED_TOKENS, sequences * length) - 16
+    assert plan.kv_tokens >= POOL_SHARE * sequences * min(length, STREAMED_SEQUENCE_TOKENS) - 16
 
 
 def test_speed_and_alternatives_are_said_at_start() -> None:
@@ -191,6 +255,23 @@ def test_pinned_memory_never_starves_the_host() -> None:
     assert refused("llama-3.1-70b-awq", 22.93, ram="12GiB").code == "HF114"
     assert refused("llama-3.1-70b-awq", 22.93, ram_gib=20, ram="30GiB").field == "ram"
     assert served("llama-3.1-8b", 40, ram_gib=1).engine.streamed is None
+
+
+def test_copies_of_adapters_are_part_of_the_servers_ram() -> None:
+    """Of 32 of rank 64, 10 GiB."""
+    lora: dict[str, object] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
+    few, many = ({**lora, "max_cpu_loras": copies} for copies in (2, 32))
+    assert served("llama-3.1-8b", 13, ram_gib=20, **few).engine.streamed is not None  # type: ignore[arg-type]
+    error = refused("llama-3.1-8b", 13, ram_gib=20, **many)
+    assert error.code == "HF114"
+    assert "for the server's own processes and copies of 32 adapters" in str(error.found)
+    assert refused("llama-3.1-8b", 13, ram="18GiB", **many).code == "HF114"
+    shown = [
+        api.plan("llama-3.1-8b", gpu="h200", vram="13GiB", ram="20GiB", max_loras=loras, max_lora_rank=64).to_json()
+        for loras in (1, 2)
+    ]
+    held = [one["offload"]["pinned_limit_bytes"] for one in shown]
+    assert held[0] - held[1] == held_bytes(spec_of("llama-3.1-8b"), dtype="bfloat16", places=1, max_rank=64)
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:

@@ -172,10 +172,7 @@ def plan_model(
         )
         return with_host_memory(plan, config, host, front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
-    begun = None if engine_pid is None else resident(engine_pid)
-    if begun is not None:
-        free = machine.available_bytes + begun.now_bytes - begun.files_bytes
-        machine = replace(machine, available_bytes=min(free, machine.total_bytes))
+    machine = machine if engine_pid is None else _with_own(machine, resident(engine_pid))
 
     def planned(with_memory: Memory) -> Plan:
         return make_cpu_plan(
@@ -202,6 +199,14 @@ def plan_model(
         ) from None
 
 
+def _with_own(machine: Memory, begun: Resident | None) -> Memory:
+    """What is free, with what an engine process has taken already that is part of what is planned."""
+    if begun is None:
+        return machine
+    free = machine.available_bytes + begun.now_bytes - begun.files_bytes
+    return replace(machine, available_bytes=min(free, machine.total_bytes))
+
+
 def _fits(planned: Callable[[Memory], Plan], machine: Memory) -> bool:
     try:
         planned(machine)
@@ -215,7 +220,8 @@ def _stored(config: EngineConfig, model: FoundModel) -> Mapping[str, StoredTenso
 
 
 def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: int) -> Plan:
-    """For the same GPU with what is free on it now, of which this process holds `own_bytes` and will use them again."""
+    """For the same GPU with what is free on it now, of which this process holds `own_bytes` and will use them again, as
+    it will its RAM."""
     assert plan.engine.gpu is not None
     gpus = [
         replace(gpu, free_bytes=gpu.free_bytes + own_bytes) for gpu in probe().gpus if gpu.uuid == plan.engine.gpu.uuid
@@ -226,8 +232,16 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
         )
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
 
-    stored = _stored(config, model)
-    return make_gpu_plan(model.spec, stored, config, gpus, name=model.files.name, gguf=model.in_gguf, host=memory())
+    return make_gpu_plan(
+        model.spec,
+        _stored(config, model),
+        config,
+        gpus,
+        name=model.files.name,
+        gguf=model.in_gguf,
+        host=_with_own(memory(), resident()),
+        front_bytes=plan.question.settings.front_bytes,
+    )
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:

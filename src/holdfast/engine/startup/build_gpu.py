@@ -228,14 +228,16 @@ def _load(
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
-    """By term, as the pool is sized by: with what no term accounts for, and what is still to come of kernels that the
-    driver loads when they are first used, and of graphs."""
+    """By term, as the pool is sized by: with what no term accounts for, and what is still to come of graphs, and of
+    kernels that the driver loads when they are first used. Those that the profile run has loaded are held already, and
+    no term accounts for them: they are not reserved a second time."""
     unaccounted = max(0, held - sum(measured.values()))
+    to_come = max(0, plan.terms.get("graphs", 0) - measured["graphs"] - unaccounted)
     return {
         **measured,
         "context": max(measured["context"], plan.terms.get("context", 0)),
         "activations": measured["activations"] + unaccounted,
-        "graphs": max(measured["graphs"], plan.terms.get("graphs", 0)),
+        "graphs": measured["graphs"] + to_come,
     }
 
 

@@ -98,13 +98,21 @@ class Throughput:
     at_traffic: DecodeRate | None
     """At the traffic's concurrency, as far as memory holds it."""
     largest: DecodeRate
-    """With as many sequences as memory and max_num_seqs allow."""
+    """With as many sequences of usual length as memory and max_num_seqs allow."""
+    full_length: DecodeRate
+    """The same of sequences as long as max_model_len."""
     prefill: Estimate
     prefill_limited_by: str
     prompt_tokens: int
     """Of the prompts that `prefill` is for."""
     evidence: str
     """What the estimates were held against, and what of this plan was not among it."""
+
+    def side_by_side(self, fit: Plan) -> tuple[tuple[int, DecodeRate], ...]:
+        """(tokens of each sequence, rate): of usual ones and of those of full length, as far as several fit, once where
+        these are the same."""
+        usual, full = (fit.usual_tokens, self.largest), (fit.limits.max_model_len, self.full_length)
+        return tuple(one for one in ((usual,) if usual[0] == full[0] else (usual, full)) if one[1].batch > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +176,10 @@ def throughput(fit: Plan) -> Throughput | None:
         return None
     traffic = fit.question.traffic
     context, new = usual_context(fit), unproven(fit)
-    most = max(1, min(fit.limits.max_num_seqs, int(fit.concurrency(fit.usual_tokens))))
+    most, full = (
+        max(1, min(fit.limits.max_num_seqs, int(fit.concurrency(max(1, tokens)))))
+        for tokens in (fit.usual_tokens, fit.limits.max_model_len)
+    )
 
     def rate(work: StepWork) -> Estimate:
         """Of a device or a model that was not measured, the makers' figures are not out of reach."""
@@ -176,8 +187,8 @@ def throughput(fit: Plan) -> Throughput | None:
         expected, lowest, highest = (work.tokens / _step_s(fit, stages, work, one) for one in (EXPECTED, LOW, high))
         return Estimate(expected, lowest * low, highest)
 
-    def decode(batch: int) -> DecodeRate:
-        work = StepWork(batch, context)
+    def decode(batch: int, held: int = context) -> DecodeRate:
+        work = StepWork(batch, held)
         return DecodeRate(batch=batch, estimate=rate(work), limited_by=_limit(fit, stages, work))
 
     prompt = max(1, traffic.prompt_tokens if traffic is not None else fit.usual_tokens)
@@ -187,6 +198,7 @@ def throughput(fit: Plan) -> Throughput | None:
         one=decode(1),
         at_traffic=decode(min(most, traffic.concurrency)) if traffic is not None else None,
         largest=decode(most),
+        full_length=decode(full, fit.limits.max_model_len),
         prefill=rate(prefill),
         prefill_limited_by=_limit(fit, stages, prefill),
         prompt_tokens=prompt,

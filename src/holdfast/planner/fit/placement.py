@@ -9,12 +9,14 @@ Chooses numbers of layers; what each number takes is counted by `fit` and `footp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
 from holdfast.config.engine import GPU_SEQUENCES
 from holdfast.config.offload import OffloadRequest
 from holdfast.errors import ConfigurationError
+from holdfast.footprint import lora
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import StreamedLayers, last_of_groups, streamed_layers
@@ -22,15 +24,25 @@ from holdfast.planner.fit.count import counted_for, streamed_on_gpu
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Question
+from holdfast.planner.sizing.default_limits import STREAMED_RUNGS
 from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_bytes
+from holdfast.units import MIB
 
 CANNOT_STREAM = "HF136"
 STREAMED_TOKENS = 8192
-"""Of context that layers make room for where none was asked for: more would cost every token of every answer time."""
+"""Of KV that layers make room for, and of context where none was asked for: more would cost every token of every answer
+time."""
+LEAST_SPEED = 0.8
+"""Of one sequence, of what it has beside that KV: no more is given up for sequences that were set."""
+LEAST_HELD = 0.75
+"""Of these, at full length side by side: for fewer nothing is given up."""
 POOL_SHARE = 0.97
 """Of that KV, which does: for the rest no layer goes that would otherwise stay."""
+SPARE_BYTES = 64 * MIB
+"""Left in the pool beyond the KV that must fit: a start may take more than its plan (H200: kernels and libraries took
+up to 57 MiB more than their term has), and a context that was set is not shortened for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,7 @@ class Placement:
     def free_ram_bytes(self) -> int:
         """That a machine must have, for layers, the server itself and what stays free."""
         question = self.plan.question
-        others = server_bytes(question.model.spec, self.plan.limits.max_num_seqs, front_bytes=FRONT_BYTES)
+        others = beside_layers(question, self.plan.limits.max_num_seqs)
         return -int(-(self.streamed.pinned_bytes + others) // HOST_SHARE)
 
     @property
@@ -96,6 +108,21 @@ def may_stream(question: Question) -> bool:
     return not asked.refused and not asked.by_hand and can_stream(question)
 
 
+def has_low_limits(found: Plan) -> bool:
+    """Whether limits that nobody set are lower, with all layers in VRAM, than they would be beside streamed ones."""
+    settings, limits, usual = found.question.settings, found.limits, STREAMED_RUNGS[0]
+    if found.question.traffic is not None:
+        return False
+    return (
+        (settings.max_num_seqs is None and limits.max_num_seqs < usual.sequences)
+        or (settings.max_num_batched_tokens is None and limits.max_num_batched_tokens < usual.step_tokens)
+        or (
+            settings.max_model_len is None
+            and limits.max_model_len < min(STREAMED_TOKENS, found.question.model.spec.max_position)
+        )
+    )
+
+
 def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     """With the fewest layers streamed with which it fits, and of these the fewest on the disk. `kv_bytes`: of a pool
     that was set. None: not even with all layers streamed."""
@@ -113,14 +140,40 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     most, length = (longer, wanted) if longer.fits else (most, None)
 
     def enough(plan: Plan) -> bool:
-        pool = min(most.ranks[0].room_bytes, _pool_bytes(plan, kv_bytes))
+        must = 0 if asked is None else plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
+        pool = min(most.ranks[0].room_bytes, max(must, _pool_bytes(plan, kv_bytes)))
         return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= pool
 
     # What is left with all of them streamed bounds how many may stay: few need to be planned.
     left = most.ranks[0].room_bytes - min(most.ranks[0].room_bytes, _pool_bytes(most, kv_bytes))
     able = (count for count in range(1, layers + 1) if _freed(question, count) >= _freed(question, layers) - left)
     streamed = next(count for count in able if enough(planned(count, length)))
+    if asked is not None and question.settings.max_num_seqs is not None and not kv_bytes:
+        streamed = _for_sequences(question, streamed, lambda count: planned(count, asked))
     return _over_host(planned(streamed, asked))
+
+
+def _for_sequences(question: Question, fewest: int, planned: Callable[[int], Plan]) -> int:
+    """How many layers are streamed where the sequences and their length were both set: the number with which sequences
+    of that length, side by side, have most tokens a second, unless one of them would be slower by much. Where many of
+    them would still not fit, short ones are meant, and it is the fewest."""
+    moved, best, chosen = _moved(question, fewest), 0.0, fewest
+    for count in range(fewest, len(question.model.spec.layers) + 1):
+        speed = moved / _moved(question, count)
+        if speed < LEAST_SPEED:
+            break
+        limits = planned(count).limits
+        held = min(limits.max_num_seqs, int(planned(count).concurrency(limits.max_model_len)))
+        if held >= LEAST_HELD * limits.max_num_seqs and held * speed > best:
+            best, chosen = held * speed, count
+    return chosen
+
+
+def _moved(question: Question, streamed: int) -> int:
+    """In every step, which takes as long as that."""
+    found = streamed_on_gpu(with_streamed(question, streamed, 0, None))
+    assert found is not None
+    return found.moved_bytes
 
 
 def _freed(question: Question, streamed: int) -> int:
@@ -164,9 +217,11 @@ def _steps(plan: Plan) -> tuple[int, int]:
 
 
 def _pool_bytes(plan: Plan, kv_bytes: int) -> int:
-    """What the KV pool shall have beside streamed layers: some for each sequence of a step, and all that was set."""
-    each = min(STREAMED_SEQUENCE_TOKENS, plan.limits.max_model_len)
-    return max(kv_bytes, int(POOL_SHARE * plan.ranks[0].kv.needed_bytes(plan.limits.max_num_seqs, each)))
+    """What the KV pool shall have beside streamed layers: STREAMED_TOKENS, some for each sequence of a step, no more
+    than all of these can use, and all that was set."""
+    sequences, longest = plan.limits.max_num_seqs, plan.limits.max_model_len
+    each = min(longest, max(STREAMED_SEQUENCE_TOKENS, STREAMED_TOKENS // sequences))
+    return max(kv_bytes, int(POOL_SHARE * plan.ranks[0].kv.needed_bytes(sequences, each)))
 
 
 def pinned_room(question: Question) -> int | None:
@@ -174,8 +229,16 @@ def pinned_room(question: Question) -> int | None:
     machine, sequences = question.machine, question.settings.max_num_seqs or GPU_SEQUENCES
     if machine.pinned_bytes is not None or machine.ram_bytes is None:
         return machine.pinned_bytes
-    others = server_bytes(question.model.spec, sequences, front_bytes=FRONT_BYTES)
-    return max(0, host_budget(None, machine.ram_bytes) - others)
+    return max(0, host_budget(None, machine.ram_bytes) - beside_layers(question, sequences))
+
+
+def beside_layers(question: Question, sequences: int) -> int:
+    """RAM that a server takes which is not for layers. Behind every adapter on the GPU there is a copy."""
+    settings, spec, adapters = question.settings, question.model.spec, 0
+    if settings.max_loras:
+        dtype, copies = compute_dtype(question, 1), max(settings.lora_copies, settings.max_loras)
+        adapters = lora.held_bytes(spec, dtype=dtype, places=copies, max_rank=settings.max_lora_rank)
+    return server_bytes(spec, sequences, front_bytes=FRONT_BYTES, adapters_bytes=adapters)
 
 
 def with_streamed(question: Question, streamed: int, on_disk: int, max_model_len: int | None) -> Question:

@@ -23,7 +23,7 @@ DeviceKind = Literal["gpu", "cpu"]
 USEFUL_TOKENS = 4096
 """A model that cannot hold one sequence of this length (or of its own shorter context) is not said to fit."""
 STREAMED_SEQUENCE_TOKENS = 240
-"""Of KV for each sequence of a step that layers make room for which come to a GPU for every step."""
+"""Of KV for each sequence of a step, at least, that layers make room for which come to a GPU for every step."""
 CPU_USEFUL_TOKENS = 512
 """The same of this engine on a CPU, and the shortest context that is advised anywhere."""
 MOST_UTILIZATION = 0.95

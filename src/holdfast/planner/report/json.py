@@ -309,6 +309,7 @@ def _throughput(one: Throughput | None) -> dict[str, Any] | None:
         "one": _decode(one.one),
         "at_traffic": _decode(one.at_traffic),
         "largest": _decode(one.largest),
+        "full_length": _decode(one.full_length),
         "prefill": {**prefill, "limited_by": one.prefill_limited_by},
         "limited_by": one.largest.limited_by,
         "evidence": one.evidence,

@@ -101,11 +101,12 @@ def _tiers(offload: Offload) -> Iterator[str]:
 def _rates(offload: Offload) -> Iterator[str]:
     yield from _experts(offload)
     rate = offload.throughput
-    rates = () if rate is None else (rate.one,) if rate.largest.batch == 1 else (rate.one, rate.largest)
-    for decode in rates:
+    rates = () if rate is None else ((0, rate.one), *rate.side_by_side(offload.placement.plan))
+    for tokens, decode in rates:
         one = decode.estimate
         shown, low, high = map(shown_rate, (one.tokens_per_s, one.low, one.high))
-        said = f"{decode.batch:,} at once: about {shown} tokens/s ({low} to {high})"
+        each = f" of {counted(tokens, 'token')} each" if tokens else ""
+        said = f"{decode.batch:,} at once{each}: about {shown} tokens/s ({low} to {high})"
         yield f"{said}, limited by {decode.limited_by}"
     if offload.price is not None:
         yield f"price of KV: {offload.price}"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from holdfast.config import EngineConfig
 from holdfast.config.offload import OffloadRequest
 from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.footprint import lora
 from holdfast.footprint.structured_output import FEW_CORES
 from holdfast.hardware import Memory
-from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.offload import kv_price
 from holdfast.planner.advice.search import first_that_fits
@@ -38,7 +38,9 @@ class HostShare:
     ram_bytes: int
     """Of this server."""
     other_bytes: int
-    """Of it, not for layers: both processes, structured output."""
+    """Of it, not for layers: both processes, structured output, copies of adapters."""
+    adapters: int
+    """Of which there are copies."""
     disk_bytes: int | None
     """None: there is no folder for layers."""
     as_set: bool
@@ -51,16 +53,19 @@ class HostShare:
     def reason(self) -> str:
         free = f"{format_bytes(self.machine.available_bytes)} free ({self.machine.limited_by})"
         share = f"{format_bytes(self.ram_bytes)}, as set, of {free}" if self.as_set else f"{HOST_SHARE:g} of {free}"
-        return f"{share}, less {format_bytes(self.other_bytes)} for the server's own processes"
+        beside = f" and copies of {counted(self.adapters, 'adapter')}" if self.adapters else ""
+        return f"{share}, less {format_bytes(self.other_bytes)} for the server's own processes{beside}"
 
 
-def host_share(machine: Memory, config: EngineConfig, spec: ModelSpec, front_bytes: int) -> HostShare:
+def host_share(machine: Memory, config: EngineConfig, found: Plan, front_bytes: int) -> HostShare:
+    spec, copies = found.question.model.spec, config.lora_copies
     if config.ram is not None and config.ram > machine.available_bytes:
         raise refusals.budget_is_not_there(config.ram, machine)
     others = server_bytes(
         spec,
         config.sequences,
         front_bytes=front_bytes,
+        adapters_bytes=lora.held_bytes(spec, dtype=found.dtype, places=copies, max_rank=config.lora_rank),
         cores=os.cpu_count() or FEW_CORES,
         structured_output=not config.skip_tokenizer_init,
     )
@@ -68,14 +73,15 @@ def host_share(machine: Memory, config: EngineConfig, spec: ModelSpec, front_byt
         machine=machine,
         ram_bytes=host_budget(config.ram, machine.available_bytes),
         other_bytes=others,
+        adapters=copies,
         disk_bytes=None if config.nvme_path is None else disk_room(config.nvme_path, config.nvme),
         as_set=config.ram is not None,
     )
 
 
 def with_offload(found: Plan, config: EngineConfig, host: HostShare) -> Plan:
-    """`found` does not fit on its GPU, or layers are to be streamed by hand. What is returned may not fit, where
-    streaming layers does not help."""
+    """`found` does not fit on its GPU, or hardly leaves room for KV, or layers are to be streamed by hand. What is
+    returned may not fit, where streaming layers does not help."""
     asked = found.question.settings.offload
     machine = replace(found.question.machine, pinned_bytes=host.pinned_bytes, nvme_bytes=host.disk_bytes)
     question = replace(found.question, machine=machine)
@@ -86,16 +92,21 @@ def with_offload(found: Plan, config: EngineConfig, host: HostShare) -> Plan:
         raise _too_few_by_hand(placed, asked)
     if not placed.fits:
         raise _host_is_short(placed, host, config)
-    return replace(placed.plan, decisions=(*placed.plan.decisions, *_decisions(placed, host)))
+    return replace(placed.plan, decisions=(*placed.plan.decisions, *_decisions(placed, host, found)))
 
 
-def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
+def _decisions(placed: Placement, host: HostShare, resident: Plan) -> Iterator[Decision]:
     streamed, plan = placed.streamed, placed.plan
     layers, asked = len(plan.question.model.spec.layers), plan.question.settings.offload
     value = f"{len(streamed.layers)} of {layers}, {format_bytes(streamed.weights_bytes)}"
     reason, source = "the others stay in VRAM; these are copied to the GPU for every step", "planner"
     if asked.by_hand:
         reason, source = f"{asked.flag}: {reason}", "set"
+    elif resident.fits:
+        kept = (
+            f"{counted(resident.limits.max_num_seqs, 'sequence')}, {resident.limits.max_model_len:,} tokens of context"
+        )
+        reason = f"{reason}; --no-offload keeps all of them in VRAM, with {kept}, which is slower side by side"
     else:
         reason = f"{reason}; --no-offload refuses instead"
     yield Decision("streamed_layers", value, reason, source, lowered=True)
@@ -106,9 +117,9 @@ def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
         yield Decision("layers_on_disk", on_disk, reason, "planner", lowered=True)
     rate = throughput(plan)
     if rate is not None:
-        one, many = rate.one.estimate, rate.largest
-        value = f"about {shown_rate(one.tokens_per_s)} tokens/s of one sequence"
-        value += f", {shown_rate(many.estimate.tokens_per_s)} of {many.batch}" if many.batch > 1 else ""
+        value = f"about {shown_rate(rate.one.estimate.tokens_per_s)} tokens/s of one sequence"
+        for tokens, many in rate.side_by_side(plan):
+            value += f", {shown_rate(many.estimate.tokens_per_s)} of {many.batch} of {counted(tokens, 'token')}"
         moved = f"{streamed.moved_bytes / 1e9:.1f} GB a step"
         link = plan.device.gpu.host_link.name if plan.device.gpu is not None else "the link"
         reason = f"{moved} over {link}; limited by {rate.one.limited_by}"

@@ -14,11 +14,17 @@ HOST_SHARE = 0.9
 
 
 def server_bytes(
-    spec: ModelSpec, sequences: int, *, front_bytes: int, cores: int = FEW_CORES, structured_output: bool = True
+    spec: ModelSpec,
+    sequences: int,
+    *,
+    front_bytes: int,
+    adapters_bytes: int = 0,
+    cores: int = FEW_CORES,
+    structured_output: bool = True,
 ) -> int:
-    """Of a server on a GPU in RAM, without layers: both processes, and structured output."""
+    """Of a server on a GPU in RAM, without layers: both processes, structured output, and copies of adapters."""
     forms = forms_bytes(spec.vocab_size, sequences, cores) if structured_output else 0
-    return HOST_ENGINE_BYTES + front_bytes + forms
+    return HOST_ENGINE_BYTES + front_bytes + forms + adapters_bytes
 
 
 def host_budget(ram_bytes: int | None, free_bytes: int) -> int:
