@@ -206,6 +206,23 @@ def test_no_offload_refuses_as_before() -> None:
     assert refused("llama-3.1-70b-awq", 22.93, gpu_layers="all").fix == "leave --gpu-layers out"
 
 
+def test_no_offload_takes_no_part_of_the_layers() -> None:
+    error = refused("llama-3.1-8b", 40, offload=False, gpu_layers=10)
+    assert (error.code, error.field) == ("HF135", "gpu_layers")
+    assert "--gpu-layers 10 leaves 22 of 32 layers to stream" in error.message
+    assert served("llama-3.1-8b", 40, offload=False, gpu_layers=32).engine.streamed is None
+    assert served("llama-3.1-8b", 40, offload=False, gpu_layers="all").engine.streamed is None
+    with pytest.raises(ConfigurationError, match="HF135"):
+        api.plan("llama-3.1-8b", gpu="h200", offload=False, gpu_layers=10)
+
+
+def test_what_would_stay_whole_is_named_whatever_streams(tmp_path) -> None:
+    """The settings of what is streamed are not those of a model that is not."""
+    plan = served("llama-3.1-8b", 10, nvme_path=str(tmp_path), offload_prefetch_step=2)
+    assert streamed(plan).layers
+    assert "all layers on the GPU" in next(str(one.value) for one in plan.decisions if one.field == "alternative")
+
+
 def test_a_gpu_without_room_for_one_layer_is_refused() -> None:
     assert refused("llama-3.1-70b", 5).code == "HF110"
 
