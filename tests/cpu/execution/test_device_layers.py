@@ -21,6 +21,7 @@ from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_size
 from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.footprint.streamed import StreamedLayers, all_apart, streamed_layers
+from holdfast.observability.codes import explain
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -233,6 +234,8 @@ def test_memory_that_is_not_pinned_is_refused_and_what_was_is_given_back() -> No
     with pytest.raises(EngineError, match="HF444") as caught:
         PinnedMemory([PAGE] * 3, pin=pin, unpin=freed.extend)
     assert "CUDA error 2" in str(caught.value)
+    assert "--device cuda with a smaller --ram" in str(caught.value.fix), "which alone would choose the CPU"
+    assert explain("HF444").phase == "load"
     assert freed == pinned
 
 

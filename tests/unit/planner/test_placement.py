@@ -31,6 +31,7 @@ from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Device, Machine, PlannedModel
 from holdfast.planner.models.variants import planned
+from holdfast.planner.serve import offload
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.units import GIB
 
@@ -193,10 +194,13 @@ def test_pinned_memory_never_starves_the_host() -> None:
     assert served("llama-3.1-8b", 40, ram_gib=1).engine.streamed is None
 
 
-def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:
+def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = refused("llama-3.1-70b-awq", 22.93, ram_gib=16, nvme_path=str(tmp_path), nvme="1GiB")
     assert (error.code, error.field) == ("HF115", "nvme_path")
     assert "1.00 GiB" in str(error.found)
+    monkeypatch.setattr(offload, "disk_room", lambda folder, most: GIB)
+    error = refused("llama-3.1-70b-awq", 22.93, ram_gib=16, nvme_path=str(tmp_path))
+    assert error.fix == "--nvme-path on a larger disk, or --device cuda with a larger --ram"
 
 
 def test_no_offload_refuses_as_before() -> None:

@@ -182,7 +182,7 @@ def _host_is_short(placed: Placement, host: HostShare, config: EngineConfig) -> 
         needed=f"{format_bytes(streamed.file_bytes)} for {counted(len(streamed.on_disk), 'layer')}",
         found=f"{format_bytes(host.disk_bytes or 0)}: {format_bytes(placed.disk_short_bytes)} short",
         changes=({"nvme": f"{-(-streamed.file_bytes // MIB)}MiB"}, {"nvme": None}) if config.nvme is not None else (),
-        fix="--nvme-path on a larger disk, or a larger --ram",
+        fix="--nvme-path on a larger disk, or --device cuda with a larger --ram",
         field="nvme_path",
         code=DISK_IS_SHORT,
     )
