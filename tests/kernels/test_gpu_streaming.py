@@ -24,7 +24,7 @@ from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.copies import CudaCopies
-from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
+from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
@@ -43,7 +43,7 @@ class Streamed(Tiny):
         known = EngineWeights(self.spec, None, None)
         placed = streamed_layers(known.by_layer(dtype="float32"), len(self.spec.layers) - 1, 0)
         placed = replace(placed, embedding_bytes=known.gathered_bytes(dtype="float32"))
-        sizes = pinned_sizes(placed)
+        sizes = placed.pinned_sizes
         on_gpu = device.type == "cuda"
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
         memory = PinnedMemory(sizes) if on_gpu else unpinned_memory(sizes)
