@@ -121,13 +121,8 @@ def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
 def alternative(config: EngineConfig, attempt: refusals.Attempt) -> Iterator[Decision]:
     """What would stay on the GPU whole, and how fast that is: the first way of quantizing it while it is loaded."""
     methods = () if config.asked_quantization is not None else MADE_WHILE_LOADING
-    whole: refusals.SettingsChange = {
-        "offload": "false",
-        "nvme_path": None,
-        "nvme": None,
-        "offload_prefetch_step": None,
-    }
-    changes = [whole | {"quantization": method} for method in methods]
+    whole = {"offload": "false", "nvme_path": None, "nvme": None, "offload_prefetch_step": None}
+    changes: list[refusals.SettingsChange] = [{**whole, "quantization": method} for method in methods]
     found = first_that_fits(changes, lambda change: attempt(refusals.changed(config, change)))
     if found is not None:
         change, plan = found
