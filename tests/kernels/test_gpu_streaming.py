@@ -3,6 +3,8 @@ kernels run in the interpreter, and a simulated link brings layers late into poi
 
 from __future__ import annotations
 
+import re
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,27 +14,30 @@ import torch
 import transformers
 from lora_adapters import merge, write_adapter
 from simulated_copies import SimulatedCopies, unpinned_memory
-from tiny_gpu import Tiny, prompt
+from tiny_gpu import Tiny, prompt, run, tokens_of
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.copies import CudaCopies
-from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
+from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.streamed import streamed_layers
 from holdfast.kvcache import KVCache
 from holdfast.planner.sizing.engine_weights import EngineWeights
-from holdfast.records import Request, SamplingParams
+from holdfast.records import Request, SamplingParams, StructuredOutputsParams
+from holdfast.records.structured import Vocabulary
 from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.text.structured.client import GrammarService
 
 
 class Streamed(Tiny):
@@ -43,7 +48,7 @@ class Streamed(Tiny):
         known = EngineWeights(self.spec, None, None)
         placed = streamed_layers(known.by_layer(dtype="float32"), len(self.spec.layers) - 1, 0)
         placed = replace(placed, embedding_bytes=known.gathered_bytes(dtype="float32"))
-        sizes = pinned_sizes(placed)
+        sizes = placed.pinned_sizes
         on_gpu = device.type == "cuda"
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
         memory = PinnedMemory(sizes, device) if on_gpu else unpinned_memory(sizes)
@@ -87,3 +92,31 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, device: torch.device) 
     assert found["adapted"] != found["plain"]
     assert model.copies.use().copied_bytes > 3 * runner.layer_slots_bytes > 0
     core.close()
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_experts_and_structured_output_are_those_of_a_model_that_stays(tmp_path: Path, device: torch.device) -> None:
+    """Bit for bit, of answers held to a regex and of free ones."""
+    experts = {"num_hidden_layers": 4, "num_local_experts": 2, "hidden_size": 32, "num_attention_heads": 2}
+    tokens = [b"", b"", b"</s>", *(bytes([97 + at % 26]) for at in range(200))]
+    held = SamplingParams(
+        max_tokens=2, temperature=0.0, logprobs=2, structured_outputs=StructuredOutputsParams(regex="[a-c]{2}")
+    )
+    params = [held, SamplingParams(max_tokens=2, seed=3, logprobs=2, ignore_eos=True)]
+    found = []
+    with closing(GrammarService(lambda: Vocabulary(tokens, {"</s>": 2}), [2], 211)) as service:
+        service.start()
+        for kind in (Tiny, Streamed):
+            model = kind(tmp_path, "Mixtral", **experts)
+            core = model.core(device, gpu=True, slots=2)
+            core.structured_output = StructuredOutputManager(
+                lambda: service.address, rows=2, vocab_size=model.spec.vocab_size, eos_ids=(2,)
+            )
+            outputs = run(core, [prompt(1, 5), prompt(2, 7)], params)
+            entries = [entry for output in outputs for one in output for entry in one.logprobs or []]
+            found.append(([tokens_of(one) for one in outputs], [(one.token_ids, one.logprobs) for one in entries]))
+            if isinstance(model, Streamed):
+                assert model.copies.use().copied_bytes > 3 * core.runner.layer_slots_bytes > 0
+            core.close()
+    assert found[0] == found[1]
+    assert re.fullmatch(b"[a-c]{2}", b"".join(tokens[token] for token in found[1][0][0] if token != 2))

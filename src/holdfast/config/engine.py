@@ -317,7 +317,7 @@ class EngineConfig:
                 fix="--nvme-path DIR",
                 field="nvme",
             )
-        offload_config.check_offload(self)
+        offload_config.check_offload(self, None if self.nvme_path is None else "nvme_path")
         self._check_lora()
         if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
             raise ConfigurationError(

@@ -11,6 +11,8 @@ from holdfast.errors import ConfigurationError
 from holdfast.units import GIB
 
 OFFLOAD_CONTRADICTION, OF_A_GPU = "HF135", "HF120"
+PREFETCH_STEP = 1
+"""Where nothing else was asked for."""
 MOST_LAYERS = 1 << 16
 """Of any model: -ngl 99 and 999 mean all."""
 
@@ -46,7 +48,7 @@ class OffloadRequest:
     """So much of the weights waits in RAM, in whole layers."""
     groups: tuple[int, int] | None = None
     """Of every so many layers, so many at the end."""
-    ahead: int = 1
+    ahead: int = PREFETCH_STEP
     """Layers that are copied while one is computed."""
 
     @property
@@ -137,21 +139,28 @@ def offload_num_in_group_setting() -> Any:
 
 def offload_prefetch_step_setting() -> Any:
     return setting(
-        1, "layers that are copied ahead; each takes the room of a layer on the GPU", whole(1, 16), metavar="N"
+        PREFETCH_STEP,
+        "layers that are copied ahead; each takes the room of a layer on the GPU",
+        whole(1, 16),
+        metavar="N",
     )
 
 
-def check_offload(config: OffloadSettings) -> None:
-    """That these agree with each other, and with the device."""
+def check_offload(config: OffloadSettings, disk: str | None) -> None:
+    """That these agree with each other, and with the device. `disk`: the setting that gives layers room on one."""
     asked = offload_request(config)
     given = [name for name, there in (
         ("gpu_layers", asked.gpu_layers is not None),
         ("cpu_offload_gb", asked.cpu_bytes > 0),
         ("offload_group_size", asked.groups is not None),
     ) if there]  # fmt: skip
-    if not config.offload and [name for name in given if name != "gpu_layers"]:
+    ahead = None if config.offload_prefetch_step == PREFETCH_STEP else "offload_prefetch_step"
+    streaming = [name for name in (*given, ahead, disk) if name is not None and name != "gpu_layers"]
+    if not config.offload and streaming:
         raise _contradicts(
-            "--no-offload keeps all layers on the GPU", given[-1], f"leave --no-offload or {_flag(given[-1])} out"
+            f"--no-offload streams no layers, and {_flag(streaming[0])} is for layers that are streamed",
+            streaming[0],
+            f"leave --no-offload or {_flag(streaming[0])} out",
         )
     if len(given) > 1:
         names = " and ".join(map(_flag, given))
@@ -178,7 +187,28 @@ def check_offload(config: OffloadSettings) -> None:
             "offload_num_in_group",
             f"--offload-num-in-group {max(1, config.offload_group_size)}",
         )
-    if config.device == "cpu" and given and asked.gpu_layers != 0:
+    if config.device == "cpu":
+        _check_cpu(config, [name for name in given if name != "gpu_layers" or asked.gpu_layers != 0])
+
+
+def check_all_stay(asked: OffloadRequest, layers: int) -> None:
+    """That --no-offload comes with no number of layers on the GPU, or with all that a model has."""
+    if asked.refused and asked.gpu_layers is not None and asked.gpu_layers < layers:
+        left = f"{layers - asked.gpu_layers} of {layers} layers"
+        raise _contradicts(
+            f"{asked.flag} leaves {left} to stream, and --no-offload streams none",
+            "gpu_layers",
+            "leave --no-offload or --gpu-layers out, or --gpu-layers all",
+        )
+
+
+def _check_cpu(config: OffloadSettings, given: list[str]) -> None:
+    """`given`: which layers stay on a GPU."""
+    if config.offload_prefetch_step != PREFETCH_STEP:
+        given = [*given, "offload_prefetch_step"]
+    if config.offload_backend != "auto":
+        given = [*given, "offload_backend"]
+    if given:
         raise ConfigurationError(
             f"{_flag(given[0])} is for layers on a GPU, but this server runs on the CPU",
             code=OF_A_GPU,

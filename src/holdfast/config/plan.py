@@ -200,7 +200,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         self._check_requests()
-        offload_config.check_offload(self)
+        offload_config.check_offload(self, None if self.nvme is None else "nvme")
         if self.max_lora_rank is not None and not self.enable_lora and self.max_loras is None:
             raise ConfigurationError(
                 "--max-lora-rank is a LoRA setting, but LoRA is not enabled",

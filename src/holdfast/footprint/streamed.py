@@ -67,12 +67,17 @@ class StreamedLayers:
         return min(READ_SLOTS, len(self.on_disk))
 
     @property
+    def pinned_sizes(self) -> list[int]:
+        """Of the pieces beside a GPU: the layers in RAM, then the slots that those of the file are read into, then the
+        embedding if it is there."""
+        apart, sizes = set(self.on_disk), zip(self.layers, self.sizes, strict=True)
+        slots = [self.place_bytes] * self.read_slots
+        embedding = [_place_bytes(self.embedding_bytes)] if self.embedding_bytes else []
+        return [*(size for layer, size in sizes if layer not in apart), *slots, *embedding]
+
+    @property
     def pinned_bytes(self) -> int:
-        """Beside a GPU: the layers in RAM, the embedding if it is there, and the slots that those of the file are read
-        into."""
-        apart = set(self.on_disk)
-        kept = sum(size for layer, size in zip(self.layers, self.sizes, strict=True) if layer not in apart)
-        return kept + self.embedding_bytes + self.read_slots * self.place_bytes
+        return sum(self.pinned_sizes)
 
     @property
     def file_bytes(self) -> int:
@@ -97,8 +102,12 @@ def streamed_layers(
     the next one is on its way. `on_disk`: so many of these, spread evenly too; None: all."""
     chosen = evenly(tuple(range(len(by_layer))), streamed) if isinstance(streamed, int) else streamed
     apart = chosen if on_disk is None else evenly(chosen, on_disk)
-    sizes = tuple((by_layer[layer] // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES for layer in chosen)
+    sizes = tuple(_place_bytes(by_layer[layer]) for layer in chosen)
     return StreamedLayers(chosen, sizes, sum(by_layer[layer] for layer in chosen), apart)
+
+
+def _place_bytes(nbytes: int) -> int:
+    return (nbytes // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES
 
 
 def all_apart(layers: Sequence[int]) -> bool:

@@ -115,7 +115,7 @@ class FakeRunner:
     attention_backend = "fake"
     decisions = ()
     kv_dtype = torch.bfloat16
-    layer_slots_bytes = 0
+    layer_slots_bytes = pinned_bytes = 0
 
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page

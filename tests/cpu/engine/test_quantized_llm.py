@@ -14,6 +14,7 @@ from quantized_files import Format, write_quantized
 from holdfast import LLM, SamplingParams, plan
 from holdfast.config import EngineConfig
 from holdfast.engine.startup import build
+from holdfast.engine.startup.progress import LoadProgress
 from holdfast.errors import ConfigurationError
 
 SIZES: dict[str, Any] = {
@@ -78,6 +79,17 @@ def test_what_was_planned_is_held(
     told = plan(str(folders[stored]), ram="4GiB", dtype="float32", expand_weights="never", quantization=asked)
     assert told.fit.weights_bytes == weights.planned_bytes
     assert ("quantization = " in decisions) == (asked not in (None, stored))
+
+
+def test_progress_moves_with_every_tensor_that_is_quantized(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes minutes on a CPU."""
+    seen: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(LoadProgress, "__call__", lambda self, *told: seen.append(told))
+    with LLM(**settings_of(plain, quantization="int4")):
+        done = [done for stage, done, total in seen if stage == "load" and total]
+    assert done == list(range(1, len(done) + 1))
+    assert {total for stage, _, total in seen if stage == "load" and total} == {len(done)}
+    assert len(done) == 2 * 9 + 3, "of each layer seven matrices and two norms; embedding, norm and head"
 
 
 def test_a_word_that_is_not_true_of_the_checkpoint_is_refused_before_a_plan(folders: dict[str | None, Path]) -> None:

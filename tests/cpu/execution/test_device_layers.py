@@ -18,7 +18,7 @@ from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
 from holdfast.execution.streaming import layer_file
-from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
+from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
 from holdfast.footprint.streamed import StreamedLayers, all_apart, streamed_layers
 
@@ -45,7 +45,7 @@ def made(
 ) -> DeviceLayers:
     """With something else in each layer."""
     file = LayerFile(folder, len(streamed.on_disk), streamed.place_bytes, read) if streamed.on_disk else None
-    layers = DeviceLayers(streamed, CPU, copies, unpinned_memory(pinned_sizes(streamed)), file)
+    layers = DeviceLayers(streamed, CPU, copies, unpinned_memory(streamed.pinned_sizes), file)
     for layer, size in zip(streamed.layers, streamed.sizes, strict=True):
         arena, (first, second) = layers.arena(layer), halves(layer, size)
         arena.tensor(first.shape, torch.uint8, CPU).copy_(first)

@@ -15,6 +15,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.streaming import pinned_memory
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, device_address, unregister
+from holdfast.observability.codes import explain
 
 GPU = torch.device("cuda", 1)
 PAGE = mmap.PAGESIZE
@@ -55,6 +56,8 @@ def test_memory_that_is_not_pinned_is_refused_and_what_was_is_given_back() -> No
     with pytest.raises(EngineError, match="HF444") as caught:
         PinnedMemory([PAGE] * 3, GPU, pin=pin, unpin=lambda addresses, device: freed.extend(addresses))
     assert "CUDA error 2" in str(caught.value)
+    assert "--device cuda with a smaller --ram" in str(caught.value.fix), "which alone would choose the CPU"
+    assert explain("HF444").phase == "load"
     assert freed == pinned
 
 

@@ -48,6 +48,7 @@ def test_what_was_asked_for(kind: type, given: dict[str, object], asked: Offload
         ({"gpu_layers": 10, "cpu_offload_gb": 4}, "cpu_offload_gb"),
         ({"cpu_offload_gb": 4, "offload_group_size": 2}, "offload_group_size"),
         ({"cpu_offload_gb": 4, "offload": False}, "cpu_offload_gb"),
+        ({"offload_prefetch_step": 4, "offload": False}, "offload_prefetch_step"),
         ({"offload_group_size": 2, "offload_backend": "uva"}, "offload_group_size"),
         ({"cpu_offload_gb": 4, "offload_backend": "prefetch"}, "cpu_offload_gb"),
         ({"offload_backend": "prefetch"}, "offload_group_size"),
@@ -61,7 +62,27 @@ def test_settings_that_contradict_each_other(kind: type, given: dict[str, object
     assert caught.value.fix
 
 
-@pytest.mark.parametrize("given", [{"gpu_layers": 10}, {"cpu_offload_gb": 4}, {"offload_group_size": 2}])
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+def test_a_disk_for_layers_contradicts_no_offload(device: str) -> None:
+    with pytest.raises(ConfigurationError, match="--nvme-path is for layers that are streamed") as caught:
+        EngineConfig.from_arguments(device=device, offload=False, nvme_path="/var/tmp")
+    assert (caught.value.code, caught.value.field) == ("HF135", "nvme_path")
+    assert caught.value.fix == "leave --no-offload or --nvme-path out"
+    with pytest.raises(ConfigurationError, match="HF135"):
+        PlanConfig.from_arguments(offload=False, nvme="1TB")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gpu_layers": 10},
+        {"cpu_offload_gb": 4},
+        {"offload_group_size": 2},
+        {"offload_prefetch_step": 4},
+        {"gpu_layers": 0, "offload_prefetch_step": 4},
+        {"offload_backend": "uva"},
+    ],
+)
 def test_a_cpu_has_no_layers_on_a_gpu(given: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match="runs on the CPU") as caught:
         EngineConfig.from_arguments(device="cpu", **given)

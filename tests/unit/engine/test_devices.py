@@ -61,6 +61,15 @@ def test_half_is_advised_against_on_a_cpu_alone(dtype: str, caplog: pytest.LogCa
     assert "dtype float16: on a CPU" in caplog.text
 
 
+def test_a_backend_that_nothing_is_offloaded_with_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    settled(machine(gpu()), offload_backend="uva", cpu_offload_gb=4)
+    assert "offload_backend" not in caplog.text
+    settled(machine(gpu()), offload_backend="uva")
+    assert caplog.text.count("offload_backend uva has no effect without --cpu-offload-gb") == 1
+    with pytest.raises(ConfigurationError, match="HF120"):
+        settled(machine(), offload_backend="uva")
+
+
 def test_a_gpu_tells_no_whole_vocabulary() -> None:
     asked = EngineConfig.from_arguments(max_logprobs=-1)
     assert settle_device(asked, here=machine(gpu()), build=CUDA_BUILD).max_logprobs == 20

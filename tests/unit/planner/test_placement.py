@@ -32,6 +32,7 @@ from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Device, Machine, PlannedModel
 from holdfast.planner.models.variants import planned
+from holdfast.planner.serve import offload
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.units import GIB
 
@@ -122,7 +123,10 @@ def test_every_byte_is_in_one_tier(name: str) -> None:
     assert sum(terms.values()) <= plan.budget_bytes
     assert plan.loading_bytes <= plan.budget_bytes
     assert not layers.on_disk
-    assert layers.pinned_bytes == sum(layers.sizes) + layers.embedding_bytes
+    # What is pinned is whole places, of an embedding apart from the head as well.
+    embedding = layers.pinned_bytes - sum(layers.sizes)
+    assert layers.embedding_bytes + PLACE_GRAIN_BYTES <= embedding <= layers.embedding_bytes + 2 * PLACE_GRAIN_BYTES
+    assert embedding % PLACE_GRAIN_BYTES == 0
     # One layer fewer would leave KV too little, and not one page of the budget is given away.
     fewer = max(layers.sizes)
     wanted = plan.ranks[0].kv.needed_bytes(32, STREAMED_SEQUENCE_TOKENS)
@@ -274,10 +278,13 @@ def test_copies_of_adapters_are_part_of_the_servers_ram() -> None:
     assert held[0] - held[1] == held_bytes(spec_of("llama-3.1-8b"), dtype="bfloat16", places=1, max_rank=64)
 
 
-def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:
+def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = refused("llama-3.1-70b-awq", 22.93, ram_gib=16, nvme_path=str(tmp_path), nvme="1GiB")
     assert (error.code, error.field) == ("HF115", "nvme_path")
     assert "1.00 GiB" in str(error.found)
+    monkeypatch.setattr(offload, "disk_room", lambda folder, most: GIB)
+    error = refused("llama-3.1-70b-awq", 22.93, ram_gib=16, nvme_path=str(tmp_path))
+    assert error.fix == "--nvme-path on a larger disk, or --device cuda with a larger --ram"
 
 
 def test_no_offload_refuses_as_before() -> None:
@@ -285,6 +292,23 @@ def test_no_offload_refuses_as_before() -> None:
     assert isinstance(error, DoesNotFitError)
     assert (error.code, error.fix) == ("HF110", "leave --no-offload out")
     assert refused("llama-3.1-70b-awq", 22.93, gpu_layers="all").fix == "leave --gpu-layers out"
+
+
+def test_no_offload_takes_no_part_of_the_layers() -> None:
+    error = refused("llama-3.1-8b", 40, offload=False, gpu_layers=10)
+    assert (error.code, error.field) == ("HF135", "gpu_layers")
+    assert "--gpu-layers 10 leaves 22 of 32 layers to stream" in error.message
+    assert served("llama-3.1-8b", 40, offload=False, gpu_layers=32).engine.streamed is None
+    assert served("llama-3.1-8b", 40, offload=False, gpu_layers="all").engine.streamed is None
+    with pytest.raises(ConfigurationError, match="HF135"):
+        api.plan("llama-3.1-8b", gpu="h200", offload=False, gpu_layers=10)
+
+
+def test_what_would_stay_whole_is_named_whatever_streams(tmp_path) -> None:
+    """The settings of what is streamed are not those of a model that is not."""
+    plan = served("llama-3.1-8b", 10, nvme_path=str(tmp_path), offload_prefetch_step=2)
+    assert streamed(plan).layers
+    assert "all layers on the GPU" in next(str(one.value) for one in plan.decisions if one.field == "alternative")
 
 
 def test_a_gpu_without_room_for_one_layer_is_refused() -> None:

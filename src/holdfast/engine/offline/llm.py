@@ -35,15 +35,10 @@ from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, default_sampling
 from holdfast.engine.requests.structured_output import StructuredOutput
 from holdfast.engine.requests.whole_vocabulary import is_whole, with_whole_vocabulary
-from holdfast.engine.startup.build import (
-    build_core,
-    find_model,
-    open_tokenizer,
-    plan_model,
-)
+from holdfast.engine.startup.build import build_core, find_model, open_tokenizer, plan_model
 from holdfast.engine.startup.plan_lines import plan_line, warn_if_short, weights_line
 from holdfast.engine.startup.preload_torch import preload_torch
-from holdfast.engine.startup.progress import RequestProgress
+from holdfast.engine.startup.progress import LoadProgress, RequestProgress
 from holdfast.engine.startup.select_device import settle_device
 from holdfast.errors import (
     EngineError,
@@ -102,7 +97,8 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
         defaults = default_sampling(config, found.files)
         self._defaults = SamplingParams(**defaults)
         self._config, self._found = config, found
-        self._core, info = build_core(config, found, lambda stage, done, total: None, plan)
+        with LoadProgress() as shown:
+            self._core, info = build_core(config, found, shown, plan)
         self._structured = self._enable_structured_output(self._core)
         self.info = self._with_sampling(info)
         self._policy = config.scheduling_policy
@@ -278,7 +274,8 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
         with self._turn:
             if not self._sleeping:
                 return
-            self._core, info = build_core(self._config, self._found, lambda stage, done, total: None)
+            with LoadProgress() as shown:
+                self._core, info = build_core(self._config, self._found, shown)
             self._structured = self._enable_structured_output(self._core)
             self.info = self._with_sampling(info)
             self._door.max_model_len = self.info.max_model_len

@@ -95,7 +95,7 @@ def start_with_room(plan: Plan, build: Callable[[Plan], Built], again: Callable[
             if (refused and unchanged) or not (refused or is_shortage(error)):
                 raise
             said = str(error).splitlines()[0]
-        log.warning("GPU memory ran short during startup (%s): planning again", said)
+        log.warning("memory ran short during startup (%s): planning again", said)
         failed, plan = plan, again(plan)
         unchanged = plan.budget_bytes >= failed.budget_bytes
         log.warning(
@@ -156,7 +156,7 @@ def _build(
             context,
             progress,
             lambda: find_kv_scales(config, files, runner),
-            lambda ready: tiers_below_gpu(config, ready),
+            lambda ready: tiers_below_gpu(config, ready, runner.pinned_bytes),
         )
     except BaseException:
         runner.close()

@@ -1,7 +1,9 @@
-"""Progress for people, on standard error: loading a model, working through prompts. Silent where nobody watches."""
+"""Progress for people, on standard error: loading a model, working through prompts. Without a terminal a long load
+has lines in the log instead."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -10,6 +12,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 APPEARS_AFTER_S = 2.0
+LINE_EVERY_S = 15.0
+"""Without a terminal."""
+log = logging.getLogger("holdfast")
+
 BARS = {"pin": ("pinning MiB of RAM", 1 << 20), "load": ("loading tensors", 1)}
 """Stages that have one: its words, and what it counts."""
 
@@ -63,26 +69,39 @@ class RequestProgress:
 
 class LoadProgress:
     """Hears an engine's start-up stages; shows a bar over the tensors of a load that takes longer than a moment, and
-    over memory that is pinned before it."""
+    over memory that is pinned before it. Weights that are quantized meanwhile take minutes on a CPU."""
 
     def __init__(self, *, restarts: bool = True) -> None:
         """`restarts`: a bar for an engine that is started again too; not where a prompt has the terminal by then."""
         self._begun_s: float | None = time.monotonic()
-        self._shown = sys.stderr.isatty()
+        self._terminal = self._shown = sys.stderr.isatty()
         self._restarts = restarts
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._words = ""
+        self._line_s = 0.0
+        """When the log had one last."""
+
+    def __enter__(self) -> LoadProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        self._begun_s = time.monotonic() if self._begun_s is None else self._begun_s
+        now_s = time.monotonic()
+        self._begun_s = now_s if self._begun_s is None else self._begun_s
         if stage == "ready":
             self._close()
             self._begun_s = None  # An engine that is started again is timed anew.
             self._shown = self._shown and self._restarts
-        elif stage in BARS and total and self._shown and time.monotonic() - self._begun_s > APPEARS_AFTER_S:
+        elif stage in BARS and total and self._shown and now_s - self._begun_s > APPEARS_AFTER_S:
             words, unit = BARS[stage]
             self._show(words, done // unit, total // unit)
+        elif stage in BARS and total and not self._terminal and now_s - max(self._begun_s, self._line_s) > LINE_EVERY_S:
+            words, unit = BARS[stage]
+            self._line_s = now_s
+            log.info("%s: %s of %s", words, f"{done // unit:,}", f"{total // unit:,}")
         elif stage not in BARS:
             self._close()
 

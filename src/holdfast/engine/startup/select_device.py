@@ -37,6 +37,11 @@ def settle_device(
             "dtype float16: on a CPU no compiled kernel computes in it; torch's are slower, and quantized weights may"
             " be expanded for them; leave dtype out"
         )
+    if settled.device == "cuda" and settled.offload_backend == "uva" and not settled.cpu_offload_gb:
+        log.warning(
+            "offload_backend uva has no effect without --cpu-offload-gb: layers that do not fit on the GPU are streamed"
+            " by themselves, others are not"
+        )
     if settled.device == "cuda" and settled.max_logprobs == WHOLE_VOCABULARY:
         log.warning("max_logprobs -1: on a GPU a request may ask for up to %d, of prompts too", MAX_LOGPROBS)
         return replace(settled, max_logprobs=MAX_LOGPROBS)

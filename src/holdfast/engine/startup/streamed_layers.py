@@ -9,16 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.config import EngineConfig
+from holdfast.errors import DoesNotFitError
 from holdfast.execution.device import Device
 from holdfast.execution.streaming.copies import CudaCopies
-from holdfast.execution.streaming.device_layers import DeviceLayers, pinned_sizes
+from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_file import LayerFile
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.footprint.streamed import StreamedLayers
 from holdfast.hardware import memory
 from holdfast.planner import Plan
+from holdfast.planner.serve.offload import RAM_IS_SHORT
 from holdfast.records import LowerTier, MemoryTerm
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
 
@@ -40,28 +43,45 @@ def device_layers(
     streamed = plan.engine.streamed
     if streamed is None:
         return None
+    _check_ram(streamed)
     file = None
     if streamed.on_disk and config.nvme_path is not None:
         size, count = format_bytes(streamed.file_bytes), len(streamed.on_disk)
         log.info("writing %d layers, %s, to a file without a name in %s", count, size, config.nvme_path)
         file = LayerFile(Path(config.nvme_path), count, streamed.place_bytes)
     log.info("pinning %s of RAM for %d layers", format_bytes(streamed.pinned_bytes), len(streamed.layers))
-    pinned = PinnedMemory(pinned_sizes(streamed), device, progress)
+    pinned = PinnedMemory(streamed.pinned_sizes, device, progress)
     return DeviceLayers(streamed, device, CudaCopies(device), pinned, file)
 
 
-def tiers_below_gpu(config: EngineConfig, plan: Plan) -> list[LowerTier]:
-    """Once layers are in place."""
+def _check_ram(streamed: StreamedLayers) -> None:
+    """That it is there now: the plan may be of another day, before the engine slept or was started again."""
+    host = memory()
+    short = streamed.pinned_bytes - host.available_bytes
+    if short > 0:
+        raise DoesNotFitError(
+            "RAM no longer holds the layers that do not fit on the GPU: pinned, they would leave the machine without"
+            " memory",
+            code=RAM_IS_SHORT,
+            needed=f"{format_bytes(streamed.pinned_bytes)} of pinned RAM for {counted(len(streamed.layers), 'layer')}",
+            found=f"{format_bytes(host.available_bytes)} free ({host.limited_by}): {format_bytes(short)} short",
+            fix="stop what else takes RAM, or --nvme-path DIR on a fast disk with room for them",
+            field="nvme_path",
+        )
+
+
+def tiers_below_gpu(config: EngineConfig, plan: Plan, pinned_bytes: int) -> list[LowerTier]:
+    """Once layers are in place. `pinned_bytes`: as measured."""
     streamed = plan.engine.streamed
     if streamed is None:
         return []
-    host, size = memory(), streamed.pinned_bytes
+    host, planned = memory(), streamed.pinned_bytes
     pinned = LowerTier(
         tier="ram",
         total_bytes=host.total_bytes,
-        free_bytes=host.available_bytes + size,
+        free_bytes=host.available_bytes + pinned_bytes,
         limited_by=host.limited_by,
-        terms=[MemoryTerm(tier="ram", term="weights", planned_bytes=size, measured_bytes=size)],
+        terms=[MemoryTerm(tier="ram", term="weights", planned_bytes=planned, measured_bytes=pinned_bytes)],
     )
     return [pinned, *(lower_tiers(config, plan) if streamed.on_disk else [])]
 

@@ -136,6 +136,11 @@ class GpuRunner:
         return 0 if self.decoder.streamed is None else self.decoder.streamed.nbytes
 
     @property
+    def pinned_bytes(self) -> int:
+        """Of RAM, for layers that do not stay on the GPU."""
+        return 0 if self.decoder.streamed is None else self.decoder.streamed.pinned_bytes
+
+    @property
     def attention_backend(self) -> str:
         return "triton"
 

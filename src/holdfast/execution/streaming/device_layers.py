@@ -26,7 +26,7 @@ from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.layer_file import LayerFile
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.execution.streaming.read_ahead import ReadAhead
-from holdfast.footprint.streamed import PLACE_GRAIN_BYTES, StreamedLayers
+from holdfast.footprint.streamed import StreamedLayers
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse
 from holdfast.units import format_bytes
@@ -35,16 +35,8 @@ MEASURED_LAYERS = 8
 """Copied to see how fast the link is."""
 
 
-def pinned_sizes(streamed: StreamedLayers) -> list[int]:
-    """A piece for each layer in RAM, then the buffers for those of a file, then the embedding where it is in RAM."""
-    apart, sizes = set(streamed.on_disk), zip(streamed.layers, streamed.sizes, strict=True)
-    embedding = [streamed.embedding_bytes + PLACE_GRAIN_BYTES] if streamed.embedding_bytes else []
-    buffers = [streamed.place_bytes] * streamed.read_slots
-    return [*(size for layer, size in sizes if layer not in apart), *buffers, *embedding]
-
-
 class DeviceLayers:
-    """`memory`: pieces of `pinned_sizes`. It and `file` are closed with this."""
+    """`memory`: pieces of its `pinned_sizes`. It and `file` are closed with this."""
 
     def __init__(
         self,
@@ -74,6 +66,11 @@ class DeviceLayers:
     def nbytes(self) -> int:
         """On the device."""
         return sum(slot.tensor.nbytes for slot in self._slots)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """On the host."""
+        return self._memory.nbytes
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._number

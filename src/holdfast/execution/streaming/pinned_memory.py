@@ -86,7 +86,7 @@ class PinnedMemory:
                         code="HF444",
                         needed=f"{format_bytes(self.nbytes)}, of which {format_bytes(done)} were pinned",
                         found=f"CUDA error {error}",
-                        fix="a smaller --ram with --nvme-path, or a larger memory limit of the container",
+                        fix="--device cuda with a smaller --ram and --nvme-path, or a larger limit of the container",
                     )
                 pinned.append(piece.data_ptr())
                 done += piece.nbytes

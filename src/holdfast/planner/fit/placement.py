@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from holdfast.config.engine import GPU_SEQUENCES
-from holdfast.config.offload import OffloadRequest
+from holdfast.config.offload import OffloadRequest, check_all_stay
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import lora
 from holdfast.footprint.cpu import FRONT_BYTES
@@ -86,6 +86,7 @@ def can_stream(question: Question) -> bool:
 def wants_streaming(question: Question) -> bool:
     """By hand, whether or not all layers would fit."""
     asked = question.settings.offload
+    check_all_stay(asked, len(question.model.spec.layers))
     if not asked.by_hand or (asked.gpu_layers or 0) >= len(question.model.spec.layers):
         return False
     if not can_stream(question):

@@ -132,7 +132,8 @@ def _decisions(placed: Placement, host: HostShare, resident: Plan) -> Iterator[D
 def alternative(config: EngineConfig, attempt: refusals.Attempt) -> Iterator[Decision]:
     """What would stay on the GPU whole, and how fast that is: the first way of quantizing it while it is loaded."""
     methods = () if config.asked_quantization is not None else MADE_WHILE_LOADING
-    changes: list[refusals.SettingsChange] = [{"quantization": method, "offload": "false"} for method in methods]
+    whole = {"offload": "false", "nvme_path": None, "nvme": None, "offload_prefetch_step": None}
+    changes: list[refusals.SettingsChange] = [{**whole, "quantization": method} for method in methods]
     found = first_that_fits(changes, lambda change: attempt(refusals.changed(config, change)))
     if found is not None:
         change, plan = found
@@ -187,7 +188,7 @@ def _host_is_short(placed: Placement, host: HostShare, config: EngineConfig) -> 
         needed=f"{format_bytes(streamed.file_bytes)} for {counted(len(streamed.on_disk), 'layer')}",
         found=f"{format_bytes(host.disk_bytes or 0)}: {format_bytes(placed.disk_short_bytes)} short",
         changes=({"nvme": f"{-(-streamed.file_bytes // MIB)}MiB"}, {"nvme": None}) if config.nvme is not None else (),
-        fix="--nvme-path on a larger disk, or a larger --ram",
+        fix="--nvme-path on a larger disk, or --device cuda with a larger --ram",
         field="nvme_path",
         code=DISK_IS_SHORT,
     )

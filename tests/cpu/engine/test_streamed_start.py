@@ -1,0 +1,101 @@
+"""Layers that a plan leaves in pinned RAM, as an engine starts with them: what is pinned, what is told of it, and what
+is refused where others have taken RAM since. The GPU's link is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from simulated_copies import SimulatedCopies
+
+from holdfast.config import EngineConfig
+from holdfast.engine.startup import streamed_layers
+from holdfast.engine.startup.build_gpu import start_with_room
+from holdfast.errors import DoesNotFitError
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.hardware import Memory
+from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.models import from_config
+from holdfast.planner import Plan
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.units import GIB, MIB
+
+CPU = torch.device("cpu")
+CARD = NvidiaGpu(index=0, uuid="GPU-0", name="fake", total_bytes=24 * GIB, free_bytes=24 * GIB, capability=(9, 0))
+UNTIED = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "hidden_act": "silu", "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "bos_token_id": 1,
+    "eos_token_id": 2, "num_key_value_heads": 4, "vocab_size": 4099, "hidden_size": 512, "intermediate_size": 1408,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def host(free_bytes: int) -> Memory:
+    return Memory(total_bytes=64 * GIB, available_bytes=free_bytes, limited_by="machine")
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpinned = partial(PinnedMemory, pin=lambda address, nbytes: 0, unpin=lambda addresses: None)
+    monkeypatch.setattr(streamed_layers, "PinnedMemory", unpinned)
+    monkeypatch.setattr(streamed_layers, "CudaCopies", lambda device: SimulatedCopies())
+
+
+@pytest.fixture
+def config() -> EngineConfig:
+    return EngineConfig.from_arguments(device="cuda", load_format="dummy", gpu_layers=1)
+
+
+def planned(config: EngineConfig) -> Plan:
+    return make_gpu_plan(from_config(UNTIED), None, config, [CARD], host=host(32 * GIB))
+
+
+def started(config: EngineConfig, plan: Plan) -> Any:
+    return streamed_layers.device_layers(config, plan, CPU, lambda done, total: None)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_what_is_pinned_is_what_was_planned_to_the_byte(config: EngineConfig) -> None:
+    plan = planned(config)
+    streamed = plan.engine.streamed
+    assert streamed is not None
+    assert streamed.embedding_bytes > 0
+    layers = started(config, plan)
+    assert layers.pinned_bytes == streamed.pinned_bytes
+    (ram,) = streamed_layers.tiers_below_gpu(config, plan, layers.pinned_bytes + 7)
+    (term,) = ram.terms
+    assert (term.planned_bytes, term.measured_bytes) == (streamed.pinned_bytes, streamed.pinned_bytes + 7)
+    layers.close()
+
+
+@pytest.mark.usefixtures("simulated")
+def test_ram_that_others_have_taken_since_the_plan_is_not_pinned(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that wakes up, or is started again, has the plan of its first start."""
+    plan = planned(config)
+    assert plan.engine.streamed is not None
+    needed = plan.engine.streamed.pinned_bytes
+    monkeypatch.setattr(streamed_layers, "memory", lambda: host(needed))
+    started(config, plan).close()
+    monkeypatch.setattr(streamed_layers, "memory", lambda: host(needed - MIB))
+    with pytest.raises(DoesNotFitError, match="RAM no longer holds") as caught:
+        started(config, plan)
+    assert caught.value.code == "HF114"
+    assert str(caught.value.needed).endswith("of pinned RAM for 3 layers")
+    assert str(caught.value.found).endswith("free (machine): 1.00 MiB short")
+    # It is planned again with what is free, and starts if that helps.
+    tried: list[int] = []
+
+    def build(plan: Plan) -> Any:
+        assert plan.engine.streamed is not None
+        tried.append(len(plan.engine.streamed.layers))
+        return started(config, plan)
+
+    found: Any = start_with_room(plan, build, lambda failed: planned(replace(config, gpu_layers=3)))
+    found.close()
+    assert tried == [3, 1]
+    assert "memory ran short during startup (RAM no longer holds" in caplog.text
