@@ -39,7 +39,7 @@ def host(free_bytes: int) -> Memory:
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpinned = partial(PinnedMemory, pin=lambda address, nbytes: 0, unpin=lambda addresses: None)
+    unpinned = partial(PinnedMemory, pin=lambda address, nbytes: 0, unpin=lambda addresses, device: None)
     monkeypatch.setattr(streamed_layers, "PinnedMemory", unpinned)
     monkeypatch.setattr(streamed_layers, "CudaCopies", lambda device: SimulatedCopies())
 
