@@ -26,7 +26,7 @@ from holdfast.hardware import Memory, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, catalogue
 from holdfast.planner import api
-from holdfast.planner.advice.throughput import EXPECTED, step_seconds, throughput
+from holdfast.planner.advice.throughput import EXPECTED, throughput
 from holdfast.planner.fit.placement import LEAST_SPEED, POOL_SHARE, STREAMED_TOKENS, place
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import Question, fit
@@ -147,43 +147,6 @@ def test_what_fits_is_not_streamed() -> None:
     whole = served("llama-3.1-8b", 40)
     assert whole.engine.streamed is None
     assert "layer_slots" not in whole.terms
-
-
-@pytest.mark.parametrize(("name", "first_gib", "last_gib"), [("llama-3.1-70b-awq", 36, 43), ("llama-3.1-8b", 13, 18)])
-def test_more_vram_never_makes_a_much_worse_server(name: str, first_gib: int, last_gib: int) -> None:
-    """Over the step from some layers streamed to none."""
-    before = served(name, first_gib)
-    for quarters in range(4 * first_gib + 1, 4 * last_gib + 1):
-        plan = served(name, quarters / 4)
-        assert plan.limits.max_num_seqs >= before.limits.max_num_seqs
-        assert plan.limits.max_num_batched_tokens >= before.limits.max_num_batched_tokens
-        assert plan.limits.max_model_len >= 0.75 * min(STREAMED_TOKENS, before.limits.max_model_len)
-        assert tokens_per_s(plan) >= 0.95 * tokens_per_s(before)
-        before = plan
-    assert before.engine.streamed is None
-
-
-def tokens_per_s(plan: Plan) -> float:
-    """Of short sequences side by side."""
-    batch = min(plan.limits.max_num_seqs, int(plan.concurrency(STREAMED_SEQUENCE_TOKENS)))
-    seconds = step_seconds(plan, batch, STREAMED_SEQUENCE_TOKENS // 2, EXPECTED)
-    assert seconds is not None
-    return batch / seconds
-
-
-def test_a_layer_leaves_only_for_limits_that_nobody_set() -> None:
-    plan = served("llama-3.1-70b-awq", 39.5)
-    (said,) = [decision.reason for decision in plan.decisions if decision.field == "streamed_layers"]
-    assert "--no-offload keeps all of them in VRAM, with 1 sequence, 4,096 tokens of context" in said
-    small = {"max_model_len": 4096, "max_num_seqs": 1, "max_num_batched_tokens": 256}
-    others: list[dict[str, object]] = [{"offload": False}, {"ram_gib": 3}, {**small}, {"gpu_layers": "all"}]
-    for other in others:
-        assert served("llama-3.1-70b-awq", 39.5, **other).engine.streamed is None  # type: ignore[arg-type]
-    found = api.plan("llama-3.1-70b-awq", gpu="h200", vram="39.5GiB", ram="64GiB")
-    assert found.fits
-    assert found.to_json()["offload"]["streamed_layers"] == list(streamed(plan).layers)
-    assert "more tokens/s side by side than with all layers in VRAM" in " ".join(str(found).split())
-    assert api.plan("llama-3.1-70b-awq", gpu="h200", vram="39.5GiB").to_json()["offload"] is None
 
 
 def test_the_default_pool_is_small_and_larger_when_asked_for() -> None:

@@ -28,7 +28,6 @@ from holdfast.planner.advice.throughput import (
 )
 from holdfast.planner.fit.placement import STREAMED_TOKENS, Placement
 from holdfast.planner.fit.search import Plan
-from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS
 from holdfast.planner.sizing.sharded_weights import layer_bytes, rank_bytes, weights_of
 from holdfast.units import counted
 
@@ -70,20 +69,6 @@ def placed_tiers(placed: Placement) -> Tiers:
         one=None if rate is None else rate.one.estimate,
         at_batch=None if rate is None or rate.largest.batch == 1 else rate.largest.estimate,
     )
-
-
-def is_faster(streamed: Plan, resident: Plan) -> bool:
-    """Whether it has more tokens/s of short sequences side by side than with all layers in VRAM, where little is left
-    for KV. False where the rates of the GPU are not known."""
-
-    def rate(plan: Plan) -> float | None:
-        tokens = min(STREAMED_SEQUENCE_TOKENS, plan.limits.max_model_len)
-        batch = max(1, min(plan.limits.max_num_seqs, int(plan.concurrency(tokens))))
-        seconds = step_seconds(plan, batch, tokens // 2, EXPECTED)
-        return None if seconds is None else batch / seconds
-
-    with_streamed, without = rate(streamed), rate(resident)
-    return with_streamed is not None and without is not None and with_streamed > without
 
 
 def kv_price(placed: Placement) -> str | None:

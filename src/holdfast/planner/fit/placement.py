@@ -24,7 +24,6 @@ from holdfast.planner.fit.count import counted_for, streamed_on_gpu
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Question
-from holdfast.planner.sizing.default_limits import STREAMED_RUNGS
 from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_bytes
@@ -107,21 +106,6 @@ def may_stream(question: Question) -> bool:
     """By itself: where it was not refused, and not said by hand that all layers stay."""
     asked = question.settings.offload
     return not asked.refused and not asked.by_hand and can_stream(question)
-
-
-def has_low_limits(found: Plan) -> bool:
-    """Whether limits that nobody set are lower, with all layers in VRAM, than they would be beside streamed ones."""
-    settings, limits, usual = found.question.settings, found.limits, STREAMED_RUNGS[0]
-    if found.question.traffic is not None:
-        return False
-    return (
-        (settings.max_num_seqs is None and limits.max_num_seqs < usual.sequences)
-        or (settings.max_num_batched_tokens is None and limits.max_num_batched_tokens < usual.step_tokens)
-        or (
-            settings.max_model_len is None
-            and limits.max_model_len < min(STREAMED_TOKENS, found.question.model.spec.max_position)
-        )
-    )
 
 
 def place(question: Question, kv_bytes: int = 0) -> Placement | None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.observability.decisions import Decision
-from holdfast.planner.advice.offload import is_faster
 from holdfast.planner.advice.presets import max_configuration, safe_configuration, with_margin
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy, best_of, too_long
@@ -21,7 +20,7 @@ from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
 from holdfast.planner.engines.vllm_command import vllm_command
-from holdfast.planner.fit.placement import has_low_limits, may_stream, place, place_by_hand, wants_streaming
+from holdfast.planner.fit.placement import may_stream, place, place_by_hand, wants_streaming
 from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, describe_devices, fit
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.json import document
@@ -80,20 +79,14 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
 
 
 def _placed(question: Question) -> tuple[Plan, Offload | None]:
-    """With layers in RAM as was asked for by hand; or without, and what a server would do where that does not fit, or
-    leaves so little for KV that it is slower."""
+    """With layers in RAM as was asked for by hand; or without, and what a server would do where that does not fit."""
     if wants_streaming(question):
         by_hand = place_by_hand(question)
         assert by_hand is not None
         return by_hand.plan, Offload.of(by_hand)
     found = fit(question)
-    if too_long(question) or not may_stream(question) or (found.fits and not has_low_limits(found)):
-        return found, None
-    placed = place(question)
-    offload = None if placed is None else Offload.of(placed)
-    if offload is not None and found.fits and not (offload.runs and is_faster(offload.placement.plan, found)):
-        return found, None
-    return found, offload
+    placed = None if found.fits or too_long(question) or not may_stream(question) else place(question)
+    return found, None if placed is None else Offload.of(placed)
 
 
 def _is_for(way: Remedy, engine: str | None, vllm: Vllm) -> bool:

@@ -99,13 +99,7 @@ def _offload(answer: PlanFindings, width: int) -> Iterator[str]:
     if answer.offload is None:
         return
     yield from offload_lines(answer.offload, width)
-    by_hand = answer.fit is answer.offload.placement.plan
-    if answer.fits and not by_hand:
-        said = (
-            "more tokens/s side by side than with all layers in VRAM, which leave KV little: a server does this where"
-        )
-        yield from wrapped(f"{said} no limits are set", width, "  ", "        ")
-    if not by_hand and answer.offload.command.available:
+    if not answer.fits and answer.offload.command.available:
         yield from command_lines(answer.offload.command, width)
 
 

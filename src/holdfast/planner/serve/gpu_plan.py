@@ -23,11 +23,10 @@ from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
-from holdfast.planner.advice.offload import is_faster
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.fit.count import streamed_on_gpu
 from holdfast.planner.fit.cpu import Pool
-from holdfast.planner.fit.placement import has_low_limits, may_stream, wants_streaming
+from holdfast.planner.fit.placement import may_stream, wants_streaming
 from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe_budget
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
@@ -99,7 +98,9 @@ def make_gpu_plan(
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
         found = _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus, front_bytes)
-        found = found if host is None else _offloaded(found, tried, host, front_bytes)
+        by_hand = host is not None and wants_streaming(found.question)
+        if host is not None and (by_hand or (not found.fits and may_stream(found.question))):
+            found = with_offload(found, tried, host_share(host, tried, found, front_bytes))
         if not found.fits:
             raise _refusal(found)
         chosen, decision = choose_gpu(gpus)
@@ -113,25 +114,6 @@ def make_gpu_plan(
     except refusals.PlanRefusal as refusal:
         candidates = refusals.gpu_candidates
         raise refusals.with_remedies(refusal, config, spec.max_position, attempt, candidates) from None
-
-
-def _offloaded(found: Plan, config: EngineConfig, host: Memory, front_bytes: int) -> Plan:
-    """With layers in RAM where that was asked for, or not all fit, or these leave so little for KV that with one of
-    them in RAM it serves many sequences in place of few."""
-
-    def streamed() -> Plan:
-        return with_offload(found, config, host_share(host, config, found, front_bytes))
-
-    if wants_streaming(found.question) or (not found.fits and may_stream(found.question)):
-        return streamed()
-    as_set = config.kv_cache_memory_bytes is not None
-    if not found.fits or as_set or not has_low_limits(found) or not may_stream(found.question):
-        return found
-    try:
-        other = streamed()
-    except refusals.PlanRefusal:  # The host has no RAM for it.
-        return found
-    return other if is_faster(other, found) else found
 
 
 def _gpu_plan(

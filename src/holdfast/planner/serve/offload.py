@@ -80,8 +80,8 @@ def host_share(machine: Memory, config: EngineConfig, found: Plan, front_bytes: 
 
 
 def with_offload(found: Plan, config: EngineConfig, host: HostShare) -> Plan:
-    """`found` does not fit on its GPU, or hardly leaves room for KV, or layers are to be streamed by hand. What is
-    returned may not fit, where streaming layers does not help."""
+    """`found` does not fit on its GPU, or layers are to be streamed by hand. What is returned may not fit, where
+    streaming layers does not help."""
     asked = found.question.settings.offload
     machine = replace(found.question.machine, pinned_bytes=host.pinned_bytes, nvme_bytes=host.disk_bytes)
     question = replace(found.question, machine=machine)
@@ -92,21 +92,16 @@ def with_offload(found: Plan, config: EngineConfig, host: HostShare) -> Plan:
         raise _too_few_by_hand(placed, asked)
     if not placed.fits:
         raise _host_is_short(placed, host, config)
-    return replace(placed.plan, decisions=(*placed.plan.decisions, *_decisions(placed, host, found)))
+    return replace(placed.plan, decisions=(*placed.plan.decisions, *_decisions(placed, host)))
 
 
-def _decisions(placed: Placement, host: HostShare, resident: Plan) -> Iterator[Decision]:
+def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
     streamed, plan = placed.streamed, placed.plan
     layers, asked = len(plan.question.model.spec.layers), plan.question.settings.offload
     value = f"{len(streamed.layers)} of {layers}, {format_bytes(streamed.weights_bytes)}"
     reason, source = "the others stay in VRAM; these are copied to the GPU for every step", "planner"
     if asked.by_hand:
         reason, source = f"{asked.flag}: {reason}", "set"
-    elif resident.fits:
-        kept = (
-            f"{counted(resident.limits.max_num_seqs, 'sequence')}, {resident.limits.max_model_len:,} tokens of context"
-        )
-        reason = f"{reason}; --no-offload keeps all of them in VRAM, with {kept}, which is slower side by side"
     else:
         reason = f"{reason}; --no-offload refuses instead"
     yield Decision("streamed_layers", value, reason, source, lowered=True)
