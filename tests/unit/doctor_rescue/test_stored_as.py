@@ -64,7 +64,7 @@ def test_a_folder_that_is_quantized_already_is_not_quantized_again(tmp_path: Pat
 
 
 def test_what_does_not_fit_is_quantized_while_it_is_loaded() -> None:
-    command = "holdfast serve meta-llama/Meta-Llama-3-8B-Instruct --max-model-len 4096"
+    command = "holdfast serve meta-llama/Meta-Llama-3-8B-Instruct --max-model-len 4096 --no-offload"
     [finding] = judge_command(command, machine=CommandMachine(gpu="rtx3060")).findings
     fixes = [one.command for one in (finding.fix, *finding.alternatives) if one is not None]
     assert f"{command} --quantization fp8" in fixes
