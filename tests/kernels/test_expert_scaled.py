@@ -14,6 +14,7 @@ from expert_case import DEVICE, NAN, ON_GPU, UNIT, ExpertCase, Shape, seeded
 from holdfast.execution.ops.reference import activate
 from holdfast.execution.triton_kernels.experts.direct import multiply_rounded
 from holdfast.execution.triton_kernels.experts.expanded import multiply_expanded
+from holdfast.execution.triton_kernels.experts.ordering import gather_expert_columns
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows
 from holdfast.execution.triton_kernels.experts.rounding import round_rows
 from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled, span_of
@@ -218,6 +219,43 @@ def test_inputs_are_rounded_as_torch_rounds(groups: int) -> None:
             exact, found = scaled.round(), codes.float()
         whole = finite.repeat_interleave(96 // groups, 1)
         torch.testing.assert_close(found[whole], exact[whole], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(("bound", "powers"), [(2.0, False), (0.0, True), (2.0, True)])
+def test_scales_of_inputs_that_are_bounded_or_powers_of_two(bound: float, powers: bool) -> None:
+    x = (torch.randn(5, 256, generator=seeded()) * 2).to(torch.float16)
+    x[0], x[1, 7] = 0, NAN
+    codes, scales = torch.empty(5, 256, dtype=torch.uint8, device=DEVICE), torch.full((5, 2), NAN, device=DEVICE)
+    round_rows(x.to(DEVICE), codes, scales, bound=bound, powers=powers)
+    wide = x.float().view(5, 2, 128)
+    wanted = wide.abs().amax(-1).clamp(min=1e-10, max=bound or 1e30) / 448
+    if powers:
+        wanted = torch.exp2(torch.ceil(torch.log2(wanted)))
+    rows = [0, 2, 3, 4]
+    assert torch.equal(scales.cpu()[rows], wanted[rows])
+    assert not torch.isfinite(scales[1, 0])
+    exact = (wide * (1 / wanted)[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).float().view(5, 256)
+    assert torch.equal(codes.cpu().view(torch.float8_e4m3fn).float()[rows], exact[rows])
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("tokens", [3, 21])
+def test_columns_in_the_order_of_each_expert(tokens: int, by_token: bool) -> None:
+    """Few pairs and more than experts; rows of no pair are left alone."""
+    shape = Shape(tokens, 5, 2, 288, 20)
+    lines = Case(PLAIN["int4 rows"], shape, gated=False).lines
+    source = seeded(tokens)
+    order = torch.stack([torch.randperm(288, generator=source) for _ in range(5)]).to(torch.int32).to(DEVICE)
+    x = torch.randn(tokens if by_token else 2 * tokens, 288, generator=source).to(DEVICE)
+    out = torch.full((2 * tokens + 1, 288), NAN, device=DEVICE)
+    gather_expert_columns(x, order, lines, out[:-1], by_token=by_token)
+    seen = 0
+    for expert, count in enumerate(lines.counts.tolist()):
+        for pair in lines.pairs[expert, :count].tolist():
+            assert torch.equal(out[pair], x[pair // 2 if by_token else pair][order[expert].long()])
+            seen += 1
+    assert seen == 2 * tokens
+    assert bool(out[-1].isnan().all())
 
 
 @pytest.mark.parametrize("many", [False, True])

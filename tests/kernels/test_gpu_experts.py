@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expert_gguf import write_expert_gguf
+from quantized_files import Format, gptq, write_mxfp4, write_quantized
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
@@ -23,7 +26,7 @@ from holdfast.execution.weights.load import load_weights
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint import experts as expert_sizes
 from holdfast.footprint.scaled_layouts import ScaledLayout
-from holdfast.models import ExpertsSpec
+from holdfast.models import ExpertsSpec, from_config
 from holdfast.records import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -83,6 +86,44 @@ def test_quantized_experts_say_what_they_say_on_a_cpu(
             assert one.logprobs[0].logprobs == pytest.approx(other.logprobs[0].logprobs, abs=1e-3)
 
 
+class TinyCodes(Tiny):
+    """Its experts are quantized, in files as their formats have them."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        super().__init__(folder / "plain", "Qwen3Moe", head_dim=16, **experts)
+        if kind == "mxfp4":
+            write_mxfp4(self.folder, folder / kind)
+        else:
+            config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True}
+            write_quantized(self.folder, folder / kind, Format(config, gptq(symmetric=False, ordered=True)))
+        self.folder = folder / kind
+        self.spec = from_config(json.loads((self.folder / "config.json").read_text()))
+
+    def weights(self, device: torch.device) -> Weights:
+        checkpoint = Checkpoint(safetensors.read_headers((self.folder / "model.safetensors",)), "safetensors")
+        found = load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=False)
+        experts = found.layers[0].mlp
+        assert isinstance(experts, ExpertWeights)
+        assert isinstance(experts.down, QuantizedStack)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "gptq in act-order"])
+def test_experts_of_quantized_files_say_what_they_say_on_a_cpu(kind: str, device: torch.device, tmp_path: Path) -> None:
+    tiny = TinyCodes(tmp_path, kind)
+    prompts = [prompt(number, length) for number, length in enumerate((14, 2))]
+    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)] * 2
+    here = run(tiny.core(device, gpu=True), prompts, params)
+    there = run(tiny.core(CPU, gpu=False), prompts, params)
+    for found, expected in zip(here, there, strict=True):
+        assert tokens_of(found) == tokens_of(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one.logprobs is not None
+            assert other.logprobs is not None
+            assert one.logprobs[0].logprobs == pytest.approx(other.logprobs[0].logprobs, abs=1e-3)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tokens", [8, 9000])
 def test_buffers_are_those_that_are_planned(model: str, tokens: int, tmp_path: Path) -> None:
@@ -102,6 +143,8 @@ LAYOUTS = {
     "fp8 blocks": ScaledLayout(codes="fp8", group=128, group_rows=128, inputs="fp8"),
     "fp8 static": ScaledLayout(codes="fp8", inputs="fp8", static_inputs=True),
     "int8": ScaledLayout(codes="int8", inputs="int8"),
+    "mxfp4": ScaledLayout(codes="mxfp4", scales="uint8", group=32),
+    "int4 in act-order": ScaledLayout(codes="int4", scales="float16", group=128, zeros=True, ordered=True),
 }
 
 
@@ -109,13 +152,13 @@ LAYOUTS = {
     "layout",
     [
         ScaledLayout(codes="fp8", group=64, group_rows=64, inputs="fp8"),
-        ScaledLayout(codes="int4", scales="float16", group=128, ordered=True),
+        ScaledLayout(codes="int8", inputs="int8", ordered=True),
     ],
     ids=["groups", "order"],
 )
 def test_experts_that_no_kernel_multiplies_are_refused(layout: ScaledLayout) -> None:
     spec = ExpertsSpec(count=2, per_token=1, intermediate_size=128)
-    gate_up, down = (QuantizedStack(ScaledMatrix(layout, 2 * rows, 128, CPU), 2) for rows in (256, 128))
+    gate_up, down = (QuantizedStack(ScaledMatrix(layout, 2 * rows, 128, CPU, experts=2), 2) for rows in (256, 128))
     router = DenseLinear(torch.zeros(2, 128))
     weights = ExpertWeights(spec=spec, router=router, gate_up=(gate_up,), down=down, shared=None)
     maker = ExpertGpuMaker(128, "silu", torch.empty(8, 0), Scratch(torch.float32, CPU))
@@ -123,19 +166,35 @@ def test_experts_that_no_kernel_multiplies_are_refused(layout: ScaledLayout) -> 
         maker.make(weights)
 
 
-@pytest.mark.parametrize(("kind", "split"), [*((kind, False) for kind in LAYOUTS), ("fp8 blocks", True)])
-def test_experts_in_codes_with_scales(kind: str, split: bool, device: torch.device) -> None:
-    """As near to the same experts expanded as rounded inputs let them be; gate and up in one stack or in two."""
+IN_ORDER = "int4 in act-order"
+SPLIT = [*((kind, False, False) for kind in LAYOUTS), ("fp8 blocks", True, False), (IN_ORDER, True, False),
+         (IN_ORDER, True, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "split", "same"), SPLIT)
+def test_experts_in_codes_with_scales(kind: str, split: bool, same: bool, device: torch.device) -> None:
+    """As near to the same experts expanded as rounded inputs let them be; gate and up in one stack or in two, in orders
+    of their own or in the same."""
     torch.manual_seed(len(kind))
     spec, hidden = ExpertsSpec(count=3, per_token=2, intermediate_size=128), 256
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     router = DenseLinear(torch.randn(3, hidden, device=device).to(dtype))
 
+    orders = torch.stack([torch.randperm(hidden) for _ in range(3)]).int()
+
     def stacks(rows: int, columns: int) -> tuple[QuantizedStack, DenseStack]:
-        matrix = ScaledMatrix(LAYOUTS[kind], 3 * rows, columns, device)
+        # What comes into the last matrices was put into their order by the rows of the first.
+        layout = LAYOUTS[kind] if columns == hidden else replace(LAYOUTS[kind], ordered=False)
+        matrix = ScaledMatrix(layout, 3 * rows, columns, device, experts=3)
+        if matrix.order is not None:
+            own = torch.stack([torch.randperm(hidden) for _ in range(3)]).int()
+            matrix.order.copy_(orders if same else own)
         # Codes that stand for numbers: of fp8 those below 127.
         matrix.codes.view(torch.uint8).copy_(torch.randint(0, 127, matrix.codes.shape))
-        matrix.scales.copy_(torch.rand(matrix.scales.shape) * 0.002 + 0.001)
+        if layout.scales == "uint8":
+            matrix.scales.copy_(torch.randint(116, 119, matrix.scales.shape))
+        else:
+            matrix.scales.copy_(torch.rand(matrix.scales.shape) * 0.002 + 0.001)
         if matrix.zeros is not None:
             matrix.zeros.copy_(torch.randint(0, 16, matrix.zeros.shape))
         if matrix.inputs is not None:
@@ -151,11 +210,12 @@ def test_experts_in_codes_with_scales(kind: str, split: bool, device: torch.devi
     for kept in (0, 1):
         maker = ExpertGpuMaker(hidden, "silu", torch.empty(8, 0, dtype=dtype, device=device), Scratch(dtype, device))
         gates = tuple(pair[kept] for pair in gate_up)
-        weights = ExpertWeights(spec=spec, router=router, gate_up=gates, down=down[kept], shared=None)
+        weights = ExpertWeights(spec=spec, router=router, gate_up=gates, down=down[kept], shared=None,
+                                same_order=same and not kept)  # fmt: skip
         out = torch.full((5, hidden), float("nan"), dtype=dtype, device=device)
         maker.make(weights).run(x, out, add=False)
         found.append(out.double())
-    allowed = 0.005 if kind == "int4" else 0.1
+    allowed = 0.1 if LAYOUTS[kind].inputs != "plain" else 0.005
     assert (found[0] - found[1]).norm() <= allowed * found[1].norm()
 
 

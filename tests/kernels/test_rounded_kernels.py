@@ -150,6 +150,30 @@ def test_codes_are_the_nearest(source: torch.Generator, kind: torch.dtype, group
             assert ((steps - exact).abs() <= 1.1 * step + least + 4 * UNIT[TYPE] * exact.abs()).all()
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("bound", "powers"), [(2.5, False), (0.0, True), (2.5, True)])
+def test_scales_that_are_bounded_or_powers_of_two(
+    source: torch.Generator, grouped: bool, bound: float, powers: bool
+) -> None:
+    """As fbgemm and DeepSeek's ue8m0 have it; what is not finite stays so."""
+    x = (normal(source, 6, 256) * 2).to(TYPE)
+    x[0], x[1] = 0, x[1] / 1000
+    x[2] = 1.75  # 448 / 256: an exact power of two stays.
+    x[5, 3] = NAN
+    codes = torch.zeros((6, 256), dtype=torch.uint8, device=DEVICE).view(FP8)
+    scales = torch.full((2 if grouped else 1, 6), NAN, device=DEVICE).t()
+    round_rows(x, codes, scales, grouped=grouped, bound=bound, powers=powers)
+    wide = x.cpu().float().view(6, -1, 128 if grouped else 256)
+    wanted = (wide.abs().amax(-1).clamp(max=bound or 1e30) / 448).clamp(min=1e-12)
+    if powers:
+        wanted = torch.exp2(torch.ceil(torch.log2(wanted)))
+    assert torch.equal(scales[:5].cpu(), wanted[:5])
+    assert not torch.isfinite(scales[5]).all()
+    exact = (wide / wanted[..., None]).clamp(-448, 448).to(FP8).float().view(6, 256)
+    assert torch.equal(codes[:5].cpu().float(), exact[:5])
+    assert bool((wide[:5].abs() > 2.5).any()), "something is cut off"
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("kind", [FP8, INT8], ids=["fp8", "int8"])
 @pytest.mark.parametrize("broken", [NAN, float("inf")])

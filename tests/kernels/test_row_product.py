@@ -28,6 +28,10 @@ LAYOUTS = {
     "fp8": ScaledLayout(codes="fp8", inputs="fp8"),
     "fp8 static": ScaledLayout(codes="fp8", inputs="fp8", static_inputs=True),
     "fp8 blocks": ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128, input_group=128),
+    "fp8 bounded": ScaledLayout(codes="fp8", inputs="fp8", input_bound=1.5),
+    "fp8 powers": ScaledLayout(
+        codes="fp8", inputs="fp8", group=128, group_rows=128, input_group=128, input_powers=True
+    ),
     "awq": ScaledLayout(codes="int4", scales="float16", group=128, zeros=True),
     "gptq 32": ScaledLayout(codes="int4", scales="float16", group=32, zeros=True),
     "compressed 64": ScaledLayout(codes="int4", scales="bfloat16", group=64),
@@ -75,7 +79,9 @@ def as_multiplied(x: torch.Tensor, matrix: ScaledMatrix) -> torch.Tensor:
     if layout.inputs == "plain":
         return x.double()
     wide = x.cpu().float().view(len(x), -1, layout.group or x.shape[1])
-    scale = (wide.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
+    scale = (wide.abs().amax(-1, keepdim=True).clamp(max=layout.input_bound or 1e30) / 448).clamp(min=1e-12)
+    if layout.input_powers:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
     if matrix.inputs is not None:
         scale = matrix.inputs.cpu().view(1, 1, 1).expand_as(scale)
     codes = (wide / scale).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -33,6 +33,7 @@ from holdfast.execution.triton_kernels.attention.prefill_hopper import page_desc
 from holdfast.execution.triton_kernels.experts import blocks as expert_blocks
 from holdfast.execution.triton_kernels.experts import direct as expert_numbers
 from holdfast.execution.triton_kernels.experts import launch as experts
+from holdfast.execution.triton_kernels.experts import ordering as expert_ordering
 from holdfast.execution.triton_kernels.experts import rounding as expert_rounding
 from holdfast.execution.triton_kernels.experts import scaled as expert_codes
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
@@ -227,6 +228,7 @@ def rounded_products(rows: int, kind: torch.dtype, dtype: torch.dtype) -> None:
         scales = empty(outputs // (group or 1), inputs // group if group else 1, dtype=FP32)
         round_rows(x, codes, x_scales, norm=norm, grouped=group > 0)
         round_rows(wide, codes, x_scales, activation="silu", grouped=group > 0)
+        round_rows(x, codes, x_scales, norm=norm, grouped=group > 0, bound=1200.0, powers=group > 0)
         matrix = empty(outputs, inputs, dtype=kind)
         rounded_product(codes, x_scales, matrix, scales, out, parts, empty(99), grouped=group > 0, accumulate=True)
     scale_sums(out, empty(rows, 1, dtype=FP32), empty(outputs, 1, dtype=FP32), out)
@@ -255,6 +257,7 @@ def expert_kernels(tokens: int, shape: tuple[int, int, int, int], dtype: torch.d
     expert_numbers.multiply_dense(x, gate_up, lines, middle, by_token=True, activation="silu")
     expert_numbers.multiply_dense(middle, empty(count, hidden, inner, dtype=dtype), lines, rows, by_token=False)
     experts.add_pairs(rows, lines, x, add=True)
+    expert_ordering.gather_expert_columns(x, empty(count, hidden), lines, rows, by_token=True)
     for layout in PLAIN_CODES:
         matrix = ScaledMatrix(layout, count * 2 * inner, hidden, META)
         codes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros)
@@ -266,6 +269,7 @@ def expert_kernels(tokens: int, shape: tuple[int, int, int, int], dtype: torch.d
         groups = inner // layout.group if layout.group else 1
         rounded = RoundedRows(empty(tokens * chosen, inner, dtype=kind), empty(tokens * chosen, groups, dtype=FP32))
         expert_rounding.round_rows(middle, rounded.codes, rounded.scales)
+        expert_rounding.round_rows(middle, rounded.codes, rounded.scales, bound=1200.0, powers=True)
         expert_numbers.multiply_rounded(rounded, codes, lines, rows, by_token=False)
     for layout in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS"):
         kept = QuantizedMatrix(layout, count * inner, hidden, META)

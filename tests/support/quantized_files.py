@@ -41,6 +41,10 @@ class Format:
     """fp8, int8: inputs of the linear layers are rounded."""
     static: float | None = None
     input_group: int = 0
+    bound: float | None = None
+    """No input counts for more when a scale is chosen."""
+    powers: bool = False
+    """Scales of inputs are powers of two."""
     modules: Mapping[str, Encoder | None] = field(default_factory=dict)
     """Of module names that contain the key: another encoder, or none."""
 
@@ -311,4 +315,58 @@ def write_quantized(source: Path, target: Path, made: Format, *, seed: int = 0, 
     save_file(stored, target / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": dict(made.config)}))
+    return means
+
+
+E2M1 = numpy.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def mxfp4(stack: Array) -> tuple[Parts, Array]:
+    """Of matrices [experts, out, in]: 32 inputs share a power of two, the first of two codes in the lower half."""
+    experts, rows, columns = stack.shape
+    pieces = stack.reshape(experts, rows, columns // 32, 32).astype(numpy.float64)
+    exponents = numpy.floor(numpy.log2(numpy.abs(pieces).max(-1))).astype(numpy.int64) - 2
+    scaled = pieces / 2.0 ** exponents[..., None]
+    codes = numpy.abs(numpy.abs(scaled)[..., None] - E2M1).argmin(-1) | (scaled < 0).astype(numpy.int64) << 3
+    parts = {
+        "blocks": torch.from_numpy((codes[..., 0::2] | codes[..., 1::2] << 4).astype(numpy.uint8)),
+        "scales": torch.from_numpy((exponents + 127).astype(numpy.uint8)),
+    }
+    means = E2M1[codes & 7] * numpy.where(codes & 8, -1.0, 1.0) * 2.0 ** exponents[..., None]
+    return parts, means.reshape(stack.shape).astype(numpy.float32)
+
+
+def write_mxfp4(source: Path, target: Path, *, alternating: bool = False) -> dict[str, Any]:
+    """As `write_quantized`, of a model whose experts lie one by one: in stacks, as gpt-oss has them. `alternating`: the
+    rows of gate and up take turns, as there."""
+    plain = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    modules = sorted({name.partition(".0.gate_proj")[0] for name in plain if ".experts.0.gate_proj" in name})
+    means: dict[str, Array] = {}
+    stored = {name: tensor for name, tensor in plain.items() if ".experts." not in name}
+    for module in modules:
+        count = sum(name.startswith(f"{module}.") and name.endswith(".gate_proj.weight") for name in plain)
+        gate, up, down = (
+            numpy.stack([plain[f"{module}.{expert}.{part}_proj.weight"].numpy() for expert in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        inner = gate.shape[1]
+        joined = numpy.concatenate((gate, up), axis=1)
+        turns = numpy.arange(2 * inner).reshape(2, inner).T.reshape(-1) if alternating else numpy.arange(2 * inner)
+        for name, stack in (("gate_up", joined[:, turns]), ("down", down)):
+            parts, read = mxfp4(stack)
+            stored |= {f"{module}.{name}_proj_{part}": value.contiguous() for part, value in parts.items()}
+            for expert in range(count):
+                if name == "down":
+                    means[f"{module}.{expert}.down_proj.weight"] = read[expert]
+                    continue
+                whole = numpy.empty_like(read[expert])
+                whole[turns] = read[expert]
+                means[f"{module}.{expert}.gate_proj.weight"] = whole[:inner].copy()
+                means[f"{module}.{expert}.up_proj.weight"] = whole[inner:].copy()
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(stored, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.gate", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     return means

@@ -25,7 +25,10 @@ def round_inputs(model: Any, made: Format) -> list[Any]:
         parts = x.double().reshape(*x.shape[:-1], -1, made.input_group or x.shape[-1])
         largest = 448 if made.inputs == "fp8" else 127
         if made.static is None:
-            scale = parts.float().abs().max(-1, keepdim=True).values / largest
+            most = parts.float().abs().max(-1, keepdim=True).values
+            scale = (most if made.bound is None else most.clamp(max=made.bound)) / largest
+            if made.powers:
+                scale = torch.exp2(torch.ceil(torch.log2(scale)))
         else:
             scale = torch.tensor(made.static)
         steps = (parts.float() / scale).clamp(-largest - (made.inputs == "int8"), largest)

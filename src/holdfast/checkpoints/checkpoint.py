@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 from holdfast.checkpoints.bounded_files import open_file
 from holdfast.checkpoints.files import ModelFiles, StoredTensor
 from holdfast.checkpoints.formats import gguf, safetensors
-from holdfast.checkpoints.formats.quantized_tensors import PART_NAMES
+from holdfast.checkpoints.formats.quantized_tensors import PART_NAMES, STACKED_PARTS
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
 
@@ -128,6 +128,8 @@ def extra_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...]:
         known |= {name for tensor in spec.tensors if tensor.experts for name, _ in tensor.in_safetensors()}
         if spec.quantization is not None:
             modules = {name.removesuffix(".weight") for name in known if name.endswith(".weight")}
+            stacked = [tensor.hf_name for tensor in spec.tensors if tensor.experts and tensor.hf_name]
+            known |= {name + part for name in stacked for part in STACKED_PARTS}
     return tuple(name for name in checkpoint.tensors if name not in known and not _is_part(name, modules))
 
 

@@ -16,7 +16,7 @@ class PackedMatrix:
 
     packing: Packing
     parts: Mapping[str, StoredTensor] = field(repr=False)
-    """Of experts that lie one by one: those of the first, and {expert} in their names."""
+    """Of experts that lie one by one: those of the first, and {expert} in their names. Of a stack: those of all."""
 
 
 @dataclass(frozen=True, slots=True)

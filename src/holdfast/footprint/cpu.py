@@ -200,7 +200,7 @@ def _bytes_by_layer(
         if (joined := _joined(tensor)) is not None:
             fused[joined].append((tensor, layout))
         if isinstance(layout, ScaledLayout):
-            total[layer] += layout.bytes_for(*_rows_and_columns(tensor))
+            total[layer] += layout.bytes_for(*_rows_and_columns(tensor), tensor.experts)
         elif layout in ELEMENT_BYTES or kept is None:
             total[layer] += tensor.elements * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
         else:

@@ -91,19 +91,26 @@ def scaled_layout(packing: Packing, tensor: TensorSpec, stored: StoredTensor | N
     if found.group_rows > 1 and tensor.experts and rows % found.group_rows:
         # An expert's rows begin within a square block of the stack: every row gets the scales of its block.
         found = replace(found, group_rows=1)
+    if takes_rows_in_order(tensor):
+        found = replace(found, ordered=False)
     whole = PIECE if found.four_bits else 1
     unfit = next((size for size in (whole, found.group, found.input_group) if size and columns % size), None)
-    if unfit is not None or (found.ordered and tensor.experts):
-        needed = f"a multiple of {unfit} columns" if unfit is not None else "experts without act-order (desc_act false)"
+    if unfit is not None:
         name = tensor.hf_name if stored is None else stored.name
         raise CheckpointError(
             f"the quantized matrix {name} cannot be kept in memory as {found}",
-            needed=needed,
-            found=f"{list(tensor.shape)}" + (" in act-order" if unfit is None else ""),
+            needed=f"a multiple of {unfit} columns",
+            found=f"{list(tensor.shape)}",
             fix="use another quantization of this model, such as AWQ, FP8 or a GGUF file",
             field="quantization_config",
         )
     return found
+
+
+def takes_rows_in_order(tensor: TensorSpec) -> bool:
+    """Whether it needs no order of its columns, where a quantizer gave it one: what comes into an expert's last matrix
+    are the rows of its first ones, which are put into that order while they are loaded."""
+    return tensor.experts > 0 and tensor.name.endswith(".experts.down")
 
 
 def _layout(packing: Packing, scales: Literal["float32", "float16", "bfloat16"]) -> ScaledLayout:
@@ -133,6 +140,8 @@ def _layout(packing: Packing, scales: Literal["float32", "float16", "bfloat16"])
         inputs=packing.inputs,
         static_inputs=packing.inputs != "plain" and packing.static_inputs,
         input_group=packing.input_group,
+        input_bound=packing.input_bound,
+        input_powers=packing.input_powers and not packing.static_inputs,
     )
 
 

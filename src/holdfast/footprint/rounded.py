@@ -42,7 +42,7 @@ def gpu_lacks(layout: ScaledLayout, capability: tuple[int, int], *, experts: boo
     rounded = rounding_of(layout, capability).inputs != "plain"
     if layout.codes == "int8" and layout.zeros:
         return "eight-bit codes with zero points"
-    if layout.ordered and (rounded or experts):
+    if layout.ordered and rounded:
         return "columns in an order of their own"
     if not rounded:
         return f"groups of {layout.group} columns, which 32 does not divide" if layout.group % PIECE else None

@@ -9,7 +9,8 @@ kernels reads them all. Declared here once, counted by the planner, allocated by
              int8, fp8          int8 or float8_e4m3fn [rows, columns]
     scales   [rows / group_rows, columns / group]
     zeros    as many as scales. int4: uint8, codes are 0 to 15 and less this; without zeros, less 8. int8: int8
-    order    int32 [columns]: which input each column takes (GPTQ's act-order puts columns of a group side by side)
+    order    int32 [columns]: which input each column takes (GPTQ's act-order puts columns of a group side by side);
+             of experts, whose rows lie one below the other, [experts, columns]
     inputs   float32 [1]: what inputs are divided by before they are rounded, where the checkpoint has it
 
 GGUF's blocks have layouts of their own (`layouts.py`).
@@ -60,12 +61,17 @@ class ScaledLayout:
     static_inputs: bool = False
     input_group: int = 0
     """Columns of an input that share a scale: 128 with square blocks of FP8; 0: all of a row."""
+    input_bound: float = 0.0
+    """No input counts for more when the scale of a row is chosen, larger ones are cut off (fbgemm); 0: no bound."""
+    input_powers: bool = False
+    """Scales of inputs are powers of two, the next above (DeepSeek's ue8m0)."""
 
     @property
     def four_bits(self) -> bool:
         return self.codes in ("int4", "nf4", "mxfp4")
 
-    def planes(self, rows: int, columns: int) -> tuple[Plane, ...]:
+    def planes(self, rows: int, columns: int, experts: int = 0) -> tuple[Plane, ...]:
+        """Of one matrix, or of those of so many experts, which have `rows` together."""
         scales = (-(-rows // self.group_rows), -(-columns // (self.group or columns)))
         found = [
             Plane("codes", (rows, columns // PIECE, PIECE // 2), "uint8")
@@ -76,7 +82,7 @@ class ScaledLayout:
         if self.zeros:
             found.append(Plane("zeros", scales, "int8" if self.codes == "int8" else "uint8"))
         if self.ordered:
-            found.append(Plane("order", (columns,), "int32"))
+            found.append(Plane("order", (experts, columns) if experts else (columns,), "int32"))
         if self.static_inputs:
             found.append(Plane("inputs", (1,), "float32"))
         return tuple(found)
@@ -108,8 +114,8 @@ class ScaledLayout:
         """Of what a stack has once, and not for each of its matrices."""
         return _TYPE_BYTES["float32"] if self.static_inputs else 0
 
-    def bytes_for(self, rows: int, columns: int) -> int:
-        return sum(plane.nbytes for plane in self.planes(rows, columns))
+    def bytes_for(self, rows: int, columns: int, experts: int = 0) -> int:
+        return sum(plane.nbytes for plane in self.planes(rows, columns, experts))
 
     def __str__(self) -> str:
         reach = f" g{self.group}" if self.group and self.group_rows == 1 else ""

@@ -52,6 +52,10 @@ class QuantSpec:
     """What a product's inputs are rounded to, by the definition of the format."""
     input_group: int = 0
     """Columns of an input that share a scale; 0: all of a row, or one is stored."""
+    input_bound: float = 0.0
+    """No input counts for more when a scale is chosen; 0: there is no bound."""
+    input_powers: bool = False
+    """Scales of inputs are powers of two; those of weights may be stored as exponents."""
     static_activations: bool = False
     """A scale for the activations is stored with every matrix."""
     double_quantization: bool = False
@@ -298,22 +302,26 @@ def _extra_config(table: Fields, extra: Fields, base: QuantSpec) -> QuantSpec:
 def _fp8(table: Fields, method: str) -> QuantSpec:
     skipped = _modules(table, "modules_to_not_convert") + _modules(table, "ignored_layers")
     if method == "fbgemm_fp8":
-        bound = table.values.get("activation_scale_ub")
+        # transformers' own default; null: without one.
+        bounded = "activation_scale_ub" not in table.values or table.values["activation_scale_ub"] is not None
         return QuantSpec(
             method="fp8",
             bits=8,
             granularity="channel",
             inputs="fp8",
             not_converted=skipped,
-            lacking=() if bound is None else ("a bound for the largest input of FP8 products (activation_scale_ub)",),
+            input_bound=table.number("activation_scale_ub", low=1e-3, high=1e30, default=1200.0) if bounded else 0.0,
             reach_field="quant_method",
         )
     block, scheme = _block(table, "weight_block_size"), table.text("activation_scheme", default="dynamic")
     if scheme not in ("dynamic", "static"):
         raise table.wrong("activation_scheme", "dynamic or static", scheme)
     # DeepSeek's ue8m0: the scale of every 128 inputs is a power of two, the next above largest / 448. Those of weights
-    # are stored, and say it themselves.
-    powers = table.values.get("scale_fmt") is not None
+    # are stored, as numbers or as exponents.
+    stored_as = table.text("scale_fmt", default="float") if table.values.get("scale_fmt") is not None else "float"
+    if stored_as not in ("float", "ue8m0"):
+        raise table.wrong("scale_fmt", "float or ue8m0", stored_as)
+    fp4 = table.values.get("expert_dtype") == "fp4"
     return QuantSpec(
         method="fp8",
         bits=8,
@@ -323,7 +331,8 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
         input_group=block[1] if scheme == "dynamic" else 0,
         static_activations=scheme == "static",
         not_converted=skipped,
-        lacking=(f"scales of inputs in {shorten(str(table.values['scale_fmt']))} (scale_fmt)",) if powers else (),
+        input_powers=stored_as == "ue8m0",
+        lacking=("experts in FP4 (expert_dtype)",) if fp4 else (),
         reach_field="weight_block_size",
     )
 

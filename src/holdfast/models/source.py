@@ -5,7 +5,7 @@ Fields go by config.json's names; a GGUF header's spellings are looked up. Knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -322,7 +322,9 @@ def build_spec(
     not_counted: Sequence[str] = (),
     encoder: EncoderSpec | None = None,
 ) -> ModelSpec:
-    fields = source.fields
+    fields, quantization = source.fields, None if source.gguf else _quantization(source)
+    if quantization is not None and quantization.method == "mxfp4":
+        tensors = stacked_experts(tensors)
     bos, eos = _gguf_ends(fields, shape.vocab) if source.gguf else _config_ends(source, shape.vocab)
     plain = [LayerSpec(index=index) for index in range(shape.layer_count)]
     return ModelSpec(
@@ -346,13 +348,30 @@ def build_spec(
         eos_token_ids=eos,
         decoder=decoder or DecoderSpec(),
         tensors=tuple(tensors),
-        quantization=None if source.gguf else _quantization(source),
+        quantization=quantization,
         kv_cache_fp8=not source.gguf and (kv_cache_fp8(source.fields) or kv_cache_fp8(source.outer)),
         features=tuple(features),
         not_counted=tuple(not_counted),
         encoder=encoder,
         spellings={} if source.gguf else {name: fields.key(name) for name in fields.names},
     )
+
+
+def stacked_experts(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """As checkpoints in MXFP4 keep experts, gpt-oss and what was quantized after it: those of a layer in one tensor
+    each for gate with up, and for down, where others keep them one by one."""
+    found: list[TensorSpec] = []
+    for tensor in tensors:
+        where, _, part = tensor.name.rpartition(".")
+        module, alone, _ = tensor.hf_name.partition(".{expert}.")
+        if not alone:
+            found.append(tensor)
+        elif part != "up":
+            count, rows, columns = tensor.shape
+            name, height = ("gate_up", 2 * rows) if part == "gate" else (part, rows)
+            shape, hf_name = (count, height, columns), f"{module}.{name}_proj"
+            found.append(replace(tensor, name=f"{where}.{name}", shape=shape, hf_name=hf_name, gguf_name=""))
+    return found
 
 
 def _forgetting(layer: LayerSpec, max_position: int) -> LayerSpec:

@@ -204,9 +204,9 @@ Turn = Literal["none", "unpermute_rope"]
 class TensorSpec:
     name: str
     """Canonical: embed, layers.N.attn_norm, layers.N.q, .k, .v, .o, .q_bias, .k_bias, .v_bias, .o_bias,
-    layers.N.mlp_norm, .gate, .up, .down, .router, .experts.gate, .experts.up, .experts.down, final_norm, head; .qkv
-    and .gate_up where a checkpoint keeps those as one matrix; .q_norm, .k_norm, .post_attn_norm, .post_mlp_norm;
-    score, of a classifier."""
+    layers.N.mlp_norm, .gate, .up, .down, .router, .experts.gate, .experts.up, .experts.down, final_norm, head; .qkv,
+    .gate_up and .experts.gate_up where a checkpoint keeps those as one matrix; .q_norm, .k_norm, .post_attn_norm,
+    .post_mlp_norm; score, of a classifier."""
     shape: tuple[int, ...]
     hf_name: str
     """With {expert} in it: every expert lies under a name of its own. Empty: not in that format."""
@@ -225,6 +225,8 @@ class TensorSpec:
     """A matrix of a linear layer: what quantization converts."""
     hf_shape: tuple[int, ...] | None = None
     """As safetensors keep it, where that is not `shape` (stored transposed)."""
+    alternating: bool = False
+    """Of .experts.gate_up: safetensors keep the rows of gate and up in turns, and not those of up below gate's."""
     part: Part = "text"
     wide: bool = False
     """In memory it is float32, whatever the rest: a norm's weight whose product is rounded once, at its end."""

@@ -188,6 +188,7 @@ class LayerTensors:
         *,
         axis: int,
         hf_shape: tuple[int, ...] | None = None,
+        alternating: bool = False,
     ) -> None:
         self.add(
             name,
@@ -198,6 +199,7 @@ class LayerTensors:
             experts=shape[0],
             linear=True,
             hf_shape=hf_shape,
+            alternating=alternating,
         )
 
     def shared_expert(self, hidden: int, inner: int, hf: str) -> None:

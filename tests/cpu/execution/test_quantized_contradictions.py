@@ -228,12 +228,33 @@ def test_indices_may_have_64_bits_and_an_axis_more(tmp_path: Path) -> None:
     torch.testing.assert_close(numbers(tmp_path, stored, nested), means)
 
 
-def test_a_bound_for_inputs_that_only_the_file_tells_is_refused(tmp_path: Path) -> None:
-    """fbgemm's: inputs beyond it are cut off, which no product here does."""
+def test_a_bound_for_inputs_is_what_the_config_says(tmp_path: Path) -> None:
+    """fbgemm's: inputs beyond it are cut off. Weights mean the same with any."""
     stored, means = encoded(written.fp8("channel"))
-    torch.testing.assert_close(numbers(tmp_path, stored, {"quant_method": "fbgemm_fp8"}), means)
-    with pytest.raises(CheckpointError, match=r"m\.input_scale_ub"):
-        numbers(tmp_path, {**stored, "input_scale_ub": torch.tensor([1200.0])}, {"quant_method": "fbgemm_fp8"})
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 300.0}
+    torch.testing.assert_close(numbers(tmp_path, stored, config), means)
+    bounded = {**stored, "input_scale_ub": torch.tensor([300.0])}
+    torch.testing.assert_close(numbers(tmp_path, bounded, config), means)
+    for other in (1200.0, None):
+        with pytest.raises(CheckpointError, match=r"m\.input_scale_ub"):
+            numbers(tmp_path, bounded, {**config, "activation_scale_ub": other})
+
+
+def test_scales_that_are_stored_as_exponents(tmp_path: Path) -> None:
+    """Where scale_fmt says so, as F8_E8M0 or bytes; 255 is no number."""
+    stored, _ = encoded(written.fp8("block", name="weight_scale_inv"))
+    exponents = torch.ceil(torch.log2(stored["weight_scale_inv"])) + 127
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    powers = {**config, "scale_fmt": "ue8m0"}
+    plain = numbers(tmp_path, {**stored, "weight_scale_inv": torch.exp2(exponents - 127)}, powers)
+    as_bytes = {**stored, "weight_scale_inv": exponents.to(torch.uint8)}
+    for one in (as_bytes, {**stored, "weight_scale_inv": exponents.to(torch.uint8).view(torch.float8_e8m0fnu)}):
+        assert torch.equal(numbers(tmp_path, one, powers), plain)
+        with pytest.raises(CheckpointError, match="weight_scale_inv"):
+            numbers(tmp_path, one, config)
+    as_bytes["weight_scale_inv"][0, 0] = 255
+    with pytest.raises(CheckpointError, match="which is no number"):
+        numbers(tmp_path, as_bytes, powers)
 
 
 def test_eight_bits_of_bitsandbytes_in_tiles_are_refused(tmp_path: Path) -> None:

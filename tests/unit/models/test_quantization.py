@@ -69,7 +69,10 @@ CASES: list[tuple[dict[str, Any], QuantSpec]] = [
             not_converted=("lm_head",),
         ),
     ),
-    ({"quant_method": "fbgemm_fp8"}, QuantSpec(method="fp8", bits=8, granularity="channel", inputs="fp8")),
+    (
+        {"quant_method": "fbgemm_fp8"},
+        QuantSpec(method="fp8", bits=8, granularity="channel", inputs="fp8", input_bound=1200.0),
+    ),
     (
         compressed(num_bits=8, type="float", strategy="channel", symmetric=True),
         QuantSpec(
@@ -149,6 +152,9 @@ def test_plain_weights_have_none() -> None:
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:llm_compressor"}, "llm_compressor"),
         ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "mx_fp"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 0}, "activation_scale_ub"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "much"}, "activation_scale_ub"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "e5m2"}, "scale_fmt"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["re:(("]}, "modules_to_not_convert"),
         ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": WILD}, "modules_to_not_convert"),
@@ -169,8 +175,7 @@ def test_what_cannot_be_read_is_named(config: dict[str, Any], word: str) -> None
     ("config", "word"),
     [
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "activation_scale_ub"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, "inputs in ue8m0 (scale_fmt)"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, "experts in FP4"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.v_proj": {"bits": 2}}}, "GPTQ of 2 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
@@ -186,6 +191,17 @@ def test_the_engine_refuses_what_it_cannot_read_and_says_what_it_can(config: dic
     with pytest.raises(CheckpointError, match=re.escape(word)) as caught:
         from_config({**LLAMA, "quantization_config": config})
     assert "GGUF" in str(caught.value.fix)
+
+
+def test_scales_of_inputs_that_are_bounded_or_powers_of_two() -> None:
+    """transformers writes a bound of 1,200 unless it is told otherwise, and `float` for scales that are none."""
+    assert quantized(quant_method="fbgemm_fp8").input_bound == 1200
+    assert quantized(quant_method="fbgemm_fp8", activation_scale_ub=300).input_bound == 300
+    assert quantized(quant_method="fbgemm_fp8", activation_scale_ub=None).input_bound == 0
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert quantized(**blocks, scale_fmt="ue8m0").input_powers
+    assert not quantized(**blocks, scale_fmt="float").input_powers
+    assert not quantized(**blocks).input_powers
 
 
 def test_inputs_that_are_rounded_to_something_else_are_refused() -> None:

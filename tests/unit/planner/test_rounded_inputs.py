@@ -42,7 +42,8 @@ def test_workspaces_grow_with_tokens_and_widths() -> None:
     [
         (ScaledLayout(codes="int8", zeros=True, group=128), (9, 0), False, "eight-bit codes with zero points"),
         (ScaledLayout(codes="int4", group=16), (9, 0), False, "groups of 16 columns"),
-        (ScaledLayout(codes="int4", group=128, ordered=True), (9, 0), True, "an order of their own"),
+        (ScaledLayout(codes="int4", group=128, ordered=True), (9, 0), True, None),
+        (ScaledLayout(codes="int8", inputs="int8", ordered=True), (9, 0), True, "an order of their own"),
         (ScaledLayout(codes="fp8", inputs="fp8", group=64, group_rows=64, input_group=64), (9, 0), False, "64 x 64"),
         (ScaledLayout(codes="fp8", inputs="fp8", group=128, group_rows=128), (9, 0), False, "inputs scaled by row"),
         (ScaledLayout(codes="int8", inputs="int8", group=128, input_group=128), (9, 0), True, "1 x 128"),

@@ -8,9 +8,7 @@ from holdfast.models import QuantSpec, TensorSpec
 
 def packing_of(quantization: QuantSpec, tensor: TensorSpec, dtype: str) -> Packing | None:
     """How the quantizer stored this tensor; None: it left it alone."""
-    if not tensor.linear and not tensor.experts:
-        return None
-    if len(tensor.shape) < 2:
+    if not tensor.linear or len(tensor.shape) < 2:
         return None
     scheme = quantization.scheme_of(tensor.hf_name, tensor.experts)
     if scheme is None or (scheme.method == "mxfp4" and not tensor.experts):  # gpt-oss: only its experts.
@@ -45,5 +43,7 @@ def _packing(scheme: QuantSpec, dtype: str) -> Packing:
         act_order=scheme.activation_order,
         inputs=scheme.inputs,
         input_group=scheme.input_group,
+        input_bound=scheme.input_bound,
+        input_powers=scheme.input_powers,
         static_inputs=scheme.static_activations,
     )

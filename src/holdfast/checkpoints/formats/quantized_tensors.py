@@ -42,6 +42,10 @@ PART_NAMES = re.compile(
 """What quantizers write beside a module's name, or in place of its weight."""
 
 
+STACKED_PARTS = ("_blocks", "_scales")
+"""What MXFP4 writes behind the name of a stack of experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """What a quantization config says about how matrices are stored. A method ignores fields it has no use for."""
@@ -67,6 +71,10 @@ class Packing:
     """What a product's inputs are rounded to."""
     input_group: int = 0
     """Columns of an input that share a scale; 0: all."""
+    input_bound: float = 0.0
+    """No input counts for more when a scale is chosen; 0: there is no bound."""
+    input_powers: bool = False
+    """Scales of inputs are powers of two; those of weights may be stored as exponents (e8m0)."""
     static_inputs: bool = False
     """fp8, int8, nvfp4: with one scale for the layer's input."""
     nested: bool = True

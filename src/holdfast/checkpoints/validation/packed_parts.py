@@ -24,7 +24,9 @@ _WIDE_INDICES = frozenset({"g_idx", "weight_g_idx", "weight_shape"})
 """Parts in I32 or I64, as their writer pleased; packed codes and zero points are 32-bit words alone."""
 _ZERO_LAYOUTS = ("I8", "F8_E4M3", "I32", "I64", *PLAIN)
 """Of unpacked zero points that must be zero, of whatever type and shape."""
-_SCALES = ("scales", "weight_scale", "input_scale", "SCB", "weight.nested_absmax")
+_SCALES = ("scales", "weight_scale", "input_scale", "input_scale_ub", "SCB", "weight.nested_absmax")
+_EXPONENTS = ("F8_E8M0", "U8")
+"""Of scales that are stored as powers of two."""
 _STATE = "weight.quant_state.bitsandbytes__"
 
 
@@ -33,6 +35,8 @@ def find_packed(
 ) -> tuple[StoredTensor | None, str]:
     """The matrix as one stored tensor, or the name under which something of it is missing. Experts that lie one by one
     are told as one stack, under the names they have in common."""
+    if packing.method == "mxfp4":
+        return _find_stack(tensor, packing, stored)
     if tensor.hf_shape is not None or (tensor.experts and "{expert}" not in tensor.hf_name):
         kind = "stacked experts" if tensor.experts else "a transposed matrix"
         raise _unread(tensor.hf_name, f"{kind} in {packing.method}")
@@ -63,6 +67,32 @@ def find_packed(
     return whole, codes.name
 
 
+def _find_stack(
+    tensor: TensorSpec, packing: Packing, stored: Mapping[str, StoredTensor]
+) -> tuple[StoredTensor | None, str]:
+    """The same of experts in MXFP4: two tensors have them all."""
+    rows, columns = tensor.shape[-2:]
+    try:
+        expected = stored_parts(packing, rows, columns)
+    except CheckpointError as error:
+        error.found = f"{error.found}, of {tensor.hf_name}"
+        error.fix = error.fix or _FIX
+        raise
+    found: dict[str, StoredTensor] = {}
+    for part in expected:
+        name = f"{tensor.hf_name}_{part.name}"
+        one = stored.get(name)
+        if one is None:
+            return None, name
+        whole = (*tensor.shape[:-2], *part.shape)
+        if one.shape != whole or one.layout not in (_EXPONENTS if part.name == "scales" else (part.layout,)):
+            raise _misshapen(one, f"{list(whole)} in {part.layout}", packing)
+        found[part.name] = one
+    codes = next(iter(found.values()))
+    total = sum(part.nbytes for part in found.values())
+    return replace(codes, shape=tensor.shape, nbytes=total, packed=PackedMatrix(packing, found)), codes.name
+
+
 def _as_found(packing: Packing, module: str, stored: Mapping[str, StoredTensor]) -> Packing:
     """Eight bits are packed or not, whatever the config calls it; AWQ without zero points may still store some."""
     packed = f"{module}.weight_packed" in stored
@@ -84,8 +114,9 @@ def _parts(
     stored: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, StoredTensor], str]:
     """By their names after the module's, codes first; or the name of one that is missing."""
-    if f"{module}.input_scale_ub" in stored:
-        raise _unread(f"{module}.input_scale_ub", "a bound for the largest input of FP8 products")
+    bound = stored.get(f"{module}.input_scale_ub")
+    if bound is not None and not packing.input_bound:
+        raise _unread(bound.name, "a bound for the largest input of FP8 products, which quantization_config has not")
     found: dict[str, StoredTensor] = {}
     for part in expected:
         name = part.name.removesuffix("_inv")
@@ -106,6 +137,9 @@ def _parts(
         if part.layout == "I32" or one.layout not in _ZERO_LAYOUTS:
             _check(one, part, packing)
         found[part.name] = one
+    if bound is not None:
+        _check(bound, PackedPart("input_scale_ub", (1,), "F32"), packing)
+        found["input_scale_ub"] = bound
     return found, ""
 
 
@@ -143,7 +177,8 @@ def _check(found: StoredTensor, part: PackedPart, packing: Packing) -> None:
         return
     name = part.name.removesuffix("_inv")
     number = name in _SCALES or (name == "weight.absmax" and part.layout == "F32")
-    if number and found.layout not in PLAIN:
+    exponents = packing.input_powers and name == "weight_scale" and found.layout in _EXPONENTS
+    if number and found.layout not in PLAIN and not exponents:
         raise _misshapen(found, "scales in F32, F16 or BF16", packing)
     alike = found.layout == part.layout or (name in _WIDE_INDICES and found.layout in ("I32", "I64"))
     codes = name in ("weight", "qweight", "weight_packed")

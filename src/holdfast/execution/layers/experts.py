@@ -128,6 +128,8 @@ class ExpertWeights:
     """One stack, or two that are kept in different ways: their outputs stand side by side."""
     down: Stack
     shared: SharedExpert | None
+    same_order: bool = False
+    """Gate and up, in two stacks, take their inputs in one order (GPTQ's act-order): they need be put into it once."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:

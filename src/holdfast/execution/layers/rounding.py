@@ -1,6 +1,7 @@
 """Inputs of products rounded to eight bits, as the formats that multiply in FP8 or INT8 define them.
 
-    input ≈ code · scale       scale = largest of a row, or of a group of its columns, / 448 (fp8) or / 127 (int8)
+    input ≈ code · scale       scale = largest of a row, or of a group of its columns, / 448 (fp8) or / 127 (int8);
+                               the largest no larger than a bound, the scale a power of two, where the format says so
 
 A scale that the checkpoint stores takes the place of that. On a CPU the codes are multiplied as float32: the same
 answers as on a device that multiplies the codes themselves, but for the order of sums. Knows no matrices.
@@ -33,9 +34,21 @@ def _round(x: torch.Tensor, layout: ScaledLayout, stored_scale: torch.Tensor | N
     shape = (len(x), -1, layout.input_group or x.shape[1])
     groups = x.float().reshape(shape)
     if stored_scale is None:
-        scales = (groups.abs().amax(-1, keepdim=True) / largest).clamp_(min=_LEAST_SCALE)
+        most = groups.abs().amax(-1, keepdim=True)
+        if layout.input_bound:
+            # A row that is not finite stays so.
+            most = torch.where(most.isfinite(), most.clamp(max=layout.input_bound), most)
+        scales = (most / largest).clamp_(min=_LEAST_SCALE)
+        if layout.input_powers:
+            scales = power_of_two_above(scales)
     else:
         scales = stored_scale
     scaled = (groups / scales).clamp_(-largest if layout.inputs == "fp8" else -largest - 1, largest)
     codes = scaled.to(torch.float8_e4m3fn).float() if layout.inputs == "fp8" else scaled.round_()
     torch.mul(codes, scales, out=out.view(shape))
+
+
+def power_of_two_above(scales: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is not below each, of positive float32: infinity stays, and so does what is none."""
+    powers = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(scales.isnan(), scales, powers)

@@ -61,6 +61,8 @@ class ScaledBlockMatrix(CompiledMatrix):
                 layout.group_rows,
                 layout.input_group or columns,
                 0,
+                int(numpy.float32(layout.input_bound).view(numpy.uint32)),
+                int(layout.input_powers),
             ],
             dtype=numpy.int64,
         )

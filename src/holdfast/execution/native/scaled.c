@@ -1,6 +1,7 @@
 /* Reads planes as they are loaded, and rounds inputs as the formats say. Products with woven planes are in x86_planes.c and arm_planes.c. */
 #include "scaled.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -121,17 +122,27 @@ static inline float nearest_float8(float value) {
     return (value + unit) - unit;
 }
 
+/* What the largest of some inputs is divided by to become `most`, as the format says. */
+static float scale_for(const scaled_matrix *matrix, float peak, float most) {
+    uint32_t bits = (uint32_t)matrix->input_bound;
+    float bound, scale;
+    memcpy(&bound, &bits, sizeof bound);
+    if (bound > 0.0f && peak > bound && peak <= FLT_MAX) peak = bound; /* what is not finite stays so */
+    scale = peak / most;
+    scale = scale < 1e-12f ? 1e-12f : scale; /* rows of zeros stay zeros */
+    if (!matrix->input_powers || scale != scale) return scale;
+    memcpy(&bits, &scale, sizeof bits);
+    bits = (bits + 0x7FFFFFu) & 0x7F800000u;
+    memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
 /* Numbers that share a scale; returns it. */
 static float round_group(const scaled_matrix *matrix, float *x, long count) {
     const int whole = matrix->input_type == INT8_INPUTS;
     const float most = whole ? 127.0f : 448.0f, least = whole ? -128.0f : -448.0f, peak = largest_size(x, count);
-    float scale;
-    if (matrix->input_scale != 0) {
-        scale = *(const float *)matrix->input_scale;
-    } else {
-        scale = peak / most;
-        scale = scale < 1e-12f ? 1e-12f : scale; /* rows of zeros stay zeros */
-    }
+    const float scale =
+        matrix->input_scale != 0 ? *(const float *)matrix->input_scale : scale_for(matrix, peak, most);
     for (long i = 0; i < count; i++) {
         float value = x[i] / scale;
         value = value < least ? least : value;

@@ -22,6 +22,8 @@ typedef struct {
     int64_t group, group_rows; /* columns and rows that share a scale */
     int64_t input_group;       /* columns of an input that share one */
     int64_t first_row;         /* of the codes, counted in the rows of the scales */
+    int64_t input_bound;       /* bits of a float: no input counts for more when a scale is chosen; 0: no bound */
+    int64_t input_powers;      /* scales of inputs are powers of two, the next above */
 } scaled_matrix;
 
 static inline int is_four_bits(const scaled_matrix *matrix) {

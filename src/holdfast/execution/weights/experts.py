@@ -59,10 +59,9 @@ class ExpertLoader(Protocol):
 def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
     assert layer.experts is not None
     name = f"layers.{layer.index}"
-    gate, up, down = (f"{name}.experts.{part}" for part in ("gate", "up", "down"))
-    blocks = loader.compiled and _in_blocks(loader, (gate, up, down))
-    alike = loader.kept_layout(gate) == loader.kept_layout(up)
-    joined = [(gate, up)] if alike else [(gate,), (up,)]
+    gate_up, gate, up, down = (f"{name}.experts.{part}" for part in ("gate_up", "gate", "up", "down"))
+    joined = [(gate_up,)] if gate_up in loader.tensors else _joined(loader, gate, up)
+    blocks = loader.compiled and _in_blocks(loader, [*(part for parts in joined for part in parts), down])
     shared = None
     if layer.experts.shared_intermediate_size:
         shared = SharedExpert(
@@ -70,13 +69,30 @@ def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
             down=loader.linear(f"{name}.shared.down"),
             router=loader.linear(f"{name}.shared.router"),
         )
+    stacks = tuple(_stack(loader, names, blocks) for names in joined)
     return ExpertWeights(
         spec=layer.experts,
         router=loader.linear(f"{name}.router"),
-        gate_up=tuple(_stack(loader, names, blocks) for names in joined),
+        gate_up=stacks,
         down=_stack(loader, (down,), blocks),
         shared=shared,
+        same_order=_same_order(stacks),
     )
+
+
+def _same_order(stacks: tuple[Stack, ...]) -> bool:
+    """Told while both are there: layers that are streamed share the memory that they are in while they run."""
+    matrices = [stack.matrix for stack in stacks if isinstance(stack, QuantizedStack)]
+    orders = [matrix.order for matrix in matrices if isinstance(matrix, ScaledMatrix) and matrix.order is not None]
+    return len(orders) == len(stacks) == 2 and torch.equal(*orders)
+
+
+def _joined(loader: ExpertLoader, gate: str, up: str) -> list[tuple[str, ...]]:
+    """Both as one stack, where they lie alike and take their inputs in the same order. What lies in memory must follow
+    from the headers of files, which do not tell that two orders are the same."""
+    layout = loader.kept_layout(gate)
+    ordered = isinstance(layout, ScaledLayout) and layout.ordered
+    return [(gate, up)] if layout == loader.kept_layout(up) and not ordered else [(gate,), (up,)]
 
 
 def _in_blocks(loader: ExpertLoader, names: Sequence[str]) -> bool:
@@ -111,7 +127,7 @@ def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
 
 def _scaled(loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout, blocks: bool) -> Stack:
     experts, columns, rows = _sizes(loader, names)
-    matrix = ScaledMatrix(layout, experts * sum(rows), columns, loader.device, loader.make)
+    matrix = ScaledMatrix(layout, experts * sum(rows), columns, loader.device, loader.make, experts)
     first = 0
     for part, name in enumerate(names):
         for expert in loader.experts_in_turn(name):

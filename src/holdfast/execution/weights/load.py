@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from holdfast.execution.weights.decoder_weights import (
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import load_experts
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
-from holdfast.execution.weights.packed import PackedSource
+from holdfast.execution.weights.packed import PackedSource, column_order, order_part
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
@@ -55,6 +57,7 @@ _TYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "F8_E8M0": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
 }
@@ -299,20 +302,59 @@ class Loader:
             plain = raw.view(_PLAIN[self.stored[name].layout]).view(rows, columns)
             file_name = self.stored[name].name.replace("{expert}", str(expert))
             fill_quantized(matrix, first, plain.to(self.device), file_name)
+        if expert is not None and (order := self.expert_rows(tensor, expert)) is not None:
+            if matrix.layout.group_rows > 1:
+                raise CheckpointError(
+                    f"the rows of {tensor.hf_name} share scales, and take the order of another matrix's columns",
+                    needed="scales for rows or groups beside experts in act-order",
+                    found=str(matrix.layout),
+                    fix=INSTEAD,
+                    field="quantization_config",
+                )
+            matrix.reorder_rows(first, order)
+
+    def expert_rows(self, tensor: TensorSpec, expert: int) -> torch.Tensor | None:
+        """Which stored row becomes each row of an expert's matrix; None: they are in order. Those of gate and up go by
+        what down takes them for, where down's columns are in an order of their own."""
+        if self.checkpoint is None:
+            return None
+        if tensor.alternating:
+            return torch.arange(tensor.shape[1], device=self.device).view(-1, 2).t().reshape(-1)
+        where, _, part = tensor.name.rpartition(".")
+        down = f"{where}.down"
+        packed = self.stored[down].packed
+        layout = self.kept_layout(down) if part in ("gate", "up") and packed is not None else None
+        if not isinstance(layout, ScaledLayout) or packed is None or not packed.packing.act_order:
+            return None
+        found = order_part(packed.parts)
+        assert found is not None, "where the config says act-order, it is not dispensable"
+        index = self.read_part(self.checkpoint.tensors[found.name.replace("{expert}", str(expert))])
+        return column_order(found.name, index.view(-1).long(), layout.group or self.tensors[down].shape[2])
 
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
         """A matrix of a quantized checkpoint, or one expert's of it."""
         stored, (rows, columns) = self.stored[name].packed, self.tensors[name].shape[-2:]
         assert stored is not None
-        parts = stored.parts
-        if expert is not None:
+        parts, read = stored.parts, self.read_part
+        if expert is not None and "{expert}" in self.tensors[name].hf_name:
             assert self.checkpoint is not None
             named = {part: one.name.replace("{expert}", str(expert)) for part, one in parts.items()}
             parts = {part: self.checkpoint.tensors[one] for part, one in named.items()}
-        return PackedSource(stored.packing, parts, layout, rows, columns, self.read_part)
+        elif expert is not None:
+            read = partial(self.read_of_stack, expert)
+        return PackedSource(stored.packing, parts, layout, rows, columns, read)
 
     def read_part(self, part: StoredTensor) -> torch.Tensor:
         return self.read_whole(part.name).view(_TYPES[part.layout]).view(part.shape).to(self.device)
+
+    def read_of_stack(self, expert: int, part: StoredTensor) -> torch.Tensor:
+        """One expert's of a tensor that has those of all."""
+        assert self.checkpoint is not None
+        coming = self.coming.pop(_of_stack(part, expert), None)
+        stored = (
+            self.checkpoint.read(part.name, part=expert, parts=part.shape[0]) if coming is None else coming.result()
+        )
+        return torch.from_numpy(stored).view(_TYPES[part.layout]).view(part.shape[1:]).to(self.device)
 
     def read_whole(self, stored: str) -> torch.Tensor:
         """By the checkpoint's own name."""
@@ -335,16 +377,25 @@ class Loader:
         if checkpoint is None or not self.ahead_bytes:
             return False
         parts = self.stored_parts(name, expert)
-        if before and (before + 1) * sum(checkpoint.tensors[part].nbytes for part in parts) > self.ahead_bytes:
+        if before and (before + 1) * sum(nbytes for nbytes, _ in parts.values()) > self.ahead_bytes:
             return False
-        self.coming |= {part: self.readers.submit(checkpoint.read, part) for part in parts}
+        self.coming |= {part: self.readers.submit(read) for part, (_, read) in parts.items()}
         return True
 
-    def stored_parts(self, name: str, expert: int) -> list[str]:
-        """The checkpoint's names of what holds one expert's matrix and nothing else."""
-        stored = self.stored[name]
-        named = [stored.name] if stored.packed is None else [part.name for part in stored.packed.parts.values()]
-        return [part.replace("{expert}", str(expert)) for part in named if "{expert}" in part]
+    def stored_parts(self, name: str, expert: int) -> dict[str, tuple[int, Callable[[], Any]]]:
+        """What holds one expert's matrix, by the names under which it is asked for: how many bytes, and how to read
+        them."""
+        stored, checkpoint = self.stored[name], self.checkpoint
+        assert checkpoint is not None
+        parts = [stored] if stored.packed is None else list(stored.packed.parts.values())
+        alone = [part.name.replace("{expert}", str(expert)) for part in parts if "{expert}" in part.name]
+        found = {one: (checkpoint.tensors[one].nbytes, partial(checkpoint.read, one)) for one in alone}
+        if stored.packed is not None and not alone:
+            experts = self.tensors[name].experts
+            for part in parts:
+                read = partial(checkpoint.read, part.name, part=expert, parts=experts)
+                found[_of_stack(part, expert)] = part.nbytes // experts, read
+        return found
 
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
@@ -416,17 +467,30 @@ class Loader:
             fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
         elif (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
+            layout = replace(layout, ordered=packed.packing.act_order)
             for expert, matrix in zip(self.experts_in_turn(tensor.name), target, strict=True):
                 self.packed(tensor.name, layout, expert).expand(matrix)
+                self.reorder(matrix, tensor, expert)
         else:
             for expert, matrix in zip(self.experts_in_turn(tensor.name), target, strict=True):
                 expand_into(matrix, self.read_expert(tensor.name, expert), self.stored[tensor.name].layout)
+                self.reorder(matrix, tensor, expert)
         self.step()
+
+    def reorder(self, matrix: torch.Tensor, tensor: TensorSpec, expert: int) -> None:
+        order = self.expert_rows(tensor, expert)
+        if order is not None:
+            matrix.copy_(matrix.index_select(0, order))
 
     def step(self) -> None:
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, len(self.tensors) if self.checkpoint is None else len(self.stored))
+
+
+def _of_stack(part: StoredTensor, expert: int) -> str:
+    """What one expert's of it is called while it is being read."""
+    return f"{part.name}[{expert}]"
 
 
 def expand_into(target: torch.Tensor, raw: torch.Tensor, layout: str, order: torch.Tensor | None = None) -> None:

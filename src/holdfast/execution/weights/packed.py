@@ -91,7 +91,7 @@ class PackedSource:
         if matrix.zeros is not None and self.zeros is not None:
             matrix.zeros[groups] = self.zeros[stored]
         if matrix.order is not None and self.order is not None:
-            matrix.order.copy_(self.order)
+            matrix.fill_order(to, self.order)
         if matrix.inputs is not None and self.input_scale is not None:
             # Matrices that are multiplied as one round their inputs once: with the largest scale, as vLLM does.
             matrix.inputs.clamp_(min=self.input_scale)
@@ -127,6 +127,9 @@ class PackedSource:
         order = self._parts.get("weight_format")
         if order is not None and int(self._read(order).view(-1)[0]) != _ROWS_IN_ORDER:
             raise self._broken(order.name, f"{_ROWS_IN_ORDER}, rows one after another", int(self._read(order)))
+        bound = self._parts.get("input_scale_ub")
+        if bound is not None and (found := float(self._read(bound).float().view(-1)[0])) != self.packing.input_bound:
+            raise self._broken(bound.name, f"{self.packing.input_bound:g}, as activation_scale_ub says", f"{found:g}")
         inputs = self._parts.get("input_zero_point")
         if inputs is not None and bool(self._read(inputs).float().any()):
             raise self._broken(inputs.name, "zero, as symmetric inputs have it", "a zero point of the inputs")
@@ -141,9 +144,9 @@ class PackedSource:
         part = next(self._parts[name] for name in names if name in self._parts)
         stored = self._read(part)
         if self.packing.method == "mxfp4":
-            if bool((stored == _E8M0_NAN).any()):
-                raise self._broken(part.name, "powers of two, 0 to 254", f"{_E8M0_NAN}, which is no number")
-            return stored.view(self.rows, -1)
+            return self._exponents(part, stored).view(self.rows, -1)
+        if stored.dtype == torch.uint8:
+            stored = torch.exp2(self._exponents(part, stored).float() - 127)
         self._require_finite(part, stored)
         if self.packing.method in ("awq", "gptq"):
             return stored.view(-1, self.rows).t()
@@ -155,6 +158,11 @@ class PackedSource:
             blocks = stored.view(-(-self.rows // self.packing.block[0]), -1)
             return blocks.repeat_interleave(self.packing.block[0], 0)[: self.rows]
         return stored.view(-1, self._groups)
+
+    def _exponents(self, part: StoredTensor, stored: torch.Tensor) -> torch.Tensor:
+        if bool((stored == _E8M0_NAN).any()):
+            raise self._broken(part.name, "powers of two, 0 to 254", f"{_E8M0_NAN}, which is no number")
+        return stored
 
     @property
     def _groups(self) -> int:
@@ -242,26 +250,19 @@ class PackedSource:
 
     def _order(self) -> torch.Tensor | None:
         """Which input each column takes, columns of a group side by side."""
-        part = self._parts.get("g_idx") or self._parts.get("weight_g_idx")
+        part = order_part(self._parts)
         if part is None:
             return None
-        groups, size = self._groups, self.layout.group or self.columns
+        size = self.layout.group or self.columns
         index = self._read(part).view(-1).long()
-        if not self.layout.ordered:
+        if not self.packing.act_order:
             runs = torch.arange(self.columns, device=index.device) // size
             if not bool((index == runs).all()):
                 raise self._broken(
                     part.name, f"groups of {size} columns in order, as quantization_config says", "others"
                 )
             return None
-        if not 0 <= int(index.min()) <= int(index.max()) < groups:
-            raise self._broken(part.name, f"groups from 0 to {groups - 1}", f"{int(index.min())} to {int(index.max())}")
-        counts = torch.bincount(index, minlength=groups)
-        if not bool((counts == size).all()):
-            raise self._broken(
-                part.name, f"{size} columns in every group", f"{int(counts.min())} to {int(counts.max())}"
-            )
-        return index.argsort(stable=True)
+        return column_order(part.name, index, size)
 
     def _input_scale(self) -> float | None:
         part = self._parts.get("input_scale")
@@ -273,9 +274,30 @@ class PackedSource:
         return scale
 
     def _broken(self, name: str, needed: str, found: object) -> CheckpointError:
-        return CheckpointError(
-            f"tensor {name!r} of a quantized matrix cannot be used", needed=needed, found=str(found), fix=_FIX
-        )
+        return _broken(name, needed, found)
+
+
+def order_part(parts: Mapping[str, StoredTensor]) -> StoredTensor | None:
+    """The one that says to which group each column belongs."""
+    return parts.get("g_idx") or parts.get("weight_g_idx")
+
+
+def column_order(name: str, index: torch.Tensor, size: int) -> torch.Tensor:
+    """Which input each column takes, columns of a group side by side: of the group that each input belongs to, `size`
+    to a group. `name`: of the tensor that says so."""
+    groups = len(index) // size
+    if not 0 <= int(index.min()) <= int(index.max()) < groups:
+        raise _broken(name, f"groups from 0 to {groups - 1}", f"{int(index.min())} to {int(index.max())}")
+    counts = torch.bincount(index, minlength=groups)
+    if not bool((counts == size).all()):
+        raise _broken(name, f"{size} columns in every group", f"{int(counts.min())} to {int(counts.max())}")
+    return index.argsort(stable=True)
+
+
+def _broken(name: str, needed: str, found: object) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {name!r} of a quantized matrix cannot be used", needed=needed, found=str(found), fix=_FIX
+    )
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:

@@ -23,10 +23,17 @@ INT4_ZERO = 8
 
 
 class ScaledMatrix:
-    """[rows, columns]. `order` and `inputs` are None where the layout has none."""
+    """[rows, columns], or those of `experts` one below the other. `order` and `inputs` are None where the layout has
+    none."""
 
     def __init__(
-        self, layout: ScaledLayout, rows: int, columns: int, device: torch.device, make: MakeTensor = exact_tensor
+        self,
+        layout: ScaledLayout,
+        rows: int,
+        columns: int,
+        device: torch.device,
+        make: MakeTensor = exact_tensor,
+        experts: int = 0,
     ) -> None:
         whole = PIECE if layout.four_bits else 1
         if columns % whole or (layout.group and columns % layout.group):
@@ -38,9 +45,8 @@ class ScaledMatrix:
         self.layout, self.rows, self.columns = layout, rows, columns
         self.in_fragments = False
         """Rearranged for tensor cores (gpu/cuda/fragments.py): read by kernels of their own, and not here any more."""
-        made = {
-            plane.name: make(plane.shape, getattr(torch, plane.dtype), device) for plane in layout.planes(rows, columns)
-        }
+        planes = layout.planes(rows, columns, experts)
+        made = {plane.name: make(plane.shape, getattr(torch, plane.dtype), device) for plane in planes}
         self.codes, self.scales = made["codes"], made["scales"]
         self.zeros, self.order, self.inputs = made.get("zeros"), made.get("order"), made.get("inputs")
         if self.inputs is not None:
@@ -51,12 +57,13 @@ class ScaledMatrix:
         return ScaledBlockMatrix(self.layout, self.codes, self.scales, self.zeros, self.order, self.inputs, bias)
 
     def compiled_parts(self, count: int) -> list[ScaledBlockMatrix]:
-        """`count` matrices of equal rows, likewise. They have no order, and share the scale of their inputs."""
+        """Those of `count` experts, likewise. They share the scale of their inputs."""
         codes, scales = self.codes.chunk(count), self.scales.chunk(count)
         zeros = [None] * count if self.zeros is None else self.zeros.chunk(count)
+        orders = [None] * count if self.order is None else self.order.unbind()
         return [
-            ScaledBlockMatrix(self.layout, *planes, None, self.inputs)
-            for planes in zip(codes, scales, zeros, strict=True)
+            ScaledBlockMatrix(self.layout, *planes, self.inputs)
+            for planes in zip(codes, scales, zeros, orders, strict=True)
         ]
 
     @property
@@ -72,6 +79,20 @@ class ScaledMatrix:
             return
         pieces = codes.view(len(codes), -1, PIECE)
         target.copy_(pieces[..., : PIECE // 2] | pieces[..., PIECE // 2 :] << 4)
+
+    def fill_order(self, first: int, order: torch.Tensor) -> None:
+        """Of the columns of the matrix that begins at row `first`."""
+        assert self.order is not None, "a layout that has an order"
+        expert = first * len(self.order) // self.rows if self.order.dim() == 2 else ...
+        self.order[expert] = order
+
+    def reorder_rows(self, first: int, rows: torch.Tensor) -> None:
+        """Rows first, first+1, ... become those of these indices among them; each has scales of its own."""
+        assert self.layout.group_rows == 1, "rows that share scales stay together"
+        for plane in (self.codes, self.scales, self.zeros):
+            if plane is not None:
+                part = plane[first : first + len(rows)]
+                part.copy_(_chosen(part, rows))
 
     def dequantize(self, first: int, last: int, out: torch.Tensor) -> None:
         """Rows first..last-1 into `out` [last-first, columns]; columns in the order of the inputs."""
@@ -99,8 +120,11 @@ class ScaledMatrix:
         found = wide.view(len(rows), self.columns)
         if self.order is None:
             out.copy_(found)
-        else:
+        elif self.order.dim() == 1:
             out[:, self.order.long()] = found.to(out.dtype)
+        else:
+            own = self.order.index_select(0, rows * len(self.order) // self.rows)
+            out.scatter_(1, own.long(), found.to(out.dtype))
 
     def _values(self, codes: torch.Tensor) -> torch.Tensor:
         if self.layout.codes == "fp8":

@@ -67,6 +67,7 @@ def _experts(block: LayerTensors, hidden: int, experts: ExpertsSpec, *, gguf: bo
             f"ffn_{name}_exps",
             axis=axis,
             hf_shape=(count, columns, rows),
+            alternating=name == "gate_up",
         )
         block.add(
             f"experts.{name}_bias",

@@ -16,6 +16,7 @@ from holdfast.execution.gpu.cuda.int4 import code_macros
 from holdfast.execution.gpu.cuda.module import Kernel, Macros, Module, against_gpu, text
 from holdfast.execution.triton_kernels.experts.launch import (
     GATES_IN_MATRIX,
+    GATES_IN_OUT,
     Activation,
     ExpertAssignments,
     Gates,
@@ -130,10 +131,10 @@ def compile_expert_products(
     layout: ScaledLayout, experts: int, dtype: torch.dtype, capability: tuple[int, int], activation: int
 ) -> None:
     """Side by side, all that products with experts may want: what is then loaded lies in the cache. `activation`: the
-    model's; without gates the kernel's macro is that of none."""
-    macros = expert_macros(layout, experts, dtype)
+    model's; without gates the kernel's macro is that of none. Gates and ups in act-order are multiplied apart."""
+    macros, gated = expert_macros(layout, experts, dtype), (GATES_IN_OUT if layout.ordered else GATES_IN_MATRIX).value
     wanted = [
-        cut.defines(macros, activation if gates else 0, gates) for cut in (FEW, FEW_ODD, MORE) for gates in (0, 1)
+        cut.defines(macros, activation if gates else 0, gates) for cut in (FEW, FEW_ODD, MORE) for gates in (0, gated)
     ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: cubin(text("int4_experts"), capability, dict(one)), wanted))

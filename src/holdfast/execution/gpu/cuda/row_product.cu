@@ -14,7 +14,8 @@
 //
 // Macros: FP8, COLUMNS, WARPS (at most COLUMNS / 128), BLOCKS (on a processor), DEPTH, NORM, GATE (an activation, or -1:
 // none), HALF, SUMS_AT (in shared memory). FP8: BLOCKED (scales for 128 x 128, and of x for 128), FIXED (x has the scale that
-// `fixed` says). Else GROUPS (in 128 columns: 1, 2, 4), UNITS_OF_GROUP (1 unless larger), SCALE_BYTES (4 float32, 2 float16
+// `fixed` says), BOUND_BITS (of a float: no input counts for more when a scale is chosen; 0: no bound), POWERS (scales of x
+// are powers of two, the next above). Else GROUPS (in 128 columns: 1, 2, 4), UNITS_OF_GROUP (1 unless larger), SCALE_BYTES (4 float32, 2 float16
 // or bfloat16 by SCALE_HALF), SCALE_HALF, ZEROS.
 
 #define THREADS (WARPS * 32)
@@ -32,6 +33,8 @@
 #else
 #define BLOCKED 0
 #define FIXED 0
+#define BOUND_BITS 0
+#define POWERS 0
 #endif
 static_assert(X_BYTES + SCALES_BYTES == SUMS_AT, "row_product.py counts other bytes of shared memory");
 
@@ -279,6 +282,14 @@ __device__ __forceinline__ float magnitude(float value) {
 
 #if FP8
 // Both over the scale as float32 divides, to e4m3 and to float16.
+// What the largest input of a row or a group is divided by; of one that is not finite, infinity.
+__device__ __forceinline__ float dynamic_scale(float largest) {
+    const float bound = __uint_as_float(BOUND_BITS);
+    if (BOUND_BITS && largest < __uint_as_float(0x7f800000u)) largest = fminf(largest, bound);
+    const float scale = fmaxf(__fdiv_rn(largest, 448.f), 1e-12f);
+    return POWERS ? __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u) : scale;
+}
+
 __device__ __forceinline__ u32 rounded_pair(u32 pair, float scale, float inverse) {
     const float low = low_of(pair), high = high_of(pair);
     const float near_low = low * inverse, near_high = high * inverse;
@@ -347,7 +358,7 @@ __device__ __forceinline__ float take_row(
         const int column = (threadIdx.x + piece * THREADS) * 8;
         const float largest = BLOCKED ? most[piece] : of_row;
         // inf - inf: a row that is not finite stays so.
-        scale = FIXED ? *fixed + (largest - largest) : fmaxf(__fdiv_rn(largest, 448.f), 1e-12f);
+        scale = FIXED ? *fixed + (largest - largest) : dynamic_scale(largest);
         const float inverse = __fdiv_rn(1.f, scale);
         if (COLUMNS % (8 * THREADS) && column >= COLUMNS) break;
 #pragma unroll

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
 
+import numpy
 import torch
 
 from holdfast.errors import EngineError
@@ -95,7 +96,13 @@ def _sums_at(matrix: ScaledMatrix) -> int:
 def row_macros(matrix: ScaledMatrix, dtype: torch.dtype, cut: RowCut, gate: int, *, normed: bool) -> Macros:
     layout = matrix.layout
     about = (
-        (("FP8", 1), ("BLOCKED", int(layout.group > 0)), ("FIXED", int(layout.static_inputs)))
+        (
+            ("FP8", 1),
+            ("BLOCKED", int(layout.group > 0)),
+            ("FIXED", int(layout.static_inputs)),
+            ("BOUND_BITS", int(numpy.float32(layout.input_bound).view(numpy.uint32))),
+            ("POWERS", int(layout.input_powers)),
+        )
         if layout.codes == "fp8"
         else (
             ("FP8", 0),

@@ -3,7 +3,8 @@
 Routing, products and sums are kernels whose grids go by the number of tokens alone: everything here may be captured in
 a graph. More tokens than the buffers hold are taken in turns.
 
-    rows    [pairs, hidden]   products of the last matrices; before, a token's rounded inputs lie in it
+    rows    [pairs, hidden]   products of the last matrices; before, a token's rounded inputs lie in it, or inputs of
+                              pairs in the order of their experts' columns
     inner   [pairs, inner]    activation(gate) · up; rounded inputs of the last matrices replace it row by row:
                               codes, then their scales
 """
@@ -25,6 +26,7 @@ from holdfast.execution.triton_kernels import layer as layer_kernels
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
 from holdfast.execution.triton_kernels.experts.direct import ROUNDED_GROUP, multiply_dense, multiply_rounded
+from holdfast.execution.triton_kernels.experts.ordering import gather_expert_columns
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.experts.rounding import round_rows
 from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
@@ -83,13 +85,14 @@ class ExpertGpuMlp:
         self._spec, self._activation, self._buffers = weights.spec, activation, buffers
         self._gate_up = [_products(stack, scratch) for stack in weights.gate_up]
         self._down = _products(weights.down, scratch)
+        self._same_order = weights.same_order
         self._router = gpu_linear(weights.router, scratch)
         self._shared = None if weights.shared is None else _Shared(weights.shared, activation, scratch)
 
     @property
     def kind(self) -> tuple[object, ...]:
         stacks = (*self._gate_up, self._down)
-        return "experts", self._router.kind, self._spec, *(stack.kind for stack in stacks)
+        return "experts", self._router.kind, self._spec, self._same_order, *(stack.kind for stack in stacks)
 
     def add_normed(self, stream: torch.Tensor, norm: torch.Tensor, epsilon: float, normed: torch.Tensor) -> None:
         layer_kernels.rms_norm(stream, norm, epsilon, normed)
@@ -106,8 +109,8 @@ class ExpertGpuMlp:
         logits, inner, rows = buffers.logits[:count], buffers.inner[:pairs], buffers.rows[:pairs]
         self._router.write(x, logits)
         kernels.route(logits, lines, normalized=spec.normalized)
-        self._multiply_gated(x, lines, inner, rows[:count])
-        self._down.multiply(self._down.inputs(inner, inner), lines, rows, by_token=False)
+        self._multiply_gated(x, lines, inner, rows)
+        self._down.multiply(self._down.inputs(inner, lines, inner), lines, rows, by_token=False)
         kernels.add_pairs(rows, lines, out, add=add)
         if self._shared is not None:
             self._shared.add(x, out, buffers.shared[:count], rows[:count])
@@ -117,11 +120,12 @@ class ExpertGpuMlp:
     ) -> None:
         first, activation = self._gate_up[0], self._activation
         if len(self._gate_up) == 1:
-            first.multiply(first.inputs(x, room), lines, inner, by_token=True, activation=activation)
+            first.multiply(first.inputs(x, lines, room), lines, inner, by_token=True, activation=activation)
             return
-        up = self._gate_up[1]
-        first.multiply(first.inputs(x, room), lines, inner, by_token=True)
-        up.multiply(up.inputs(x, room), lines, inner, by_token=True, activation=activation, gates="out")
+        up, taken = self._gate_up[1], first.inputs(x, lines, room)
+        first.multiply(taken, lines, inner, by_token=True)
+        taken = taken if self._same_order else up.inputs(x, lines, room)
+        up.multiply(taken, lines, inner, by_token=True, activation=activation, gates="out")
 
 
 class _Shared:
@@ -148,8 +152,11 @@ class _Products(Protocol):
     @property
     def kind(self) -> tuple[object, ...]: ...
 
-    def inputs(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor | RoundedRows:
-        """What `multiply` takes for x; where it is rounded it goes to `room`, as many rows, which may be x itself."""
+    def inputs(
+        self, x: torch.Tensor, lines: kernels.ExpertAssignments, room: torch.Tensor
+    ) -> torch.Tensor | RoundedRows:
+        """What `multiply` takes for x, a row of it a token's. Where that is not x itself it goes to `room`: rounded, as
+        many rows, which may be x's; in the order of columns, a row for each pair."""
 
     def multiply(
         self,
@@ -171,7 +178,7 @@ class _Dense:
     def kind(self) -> tuple[object, ...]:
         return "dense", *self._weight.shape
 
-    def inputs(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    def inputs(self, x: torch.Tensor, lines: kernels.ExpertAssignments, room: torch.Tensor) -> torch.Tensor:
         return x
 
     def multiply(
@@ -200,7 +207,7 @@ class _Blocks:
     def kind(self) -> tuple[object, ...]:
         return self._planes.layout, *self._planes.quants.shape
 
-    def inputs(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    def inputs(self, x: torch.Tensor, lines: kernels.ExpertAssignments, room: torch.Tensor) -> torch.Tensor:
         return x
 
     def multiply(
@@ -224,8 +231,8 @@ class _Scaled:
         layout = matrix.layout
         if not rounds_inputs(matrix):
             layout = replace(layout, inputs="plain", static_inputs=False, input_group=0)
-        if matrix.order is not None:
-            raise EngineError("experts whose columns have an order of their own have no products on a GPU")
+        if matrix.order is not None and layout.inputs != "plain":
+            raise EngineError("experts in act-order whose inputs are rounded have no products on a GPU")
         whole = PIECE if layout.inputs == "plain" else ROUNDED_GROUP
         if layout.group % whole:
             raise EngineError(
@@ -234,23 +241,28 @@ class _Scaled:
                 found=str(layout.group),
             )
         self._planes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros)
-        self._static = matrix.inputs if layout.static_inputs else None
+        self._static, self._order = matrix.inputs if layout.static_inputs else None, matrix.order
         self._in_cuda = scratch.quantized.against_experts(matrix, experts) is None
 
     @property
     def kind(self) -> tuple[object, ...]:
         return self._planes.layout, *self._planes.codes.shape
 
-    def inputs(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor | RoundedRows:
+    def inputs(
+        self, x: torch.Tensor, lines: kernels.ExpertAssignments, room: torch.Tensor
+    ) -> torch.Tensor | RoundedRows:
         layout, columns = self._planes.layout, x.shape[1]
+        if self._order is not None:
+            gather_expert_columns(x, self._order, lines, room, by_token=True)
+            return room
         if layout.inputs == "plain":
             return x
         # Codes take at most half of a row of numbers, and scales a quarter of the rest.
-        line = room[:, :columns].view(torch.uint8)
+        line = room[: len(x), :columns].view(torch.uint8)
         groups = columns // layout.group if layout.group else 1
         scales = line[:, columns : columns + 4 * groups].view(torch.float32)
         codes = line[:, :columns] if layout.inputs == "fp8" else line[:, :columns].view(torch.int8)
-        round_rows(x, codes, scales, self._static)
+        round_rows(x, codes, scales, self._static, bound=layout.input_bound, powers=layout.input_powers)
         return RoundedRows(codes, scales)
 
     def multiply(
@@ -263,6 +275,7 @@ class _Scaled:
         activation: Activation | None = None,
         gates: kernels.Gates = "matrix",
     ) -> None:
+        by_token = by_token and self._order is None
         if isinstance(x, RoundedRows):
             multiply_rounded(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates)
         elif self._in_cuda and (cut := expert_cut(len(out), len(lines.counts), x.shape[1])) is not None:

@@ -177,7 +177,7 @@ class RoundedGpuLinear:
         codes, scales = self._workspace.inputs(len(x), self._matrix.columns, self._codes.dtype, grouped=self._grouped)
         round_rows(
             x, codes, scales, norm=norm, epsilon=epsilon, activation=activation, static=self._static,
-            grouped=self._grouped,
+            grouped=self._grouped, bound=self._matrix.layout.input_bound, powers=self._matrix.layout.input_powers,
         )  # fmt: skip
         return codes, scales
 

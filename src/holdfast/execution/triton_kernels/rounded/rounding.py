@@ -3,6 +3,8 @@
 
     scale = max |x| / most       of the row, or of each 128 columns of it; most: 448 of float8_e4m3fn, 127 of int8; at
                                  least 1e-12, so that zeros stay zeros. Or the checkpoint's own scale
+                                 max |x| no larger than BOUND, where the format has one; POWERS: the scale is the next
+                                 power of two above
     code  = x / scale            clamped to what codes can say (-128 of int8 too), rounded to nearest, ties to even
 
 All of it in float32, from x as its own type has it: after a norm or a gate x is rounded to that type first, as the
@@ -38,9 +40,21 @@ def magnitude(x):
 
 
 @triton.jit
-def dynamic_scale(largest, FP8: tl.constexpr):
+def power_above(scale):
+    """The least power of two that is not below it, of positive numbers; infinity stays."""
+    return ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dynamic_scale(largest, FP8: tl.constexpr, BOUND: tl.constexpr = 0.0, POWERS: tl.constexpr = False):
+    """BOUND: what the largest counts for at most; 0: there is none. What is not finite stays so."""
     most = FP8_MOST if FP8 else INT8_MOST
-    return tl.maximum(tl.div_rn(largest, most + tl.zeros_like(largest)), LEAST_SCALE)
+    if BOUND > 0.0:
+        largest = tl.where(largest < float("inf"), tl.minimum(largest, BOUND), largest)
+    scale = tl.maximum(tl.div_rn(largest, most + tl.zeros_like(largest)), LEAST_SCALE)
+    if POWERS:
+        scale = power_above(scale)
+    return scale
 
 
 @triton.jit
@@ -84,7 +98,7 @@ def normed(x, weight, factor):
 def _round_rows(
     x, norm, static, codes, scales, x_stride, codes_stride, scale_row, scale_group, epsilon,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    STATIC: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
+    STATIC: tl.constexpr, FP8: tl.constexpr, BOUND: tl.constexpr, POWERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row as [GROUPS, WIDTH], each group with a scale of its own."""
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +122,7 @@ def _round_rows(
         # inf - inf: a row that is not finite stays so.
         scale = tl.load(static) + (largest - largest)
     else:
-        scale = dynamic_scale(largest, FP8)
+        scale = dynamic_scale(largest, FP8, BOUND, POWERS)
     found = _quotient(wide, scale[:, None])
     # A GPU's own conversion to float8 clamps and rounds so in half an instruction; Triton's interpreter cuts off.
     if INTERPRETED or not FP8:
@@ -129,11 +143,13 @@ def round_rows(
     activation: Literal["silu", "gelu", "gelu_tanh"] | None = None,
     static: torch.Tensor | None = None,
     grouped: bool = False,
+    bound: float = 0.0,
+    powers: bool = False,
 ) -> None:
     """codes [rows, columns] of x, of its rms_norm, or of activation(gate)·up where x is gate beside up.
 
     scales: float32 [rows, 1], or grouped [rows, columns / 128], in any strides; static [1]: the scale to take, which is
-    written too.
+    written too. `bound`, `powers`: as a layout's `input_bound` and `input_powers`.
     """
     rows, columns = codes.shape
     if rows == 0:
@@ -144,7 +160,7 @@ def round_rows(
         x, x if norm is None else norm, scales if static is None else static, codes, scales, x.stride(0),
         codes.stride(0), scales.stride(0), scales.stride(1), epsilon, COLUMNS=columns, GROUPS=groups, WIDTH=width,
         NORM=norm is not None, ACTIVATION=NO_GATE if activation is None else activation_code(activation),
-        STATIC=static is not None, FP8=codes.dtype == torch.float8_e4m3fn, EARLY=early,
+        STATIC=static is not None, FP8=codes.dtype == torch.float8_e4m3fn, BOUND=bound, POWERS=powers, EARLY=early,
         num_warps=_warps(rows, columns, activation is not None), launch_pdl=early,
     )  # fmt: skip
 
