@@ -69,7 +69,9 @@ def test_greedy_tokens_are_those_of_transformers(model: str, device: torch.devic
         tiny.assert_greedy(asked, tokens_of(outputs))
 
 
-@pytest.mark.parametrize("kinds", [("Q8_0", "Q8_0", "Q4_0"), ("Q4_1", "F32", "Q5_0")], ids="-".join)
+@pytest.mark.parametrize(
+    "kinds", [("Q8_0", "Q8_0", "Q4_0"), ("Q4_1", "F32", "Q5_0"), ("MXFP4", "MXFP4", "Q8_0")], ids="-".join
+)
 def test_quantized_experts_say_what_they_say_on_a_cpu(
     kinds: tuple[str, str, str], device: torch.device, tmp_path: Path
 ) -> None:

@@ -62,6 +62,9 @@ def memory_layout(
             return made
     if stored is None or expand:
         return dtype
+    if stored.layout == "MXFP4":
+        # The same codes and scales as safetensors have them; rows of an embedding are looked up, which they are not.
+        return dtype if tensor.name == "embed" else ScaledLayout(codes="mxfp4", scales="uint8", group=MXFP4_BLOCK)
     if is_quantized(stored.layout):
         return stored.layout
     if tensor.experts and quantization is not None:

@@ -60,6 +60,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "mixed": lambda name: (
         "Q4_0" if name.endswith("experts.gate") else "F32" if name.endswith("experts.down") else "Q8_0"
     ),
+    "MXFP4": lambda name: "MXFP4",
+    "MXFP4_MOE": lambda name: "MXFP4" if ".experts." in name else "Q8_0",
 }
 
 
@@ -115,6 +117,8 @@ def test_gguf_models_equal_transformers_with_the_same_numbers(
     for expand, compiled in ((True, False), (False, False), *([(False, True)] if native.available() else [])):
         with Checkpoint(header.tensors, "gguf") as checkpoint:
             weights = load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, expand=expand, compiled=compiled)
+            counted = weights_bytes(spec, match(spec, checkpoint), dtype="float32", expand=expand, compiled=compiled)
+        assert weights.nbytes == counted
         found = logits_after(spec, weights, compiled)
         known = ~found.isnan()
         assert known.sum() >= 20

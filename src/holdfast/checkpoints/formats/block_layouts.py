@@ -111,7 +111,7 @@ GGUF_LAYOUTS: dict[int, Layout] = {
 SAFETENSORS_LAYOUTS = frozenset(name for name, layout in LAYOUTS.items() if not layout.quantized)
 ENGINE_LAYOUTS = frozenset({
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-    "IQ4_XS",
+    "IQ4_XS", "MXFP4",
 })  # fmt: skip
 
 

@@ -11,16 +11,19 @@ from typing import Protocol
 
 import torch
 
-from holdfast.checkpoints import StoredTensor
+from holdfast.checkpoints import Checkpoint, StoredTensor
+from holdfast.errors import CheckpointError
 from holdfast.execution.layers.experts import BlockStack, DenseStack, ExpertWeights, QuantizedStack, SharedExpert, Stack
 from holdfast.execution.layers.linear import Linear
 from holdfast.execution.memory import MakeTensor
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
+from holdfast.execution.weights.packed import column_order, order_part
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import BLOCK_COLUMNS
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, TensorSpec
+from holdfast.models.quantization import INSTEAD
 
 
 class ExpertLoader(Protocol):
@@ -40,6 +43,10 @@ class ExpertLoader(Protocol):
     def make(self) -> MakeTensor: ...
     @property
     def compiled(self) -> bool: ...
+    @property
+    def checkpoint(self) -> Checkpoint | None: ...
+
+    def read_part(self, part: StoredTensor) -> torch.Tensor: ...
 
     def linear(self, *names: str) -> Linear: ...
 
@@ -158,6 +165,39 @@ def _blocks(loader: ExpertLoader, names: tuple[str, ...], layout: str) -> Stack:
             part[expert].copy_(loader.read_expert(name, expert).view(-1, row_bytes))
         loader.step()
     return BlockStack([BlockMatrix(expert, layout) for expert in target], target.nbytes)
+
+
+def expert_rows(loader: ExpertLoader, tensor: TensorSpec, expert: int) -> torch.Tensor | None:
+    """Which stored row becomes each row of an expert's matrix; None: they are in order. Those of gate and up go by what
+    down takes them for, where a quantizer put down's columns into an order of their own (`takes_rows_in_order`)."""
+    if loader.checkpoint is None:
+        return None
+    if tensor.alternating:
+        return torch.arange(tensor.shape[1], device=loader.device).view(-1, 2).t().reshape(-1)
+    where, _, part = tensor.name.rpartition(".")
+    down = f"{where}.down"
+    packed = loader.stored[down].packed if part in ("gate", "up") else None
+    if packed is None or not packed.packing.act_order:
+        return None
+    layout, found = loader.kept_layout(down), order_part(packed.parts)
+    if not isinstance(layout, ScaledLayout) or found is None:
+        return None
+    stored = loader.checkpoint.tensors[found.name.replace("{expert}", str(expert))]
+    size = layout.group or loader.tensors[down].shape[2]
+    return column_order(stored.name, loader.read_part(stored).view(-1).long(), size)
+
+
+def reorder_rows(matrix: ScaledMatrix, first: int, order: torch.Tensor, tensor: TensorSpec) -> None:
+    """Of rows first, first+1, ... the one of each index becomes the next."""
+    if matrix.layout.group_rows > 1:
+        raise CheckpointError(
+            f"the rows of {tensor.hf_name} share scales, and take the order of another matrix's columns",
+            needed="scales for rows or groups beside experts in act-order",
+            found=str(matrix.layout),
+            fix=INSTEAD,
+            field="quantization_config",
+        )
+    matrix.reorder_rows(first, order)
 
 
 def _sizes(loader: ExpertLoader, names: tuple[str, ...]) -> tuple[int, int, list[int]]:

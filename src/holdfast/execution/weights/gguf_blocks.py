@@ -31,13 +31,16 @@ from holdfast.execution.weights.gguf_fragments import (
     unwoven,
     woven,
 )
+from holdfast.execution.weights.scaled_matrix import MXFP4_VALUES
 
 BLOCK_ELEMENTS = 32
 """That quants are kept in, whatever the kind."""
 PIECE_ELEMENTS = 1 << 20
 """Of codes that are split at a time."""
 
-QUANTIZED_LAYOUTS = frozenset(KINDS)
+QUANTIZED_LAYOUTS = frozenset({*KINDS, "MXFP4"})
+"""That `dequantize_stored` reads. MXFP4 has a power of two where others have a half: in memory it is no
+`QuantizedMatrix`, but the codes and scales of a `ScaledMatrix`."""
 
 
 class QuantizedMatrix:
@@ -147,6 +150,11 @@ class QuantizedMatrix:
 
 def dequantize_stored(layout: str, stored: torch.Tensor, out: torch.Tensor) -> None:
     """Stored bytes of whole rows, as the file has them, into `out` [rows, columns]."""
+    if layout == "MXFP4":
+        pieces = stored.view(-1, 1 + BLOCK_ELEMENTS // 2)
+        values = torch.tensor(MXFP4_VALUES, device=stored.device)[spread(pieces[:, 1:], BLOCK_ELEMENTS // 2, 4).int()]
+        out.copy_((values * torch.exp2(pieces[:, :1].float() - 127)).view(out.shape))
+        return
     kind = KINDS[layout]
     blocks = stored.view(-1, kind.nbytes)
     minimums = None if kind.minimum_at is None else _half(blocks, kind.minimum_at)

@@ -34,9 +34,9 @@ from holdfast.execution.weights.decoder_weights import (
     Weights,
 )
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
-from holdfast.execution.weights.experts import load_experts
+from holdfast.execution.weights.experts import expert_rows, load_experts, reorder_rows
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
-from holdfast.execution.weights.packed import PackedSource, column_order, order_part
+from holdfast.execution.weights.packed import PackedSource, fill_mxfp4
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
@@ -299,37 +299,15 @@ class Loader:
             self.packed(name, matrix.layout, expert).fill(matrix, first)
         else:
             raw = self.read(name) if expert is None else self.read_expert(name, expert)
-            plain = raw.view(_PLAIN[self.stored[name].layout]).view(rows, columns)
-            file_name = self.stored[name].name.replace("{expert}", str(expert))
-            fill_quantized(matrix, first, plain.to(self.device), file_name)
-        if expert is not None and (order := self.expert_rows(tensor, expert)) is not None:
-            if matrix.layout.group_rows > 1:
-                raise CheckpointError(
-                    f"the rows of {tensor.hf_name} share scales, and take the order of another matrix's columns",
-                    needed="scales for rows or groups beside experts in act-order",
-                    found=str(matrix.layout),
-                    fix=INSTEAD,
-                    field="quantization_config",
-                )
-            matrix.reorder_rows(first, order)
-
-    def expert_rows(self, tensor: TensorSpec, expert: int) -> torch.Tensor | None:
-        """Which stored row becomes each row of an expert's matrix; None: they are in order. Those of gate and up go by
-        what down takes them for, where down's columns are in an order of their own."""
-        if self.checkpoint is None:
-            return None
-        if tensor.alternating:
-            return torch.arange(tensor.shape[1], device=self.device).view(-1, 2).t().reshape(-1)
-        where, _, part = tensor.name.rpartition(".")
-        down = f"{where}.down"
-        packed = self.stored[down].packed
-        layout = self.kept_layout(down) if part in ("gate", "up") and packed is not None else None
-        if not isinstance(layout, ScaledLayout) or packed is None or not packed.packing.act_order:
-            return None
-        found = order_part(packed.parts)
-        assert found is not None, "where the config says act-order, it is not dispensable"
-        index = self.read_part(self.checkpoint.tensors[found.name.replace("{expert}", str(expert))])
-        return column_order(found.name, index.view(-1).long(), layout.group or self.tensors[down].shape[2])
+            if self.stored[name].layout == "MXFP4":
+                fill_mxfp4(matrix, first, raw.view(rows, -1).to(self.device), self.stored[name].name)
+            else:
+                plain = raw.view(_PLAIN[self.stored[name].layout]).view(rows, columns)
+                file_name = self.stored[name].name.replace("{expert}", str(expert))
+                fill_quantized(matrix, first, plain.to(self.device), file_name)
+        order = self.row_order(tensor) if expert is None else expert_rows(self, tensor, expert)
+        if order is not None:
+            reorder_rows(matrix, first, order.to(self.device), tensor)
 
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
         """A matrix of a quantized checkpoint, or one expert's of it."""
@@ -470,17 +448,14 @@ class Loader:
             layout = replace(layout, ordered=packed.packing.act_order)
             for expert, matrix in zip(self.experts_in_turn(tensor.name), target, strict=True):
                 self.packed(tensor.name, layout, expert).expand(matrix)
-                self.reorder(matrix, tensor, expert)
+                if (order := expert_rows(self, tensor, expert)) is not None:
+                    matrix.copy_(matrix.index_select(0, order))
         else:
             for expert, matrix in zip(self.experts_in_turn(tensor.name), target, strict=True):
                 expand_into(matrix, self.read_expert(tensor.name, expert), self.stored[tensor.name].layout)
-                self.reorder(matrix, tensor, expert)
+                if (order := expert_rows(self, tensor, expert)) is not None:
+                    matrix.copy_(matrix.index_select(0, order))
         self.step()
-
-    def reorder(self, matrix: torch.Tensor, tensor: TensorSpec, expert: int) -> None:
-        order = self.expert_rows(tensor, expert)
-        if order is not None:
-            matrix.copy_(matrix.index_select(0, order))
 
     def step(self) -> None:
         self.done += 1

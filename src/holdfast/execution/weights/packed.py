@@ -24,7 +24,7 @@ from holdfast.checkpoints import Packing, StoredTensor
 from holdfast.checkpoints.formats.quantized_tensors import BNB_BLOCK
 from holdfast.errors import CheckpointError
 from holdfast.execution.weights.scaled_matrix import INT4_ZERO, NF4_VALUES, ScaledMatrix
-from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
 from holdfast.units import shorten
 
 TILE_ELEMENTS = 1 << 20
@@ -275,6 +275,16 @@ class PackedSource:
 
     def _broken(self, name: str, needed: str, found: object) -> CheckpointError:
         return _broken(name, needed, found)
+
+
+def fill_mxfp4(matrix: ScaledMatrix, first: int, stored: torch.Tensor, name: str) -> None:
+    """Rows of GGUF's MXFP4 [rows, bytes] to rows first, first+1, ...: of every 32 elements the scale, then the codes of
+    elements i and i + 16 in the halves of a byte, as they lie in memory too. `name`: of the tensor."""
+    blocks, rows = stored.view(len(stored), -1, 1 + PIECE // 2), slice(first, first + len(stored))
+    if bool((blocks[..., 0] == _E8M0_NAN).any()):
+        raise _broken(name, "powers of two, 0 to 254, as scales", f"{_E8M0_NAN}, which is no number")
+    matrix.scales[rows] = blocks[..., 0]
+    matrix.codes[rows] = blocks[..., 1:]
 
 
 def order_part(parts: Mapping[str, StoredTensor]) -> StoredTensor | None:

@@ -77,7 +77,9 @@ class EngineWeights:
         """Whether matrices are held as codes with scales. `expand`: all are expanded whose inputs are not rounded."""
         if self.quantize is not None:
             return True
-        return self.spec.quantization is not None and (not expand or self.rounds_inputs(None))
+        if self.spec.quantization is None:  # GGUF's MXFP4.
+            return not expand and bool(_compiled_layouts(Same(self.spec), Same(self.stored), None))
+        return not expand or self.rounds_inputs(None)
 
     def compiles(self) -> bool:
         """Whether compiled products read all codes where they lie; what they do not is expanded tile by tile."""
