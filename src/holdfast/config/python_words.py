@@ -9,11 +9,15 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from holdfast.config.engine import EngineConfig
 from holdfast.config.setting import flag
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError, ModelError, RequestError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 _NAMES = "|".join(sorted((name.replace("_", "[_-]") for name in _FIELDS), key=len, reverse=True))
@@ -28,7 +32,7 @@ _LIKE_A_VALUE = re.compile(r"[0-9./~]")
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Errors that pass speak of keywords. Also a decorator."""
+    """Errors that pass speak of keywords."""
     try:
         yield
     except HoldfastError as error:
@@ -39,6 +43,21 @@ def in_python() -> Iterator[None]:
         if error.fix is not None:
             error.fix = _FLAG_OR_NAME.sub(_keyword, error.fix)
         raise
+
+
+def tells_scripts(function: Callable[P, T]) -> Callable[P, T]:
+    """Of what a script calls: errors speak of keywords, and those of what was asked for end a script with their text
+    behind the line that asked, without the frames of this project in between."""
+
+    @wraps(function)
+    def told(*args: P.args, **named: P.kwargs) -> T:
+        try:
+            with in_python():
+                return function(*args, **named)
+        except (ConfigurationError, ModelError, RequestError) as error:
+            raise error.with_traceback(None) from None
+
+    return told
 
 
 def _keyword(found: re.Match[str]) -> str:

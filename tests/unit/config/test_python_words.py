@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 from holdfast import LLM
-from holdfast.config.python_words import in_python
-from holdfast.errors import ConfigurationError
+from holdfast.config.python_words import in_python, tells_scripts
+from holdfast.errors import ConfigurationError, EngineError
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,26 @@ def test_an_llm_advises_its_own_keywords() -> None:
     with pytest.raises(ConfigurationError) as caught:
         LLM(vram="4GiB", device="cpu")
     assert caught.value.fix == "ram=SIZE"
+
+
+def test_a_script_ends_with_the_error_and_not_with_our_frames() -> None:
+    """But for those of ours that nobody asked for wrongly, which have to be found."""
+
+    @tells_scripts
+    def ask(error: Exception) -> None:
+        def deep() -> None:
+            try:
+                raise OSError("no such file")
+            except OSError as cause:
+                raise error from cause
+
+        deep()
+
+    with pytest.raises(ConfigurationError) as caught:
+        ask(ConfigurationError("--max-model-len 5 is too little"))
+    assert str(caught.value.message) == "max_model_len=5 is too little"
+    assert [entry.name for entry in caught.traceback][1:] == ["told"]
+    assert "OSError" not in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(EngineError) as broken:
+        ask(EngineError("it broke"))
+    assert [entry.name for entry in broken.traceback][-1] == "deep"

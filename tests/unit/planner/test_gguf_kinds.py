@@ -11,7 +11,7 @@ from holdfast.checkpoints import LAYOUTS
 from holdfast.errors import ConfigurationError
 from holdfast.models import catalogue, describe_config
 from holdfast.planner.inputs.question import PlannedModel
-from holdfast.planner.models.gguf_mixes import KINDS, kind_of, layouts_of
+from holdfast.planner.models.gguf_mixes import KINDS, description, kind_of, layouts_of
 from holdfast.planner.models.model_sources import llama_source
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.resolve import resolve_model
@@ -85,6 +85,22 @@ def test_matrices_of_layers_have_the_type_that_is_asked_for(kind: str, bits: flo
     assert elements == sum(
         tensor.elements for tensor in model.spec.tensors if tensor.linear and tensor.layer is not None
     )
+
+
+def test_names_that_mean_a_gguf_file_say_so() -> None:
+    """NVFP4 and MXFP4 are names of safetensors' formats too."""
+    assert description("NVFP4").startswith("a GGUF file")
+    assert "compressed-tensors or ModelOpt is not planned" in description("NVFP4")
+    assert description("MXFP4_MOE").startswith("a GGUF file")
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [("awq-marlin", "awq_marlin"), ("q4km", "Q4_K_M"), ("compressed_tensor", "compressed-tensors")]
+)
+def test_a_name_that_is_not_known_says_the_nearest(asked: str, near: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        made("llama-3.1-8b", asked)
+    assert caught.value.fix == f"did you mean --quantization {near}?"
 
 
 def test_what_has_no_experts_is_not_made_as_if_it_had() -> None:

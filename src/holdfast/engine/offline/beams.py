@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from holdfast.config.python_words import in_python
+from holdfast.config.python_words import tells_scripts
 from holdfast.engine.offline.pooling import Prompt
 from holdfast.engine.requests.beam_search import BeamSearch, one_token
 from holdfast.records import EngineInfo, LoRARequest, RequestOutput, SamplingParams
@@ -27,7 +27,7 @@ class BeamMethods:
         self, prompts: list[list[int]], params: SamplingParams, lora_request: LoRARequest | None, show_progress: bool
     ) -> list[RequestOutput]: ...
 
-    @in_python()
+    @tells_scripts
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],

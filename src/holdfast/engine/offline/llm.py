@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.config import EngineConfig
 from holdfast.config.profiler import read_profiler_config
-from holdfast.config.python_words import in_python
+from holdfast.config.python_words import tells_scripts
 from holdfast.config.setting import Origin, without_effect
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import make_structured_outputs
@@ -79,7 +79,7 @@ _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMethods, AbsentMethods):
     """All keyword arguments are settings of `holdfast serve`, spelled with underscores: see EngineConfig."""
 
-    @in_python()
+    @tells_scripts
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self._core: EngineCore | None = None
         self._profiler_config = read_profiler_config(settings.pop("profiler_config", None))
@@ -116,7 +116,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
         return cls(**engine_args.settings())
 
-    @in_python()
+    @tells_scripts
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] | None = None,
@@ -266,7 +266,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
                 self.close()
                 self._sleeping = True
 
-    @in_python()
+    @tells_scripts
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """With what memory is free now: limits that were not set may be others than before."""
         if tags is not None:

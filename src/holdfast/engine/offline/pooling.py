@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from holdfast.config.python_words import in_python
+from holdfast.config.python_words import tells_scripts
 from holdfast.engine.requests.embedding import embedding_output, numbers, pooled, shortened
 from holdfast.engine.requests.scoring import (
     chances,
@@ -52,7 +52,7 @@ class PoolingMethods:
     @abstractmethod
     def _embedding_size(self) -> int: ...
 
-    @in_python()
+    @tells_scripts
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -70,7 +70,7 @@ class PoolingMethods:
             for output, vector in self._pool(prompts, use_tqdm)
         ]
 
-    @in_python()
+    @tells_scripts
     def classify(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True, pooling_params: Any = None
     ) -> list[ClassificationRequestOutput]:
@@ -87,7 +87,7 @@ class PoolingMethods:
             for output, vector in self._pool(prompts, use_tqdm)
         ]
 
-    @in_python()
+    @tells_scripts
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -119,7 +119,7 @@ class PoolingMethods:
             for output, vector in self._pool(prompts, use_tqdm)
         ]
 
-    @in_python()
+    @tells_scripts
     def score(
         self,
         data_1: str | Sequence[str],

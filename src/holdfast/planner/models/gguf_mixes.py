@@ -62,9 +62,10 @@ def kind_of(asked: str) -> str | None:
 def description(kind: str) -> str:
     """What is in such a file beside what its name says; empty where the name says it all."""
     if kind == "MXFP4_MOE":
-        return "experts in MXFP4, the rest in Q8_0"
+        return "a GGUF file with experts in MXFP4, the rest in Q8_0"
     if kind in _FOUR_BIT_FLOATS:
-        return f"layer matrices in {kind}, the rest in Q8_0"
+        others = "; NVFP4 of compressed-tensors or ModelOpt is not planned" if kind == "NVFP4" else ""
+        return f"a GGUF file with layer matrices in {kind}, the rest in Q8_0{others}"
     return "quantization types mixed as llama.cpp does" if kind not in _PLAIN else ""
 
 

@@ -9,6 +9,7 @@ those who make a GGUF of it unpack first.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -66,7 +67,7 @@ def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
             code=CANNOT_QUANTIZE,
             needed="one of " + ", ".join(METHODS),
             found=shorten(name),
-            fix="--quantization fp8, awq or Q4_K_M, or leave it out",
+            fix=_nearest(name),
             field="quantization",
         )
     if kind is not None and model.spec.quantization is not None and model.spec.quantization.method == "fp8":
@@ -87,6 +88,12 @@ def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
             field="quantization",
         ) from error
     return packed
+
+
+def _nearest(name: str) -> str:
+    known = {known.lower(): known for known in (*METHODS, *_OTHER_SPELLINGS)}
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"did you mean --quantization {known[near[0]]}?" if near else "--quantization fp8, awq or Q4_K_M, or none"
 
 
 def _already(model: PlannedModel, name: str, plain: str, kind: str | None) -> bool:
