@@ -219,6 +219,8 @@ def test_cuts_fit(name: str) -> None:
     ("name", "capability"),
     [
         ("fp8", (8, 9)),
+        ("fp8 bounded", (8, 9)),
+        ("fp8 powers", (9, 0)),
         ("fp8 blocks", (9, 0)),
         ("fp8 static", (12, 0)),
         ("gptq 32", (8, 0)),

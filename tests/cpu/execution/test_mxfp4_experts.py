@@ -17,16 +17,19 @@ from quantized_models import log_chances
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from holdfast.checkpoints import Checkpoint, extra_tensors, match, require_agreement
+from holdfast.checkpoints import Checkpoint, extra_tensors, match, packing_of, require_agreement
 from holdfast.checkpoints.formats import safetensors
+from holdfast.checkpoints.validation.packed_parts import find_packed
 from holdfast.errors import CheckpointError
 from holdfast.execution import native
 from holdfast.execution.layers.experts import BlockStack, DenseStack, ExpertWeights, QuantizedStack
 from holdfast.execution.memory import PeakMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import Loader, load_weights
+from holdfast.execution.weights.packed import fill_mxfp4
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.cpu import STAGING_BYTES, weights_bytes
+from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import ModelSpec, from_config
 
 CPU = torch.device("cpu")
@@ -161,8 +164,11 @@ def test_columns_that_blocks_do_not_divide_are_refused(moe: Path) -> None:
     config = json.loads((moe / "config.json").read_text())
     spec = from_config({**config, "moe_intermediate_size": 80})
     down = next(one for one in spec.tensors if one.name.endswith("experts.down"))
+    assert spec.quantization is not None
+    packing = packing_of(spec.quantization, down, "bfloat16")
+    assert packing is not None
     with pytest.raises(CheckpointError) as caught:
-        match(replace(spec, tensors=(down,)), opened(moe)[1])
+        find_packed(down, packing, opened(moe)[1].tensors)
     assert "multiples of 32" in str(caught.value)
     assert down.hf_name in str(caught.value)
 
@@ -195,3 +201,11 @@ def test_loading_holds_the_stored_bytes_of_one_expert_and_a_tile(tmp_path: Path)
         for expert in range(12):
             loader.fill_scaled(matrix, expert * 4096, tensor.name, expert)
     assert peak.grown_bytes < raw + STAGING_BYTES
+
+
+def test_a_scale_of_a_gguf_file_that_is_no_number_is_refused() -> None:
+    stored = torch.zeros((2, 34), dtype=torch.uint8)
+    stored[1, 17] = 255
+    matrix = ScaledMatrix(ScaledLayout(codes="mxfp4", scales="uint8", group=32), 2, 64, CPU)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up_exps"):
+        fill_mxfp4(matrix, 0, stored, "blk.0.ffn_up_exps")

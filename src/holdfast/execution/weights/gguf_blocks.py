@@ -38,7 +38,8 @@ BLOCK_ELEMENTS = 32
 PIECE_ELEMENTS = 1 << 20
 """Of codes that are split at a time."""
 
-QUANTIZED_LAYOUTS = frozenset({*KINDS, "MXFP4"})
+QUANTIZED_LAYOUTS = frozenset(KINDS)
+STORED_LAYOUTS = QUANTIZED_LAYOUTS | {"MXFP4"}
 """That `dequantize_stored` reads. MXFP4 has a power of two where others have a half: in memory it is no
 `QuantizedMatrix`, but the codes and scales of a `ScaledMatrix`."""
 

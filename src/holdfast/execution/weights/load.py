@@ -35,7 +35,7 @@ from holdfast.execution.weights.decoder_weights import (
 )
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import expert_rows, load_experts, reorder_rows
-from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
+from holdfast.execution.weights.gguf_blocks import STORED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
 from holdfast.execution.weights.packed import PackedSource, fill_mxfp4
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
@@ -470,7 +470,7 @@ def _of_stack(part: StoredTensor, expert: int) -> str:
 
 def expand_into(target: torch.Tensor, raw: torch.Tensor, layout: str, order: torch.Tensor | None = None) -> None:
     """Stored bytes as numbers into `target`, in tiles of rows; `order` picks the stored row for each row."""
-    if layout not in _PLAIN and layout not in QUANTIZED_LAYOUTS:
+    if layout not in _PLAIN and layout not in STORED_LAYOUTS:
         raise CheckpointError(f"tensors stored as {layout} cannot be expanded", needed=", ".join(_PLAIN), found=layout)
     rows = target.shape[0]
     stored = raw.view(rows, -1)
