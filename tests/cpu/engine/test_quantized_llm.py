@@ -9,7 +9,7 @@ import pytest
 import quantized_files as written
 import torch
 import transformers
-from quantized_files import Format, write_quantized
+from quantized_files import Format, write_mxfp4, write_quantized
 
 from holdfast import LLM, SamplingParams, plan
 from holdfast.config import EngineConfig
@@ -47,6 +47,33 @@ def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str |
 def settings_of(folder: Path, **more: object) -> dict[str, object]:
     limits = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_memory_bytes": "4MiB", "threads": 1}
     return {"model": str(folder), "skip_tokenizer_init": True, "dtype": "float32", **limits, **more}
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+IN_ORDER = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"), [("mxfp4", "weights: MXFP4 g32, "), ("gptq_marlin", "weights: GPTQ int4 g32 in act-order, ")]
+)
+def test_experts_are_held_as_planned(asked: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(7)
+    config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=1, mlp_only_layers=[])
+    transformers.Qwen3MoeForCausalLM(config).float().save_pretrained(tmp_path / "plain")
+    folder = tmp_path / "quantized"
+    if asked == "mxfp4":
+        write_mxfp4(tmp_path / "plain", folder)
+    else:
+        write_quantized(tmp_path / "plain", folder, Format(IN_ORDER, written.gptq(ordered=True)))
+    with LLM(**settings_of(folder, expand_weights="never", quantization=asked)) as llm:
+        assert llm.info.memory is not None
+        (weights,) = (term for term in llm.info.memory.terms if term.term == "weights")
+        assert weights.planned_bytes == weights.measured_bytes, "to the byte"
+        (output,) = llm.generate([{"prompt_token_ids": [5, 9, 11]}], SamplingParams(max_tokens=4, temperature=0))
+        assert len(output.outputs[0].token_ids) == 4
+    assert line in capsys.readouterr().err
+    told = plan(str(folder), ram="4GiB", dtype="float32", expand_weights="never", quantization=asked)
+    assert told.fit.weights_bytes == weights.planned_bytes
 
 
 @pytest.mark.parametrize(
