@@ -7,7 +7,7 @@ tile of its expansion (EXPAND_BYTES); in the host's memory, where the weights ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -360,7 +360,7 @@ class Loader:
         self.coming |= {part: self.readers.submit(read) for part, (_, read) in parts.items()}
         return True
 
-    def stored_parts(self, name: str, expert: int) -> dict[str, tuple[int, Callable[[], Any]]]:
+    def stored_parts(self, name: str, expert: int) -> Mapping[str, tuple[int, Callable[[], Any]]]:
         """What holds one expert's matrix, by the names under which it is asked for: how many bytes, and how to read
         them."""
         stored, checkpoint = self.stored[name], self.checkpoint

@@ -128,8 +128,10 @@ class PackedSource:
         if order is not None and int(self._read(order).view(-1)[0]) != _ROWS_IN_ORDER:
             raise self._broken(order.name, f"{_ROWS_IN_ORDER}, rows one after another", int(self._read(order)))
         bound = self._parts.get("input_scale_ub")
-        if bound is not None and (found := float(self._read(bound).float().view(-1)[0])) != self.packing.input_bound:
-            raise self._broken(bound.name, f"{self.packing.input_bound:g}, as activation_scale_ub says", f"{found:g}")
+        if bound is not None:
+            most, said = self._read(bound).view(-1)[0].cpu(), self.packing.input_bound
+            if float(most) != float(torch.tensor(said).to(most.dtype)):
+                raise self._broken(bound.name, f"{said:g}, as activation_scale_ub says", f"{float(most):g}")
         inputs = self._parts.get("input_zero_point")
         if inputs is not None and bool(self._read(inputs).float().any()):
             raise self._broken(inputs.name, "zero, as symmetric inputs have it", "a zero point of the inputs")
