@@ -3,6 +3,7 @@ kernels run in the interpreter, and a simulated link brings layers late into poi
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import closing
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 import torch
 import transformers
 from lora_adapters import merge, write_adapter
+from quantized_files import Format, gptq, write_quantized
+from safetensors.torch import load_file, save_file
 from simulated_copies import SimulatedCopies, unpinned_memory
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
@@ -33,6 +36,7 @@ from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.streamed import streamed_layers
 from holdfast.kvcache import KVCache
+from holdfast.models import from_config
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import Request, SamplingParams, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
@@ -42,6 +46,8 @@ from holdfast.text.structured.client import GrammarService
 
 class Streamed(Tiny):
     """All layers but the second come for every step, and rows of the embedding are gathered from the host."""
+
+    expand = True
 
     def weights(self, device: torch.device) -> Weights:
         device = torch.empty(0, device=device).device  # With its number.
@@ -58,7 +64,7 @@ class Streamed(Tiny):
             Checkpoint(safetensors.read_headers(sorted(self.folder.glob("*.safetensors"))), "safetensors"),
             dtype=dtype,
             device=device,
-            expand=True,
+            expand=self.expand,
             slots=DeviceLayers(placed, device, self.copies, memory),
             arrange=partial(arrange_layer, dtype=dtype, device=device),
         )
@@ -120,3 +126,42 @@ def test_experts_and_structured_output_are_those_of_a_model_that_stays(tmp_path:
             core.close()
     assert found[0] == found[1]
     assert re.fullmatch(b"[a-c]{2}", b"".join(tokens[token] for token in found[1][0][0] if token != 2))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("few_programs")
+def test_experts_in_act_order_are_those_of_a_model_that_stays(tmp_path: Path, device: torch.device) -> None:
+    """Orders come and go with their layers, whose gate and up have the same one, or two."""
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    plain = Tiny(tmp_path / "plain", "Qwen3Moe", head_dim=16, num_hidden_layers=3, **sizes)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True}
+    write_quantized(plain.folder, tmp_path / "quantized", Format(config, gptq(symmetric=False, ordered=True)))
+    _share_orders(tmp_path / "quantized" / "model.safetensors", "model.layers.2.")
+    params, found = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2)], []
+    for kind in (_Kept, _StreamedCodes):
+        model = kind.__new__(kind)
+        model.folder = tmp_path / "quantized"
+        model.spec = from_config(json.loads((model.folder / "config.json").read_text()))
+        weights = model.weights(device)
+        assert [layer.mlp.same_order for layer in weights.layers] == [False, False, True]  # type: ignore[union-attr]
+        [outputs] = run(model.core(device, gpu=True, slots=2), [prompt(1, 6)], params)
+        found.append([(one.token_ids, one.logprobs) for one in outputs])
+    assert found[0] == found[1]
+
+
+class _StreamedCodes(Streamed):
+    expand = False
+
+
+class _Kept(Tiny):
+    def weights(self, device: torch.device) -> Weights:
+        checkpoint = Checkpoint(safetensors.read_headers((self.folder / "model.safetensors",)), "safetensors")
+        return load_weights(self.spec, checkpoint, dtype=torch.float32, device=device, expand=False)
+
+
+def _share_orders(file: Path, layer: str) -> None:
+    """Up's order becomes gate's: other numbers, and as good."""
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.startswith(layer) and name.endswith("up_proj.g_idx")]:
+        tensors[name] = tensors[name.replace("up_proj", "gate_proj")].clone()
+    save_file(tensors, file)
