@@ -331,7 +331,7 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
         input_group=block[1] if scheme == "dynamic" else 0,
         static_activations=scheme == "static",
         not_converted=skipped,
-        input_powers=stored_as == "ue8m0",
+        input_powers=stored_as == "ue8m0" and block != (0, 0),
         lacking=("experts in FP4 (expert_dtype)",) if fp4 else (),
         reach_field="weight_block_size",
     )

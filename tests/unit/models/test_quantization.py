@@ -202,6 +202,7 @@ def test_scales_of_inputs_that_are_bounded_or_powers_of_two() -> None:
     assert quantized(**blocks, scale_fmt="ue8m0").input_powers
     assert not quantized(**blocks, scale_fmt="float").input_powers
     assert not quantized(**blocks).input_powers
+    assert not quantized(quant_method="fp8", scale_fmt="ue8m0").input_powers, "of blocks alone"
 
 
 def test_inputs_that_are_rounded_to_something_else_are_refused() -> None:
