@@ -16,7 +16,8 @@ def test_what_stays_and_what_waits_are_all_experts_of_the_layers() -> None:
     assert (places.layers, places.resident, places.waiting) == ((1, 2, 4), (4, 3, 3), (4, 5, 5))
     assert places.resident_bytes + sum(places.waiting_bytes) == 8 * sum(SIZES.values())
     assert places.resident_share == 10 / 24
-    assert places.host_sizes == () and places.host_bytes == 0
+    assert places.host_sizes == ()
+    assert places.host_bytes == 0
 
 
 def test_layers_whose_experts_all_stay_are_not_among_them() -> None:
@@ -27,17 +28,20 @@ def test_layers_whose_experts_all_stay_are_not_among_them() -> None:
 
 def test_slots_hold_the_largest_piece_of_a_layer() -> None:
     places = spread_experts(SIZES, 8, resident=0)
-    assert places.slot_bytes == with_gaps(24 * MIB) and places.slots_bytes == 2 * places.slot_bytes
+    assert places.slot_bytes == with_gaps(24 * MIB)
+    assert places.slots_bytes == 2 * places.slot_bytes
     assert places.pinned_sizes == (with_gaps(24 * MIB), with_gaps(16 * MIB), with_gaps(24 * MIB))
     assert places.moved_bytes == places.pinned_bytes == sum(places.pinned_sizes)
     assert places.vram_bytes == places.slots_bytes + 3 * 8 * 4
     one = all_wait(SIZES, 8, [2])
-    assert one.slots_used == 1 and one.slots_bytes == one.slot_bytes == with_gaps(16 * MIB)
+    assert one.slots_used == 1
+    assert one.slots_bytes == one.slot_bytes == with_gaps(16 * MIB)
 
 
 @pytest.mark.parametrize("layers", [[1], [4, 1], [1, 2, 4]])
 def test_by_hand_all_experts_of_named_layers_wait(layers: list[int]) -> None:
-    places = all_wait(SIZES, 8, layers, {layer: 5 * MIB for layer in SIZES})
-    assert places.layers == tuple(sorted(layers)) and set(places.resident) == {0}
+    places = all_wait(SIZES, 8, layers, dict.fromkeys(SIZES, 5 * MIB))
+    assert places.layers == tuple(sorted(layers))
+    assert set(places.resident) == {0}
     assert places.host_bytes == len(layers) * 8 * 5 * MIB
     assert places.resident_bytes == 0
