@@ -16,8 +16,9 @@ from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint.cpu import weights_bytes
 from holdfast.footprint.expert_places import ExpertPlaces, expert_sizes, host_expert_sizes
 from holdfast.footprint.streamed import with_gaps
-from holdfast.hardware import Memory, gpus
+from holdfast.hardware import Memory, Processor, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.hardware.probe import KERNEL_VARIANTS
 from holdfast.models import ModelSpec, catalogue
 from holdfast.planner import api
 from holdfast.planner.advice.expert_speed import ExpertSpeed
@@ -53,7 +54,11 @@ def served(vram_gib: float, *, ram_gib: float = 256, name: str = MODEL, cores: i
         device="cuda", load_format="dummy", vram=f"{int(vram_gib * 1024)}MiB", **settings
     )
     host = Memory(total_bytes=256 * GIB, available_bytes=int(ram_gib * GIB), limited_by="machine")
-    return make_gpu_plan(spec_of(name), None, config, [card], name=name, host=host, cores=cores)
+    return make_gpu_plan(spec_of(name), None, config, [card], name=name, host=host, processor=machine_of(cores))
+
+
+def machine_of(cores: int) -> Processor:
+    return Processor(model="", cores=cores, features=KERNEL_VARIANTS["avx2"])
 
 
 def refused(*arguments: float, **settings: object) -> ConfigurationError:
@@ -259,13 +264,13 @@ def test_the_estimate_is_of_what_is_sooner() -> None:
 
 def test_experts_are_met_as_if_by_lot() -> None:
     places = ExpertPlaces((0, 1), (4, 4), 16, (1000, 1000), (1000, 1000))
-    speed = ExpertSpeed.of(places, per_token=4, expert_parameters=2000, cores=10)
+    speed = ExpertSpeed.of(places, per_token=4, expert_parameters=2000, host=machine_of(10))
     assert speed.waiting_bytes == 24000
     assert speed.met(1) == 0.25
     assert speed.met(2) == pytest.approx(1 - 0.75**2)
     assert speed.parameters == 24 * 0.25 * 2000
-    assert speed.host_s(1, 1.0) == pytest.approx(6000 / 44e9)  # Ten cores read 44 GB/s.
-    assert speed.host_s(1000, 1.0) > 24000 / 44e9  # With many tokens it is their operations.
+    assert speed.host_s(1, 1.0) == pytest.approx(6000 / 54e9)  # Ten cores read 54 GB/s.
+    assert speed.host_s(1000, 1.0) > 24000 / 54e9  # With many tokens it is their operations.
 
 
 # What is said

@@ -36,7 +36,7 @@ from holdfast.planner.inputs.expert_layers import expert_layers, moe_layers
 from holdfast.planner.inputs.question import Question
 from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
-from holdfast.planner.sizing.host_cores import host_is_sooner
+from holdfast.planner.sizing.host_cores import ASSUMED, host_is_sooner
 from holdfast.planner.sizing.host_ram import HOST_SHARE
 from holdfast.planner.sizing.kv_cost import largest
 from holdfast.units import counted, format_bytes
@@ -200,15 +200,15 @@ def _idle_reason(plan: Plan) -> str:
     """Why the host's cores compute no experts, be there RAM enough; empty: they may."""
     question, weights, gpu = plan.question, engine_weights(Same(plan.question.model)), plan.device.gpu
     assert weights is not None
-    cores = question.machine.host_cores
+    host = question.machine.host
     if not question.settings.offload.cpu_compute:
         return "--cpu-compute off"
     if not question.machine.host_computes:
         return "this installation has no compiled kernels for this CPU"
     if weights.host_expert_sizes(dtype=compute_dtype(question, 1)) is None:
         return f"compiled kernels do not read experts in {weights.format or plan.dtype}"
-    if gpu is not None and not host_is_sooner(cores, gpu.host_link.gb_s):
-        return f"{counted(cores or 1, 'core')} would take longer than the GPU over {gpu.host_link.name}"
+    if gpu is not None and not host_is_sooner(host, gpu.host_link.gb_s):
+        return f"{counted((host or ASSUMED).cores, 'core')} would take longer than the GPU over {gpu.host_link.name}"
     return ""
 
 
