@@ -25,7 +25,7 @@ from holdfast.planner.advice.expert_speed import ExpertSpeed
 from holdfast.planner.advice.throughput import EXPECTED, throughput
 from holdfast.planner.fit.expert_placement import exchange_bytes, ram_bytes
 from holdfast.planner.fit.result import Plan
-from holdfast.planner.inputs.expert_layers import expert_layers, moe_layers
+from holdfast.planner.inputs.expert_layers import check_expert_layers, moe_layers
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.units import GIB
@@ -215,7 +215,7 @@ def test_all_experts_of_named_layers_wait(settings: dict[str, object], layers: r
 )
 def test_patterns_of_anything_else_are_refused_by_name(written: str, found: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        expert_layers(OffloadRequest(overrides=(written,)), spec_of(MODEL))
+        check_expert_layers(OffloadRequest(overrides=(written,)), spec_of(MODEL))
     assert caught.value.code == "HF137"
     assert found in str(caught.value.found)
 
@@ -303,3 +303,11 @@ def test_by_hand_a_plan_is_of_that() -> None:
     assert found.fits
     assert found.to_json()["offload"]["experts"]["layers"] == list(range(24))
     assert "--n-cpu-moe 24" in str(found)
+
+
+@pytest.mark.parametrize("settings", [{"n_cpu_moe": 2}, {"override_tensor": r"blk\.4[0-7]\..*exps=CPU"}])
+def test_remedies_of_too_few_by_hand_may_be_models_without_experts(settings: dict[str, object]) -> None:
+    found = api.plan(MODEL, gpu="rtx4090", vram="6GiB", ram="64GiB", **settings)
+    assert not found.fits
+    assert "experts would stay" in str(found)
+    assert found.ways_out

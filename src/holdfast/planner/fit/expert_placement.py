@@ -32,7 +32,7 @@ from holdfast.planner.fit.placement import (
 )
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
-from holdfast.planner.inputs.expert_layers import expert_layers, moe_layers
+from holdfast.planner.inputs.expert_layers import check_expert_layers, expert_layers, moe_layers
 from holdfast.planner.inputs.question import Question
 from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
@@ -107,9 +107,9 @@ def _wants_experts(question: Question) -> bool:
     asked = question.settings.offload
     if not asked.experts_by_hand:
         return False
-    chosen = expert_layers(asked, question.model.spec)
+    check_expert_layers(asked, question.model.spec)
     check_can_stream(question)
-    return len(chosen) > 0
+    return len(expert_layers(asked, question.model.spec)) > 0
 
 
 def place_larger(question: Question, kv_bytes: int = 0) -> Placement | ExpertPlacement | None:
