@@ -19,7 +19,7 @@ from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.footprint.streamed import StreamedLayers
 from holdfast.hardware import memory
 from holdfast.planner import Plan
-from holdfast.planner.serve.offload import RAM_IS_SHORT
+from holdfast.planner.serve.refusals import RAM_IS_SHORT
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
