@@ -89,7 +89,7 @@ def test_experts_are_all_of_a_layer_but_what_is_of_no_expert(name: str) -> None:
     whole, rest = (weights_bytes(one, None, dtype="bfloat16", expand=False) for one in (spec, without))
     experts = next(layer.experts.count for layer in spec.layers if layer.experts is not None)
     assert whole - rest == experts * sum(sizes.values())
-    host = host_expert_sizes(spec, None, dtype="bfloat16", quantize=None)
+    host = host_expert_sizes(spec, None, quantize=None)
     assert host is not None
     assert set(host) == set(sizes)
 
