@@ -9,6 +9,10 @@
 A pair is token · per_token + choice. Lines are as long as there are tokens; which programs have work is read on the
 device, so that grids go by sizes alone: safe in a CUDA graph. Only chosen experts are read. Where a pair stands in its
 line is left to chance and changes no result. Knows nothing of how matrices are kept.
+
+Where a layer's experts do not all stay on the GPU they are in two stacks, and a table says where each one is:
+
+    places[expert] = p    p >= 0: the p-th of those that stay; p < 0: the (-1 - p)-th of those that wait
 """
 
 from __future__ import annotations
@@ -127,6 +131,16 @@ def line_part(tile, counts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl
     length = tl.sum(tl.where(mine, lengths, 0), 0)
     found = length > 0
     return tl.where(found, chosen, 0), tl.where(found, first, 0), length
+
+
+@triton.jit
+def expert_place(places, expert, PLACED: tl.constexpr):
+    """(where an expert is in its stack, whether that is the stack of those that stay)"""
+    if PLACED:
+        place = tl.load(places + expert)
+        return tl.maximum(place, -1 - place), place >= 0
+    else:
+        return expert, True
 
 
 @triton.jit
