@@ -120,6 +120,8 @@ class GpuDecoder:
 
         self.streamed = weights.slots if isinstance(weights.slots, DeviceLayers) else None
         """Layers that do not stay on the GPU."""
+        self.experts = weights.experts
+        """Of layers whose experts do not all stay on the GPU."""
         self._layers = [
             _Layer(
                 layer,

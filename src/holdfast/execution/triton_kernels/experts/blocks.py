@@ -149,7 +149,8 @@ def multiply_blocks(
     apart = (None,) * 5 if waiting is None else _planes(waiting)
     _multiply[grid](
         x, *_planes(matrix), out, lines.counts, lines.pairs, x.stride(0), out.stride(0),
-        lines.pairs.stride(0), outputs, places, *apart, PLACED=places is not None, BLOCKS=blocks, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
+        lines.pairs.stride(0), outputs, places, *apart, PLACED=places is not None,
+        BLOCKS=blocks, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, KIND=matrix.layout, BITS=form.bits, OFFSET=form.offset,
         TABLE=form.table, PIECES=form.pieces, SMALL=form.small, MINIMUM=form.minimum, ACTIVATION=code,
         GATES=where, ROWS=tile.rows, LINES=tile.outputs, TILE=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,

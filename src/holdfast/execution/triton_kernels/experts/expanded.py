@@ -126,7 +126,8 @@ def multiply_expanded(
     _product[grid](
         x, codes, scales, zeros, out, lines.counts,
         lines.pairs, x.stride(0), codes.stride(0), scales.stride(0), out.stride(0), lines.pairs.stride(0),
-        outputs, places, *apart, PLACED=places is not None, COLUMNS=columns, GROUP=layout.group, GROUP_ROWS=layout.group_rows, FORM=layout.codes,
+        outputs, places, *apart, PLACED=places is not None,
+        COLUMNS=columns, GROUP=layout.group, GROUP_ROWS=layout.group_rows, FORM=layout.codes,
         FOUR_BITS=layout.four_bits, POWERS=layout.scales == "uint8", ZEROS=matrix.zeros is not None,
         ASSEMBLED=not interpreted(), EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, ACTIVATION=code, GATES=where, WHOLE=columns % span == 0,

@@ -164,8 +164,8 @@ def multiply_scaled(
 ) -> None:
     """out [pairs, outputs] = x · the matrix of each pair's expert, transposed; with an activation activation(gate)·up.
     `by_token`: a row of x is a token's, and all its pairs take it; else it is a pair's. Where experts have many rows
-    it is left to `expanded.multiply_expanded`. `tile` replaces the table's. `places`: which experts are in `matrix`, and
-    which in `waiting`."""
+    it is left to `expanded.multiply_expanded`. `tile` replaces the table's. `places`: which experts are in `matrix`,
+    and which in `waiting`."""
     layout, experts, per_token = matrix.layout, len(lines.counts), lines.weights.shape[1]
     pairs, outputs, columns = len(out), out.shape[1], x.shape[1]
     if pairs == 0:
@@ -187,7 +187,8 @@ def multiply_scaled(
     _product[grid](
         x, codes, scales, zeros, out, lines.counts,
         lines.pairs, x.stride(0), codes.stride(0), scales.stride(0), out.stride(0), lines.pairs.stride(0),
-        outputs, places, *apart, PLACED=places is not None, COLUMNS=columns, GROUP=layout.group, GROUP_ROWS=layout.group_rows, FORM=layout.codes,
+        outputs, places, *apart, PLACED=places is not None,
+        COLUMNS=columns, GROUP=layout.group, GROUP_ROWS=layout.group_rows, FORM=layout.codes,
         FOUR_BITS=layout.four_bits, POWERS=layout.scales == "uint8", ZEROS=matrix.zeros is not None,
         ASSEMBLED=not interpreted(), EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, ACTIVATION=code, GATES=where,
