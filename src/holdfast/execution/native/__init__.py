@@ -11,6 +11,7 @@ from holdfast.execution.native.attention import AttentionRows, PoolPlace, paged_
 from holdfast.execution.native.decoder import DecoderLayer, DecoderStep
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.experts import ExpertLayer, NativeExpertBuffers
+from holdfast.execution.native.host_experts import HostExchange, HostExperts, Served
 from holdfast.execution.native.loading import (
     ComputeThreads,
     available,
@@ -31,9 +32,12 @@ __all__ = [
     "DecoderLayer",
     "DecoderStep",
     "ExpertLayer",
+    "HostExchange",
+    "HostExperts",
     "NativeExpertBuffers",
     "PoolPlace",
     "ScaledBlockMatrix",
+    "Served",
     "activate_and_multiply",
     "available",
     "dequantize",
