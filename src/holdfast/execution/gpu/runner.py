@@ -122,7 +122,8 @@ class GpuRunner:
         few = rows if experts is None else experts.few_tokens
         self._most_captured = max((size for size in padded_sizes(rows) if size <= few), default=0)
         graphs = graphs and self._decoder.streamed is None
-        self._graphs = DecodeGraphs(rows, self._run_decode, device) if graphs and pin else None
+        around = None if experts is None else self._decoder.step
+        self._graphs = DecodeGraphs(rows, self._run_decode, device, around) if graphs and pin else None
 
     @property
     def buffers_bytes(self) -> int:
@@ -413,6 +414,8 @@ class GpuRunner:
         arrived, order = self._arrived[launched.place], launched.step.order.tolist()
         if arrived is not None and (order or launched.scores is not None):
             arrived.synchronize()
+        if self.decoder.experts is not None:
+            self.decoder.experts.check()
         tokens = self._sampled[launched.place][: len(order)].tolist()
         told = [None] * len(order) if launched.logprobs is None else launched.logprobs.of(tokens)
         placed = sorted(zip(order, tokens, told, strict=True), key=lambda one: one[0])

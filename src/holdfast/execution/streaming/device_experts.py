@@ -8,7 +8,8 @@ memory, a piece a layer. Products find an expert by its layer's table of places:
         layer        0        1        2        3                two slots; those of the next layer come while one is
         the link   ─1─►│─2──────►│─3──────►│─0──────►           computed, in the order of layers, in the next step too
 
-    few tokens     nothing is copied: kernels read what was chosen over the link, where it waits
+    few tokens     nothing is copied: kernels read what was chosen over the link, where it waits; or the host computes
+                   with it, see `expert_host`
 
 Knows nothing of products.
 """
@@ -25,6 +26,8 @@ import torch
 
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies
+from holdfast.execution.streaming.expert_exchange import Exchange
+from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.expert_places import ExpertPlaces
 from holdfast.observability.decisions import Decision
@@ -45,6 +48,8 @@ class Apart(NamedTuple):
     """int32 [experts]"""
     over_link: bool
     """Those that wait: where they do; otherwise they are in their slot."""
+    exchange: Exchange | None = None
+    """With the host, which computes with those that wait, or some of them."""
 
 
 class DeviceExperts:
@@ -59,6 +64,8 @@ class DeviceExperts:
         few_tokens: int = FEW_TOKENS,
     ) -> None:
         self._copies, self._memory, self.few_tokens = copies, memory, few_tokens
+        self.host: ExpertHost | None = None
+        """Computes with experts that wait, in steps with few tokens. Closed with this."""
         self._number = {layer: number for number, layer in enumerate(places.layers)}
         self._layers, self._resident, self._sizes = places.layers, places.resident, places.pinned_sizes
         self._slots = [
@@ -107,6 +114,20 @@ class DeviceExperts:
         return waiting.view(tensor.dtype).view(tensor.shape)
 
     @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """Around all that launches or captures a step of so many tokens."""
+        if self.host is None or tokens > self.few_tokens:
+            yield
+            return
+        with self.host.step(tokens):
+            yield
+
+    def check(self) -> None:
+        """Raises what went wrong on the host, whose answers then mean nothing."""
+        if self.host is not None:
+            self.host.check()
+
+    @contextmanager
     def as_they_are(self) -> Iterator[None]:
         """Within, layers are computed from whatever is in their slots: to load kernels, whose results nobody reads."""
         self._paused = True
@@ -117,9 +138,11 @@ class DeviceExperts:
 
     def begin(self, layer: int, tokens: int) -> Apart:
         """What is launched from now on finds its experts so, for a step of so many tokens."""
-        places = self.places[self._number[layer]]
+        number = self._number[layer]
+        places = self.places[number]
         if tokens <= self.few_tokens:
-            return Apart(places, over_link=True)
+            exchange = None if self.host is None or not self.host.beside else self.host.exchanges[number]
+            return Apart(places, over_link=True, exchange=exchange)
         if not self._paused:
             slot = self._slot(layer)
             if slot.layer != layer:
@@ -176,6 +199,9 @@ class DeviceExperts:
             self._copies.wait(slot.copied)
 
     def close(self) -> None:
+        if self.host is not None:
+            self.host.close()
+            self.host = None
         self._copies.close()
         self._over_link.clear()
         self._memory.close()

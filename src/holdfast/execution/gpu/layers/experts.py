@@ -33,6 +33,7 @@ from holdfast.execution.triton_kernels import layer as layer_kernels
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
 from holdfast.execution.triton_kernels.experts.direct import ROUNDED_GROUP, multiply_dense, multiply_rounded
+from holdfast.execution.triton_kernels.experts.exchange import add_replies, send
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.experts.rounding import round_rows
 from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
@@ -136,10 +137,17 @@ class ExpertGpuMlp:
         count, pairs = len(x), len(x) * spec.per_token
         logits, inner, rows = buffers.logits[:count], buffers.inner[:pairs], buffers.rows[:pairs]
         self._router.write(x, logits)
-        kernels.route(logits, lines, normalized=spec.normalized)
+        exchange = None if apart is None else apart.exchange
+        chosen = None if exchange is None else exchange.experts[:count]
+        kernels.route(logits, lines, normalized=spec.normalized, chosen=chosen)
+        if apart is not None and exchange is not None and chosen is not None:
+            send(x, chosen, lines, apart.places, exchange)
         self._multiply_gated(x, lines, inner, rows[:count], apart)
         self._down.multiply(self._down.inputs(inner, inner), lines, rows, by_token=False, apart=apart)
-        kernels.add_pairs(rows, lines, out, add=add)
+        if exchange is None:
+            kernels.add_pairs(rows, lines, out, add=add)
+        else:
+            add_replies(rows, lines, exchange, out, add=add)
         if self._shared is not None:
             self._shared.add(x, out, buffers.shared[:count], rows[:count])
 

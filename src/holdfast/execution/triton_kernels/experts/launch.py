@@ -58,12 +58,12 @@ class ExpertAssignments(NamedTuple):
 
 @triton.jit
 def _route(
-    logits, counts, pairs, weights, tokens, logits_stride, pairs_stride,
+    logits, counts, pairs, weights, experts, tokens, logits_stride, pairs_stride,
     EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr, TOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, which stand one behind the other in a line. The softmax is over all experts; what is taken is left
-    out of the next choice. ALONE: there is no other program."""
+    out of the next choice. ALONE: there is no other program. TOLD: `experts` gets what each token chose."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, BLOCK)
     there, known = (token < tokens)[:, None], (expert < EXPERTS)[None, :]
@@ -82,6 +82,8 @@ def _route(
         shares = tl.where(index == choice, tl.exp(best - largest)[:, None], shares)
         mine = expert[None, :] == chosen[:, None]
         number = tl.where(mine, choice, number)
+        if TOLD:
+            tl.store(experts + token * PER_TOKEN + choice, chosen, mask=token < tokens)
         left = tl.where(mine, float("-inf"), left)
     let_others_start(EARLY)
     if NORMALIZED:
@@ -100,9 +102,12 @@ def _route(
     tl.store(target, shares / total[:, None], mask=there & (index < PER_TOKEN))
 
 
-def route(logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool) -> None:
+def route(
+    logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool, chosen: torch.Tensor | None = None
+) -> None:
     """Every row of logits [tokens, experts] takes its likeliest experts and stands in their lines; `lines` is for at
-    least as many tokens. `normalized`: the weights of a token add up to one."""
+    least as many tokens. `normalized`: the weights of a token add up to one. `chosen` int32 [tokens, per_token]: gets
+    its experts, the likeliest first."""
     (tokens, experts), per_token = logits.shape, lines.weights.shape[1]
     block = triton.next_power_of_2(experts)
     together = max(1, min(triton.next_power_of_2(tokens), ROUTED_TOGETHER[tokens >= MANY_ROUTED]))
@@ -111,9 +116,9 @@ def route(logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool) -
         lines.counts.zero_()
     if tokens:
         _route[(triton.cdiv(tokens, together),)](
-            logits, lines.counts, lines.pairs, lines.weights, tokens, logits.stride(0), lines.pairs.stride(0),
+            logits, lines.counts, lines.pairs, lines.weights, chosen, tokens, logits.stride(0), lines.pairs.stride(0),
             EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token),
-            BLOCK=block, TOKENS=together, ALONE=alone, EARLY=early,
+            BLOCK=block, TOKENS=together, ALONE=alone, TOLD=chosen is not None, EARLY=early,
             num_warps=min(8, max(1, together * block // 128)), launch_pdl=early,
         )  # fmt: skip
 
