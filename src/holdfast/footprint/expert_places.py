@@ -10,14 +10,23 @@ Pure arithmetic: execution allocates by it, the planner counts by it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.checkpoints import StoredTensor
+from holdfast.footprint.cpu import ELEMENT_BYTES, held_tensors
+from holdfast.footprint.layouts import BLOCK_COLUMNS, Quantize
+from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.footprint.streamed import with_gaps
+from holdfast.models import ModelSpec, TensorSpec
 
 EXPERT_SLOTS = 2
 """In VRAM, each for all waiting experts of a layer: one is filled while the other is computed with. A layer's experts
 follow the last one's at once, so that with one slot the link would wait for every layer to be computed."""
+FEW_TOKENS = 32
+"""At most, in a step for which no experts are copied: there is room for so many between the GPU and the host. Which
+steps have few is decided by calibration at the start."""
 PLACE_BYTES = 4
 """Of an expert in its layer's table of places, int32."""
 
@@ -129,3 +138,55 @@ def expert_places(
         sizes=tuple(sizes[layer] for layer in layers),
         host_sizes=() if host_sizes is None else tuple(host_sizes[layer] for layer in layers),
     )
+
+
+# How large one expert is
+
+
+def expert_sizes(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, quantize: Quantize | None
+) -> dict[int, int]:
+    """Bytes of one expert of each layer that has some, by the layer's number, in the GPU's layout. `stored` by
+    canonical name; None: dummies."""
+    sizes = Counter[int]()
+    for layer, tensor, kept, layout in _experts(spec, stored, dtype, False, quantize):
+        sizes[layer] += _bytes_of_one(tensor, kept, layout, dtype)
+    return dict(sizes)
+
+
+def host_expert_sizes(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, quantize: Quantize | None
+) -> dict[int, int] | None:
+    """The same in the layout that the host's compiled products read, as `native.experts` takes them; None: they do not
+    read such experts. `dtype`: of the GPU; dummies lie in it, the rest as an engine on a CPU would keep it."""
+    sizes, kept_in = Counter[int](), dtype if stored is None else "float32"
+    for layer, tensor, kept, layout in _experts(spec, stored, kept_in, True, quantize):
+        columns = tensor.shape[-1]
+        if columns % BLOCK_COLUMNS or (isinstance(layout, ScaledLayout) and not layout.compiles(columns)):
+            return None
+        sizes[layer] += _bytes_of_one(tensor, kept, layout, kept_in)
+    return dict(sizes)
+
+
+def _experts(
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor] | None,
+    dtype: str,
+    compiled: bool,
+    quantize: Quantize | None,
+) -> Iterator[tuple[int, TensorSpec, StoredTensor | None, str | ScaledLayout]]:
+    for tensor, kept, layout in held_tensors(
+        spec, stored, dtype=dtype, expand=False, compiled=compiled, quantize=quantize
+    ):
+        if tensor.experts and tensor.layer is not None:
+            yield tensor.layer, tensor, kept, layout
+
+
+def _bytes_of_one(tensor: TensorSpec, kept: StoredTensor | None, layout: str | ScaledLayout, dtype: str) -> int:
+    """What a stack has once is not among it."""
+    rows, columns = tensor.shape[-2:]
+    if isinstance(layout, ScaledLayout):
+        return layout.bytes_for(rows, columns) - layout.shared_bytes
+    if layout in ELEMENT_BYTES or kept is None:
+        return rows * columns * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
+    return kept.nbytes // tensor.experts

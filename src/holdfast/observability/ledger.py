@@ -202,8 +202,8 @@ def _line(name: str, planned: int, found: int | None, with_measured: bool, budge
 
 
 def summary_lines(ledger: Ledger) -> list[str]:
-    """For people, on a few lines a tier: weights, KV pool, all other terms, and what they leave of what was free. Of the
-    tiers below the first, each term: what waits there."""
+    """For people, on a few lines a tier: weights, KV pool, all other terms, and what they leave of what was free. Of
+    the tiers below the first, each term: what waits there."""
     lines: list[str] = []
     for place, tier in enumerate(ledger.tiers):
         below = [term.term for term in ledger.terms if term.tier == tier.tier] if place else []

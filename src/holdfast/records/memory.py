@@ -32,8 +32,8 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of experts over VRAM and RAM, in steps with few tokens; all of it only grows. In steps with many, all experts that
-    wait in RAM are copied to the GPU, whichever are used, and counted as bytes of the link."""
+    """Of experts over VRAM and RAM, in steps with few tokens; all of it only grows. In steps with many, all experts
+    that wait in RAM are copied to the GPU, whichever are used, and counted as bytes of the link."""
 
     pairs: int = 0
     """Of a token and an expert that it chose, in layers whose experts do not all stay in VRAM."""

@@ -230,7 +230,7 @@ class Plan:
     def usual_tokens(self) -> int:
         """Length of a sequence to count with where many run at once: the traffic's, else an ordinary one, or one that
         the pool was made for beside layers that are streamed."""
-        traffic, streamed = self.question.traffic, self.question.settings.streamed_layers > 0
+        traffic, streamed = self.question.traffic, self.question.settings.offloads
         usual = STREAMED_SEQUENCE_TOKENS if streamed and self.device.kind == "gpu" else USEFUL_TOKENS
         return max(1, traffic.length if traffic is not None else min(self.limits.max_model_len, usual))
 
