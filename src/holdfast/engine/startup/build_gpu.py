@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.kv_scales import find_kv_scales
-from holdfast.engine.startup.streamed_layers import device_layers, tiers_below_gpu
+from holdfast.engine.startup.streamed_layers import device_experts, device_layers, tiers_below_gpu
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES, KV_DTYPES, Device, has_gpu_context
@@ -191,12 +191,13 @@ def _settle(
         "context": context.own_bytes,
         "weights": runner.weights_bytes,
         **({"layer_slots": runner.layer_slots_bytes} if runner.layer_slots_bytes else {}),
+        **({"expert_slots": runner.expert_slots_bytes} if runner.expert_slots_bytes else {}),
         "buffers": runner.buffers_bytes,
         # Whatever else torch held at the worst moment; what it keeps beyond that is nobody's, and shown as such.
         "activations": max(
             0,
-            tensors - runner.weights_bytes - runner.layer_slots_bytes - runner.buffers_bytes - runner.logits_bytes
-            - runner.adapters_bytes,
+            tensors - runner.weights_bytes - runner.layer_slots_bytes - runner.expert_slots_bytes
+            - runner.buffers_bytes - runner.logits_bytes - runner.adapters_bytes,
         ),
         "adapters": runner.adapters_bytes,
         "logits": runner.logits_bytes,
@@ -213,6 +214,9 @@ def _settle(
 def _load(
     config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, device: Device, progress: Progress
 ) -> Weights:
+    def pinned(done: int, total: int) -> None:
+        progress("pin", done, total)
+
     with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
         return load_weights(
             spec,
@@ -222,7 +226,8 @@ def _load(
             expand=plan.engine.expand_weights,
             quantize=plan.engine.quantize,
             progress=lambda done, total: progress("load", done, total),
-            slots=device_layers(config, plan, device, lambda done, total: progress("pin", done, total)),
+            slots=device_layers(config, plan, device, pinned),
+            experts=device_experts(plan, device, pinned),
             arrange=partial(arrange_layer, dtype=DTYPES[plan.dtype], device=device),
         )
 
