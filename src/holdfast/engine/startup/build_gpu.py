@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.kv_scales import find_kv_scales
-from holdfast.engine.startup.streamed_layers import device_experts, device_layers, tiers_below_gpu
+from holdfast.engine.startup.placed_experts import device_experts, expert_host
+from holdfast.engine.startup.streamed_layers import device_layers, tiers_below_gpu
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES, KV_DTYPES, Device, has_gpu_context
@@ -218,7 +219,7 @@ def _load(
         progress("pin", done, total)
 
     with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
-        return load_weights(
+        weights = load_weights(
             spec,
             checkpoint,
             dtype=DTYPES[plan.dtype],
@@ -230,6 +231,9 @@ def _load(
             experts=device_experts(plan, device, pinned),
             arrange=partial(arrange_layer, dtype=DTYPES[plan.dtype], device=device),
         )
+        if weights.experts is not None and (host := expert_host(plan, spec, checkpoint, device)) is not None:
+            weights.experts.compute_on_host(host)
+        return weights
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:

@@ -22,7 +22,6 @@ from holdfast.execution.native.loading import kernels, threads
 from holdfast.execution.native.products import LAYOUT_NUMBERS
 from holdfast.footprint.experts import LINE_BYTES, ExchangeLayout
 
-
 MOST_TOKENS = 256
 """In a step: as many rows as compiled pieces of products have room for."""
 PATIENCE_S = 10.0

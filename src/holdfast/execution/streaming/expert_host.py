@@ -1,5 +1,5 @@
-"""The host beside a GPU that computes a step: a thread of its own answers what the step's layers ask of it, one after the
-other, through pinned memory that both see.
+"""The host beside a GPU that computes a step: a thread of its own answers what the step's layers ask of it, one after
+the other, through pinned memory that both see.
 
     launching      ── step 1 ──── step 2 ──                the host is told of a step before it is launched, so that it
     this thread       └─ layers of 1 ─┴─ layers of 2 ─     answers while others are still being launched
@@ -11,38 +11,42 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.native import HostExchange, HostExperts
+from holdfast.execution.native import ComputeThreads, ExpertLayer, HostExchange, HostExperts
 from holdfast.execution.streaming.expert_exchange import SHARES, Exchange
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.experts import ExchangeLayout
 
 PATIENCE_S = 60.0
 """For a layer's request: kernels are compiled between layers when they are first used. The GPU waits as long."""
+LINK_SHARE = 0.0
 LAST_STEP = 2**31 - 1
 """After it comes 1 again."""
 
 
 class ExpertHost:
-    """`memory`: one piece of the exchange's size, which is closed with this. `link_share`: of the experts that wait, and
-    that a step chose, what the GPU reads over the link itself."""
+    """`layers`: with all experts of each. `memory`: one piece of the layout's size at least, which is closed with this.
+    `link_share`: of the experts that wait, and that a step chose, what the GPU reads over the link itself."""
 
     def __init__(
         self,
-        experts: HostExperts,
-        exchange: HostExchange,
+        layers: Sequence[ExpertLayer],
+        layout: ExchangeLayout,
         memory: PinnedMemory,
+        dtype: torch.dtype,
         device: torch.device,
-        link_share: float = 0.0,
+        threads: int,
+        link_share: float = LINK_SHARE,
     ) -> None:
-        self._experts, self._memory, self._exchange, self._device = experts, memory, exchange, device
-        layout = exchange.layout
-        self._shared = as_device_memory(exchange.memory, device)
+        self._exchange = exchange = HostExchange(layout, memory.pieces[0], dtype)
+        self._experts, self._memory, self._device = HostExperts(layers, exchange), memory, device
+        self._threads = ComputeThreads(threads, own=True)
+        self._shared = as_device_memory(memory.pieces[0], device)
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._failed = torch.zeros(1, dtype=torch.int32, device=device)
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
@@ -68,7 +72,8 @@ class ExpertHost:
         """Whether the step that is being launched has the host beside it."""
         self.pairs, self.computed_s, self.waited_s = 0, 0.0, 0.0
         """That were computed here so far, and how long that and waiting for requests took."""
-        self._number, self._error = 0, None
+        self._number = 0
+        self._error: EngineError | None = None
         self._asked: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="expert-host", daemon=True)
         self._thread.start()
@@ -76,6 +81,15 @@ class ExpertHost:
     def _view(self, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = dtype.itemsize * torch.Size(shape).numel()
         return self._shared[first : first + nbytes].view(dtype).view(shape)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, at most."""
+        return self._exchange.layout.tokens
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._memory.nbytes
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
@@ -97,7 +111,7 @@ class ExpertHost:
             self.beside = False
 
     def _give_up(self, number: int) -> None:
-        """Of a step that was not launched to its end: nobody asks for its other layers, and nobody reads the answers."""
+        """Of a step that was not launched to its end: nobody asks for its other layers, nor reads the answers."""
         if self._device.type == "cuda":
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
@@ -105,15 +119,16 @@ class ExpertHost:
             self._exchange.request(layer).fill_(number)
 
     def _serve(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            try:
-                served = self._experts.serve(*asked, PATIENCE_S)
-            except EngineError as error:
-                self._error = error
-                return
-            self.pairs += served.pairs
-            self.computed_s += served.computed_s
-            self.waited_s += served.waited_s
+        with self._threads.computing():
+            while (asked := self._asked.get()) is not None:
+                try:
+                    served = self._experts.serve(*asked, PATIENCE_S)
+                except EngineError as error:
+                    self._error = error
+                    return
+                self.pairs += served.pairs
+                self.computed_s += served.computed_s
+                self.waited_s += served.waited_s
 
     def check(self) -> None:
         """Once a step is computed: raises what kept the host from answering."""
