@@ -31,7 +31,7 @@ SCALED = {
     "fp8-weights": ScaledLayout(codes="fp8", scales="bfloat16"),
 }
 LOSS = {"F32": 1e-5, "BF16": 1e-5} | dict.fromkeys(("Q4_K", "Q6_K"), 1e-3)
-"""Of y's norm; 1e-4 of the others, since inputs have sixteen bits. What random blocks add up to is small beside each."""
+"""Of y's norm; 1e-4 of the others, since inputs have sixteen bits. Random blocks add up to little."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,8 @@ def test_a_gpu_that_never_asks_is_an_error() -> None:
         assert "request within 0.2 s" in str(failed.value)
 
     PlayedGpu(exchange).beside(serve, [[asked]])
-    assert int(exchange.reply(0)) == 1 and int(exchange.reply(1)) == 0
+    assert int(exchange.reply(0)) == 1
+    assert int(exchange.reply(1)) == 0
 
 
 def test_an_expert_that_there_is_not_is_an_error() -> None:

@@ -130,8 +130,8 @@ class HostExperts:
         return self._room.nbytes + self._described.nbytes + sum(uses.nbytes for uses in self.uses)
 
     def serve(self, step: int, tokens: int, patience_s: float = PATIENCE_S) -> Served:
-        """Computes for all layers of a step as they are asked for, and returns after the last reply. An EngineError when
-        a layer is not asked for in time: the step cannot be finished then, nor can another be served."""
+        """Computes for all layers of a step as they are asked for, and returns after the last reply. An EngineError
+        when a layer is not asked for in time: the step cannot be finished then, nor can another be served."""
         if not 1 <= step <= LAST_STEP or not 1 <= tokens <= self._tokens:
             raise ValueError(f"step {step} of {tokens} tokens; there is room for {self._tokens}")
         result, layer, waited_ns, computed_ns, pairs = self._kernels.serve(
