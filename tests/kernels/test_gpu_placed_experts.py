@@ -18,10 +18,11 @@ from holdfast.checkpoints.formats import safetensors
 from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
-from holdfast.execution.weights.load import load_weights
-from holdfast.footprint.expert_places import ExpertPlaces, expert_places
+from holdfast.execution.weights.load import load_host_experts, load_weights
+from holdfast.footprint.expert_places import ExpertPlaces, exchange_layout, expert_places
 from holdfast.records import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -31,7 +32,9 @@ SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "n
 
 class Experts(Tiny):
     """Of three layers none, one and all but one of the experts stay; `few`: tokens of steps that copy nothing, None:
-    all experts stay."""
+    all experts stay. `link_share`: the host computes what waits, but for so much of it."""
+
+    link_share: float | None = None
 
     def __init__(self, folder: Path, few: int | None, kinds: tuple[str, str, str] | None = None) -> None:
         more: dict[str, Any] = {"intermediate_size": 64} if kinds else {}
@@ -56,7 +59,14 @@ class Experts(Tiny):
         on_gpu = device.type == "cuda"
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
         memory = PinnedMemory(places.pinned_sizes, device) if on_gpu else unpinned_memory(places.pinned_sizes)
-        return DeviceExperts(places, device, self.copies, memory, few_tokens=few)
+        experts = DeviceExperts(places, device, self.copies, memory, few_tokens=few)
+        if self.link_share is not None:
+            layout = exchange_layout(self.spec, places, few, 4)
+            exchange = PinnedMemory([1 << 16], device) if on_gpu else unpinned_memory([1 << 16])
+            layers = load_host_experts(self.spec, self._checkpoint, places.layers)
+            self.host = ExpertHost(layers, layout, exchange, torch.float32, device, 2, self.link_share)
+            experts.compute_on_host(self.host)
+        return experts
 
     def _places(self) -> ExpertPlaces:
         sizes = {}
@@ -81,14 +91,27 @@ def answers(model: Experts, device: torch.device) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kinds", [None, ("Q8_0", "Q8_0", "Q4_0")], ids=["dense", "gguf"])
 @pytest.mark.parametrize("few", [0, 4, 100], ids=["copied", "both", "over the link"])
-def test_answers_are_those_of_experts_that_all_stay(
-    few: int, kinds: tuple[str, str, str] | None, tmp_path: Path, device: torch.device
-) -> None:
-    model = Experts(tmp_path, few, kinds)
+def test_answers_are_those_of_experts_that_all_stay(few: int, tmp_path: Path, device: torch.device) -> None:
+    """Bit for bit; in blocks where all are copied, and where none is."""
+    model = Experts(tmp_path, few, None if few == 4 else ("Q8_0", "Q8_0", "Q4_0"))
     found = answers(model, device)
     copied = model.copies.use().copied_bytes
     assert copied == 0 if few == 100 else copied > 0
     model.few = None
     assert found == answers(model, device)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torch.device) -> None:
+    """Steps of few tokens, and many. Its sums are in another order."""
+    model = Experts(tmp_path, 4)
+    model.link_share = share
+    found = answers(model, device)
+    assert model.host.pairs > 0
+    model.few = None
+    wanted = answers(model, device)
+    assert found[:2] == wanted[:2]
+    for (tokens, logprobs), (same, expected) in zip(found[2:], wanted[2:], strict=True):
+        assert tokens == same
+        assert logprobs == pytest.approx(expected, abs=1e-4)

@@ -98,8 +98,8 @@ def test_which_layers_the_host_has() -> None:
 def test_what_a_step_gains() -> None:
     """Beside a link that takes 7 ms for an MLP: cores that take 4, 8 and 40."""
     fast, even, slow = ([speedup(row, **LLAMA_70B, host_mlp_s=taken) for row in (1, 2)] for taken in (4e-3, 8e-3, 4e-2))
-    assert 1.5 < fast[0] < fast[1] < 2
-    assert 1.2 < even[0] < 1.6
+    assert 1.6 < min(fast) < max(fast) < 1.8
+    assert 1.4 < even[0] < 1.5
     assert max(slow) < 0.5
 
 

@@ -16,15 +16,16 @@ from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint.cpu import weights_bytes
 from holdfast.footprint.expert_places import ExpertPlaces, expert_sizes, host_expert_sizes
 from holdfast.footprint.streamed import with_gaps
-from holdfast.hardware import Memory, gpus
+from holdfast.hardware import Memory, Processor, gpus
 from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.hardware.probe import KERNEL_VARIANTS
 from holdfast.models import ModelSpec, catalogue
 from holdfast.planner import api
 from holdfast.planner.advice.expert_speed import ExpertSpeed
 from holdfast.planner.advice.throughput import EXPECTED, throughput
 from holdfast.planner.fit.expert_placement import exchange_bytes, ram_bytes
 from holdfast.planner.fit.result import Plan
-from holdfast.planner.inputs.expert_layers import expert_layers, moe_layers
+from holdfast.planner.inputs.expert_layers import check_expert_layers, moe_layers
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.units import GIB
@@ -53,7 +54,11 @@ def served(vram_gib: float, *, ram_gib: float = 256, name: str = MODEL, cores: i
         device="cuda", load_format="dummy", vram=f"{int(vram_gib * 1024)}MiB", **settings
     )
     host = Memory(total_bytes=256 * GIB, available_bytes=int(ram_gib * GIB), limited_by="machine")
-    return make_gpu_plan(spec_of(name), None, config, [card], name=name, host=host, cores=cores)
+    return make_gpu_plan(spec_of(name), None, config, [card], name=name, host=host, processor=machine_of(cores))
+
+
+def machine_of(cores: int) -> Processor:
+    return Processor(model="", cores=cores, features=KERNEL_VARIANTS["avx2"])
 
 
 def refused(*arguments: float, **settings: object) -> ConfigurationError:
@@ -210,7 +215,7 @@ def test_all_experts_of_named_layers_wait(settings: dict[str, object], layers: r
 )
 def test_patterns_of_anything_else_are_refused_by_name(written: str, found: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        expert_layers(OffloadRequest(overrides=(written,)), spec_of(MODEL))
+        check_expert_layers(OffloadRequest(overrides=(written,)), spec_of(MODEL))
     assert caught.value.code == "HF137"
     assert found in str(caught.value.found)
 
@@ -259,13 +264,13 @@ def test_the_estimate_is_of_what_is_sooner() -> None:
 
 def test_experts_are_met_as_if_by_lot() -> None:
     places = ExpertPlaces((0, 1), (4, 4), 16, (1000, 1000), (1000, 1000))
-    speed = ExpertSpeed.of(places, per_token=4, expert_parameters=2000, cores=10)
+    speed = ExpertSpeed.of(places, per_token=4, expert_parameters=2000, host=machine_of(10))
     assert speed.waiting_bytes == 24000
     assert speed.met(1) == 0.25
     assert speed.met(2) == pytest.approx(1 - 0.75**2)
     assert speed.parameters == 24 * 0.25 * 2000
-    assert speed.host_s(1, 1.0) == pytest.approx(6000 / 44e9)  # Ten cores read 44 GB/s.
-    assert speed.host_s(1000, 1.0) > 24000 / 44e9  # With many tokens it is their operations.
+    assert speed.host_s(1, 1.0) == pytest.approx(6000 / 54e9)  # Ten cores read 54 GB/s.
+    assert speed.host_s(1000, 1.0) > 24000 / 54e9  # With many tokens it is their operations.
 
 
 # What is said
@@ -298,3 +303,11 @@ def test_by_hand_a_plan_is_of_that() -> None:
     assert found.fits
     assert found.to_json()["offload"]["experts"]["layers"] == list(range(24))
     assert "--n-cpu-moe 24" in str(found)
+
+
+@pytest.mark.parametrize("settings", [{"n_cpu_moe": 2}, {"override_tensor": r"blk\.4[0-7]\..*exps=CPU"}])
+def test_remedies_of_too_few_by_hand_may_be_models_without_experts(settings: dict[str, object]) -> None:
+    found = api.plan(MODEL, gpu="rtx4090", vram="6GiB", ram="64GiB", **settings)
+    assert not found.fits
+    assert "experts would stay" in str(found)
+    assert found.ways_out

@@ -169,7 +169,7 @@ def plan_model(
             gguf=model.in_gguf,
             host=host,
             front_bytes=front_bytes,
-            cores=processor().cores,
+            processor=processor(),
             compiled_kernels=compiled_kernels() if kernels is None else kernels,
         )
         return with_host_memory(plan, config, host, front_bytes)
@@ -243,7 +243,7 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
         gguf=model.in_gguf,
         host=_with_own(memory(), resident()),
         front_bytes=plan.question.settings.front_bytes,
-        cores=processor().cores,
+        processor=processor(),
         compiled_kernels=compiled_kernels(),
     )
 

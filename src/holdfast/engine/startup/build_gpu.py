@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoints import Checkpoint, ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.kv_scales import find_kv_scales
-from holdfast.engine.startup.streamed_layers import device_experts, device_layers, tiers_below_gpu
+from holdfast.engine.startup.placed_experts import device_experts, expert_host
+from holdfast.engine.startup.streamed_layers import device_layers, tiers_below_gpu
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution import native
 from holdfast.execution.batch import RunnerLimits
@@ -238,6 +239,8 @@ def _load(
             experts=device_experts(plan, device, pinned),
             arrange=partial(arrange_layer, dtype=DTYPES[plan.dtype], device=device),
         )
+        if weights.experts is not None and (host := expert_host(plan, spec, checkpoint, device)) is not None:
+            weights.experts.compute_on_host(host)
         hosts = _host_mlps(config, plan, spec, checkpoint, weights)
         return weights if hosts is None else with_host_mlps(weights, spec, checkpoint, hosts)
 

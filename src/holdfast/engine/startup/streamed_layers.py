@@ -1,5 +1,5 @@
-"""Layers that do not fit in RAM or on the GPU, and experts, from a plan: slots that they take turns in, where they
-wait, what is told."""
+"""Layers that do not fit in RAM or on the GPU, from a plan: slots that they take turns in, where they wait, what is
+told."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.config import EngineConfig
-from holdfast.errors import DoesNotFitError
+from holdfast.engine.startup.placed_experts import check_ram, expert_tier
 from holdfast.execution.device import Device
 from holdfast.execution.streaming.copies import CudaCopies
-from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_file import LayerFile
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.hardware import memory
 from holdfast.planner import Plan
-from holdfast.planner.serve.offload import RAM_IS_SHORT
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
@@ -43,7 +41,7 @@ def device_layers(
     streamed = plan.engine.streamed
     if streamed is None:
         return None
-    _check_ram(streamed.pinned_bytes, counted(len(streamed.layers), "layer"))
+    check_ram(streamed.pinned_bytes, counted(len(streamed.layers), "layer"))
     file = None
     if streamed.on_disk and config.nvme_path is not None:
         size, count = format_bytes(streamed.file_bytes), len(streamed.on_disk)
@@ -54,57 +52,22 @@ def device_layers(
     return DeviceLayers(streamed, device, CudaCopies(device), pinned, file)
 
 
-def device_experts(plan: Plan, device: Device, progress: Callable[[int, int], None]) -> DeviceExperts | None:
-    """None: all experts stay on the GPU, or whole layers come. `progress`: of the bytes that are pinned."""
-    places = plan.engine.expert_places
-    if places is None:
-        return None
-    what = f"the experts of {counted(len(places.layers), 'layer')}"
-    _check_ram(places.pinned_bytes, what)
-    log.info("pinning %s of RAM for %s", format_bytes(places.pinned_bytes), what)
-    return DeviceExperts(places, device, CudaCopies(device), PinnedMemory(places.pinned_sizes, device, progress))
-
-
-def _check_ram(pinned_bytes: int, what: str) -> None:
-    """That it is there now: the plan may be of another day, before the engine slept or was started again."""
-    host = memory()
-    short = pinned_bytes - host.available_bytes
-    if short > 0:
-        raise DoesNotFitError(
-            "RAM no longer holds what does not fit on the GPU: pinned, it would leave the machine without memory",
-            code=RAM_IS_SHORT,
-            needed=f"{format_bytes(pinned_bytes)} of pinned RAM for {what}",
-            found=f"{format_bytes(host.available_bytes)} free ({host.limited_by}): {format_bytes(short)} short",
-            fix="stop what else takes RAM, or --nvme-path DIR on a fast disk with room for them",
-            field="nvme_path",
-        )
-
-
 def tiers_below_gpu(config: EngineConfig, plan: Plan, pinned_bytes: int) -> list[LowerTier]:
     """Once layers are in place. `pinned_bytes`: as measured."""
     streamed, experts = plan.engine.streamed, plan.engine.expert_places
-    if streamed is None and experts is None:
+    if experts is not None:
+        return [expert_tier(plan, experts, pinned_bytes)]
+    if streamed is None:
         return []
-    host, planned = memory(), 0
-    if streamed is not None:
-        planned = streamed.pinned_bytes
-    elif experts is not None:
-        planned = experts.pinned_bytes
+    host, planned = memory(), streamed.pinned_bytes
     pinned = LowerTier(
         tier="ram",
         total_bytes=host.total_bytes,
         free_bytes=host.available_bytes + pinned_bytes,
         limited_by=host.limited_by,
-        terms=[
-            MemoryTerm(
-                tier="ram",
-                term="experts" if streamed is None else "weights",
-                planned_bytes=planned,
-                measured_bytes=pinned_bytes,
-            )
-        ],
+        terms=[MemoryTerm(tier="ram", term="weights", planned_bytes=planned, measured_bytes=pinned_bytes)],
     )
-    return [pinned, *(lower_tiers(config, plan) if streamed is not None and streamed.on_disk else [])]
+    return [pinned, *(lower_tiers(config, plan) if streamed.on_disk else [])]
 
 
 def lower_tiers(config: EngineConfig, plan: Plan) -> list[LowerTier]:

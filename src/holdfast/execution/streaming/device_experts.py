@@ -8,8 +8,8 @@ memory, a piece a layer. Products find an expert by its layer's table of places:
         layer        0        1        2        3                two slots; those of the next layer come while one is
         the link   ─1─►│─2──────►│─3──────►│─0──────►           computed, in the order of layers, in the next step too
 
-    few tokens     nothing is copied: kernels read what was chosen over the link, where it waits; or the host computes
-                   with it, see `expert_host`
+    few tokens     kernels fetch what was chosen over the link, to its place in the slot; or the host computes with it,
+                   see `expert_host`
 
 Knows nothing of products.
 """
@@ -17,8 +17,8 @@ Knows nothing of products.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import msgspec
@@ -26,7 +26,7 @@ import torch
 
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies
-from holdfast.execution.streaming.expert_exchange import Exchange
+from holdfast.execution.streaming.expert_exchange import Exchange, FetchedPieces
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.expert_places import ExpertPlaces
@@ -35,8 +35,8 @@ from holdfast.records import LinkUse
 from holdfast.units import format_bytes
 
 FEW_TOKENS = 16
-"""Of a step that reads only the experts it chose. With more, most of those that wait are chosen by some token: 16 that
-choose 8 of 128 alike take 64% of them, 32 take 87%."""
+"""Of a step for which only the experts come that it chose. With more, most of those that wait are chosen by some token:
+16 that choose 8 of 128 alike take 64% of them, 32 take 87%."""
 MEASURED_LAYERS = 8
 """Copied to see how fast the link is."""
 
@@ -46,8 +46,8 @@ class Apart(NamedTuple):
 
     places: torch.Tensor
     """int32 [experts]"""
-    over_link: bool
-    """Those that wait: where they do; otherwise they are in their slot."""
+    fetched: FetchedPieces | None = None
+    """Those that wait are to be fetched; None: they are in their slot."""
     exchange: Exchange | None = None
     """With the host, which computes with those that wait, or some of them."""
 
@@ -65,14 +65,14 @@ class DeviceExperts:
     ) -> None:
         self._copies, self._memory, self.few_tokens = copies, memory, few_tokens
         self.host: ExpertHost | None = None
-        """Computes with experts that wait, in steps with few tokens. Closed with this."""
         self._number = {layer: number for number, layer in enumerate(places.layers)}
         self._layers, self._resident, self._sizes = places.layers, places.resident, places.pinned_sizes
         self._slots = [
             _ExpertSlot(torch.empty(places.slot_bytes, dtype=torch.uint8, device=device), copies)
             for _ in range(places.slots_used)
         ]
-        self._over_link = [as_device_memory(piece, device) for piece in memory.pieces]
+        self._mapped = [as_device_memory(piece, device) for piece in memory.pieces]
+        self._fetched: dict[int, FetchedPieces] = {}
         first = [[*range(stay), *range(-1, stay - places.experts - 1, -1)] for stay in places.resident]
         self.places = torch.tensor(first, dtype=torch.int32, device=device).view(-1, places.experts)
         """[layers, experts]"""
@@ -95,6 +95,9 @@ class DeviceExperts:
         """Experts that stay: the first ones, when they are loaded."""
         return self._resident[self._number[layer]]
 
+    def waiting(self, layer: int) -> int:
+        return self.places.shape[1] - self.resident(layer)
+
     def arena(self, layer: int) -> Arena:
         """Where the tensors of its other experts are to be made."""
         slot = self._slot(layer)
@@ -107,20 +110,30 @@ class DeviceExperts:
         self._copies.now(slot.tensor[: self._size(layer)], self._piece(layer))
         slot.layer = layer
 
-    def over_link(self, layer: int, tensor: torch.Tensor) -> torch.Tensor:
-        """What kernels read where it waits; `tensor`: the same in its slot."""
-        first = tensor.data_ptr() - self._slot(layer).tensor.data_ptr()
-        waiting = self._over_link[self._number[layer]][first : first + tensor.nbytes]
-        return waiting.view(tensor.dtype).view(tensor.shape)
+    def fetch(self, layer: int, planes: Sequence[torch.Tensor]) -> None:
+        """Says what is to be fetched of an expert; `planes`: all that waits, in the layer's slot."""
+        self._fetched[layer] = FetchedPieces.of(
+            planes, [self._over_link(layer, plane) for plane in planes], self.waiting(layer)
+        )
+
+    def _over_link(self, layer: int, plane: torch.Tensor) -> torch.Tensor:
+        first = plane.data_ptr() - self._slot(layer).tensor.data_ptr()
+        return self._mapped[self._number[layer]][first : first + plane.nbytes]
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
         """Around all that launches or captures a step of so many tokens."""
-        if self.host is None or tokens > self.few_tokens:
+        if tokens <= self.few_tokens and not self._paused:
+            for slot in self._slots:
+                if slot.layer is not None:  # Its experts are overwritten.
+                    self._copies.await_copy(slot.copied)
+                    slot.layer = None
+        with nullcontext() if self.host is None or tokens > self.few_tokens else self.host.step(tokens):
             yield
-            return
-        with self.host.step(tokens):
-            yield
+
+    def compute_on_host(self, host: ExpertHost) -> None:
+        """In steps with few tokens it computes with experts that wait. It is closed with this."""
+        self.host, self.few_tokens = host, host.tokens
 
     def check(self) -> None:
         """Raises what went wrong on the host, whose answers then mean nothing."""
@@ -142,13 +155,13 @@ class DeviceExperts:
         places = self.places[number]
         if tokens <= self.few_tokens:
             exchange = None if self.host is None or not self.host.beside else self.host.exchanges[number]
-            return Apart(places, over_link=True, exchange=exchange)
+            return Apart(places, self._fetched[layer], exchange)
         if not self._paused:
             slot = self._slot(layer)
             if slot.layer != layer:
                 self._ask(layer)
             self._copies.await_copy(slot.copied)
-        return Apart(places, over_link=False)
+        return Apart(places)
 
     def end(self, layer: int, tokens: int) -> None:
         """All of it was launched: whoever is next in its slot may come."""
@@ -203,7 +216,8 @@ class DeviceExperts:
             self.host.close()
             self.host = None
         self._copies.close()
-        self._over_link.clear()
+        self._mapped.clear()
+        self._fetched.clear()
         self._memory.close()
         self._slots.clear()
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from holdfast.checkpoints import StoredTensor
+from holdfast.errors import EngineError
 from holdfast.execution.layers.experts import (
     BlockStack,
     DenseStack,
@@ -114,6 +115,31 @@ def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
     return weights
 
 
+def load_host_layer(loader: ExpertLoader, layer: LayerSpec, activation: Activation) -> ExpertLayer:
+    """The experts of a layer as the host computes with them for a GPU: all of them, and nothing else."""
+    assert layer.experts is not None
+    gate, up, down = (f"layers.{layer.index}.experts.{part}" for part in ("gate", "up", "down"))
+    if not _in_blocks(loader, (gate, up, down)):
+        raise EngineError(
+            "compiled kernels do not read these experts",
+            needed=f"rows of a multiple of {BLOCK_COLUMNS} columns",
+            found=", ".join(str(loader.tensors[name].shape[2]) for name in (gate, up, down)),
+            fix="--cpu-compute off",
+        )
+    parts = [_Part(layer.experts.count, loader.make)]
+    alike = loader.kept_layout(gate) == loader.kept_layout(up)
+    stacks = [_stack(loader, names, True, parts) for names in ([(gate, up)] if alike else [(gate,), (up,)])]
+    stacks.append(_stack(loader, (down,), True, parts))
+    matrices = [stack.matrices for stack in stacks if isinstance(stack, BlockStack)]
+    return ExpertLayer(
+        gate_up=list(zip(*matrices[:-1], strict=True)),
+        down=matrices[-1],
+        per_token=layer.experts.per_token,
+        normalized=layer.experts.normalized,
+        activation=activation,
+    )
+
+
 def _in_blocks(loader: ExpertLoader, names: Sequence[str]) -> bool:
     """Compiled products read rows in pieces; a layer's stacks are all multiplied by them, or none is."""
     columns = {name: loader.tensors[name].shape[2] for name in names}
@@ -168,6 +194,11 @@ def _scaled(
             loader.fill_scaled(matrices[part], place * sum(rows) + first, name, expert)
         first += count
         loader.step()
+    if matrices[0].inputs is not None:
+        # Inputs are rounded once for all experts; the scale is read wherever these are.
+        largest = torch.stack([matrix.inputs for matrix in matrices if matrix.inputs is not None]).amax(0)
+        for matrix in matrices:
+            matrix.inputs = largest
     if blocks:
         return BlockStack(matrices[0].compiled_parts(experts), matrices[0].nbytes)
     stacks = [QuantizedStack(matrix, part.experts) for matrix, part in zip(matrices, parts, strict=True)]

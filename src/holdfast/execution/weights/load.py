@@ -35,7 +35,7 @@ from holdfast.execution.weights.decoder_weights import (
     Weights,
 )
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
-from holdfast.execution.weights.experts import host_mlp, load_experts
+from holdfast.execution.weights.experts import host_mlp, load_experts, load_host_layer
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
 from holdfast.execution.weights.packed import PackedSource
 from holdfast.execution.weights.quantize import fill_quantized
@@ -102,6 +102,15 @@ def load_weights(
     if PeakMemory.resident_bytes() - before - here > WORTH_TRIMMING_BYTES:
         trim_memory()
     return weights
+
+
+def load_host_experts(
+    spec: ModelSpec, checkpoint: Checkpoint | None, layers: Sequence[int], quantize: Quantize | None = None
+) -> list[ExpertLayer]:
+    """All experts of these layers once more, as the host computes with them for a GPU."""
+    loader = Loader(spec, checkpoint, torch.float32, torch.device("cpu"), False, True, False, None, quantize)
+    with torch.inference_mode(), loader.readers:
+        return [load_host_layer(loader, spec.layers[layer], spec.activation) for layer in layers]
 
 
 def load_host_mlp(

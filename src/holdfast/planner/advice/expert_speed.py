@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.footprint.expert_places import FEW_TOKENS, ExpertPlaces
+from holdfast.hardware import Processor
 from holdfast.planner.sizing.host_cores import KERNEL_SHARE, host_flops, host_gb_s
 
 GB = 10**9
@@ -38,16 +39,16 @@ class ExpertSpeed:
     """Of experts that wait, which one token meets."""
 
     @staticmethod
-    def of(places: ExpertPlaces, per_token: int, expert_parameters: int, cores: int | None) -> ExpertSpeed:
-        """`expert_parameters`: of one expert. `cores`: of the host; None: not known."""
+    def of(places: ExpertPlaces, per_token: int, expert_parameters: int, host: Processor | None) -> ExpertSpeed:
+        """`expert_parameters`: of one expert. `host`: whose cores may compute; None: not known."""
         waiting = sum(places.waiting)
         return ExpertSpeed(
             waiting_bytes=sum(places.waiting_bytes),
             met_share=per_token / places.experts,
             layers=len(places.layers),
             host=bool(places.host_sizes),
-            host_gb_s=host_gb_s(cores),
-            host_flops=host_flops(cores),
+            host_gb_s=host_gb_s(host),
+            host_flops=host_flops(host),
             parameters=waiting * per_token / places.experts * expert_parameters,
         )
 

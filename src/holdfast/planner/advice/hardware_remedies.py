@@ -131,7 +131,7 @@ def _machine(question: Question, named: Mapping[str, object]) -> Machine:
             for device in made.devices
         )
         made = replace(made, devices=tuple(devices))
-    return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes)
+    return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes, host=machine.host)
 
 
 def tiers(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:

@@ -311,7 +311,7 @@ def _expert_speed(fit: Plan) -> ExpertSpeed | None:
         return None
     (kind,) = kinds(fit.question.model.spec)
     parameters = 3 * fit.question.model.spec.hidden_size * kind.intermediate_size
-    return ExpertSpeed.of(places, kind.per_token, parameters, fit.question.machine.host_cores)
+    return ExpertSpeed.of(places, kind.per_token, parameters, fit.question.machine.host)
 
 
 def _met(spec: ModelSpec, tensor: TensorSpec) -> float:

@@ -15,6 +15,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
 from holdfast.footprint.expert_places import ExpertPlaces, all_wait, spread_experts
+from holdfast.footprint.experts import kinds
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import (
@@ -256,12 +257,12 @@ def streamed_on_gpu(question: Question) -> StreamedLayers | None:
 def experts_on_gpu(question: Question) -> ExpertPlaces | None:
     """Of this engine on one GPU; None: all experts stay in its memory, or come with their layers."""
     settings, weights = question.settings, engine_weights(Same(question.model))
-    if not settings.experts_wait or weights is None:
-        return None
+    if not settings.experts_wait or weights is None or not kinds(question.model.spec):
+        return None  # A smaller model may be tried that has none.
     dtype, asked, spec = compute_dtype(question, 1), settings.offload, question.model.spec
     sizes = weights.expert_sizes(dtype=dtype)
     host = weights.host_expert_sizes(dtype=dtype) if settings.host_experts else None
-    experts = next(layer.experts.count for layer in spec.layers if layer.experts is not None)
+    experts = kinds(spec)[0].count
     if asked.experts_by_hand:
         return all_wait(sizes, experts, expert_layers(asked, spec), host)
     assert settings.resident_experts is not None

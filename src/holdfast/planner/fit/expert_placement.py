@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from holdfast.footprint.cpu import ELEMENT_BYTES
-from holdfast.footprint.expert_places import FEW_TOKENS, ExpertPlaces
-from holdfast.footprint.experts import ExchangeLayout, kinds
+from holdfast.footprint.expert_places import ExpertPlaces, exchange_layout
+from holdfast.footprint.experts import kinds
 from holdfast.footprint.identity_key import Same
 from holdfast.planner.fit.count import experts_on_gpu
 from holdfast.planner.fit.placement import (
@@ -32,11 +32,11 @@ from holdfast.planner.fit.placement import (
 )
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
-from holdfast.planner.inputs.expert_layers import expert_layers, moe_layers
+from holdfast.planner.inputs.expert_layers import check_expert_layers, expert_layers, moe_layers
 from holdfast.planner.inputs.question import Question
 from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
-from holdfast.planner.sizing.host_cores import host_is_sooner
+from holdfast.planner.sizing.host_cores import ASSUMED, host_is_sooner
 from holdfast.planner.sizing.host_ram import HOST_SHARE
 from holdfast.planner.sizing.kv_cost import largest
 from holdfast.units import counted, format_bytes
@@ -89,13 +89,7 @@ def exchange_bytes(plan: Plan, places: ExpertPlaces) -> int:
     if not places.host_sizes:
         return 0
     spec = plan.question.model.spec
-    return ExchangeLayout(
-        layers=len(places.layers),
-        tokens=min(FEW_TOKENS, plan.limits.max_num_seqs),
-        per_token=kinds(spec)[0].per_token,
-        hidden=spec.hidden_size,
-        element_bytes=ELEMENT_BYTES[plan.dtype],
-    ).nbytes
+    return exchange_layout(spec, places, plan.limits.max_num_seqs, ELEMENT_BYTES[plan.dtype]).nbytes
 
 
 def wants_offload(question: Question) -> bool:
@@ -107,9 +101,9 @@ def _wants_experts(question: Question) -> bool:
     asked = question.settings.offload
     if not asked.experts_by_hand:
         return False
-    chosen = expert_layers(asked, question.model.spec)
+    check_expert_layers(asked, question.model.spec)
     check_can_stream(question)
-    return len(chosen) > 0
+    return len(expert_layers(asked, question.model.spec)) > 0
 
 
 def place_larger(question: Question, kv_bytes: int = 0) -> Placement | ExpertPlacement | None:
@@ -200,15 +194,15 @@ def _idle_reason(plan: Plan) -> str:
     """Why the host's cores compute no experts, be there RAM enough; empty: they may."""
     question, weights, gpu = plan.question, engine_weights(Same(plan.question.model)), plan.device.gpu
     assert weights is not None
-    cores = question.machine.host_cores
+    host = question.machine.host
     if not question.settings.offload.cpu_compute:
         return "--cpu-compute off"
     if not question.machine.host_computes:
         return "this installation has no compiled kernels for this CPU"
     if weights.host_expert_sizes(dtype=compute_dtype(question, 1)) is None:
         return f"compiled kernels do not read experts in {weights.format or plan.dtype}"
-    if gpu is not None and not host_is_sooner(cores, gpu.host_link.gb_s):
-        return f"{counted(cores or 1, 'core')} would take longer than the GPU over {gpu.host_link.name}"
+    if gpu is not None and not host_is_sooner(host, gpu.host_link.gb_s):
+        return f"{counted((host or ASSUMED).cores, 'core')} would take longer than the GPU over {gpu.host_link.name}"
     return ""
 
 

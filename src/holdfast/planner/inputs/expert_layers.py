@@ -22,7 +22,18 @@ def moe_layers(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def expert_layers(asked: OffloadRequest, spec: ModelSpec) -> tuple[int, ...]:
-    """By hand; refused of a model without experts, and of patterns for anything else."""
+    """By hand: the first so many, or those all of whose experts match. Of a model that something else was asked for, as
+    far as it has such layers."""
+    found = moe_layers(spec)
+    if not asked.overrides:
+        return tuple(layer for layer in found if layer < asked.expert_layers)
+    waiting = {tensor.name for tensor in _waiting(asked, spec)}
+    experts = [tensor for tensor in spec.tensors if tensor.experts]
+    return tuple(layer for layer in found if all(tensor.name in waiting for tensor in experts if tensor.layer == layer))
+
+
+def check_expert_layers(asked: OffloadRequest, spec: ModelSpec) -> None:
+    """Refuses what is asked of a model without experts, and patterns for anything but all experts of layers."""
     found = moe_layers(spec)
     if not found:
         raise ConfigurationError(
@@ -34,35 +45,27 @@ def expert_layers(asked: OffloadRequest, spec: ModelSpec) -> tuple[int, ...]:
             field=_field(asked),
         )
     if not asked.overrides:
-        return tuple(layer for layer in found if layer < asked.expert_layers)
-    patterns = [_pattern(one) for one in asked.overrides]
-    waiting = [tensor for tensor in spec.tensors if _place(tensor, patterns) == WAITS]
+        return
+    waiting = _waiting(asked, spec)
     for tensor in waiting:
-        if not _is_expert(tensor):
-            raise _refused(
-                asked, f"{tensor.gguf_name} is not an expert's", "a pattern of experts alone, such as exps=CPU"
-            )
-    layers = tuple(layer for layer in found if any(tensor.layer == layer for tensor in waiting))
-    for layer in layers:
-        _check_whole(asked, spec, layer, [tensor for tensor in waiting if tensor.layer == layer])
-    if not layers and any(place == WAITS for _, place in patterns):
-        raise _refused(
-            asked, "no tensor of an expert matches", f"a pattern that matches blk.{found[0]}.ffn_up_exps.weight"
-        )
-    return layers
-
-
-def _check_whole(asked: OffloadRequest, spec: ModelSpec, layer: int, waiting: list[TensorSpec]) -> None:
-    experts = [tensor for tensor in spec.tensors if tensor.layer == layer and _is_expert(tensor)]
+        if not tensor.experts:
+            needed = "a pattern of experts alone, such as exps=CPU"
+            raise _refused(asked, f"{tensor.gguf_name} is not an expert's", needed)
     names = {tensor.name for tensor in waiting}
-    staying = next((tensor for tensor in experts if tensor.name not in names), None)
-    if staying is not None:
-        said = f"{waiting[0].gguf_name} would wait in RAM and {staying.gguf_name} stay on the GPU"
-        raise _refused(asked, said, "a pattern of all experts of a layer, such as ffn_.*_exps")
+    for first in waiting:
+        others = (tensor for tensor in spec.tensors if tensor.layer == first.layer and tensor.experts)
+        staying = next((tensor for tensor in others if tensor.name not in names), None)
+        if staying is not None:
+            said = f"{first.gguf_name} would wait in RAM and {staying.gguf_name} stay on the GPU"
+            raise _refused(asked, said, "a pattern of all experts of a layer, such as ffn_.*_exps")
+    if not waiting and any(_pattern(one)[1] == WAITS for one in asked.overrides):
+        needed = f"a pattern that matches blk.{found[0]}.ffn_up_exps.weight"
+        raise _refused(asked, "no tensor of an expert matches", needed)
 
 
-def _is_expert(tensor: TensorSpec) -> bool:
-    return tensor.experts > 0
+def _waiting(asked: OffloadRequest, spec: ModelSpec) -> list[TensorSpec]:
+    patterns = [_pattern(one) for one in asked.overrides]
+    return [tensor for tensor in spec.tensors if _place(tensor, patterns) == WAITS]
 
 
 def _place(tensor: TensorSpec, patterns: list[tuple[re.Pattern[str], str]]) -> str | None:

@@ -98,7 +98,7 @@ class Machine:
     cpu_features: frozenset[str] = frozenset()
     cores: int = 1
     """That compute, on a CPU."""
-    host_cores: int | None = None
+    host: Processor | None = None
     """Beside a GPU; None: not known."""
     compiled_kernels: bool = False
     """This installation has them, and the CPU can run them."""

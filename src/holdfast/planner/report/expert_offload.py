@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.planner.advice.expert_offload import other_ways
 from holdfast.planner.fit.expert_placement import ExpertPlacement
 from holdfast.planner.fit.placement import pinned_room
-from holdfast.planner.sizing.host_cores import ASSUMED_CORES, host_gb_s
+from holdfast.planner.sizing.host_cores import ASSUMED, host_gb_s
 from holdfast.units import counted, format_bytes
 
 
@@ -45,11 +45,11 @@ def expert_tier_lines(placed: ExpertPlacement) -> Iterator[str]:
 def _computing(placed: ExpertPlacement) -> str:
     if placed.idle_reason:
         return f"steps with few tokens read experts over the link, as {placed.idle_reason}"
-    cores = placed.plan.question.machine.host_cores
-    known = "" if cores is not None else " (assumed)"
+    host = placed.plan.question.machine.host
+    known = "" if host is not None else " (assumed)"
     return (
-        f"steps with few tokens have the CPU compute what waits: {cores or ASSUMED_CORES} cores{known} that read"
-        f" {host_gb_s(cores):.0f} GB/s (assumed); calibrated at start"
+        f"steps with few tokens have the CPU compute what waits: {(host or ASSUMED).cores} cores{known} that read"
+        f" {host_gb_s(host):.0f} GB/s (assumed); calibrated at start"
     )
 
 
@@ -58,7 +58,7 @@ def other_way_lines(placed: ExpertPlacement) -> Iterator[str]:
 
 
 def expert_document(placed: ExpertPlacement) -> dict[str, Any]:
-    places, cores = placed.places, placed.plan.question.machine.host_cores
+    places, host = placed.places, placed.plan.question.machine.host
     return {
         "layers": list(places.layers),
         "experts_per_layer": places.experts,
@@ -72,7 +72,7 @@ def expert_document(placed: ExpertPlacement) -> dict[str, Any]:
         "cpu_computes": bool(places.host_sizes),
         "cpu_idle_reason": placed.idle_reason or None,
         "cpu_bytes": places.host_bytes,
-        "cpu_gb_s_assumed": host_gb_s(cores),
+        "cpu_gb_s_assumed": host_gb_s(host),
         "exchange_bytes": placed.exchange_bytes,
         "other_ways": list(other_ways(placed)),
     }

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from holdfast import hardware
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import CheckpointError, ConfigurationError, DoesNotFitError
@@ -19,7 +20,7 @@ from holdfast.footprint.cpu import expands, kv_layout
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
-from holdfast.hardware import Memory
+from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -90,13 +91,13 @@ def make_gpu_plan(
     gguf: bool = False,
     host: Memory | None = None,
     front_bytes: int = 0,
-    cores: int | None = None,
+    processor: Processor | None = None,
     compiled_kernels: bool = True,
 ) -> Plan:
     """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file. `host`: RAM
     that layers may wait in which the GPU does not hold, less `front_bytes` of the process in front of the engine's;
-    None: none. `cores`: of the host (None: as the system counts them), which may compute what waits there where
-    there are `compiled_kernels`."""
+    None: none. `processor`: of the host (None: this one), which may compute what waits there where it has
+    `compiled_kernels`."""
     model_made = planned_model(spec, stored, name)
 
     def attempt(tried: EngineConfig) -> Plan:
@@ -104,8 +105,8 @@ def make_gpu_plan(
         found = _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus, front_bytes)
         by_hand = host is not None and wants_offload(found.question)
         if host is not None and (by_hand or (not found.fits and may_stream(found.question))):
-            there = cores or os.cpu_count() or FEW_CORES
-            share = host_share(host, tried, found, front_bytes, cores=there, computes=compiled_kernels)
+            there = hardware.processor() if processor is None else processor
+            share = host_share(host, tried, found, front_bytes, processor=there, computes=compiled_kernels)
             found = with_offload(found, tried, share)
         if not found.fits:
             raise _refusal(found)

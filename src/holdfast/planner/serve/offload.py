@@ -13,7 +13,7 @@ from holdfast.config import EngineConfig
 from holdfast.config.offload import OffloadRequest
 from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.footprint import lora
-from holdfast.hardware import Memory
+from holdfast.hardware import Memory, Processor
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.offload import kv_price
 from holdfast.planner.advice.search import first_that_fits
@@ -44,9 +44,9 @@ class HostShare:
     disk_bytes: int | None
     """None: there is no folder for layers."""
     as_set: bool
-    cores: int
+    processor: Processor
     computes: bool
-    """They have compiled kernels."""
+    """It has compiled kernels."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -61,7 +61,7 @@ class HostShare:
 
 
 def host_share(
-    machine: Memory, config: EngineConfig, found: Plan, front_bytes: int, *, cores: int, computes: bool
+    machine: Memory, config: EngineConfig, found: Plan, front_bytes: int, *, processor: Processor, computes: bool
 ) -> HostShare:
     spec, copies = found.question.model.spec, config.lora_copies
     if config.ram is not None and config.ram > machine.available_bytes:
@@ -71,7 +71,7 @@ def host_share(
         config.sequences,
         front_bytes=front_bytes,
         adapters_bytes=lora.held_bytes(spec, dtype=found.dtype, places=copies, max_rank=config.lora_rank),
-        cores=cores,
+        cores=processor.cores,
         structured_output=not config.skip_tokenizer_init,
     )
     return HostShare(
@@ -81,7 +81,7 @@ def host_share(
         adapters=copies,
         disk_bytes=None if config.nvme_path is None else disk_room(config.nvme_path, config.nvme),
         as_set=config.ram is not None,
-        cores=cores,
+        processor=processor,
         computes=computes,
     )
 
@@ -94,7 +94,7 @@ def with_offload(found: Plan, config: EngineConfig, host: HostShare) -> Plan:
         found.question.machine,
         pinned_bytes=host.pinned_bytes,
         nvme_bytes=host.disk_bytes,
-        host_cores=host.cores,
+        host=host.processor,
         host_computes=host.computes,
     )
     question = replace(found.question, machine=machine)

@@ -34,6 +34,7 @@ QUANTIZING_BYTES = 16 * MIB
 """Beyond the tile that any matrix is expanded in: the weights of one as numbers, and what its codes are tried with."""
 _NAMES: Mapping[str, str] = {
     "awq": "AWQ int4", "gptq": "GPTQ", "int4": "INT4", "int8": "INT8", "fp8": "FP8", "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4",
     "bitsandbytes": "bitsandbytes",
 }  # fmt: skip
 

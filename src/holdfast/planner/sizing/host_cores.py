@@ -3,27 +3,31 @@ start calibrates it, a plan for another machine cannot."""
 
 from __future__ import annotations
 
-CORE_GB_S = 4.4
-"""Of memory that a core reads a second while others do: 16 of an H200's host read 70."""
-CORE_FLOPS = 45e9
-"""Of a core with AVX2 in products of quantized experts; AMX and VNNI do twice and more (`default_limits`)."""
-ASSUMED_CORES = 8
+from holdfast.hardware import Processor
+from holdfast.hardware.probe import KERNEL_VARIANTS
+from holdfast.planner.sizing.default_limits import core_flops
+
+CORE_GB_S = 5.4
+"""Of experts that a core reads a second while it computes with them, and others do: 16 cores of an H200's host (AMX)
+read 82 to 92 GB/s of Qwen3-30B-A3B in Q4_K for 1 to 32 tokens, 8 of them 49 to 52."""
+ASSUMED = Processor(model="", cores=8, features=KERNEL_VARIANTS["avx2"])
 """Where nothing is known of them."""
-KERNEL_SHARE = 0.65
-"""Of what copies reach over the link, where kernels read it: 35 of 53 GB/s on PCIe 5."""
+KERNEL_SHARE = 0.9
+"""Of what copies reach over the link, where kernels read it: 51 of 53.5 GB/s on PCIe 5 by one that only reads."""
 COPY_SHARE = 0.82
 """Of what the link is stated to do, that copies reach."""
 
 
-def host_gb_s(cores: int | None) -> float:
-    """That so many cores read together; None: not known."""
-    return (cores or ASSUMED_CORES) * CORE_GB_S
+def host_gb_s(host: Processor | None) -> float:
+    """That its cores read together; None: not known."""
+    return (host or ASSUMED).cores * CORE_GB_S
 
 
-def host_flops(cores: int | None) -> float:
-    return (cores or ASSUMED_CORES) * CORE_FLOPS
+def host_flops(host: Processor | None) -> float:
+    known = host or ASSUMED
+    return known.cores * core_flops(known.features)
 
 
-def host_is_sooner(cores: int | None, link_gb_s: float) -> bool:
+def host_is_sooner(host: Processor | None, link_gb_s: float) -> bool:
     """Whether cores compute an expert sooner than a GPU's kernels read it over the link, both bound by its bytes."""
-    return host_gb_s(cores) > link_gb_s * COPY_SHARE * KERNEL_SHARE
+    return host_gb_s(host) > link_gb_s * COPY_SHARE * KERNEL_SHARE

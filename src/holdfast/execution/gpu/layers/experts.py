@@ -11,7 +11,7 @@ a graph. More tokens than the buffers hold are taken in turns.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,7 +33,7 @@ from holdfast.execution.triton_kernels import layer as layer_kernels
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
 from holdfast.execution.triton_kernels.experts.direct import ROUNDED_GROUP, multiply_dense, multiply_rounded
-from holdfast.execution.triton_kernels.experts.exchange import add_replies, send
+from holdfast.execution.triton_kernels.experts.exchange import add_replies, fetch, send
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.experts.rounding import round_rows
 from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
@@ -43,8 +43,6 @@ from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.experts import GPU_TOKENS, SHARE_COLUMNS
 from holdfast.footprint.scaled_layouts import PIECE
 from holdfast.models import ExpertsSpec
-
-Planes = TypeVar("Planes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +90,6 @@ class PlacedLayer(NamedTuple):
     experts: DeviceExperts
     layer: int
 
-    def over_link(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor in the layer's slot: the same where it waits."""
-        return self.experts.over_link(self.layer, tensor)
-
-    def maybe(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else self.over_link(tensor)
-
 
 class ExpertGpuMlp:
     def __init__(
@@ -110,8 +101,11 @@ class ExpertGpuMlp:
         placed: PlacedLayer | None,
     ) -> None:
         self._spec, self._activation, self._buffers, self._placed = weights.spec, activation, buffers, placed
-        self._gate_up = [_products(stack, scratch, placed) for stack in weights.gate_up]
-        self._down = _products(weights.down, scratch, placed)
+        self._gate_up = [_products(stack, scratch) for stack in weights.gate_up]
+        self._down = _products(weights.down, scratch)
+        if placed is not None:
+            stacks = [stack.waiting for stack in (*weights.gate_up, weights.down) if isinstance(stack, PlacedStack)]
+            placed.experts.fetch(placed.layer, [plane for stack in stacks for plane in _planes(stack)])
         self._router = gpu_linear(weights.router, scratch)
         self._shared = None if weights.shared is None else _Shared(weights.shared, activation, scratch)
 
@@ -142,6 +136,8 @@ class ExpertGpuMlp:
         kernels.route(logits, lines, normalized=spec.normalized, chosen=chosen)
         if apart is not None and exchange is not None and chosen is not None:
             send(x, chosen, lines, apart.places, exchange)
+        if apart is not None and apart.fetched is not None and (exchange is None or exchange.over_link):
+            fetch(lines, apart.places, apart.fetched, pairs)
         self._multiply_gated(x, lines, inner, rows[:count], apart)
         self._down.multiply(self._down.inputs(inner, inner), lines, rows, by_token=False, apart=apart)
         if exchange is None:
@@ -209,10 +205,10 @@ class _Products(Protocol):
 
 
 class _Dense:
-    """`waiting`: in their slot, and where they wait."""
+    """`waiting`: in their slot."""
 
-    def __init__(self, stack: DenseStack, waiting: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-        self._weight, self._waiting = stack.weight, waiting
+    def __init__(self, stack: DenseStack, waiting: DenseStack | None) -> None:
+        self._weight, self._waiting = stack.weight, None if waiting is None else waiting.weight
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -235,15 +231,15 @@ class _Dense:
         assert isinstance(x, torch.Tensor)
         multiply_dense(
             x, self._weight, lines, out, by_token=by_token, activation=activation, gates=gates,
-            places=_places(apart), waiting=_chosen(self._waiting, apart),
+            places=_places(apart), waiting=self._waiting,
         )  # fmt: skip
 
 
 class _Blocks:
     """GGUF's."""
 
-    def __init__(self, matrix: QuantizedMatrix, waiting: tuple[BlockPlanes, BlockPlanes] | None = None) -> None:
-        self._planes, self._waiting = _block_planes(matrix), waiting
+    def __init__(self, matrix: QuantizedMatrix, waiting: QuantizedMatrix | None) -> None:
+        self._planes, self._waiting = _block_planes(matrix), None if waiting is None else _block_planes(waiting)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -266,16 +262,14 @@ class _Blocks:
         assert isinstance(x, torch.Tensor)
         multiply_blocks(
             x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates,
-            places=_places(apart), waiting=_chosen(self._waiting, apart),
+            places=_places(apart), waiting=self._waiting,
         )  # fmt: skip
 
 
 class _Scaled:
     """Codes with scales."""
 
-    def __init__(
-        self, matrix: ScaledMatrix, experts: int, scratch: Scratch, placed: PlacedLayer | None, waiting: ScaledMatrix
-    ) -> None:
+    def __init__(self, matrix: ScaledMatrix, experts: int, scratch: Scratch, waiting: ScaledMatrix | None) -> None:
         layout = matrix.layout
         if not rounds_inputs(matrix):
             layout = replace(layout, inputs="plain", static_inputs=False, input_group=0)
@@ -291,12 +285,10 @@ class _Scaled:
         self._planes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros)
         self._static = matrix.inputs if layout.static_inputs else None
         # Kernels in CUDA C++ read one stack.
-        self._in_cuda = placed is None and scratch.quantized.against_experts(matrix, experts) is None
-        slot = ScaledPlanes(layout, waiting.codes, waiting.scales, waiting.zeros)
+        self._in_cuda = waiting is None and scratch.quantized.against_experts(matrix, experts) is None
         self._waiting = None
-        if placed is not None:
-            codes, scales = placed.over_link(slot.codes), placed.over_link(slot.scales)
-            self._waiting = slot, ScaledPlanes(layout, codes, scales, placed.maybe(slot.zeros))
+        if waiting is not None:
+            self._waiting = ScaledPlanes(layout, waiting.codes, waiting.scales, waiting.zeros)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -328,14 +320,14 @@ class _Scaled:
         if isinstance(x, RoundedRows):
             multiply_rounded(
                 x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates,
-                places=_places(apart), waiting=_chosen(self._waiting, apart),
+                places=_places(apart), waiting=self._waiting,
             )  # fmt: skip
         elif self._in_cuda and (cut := expert_cut(len(out), len(lines.counts), x.shape[1])) is not None:
             multiply_int4(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates, cut=cut)
         else:
             multiply_scaled(
                 x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates,
-                places=_places(apart), waiting=_chosen(self._waiting, apart),
+                places=_places(apart), waiting=self._waiting,
             )  # fmt: skip
 
 
@@ -343,36 +335,34 @@ def _places(apart: Apart | None) -> torch.Tensor | None:
     return None if apart is None else apart.places
 
 
-def _chosen(waiting: tuple[Planes, Planes] | None, apart: Apart | None) -> Planes | None:
-    """Of (in their slot, where they wait)."""
-    return None if waiting is None or apart is None else waiting[apart.over_link]
-
-
 def _block_planes(matrix: QuantizedMatrix) -> BlockPlanes:
     return BlockPlanes(matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small)
 
 
-def _blocks_over_link(placed: PlacedLayer, planes: BlockPlanes) -> BlockPlanes:
-    """The same where they wait."""
-    beside = (placed.maybe(plane) for plane in (planes.minimums, planes.high, planes.small))
-    return BlockPlanes(planes.layout, placed.over_link(planes.quants), placed.over_link(planes.scales), *beside)
+def _planes(stack: Stack) -> list[torch.Tensor]:
+    """All that is kept of its experts, each expert's part in one piece."""
+    if isinstance(stack, DenseStack):
+        return [stack.weight]
+    assert isinstance(stack, QuantizedStack)
+    matrix = stack.matrix
+    if isinstance(matrix, ScaledMatrix):
+        kept = [matrix.codes, matrix.scales, matrix.zeros]
+    else:
+        kept = [matrix.quants, matrix.high, matrix.scales, matrix.minimums, matrix.small]
+    return [plane for plane in kept if plane is not None]
 
 
-def _products(stack: Stack, scratch: Scratch, placed: PlacedLayer | None) -> _Products:
+def _products(stack: Stack, scratch: Scratch) -> _Products:
     waiting: Stack | None = None
     if isinstance(stack, PlacedStack):
         # Where none stays, nothing is read of the first stack.
         waiting = stack.waiting
         stack = stack.resident or waiting
     if isinstance(stack, DenseStack):
-        if placed is None or not isinstance(waiting, DenseStack):
-            return _Dense(stack)
-        return _Dense(stack, (waiting.weight, placed.experts.over_link(placed.layer, waiting.weight)))
+        return _Dense(stack, waiting if isinstance(waiting, DenseStack) else None)
     if isinstance(stack, QuantizedStack):
-        matrix, apart = stack.matrix, waiting.matrix if isinstance(waiting, QuantizedStack) else stack.matrix
-        if isinstance(matrix, ScaledMatrix) and isinstance(apart, ScaledMatrix):
-            return _Scaled(matrix, stack.experts, scratch, placed, apart)
-        if isinstance(matrix, QuantizedMatrix) and isinstance(apart, QuantizedMatrix):
-            slot = _block_planes(apart)
-            return _Blocks(matrix, None if placed is None else (slot, _blocks_over_link(placed, slot)))
+        matrix, apart = stack.matrix, waiting.matrix if isinstance(waiting, QuantizedStack) else None
+        if isinstance(matrix, ScaledMatrix):
+            return _Scaled(matrix, stack.experts, scratch, apart if isinstance(apart, ScaledMatrix) else None)
+        return _Blocks(matrix, apart if isinstance(apart, QuantizedMatrix) else None)
     raise EngineError(f"a {type(stack).__name__} has no products on a GPU")

@@ -1,15 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Experts that the host computes while the GPU computes others: what it is asked for, and what it answers, through
-pinned memory that both see, as `footprint.experts.ExchangeLayout` lays it out.
+"""Experts that wait in the host's memory, in steps with few tokens: the host computes some while the GPU computes
+others, and what it is asked for and answers passes through pinned memory that both see, as
+`footprint.experts.ExchangeLayout` lays it out. What the GPU computes of them itself it fetches over the link.
 
     send         x, which experts the host has, their weights ─► there; then the layer's request = the step's number
+    fetch        the experts that were chosen and that are left ─► their places in the layer's slot
     products     of the experts that are left
     add_replies  waits until the layer's reply is the step's number; a token's rows, weighed, and the host's sum of it
                  ─► its place in the stream
 
-A step's number lies on the device, so that both may be captured in a graph. Waiting ends after WAIT_NS, or at once where
-a host failed before: then `failed` is set, and what is added means nothing. In Triton's interpreter the host is another
-thread.
+A step's number lies on the device, so that both may be captured in a graph. Waiting ends after WAIT_NS, or at once
+where a host failed before: then `failed` is set, and what is added means nothing. In Triton's interpreter the host is
+another thread.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.streaming.expert_exchange import SHARES, Exchange
+from holdfast.execution.streaming.expert_exchange import FETCHED_BYTES, SHARES, Exchange, FetchedPieces
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.launch import SUMMED_COLUMNS, ExpertAssignments
 from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
@@ -111,6 +113,45 @@ def send(
 
 
 @triton.jit
+def _fetch(
+    counts, places, pieces, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr,
+    WORD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One piece of one expert."""
+    expert = tl.arange(0, BLOCK)
+    known = expert < EXPERTS
+    wait_for_others(EARLY)
+    chosen = tl.load(counts + expert, mask=known, other=0) > 0
+    place = tl.load(places + expert, mask=known, other=0)
+    wanted = (chosen & (place < 0)).to(tl.int32)
+    number = tl.program_id(0) // PIECES
+    mine = (wanted > 0) & (tl.cumsum(wanted, 0) == number + 1)
+    let_others_start(EARLY)
+    if number < tl.sum(wanted, 0):
+        at = tl.sum(tl.where(mine, -1 - place, 0), 0).to(tl.int64)
+        piece = pieces + tl.program_id(0) % PIECES * 4
+        first = at * tl.load(piece + 2)
+        source, target = tl.load(piece) + first, tl.load(piece + 1) + first
+        word = tl.arange(0, WORDS)
+        inside = word < tl.multiple_of(tl.load(piece + 3), 2 if WORD == 8 else 1)
+        kind: tl.constexpr = tl.int64 if WORD == 8 else tl.uint8
+        source = tl.multiple_of(source.to(tl.pointer_type(kind)), 16 if WORD == 8 else 1)
+        target = tl.multiple_of(target.to(tl.pointer_type(kind)), 16 if WORD == 8 else 1)
+        tl.store(target + word, tl.load(source + word, mask=inside, other=0), mask=inside)
+
+
+def fetch(lines: ExpertAssignments, places: torch.Tensor, pieces: FetchedPieces, pairs: int) -> None:
+    """Copies the waiting experts that have lines to where products find them; no more than `pairs` of them."""
+    count, early = len(lines.counts), starts_early()
+    most = min(pairs, pieces.waiting)
+    _fetch[(most * len(pieces.table),)](
+        lines.counts, places, pieces.table, EXPERTS=count, BLOCK=triton.next_power_of_2(count),
+        PIECES=len(pieces.table), WORDS=FETCHED_BYTES // pieces.word_bytes, WORD=pieces.word_bytes, EARLY=early,
+        num_warps=4, launch_pdl=early,
+    )  # fmt: skip
+
+
+@triton.jit
 def _add_replies(
     rows, weights, out, y, reply, step, failed, rows_stride, out_stride, columns, PER_TOKEN: tl.constexpr,
     ADD: tl.constexpr, BLOCK: tl.constexpr, WAIT_NS: tl.constexpr, ASSEMBLED: tl.constexpr, EARLY: tl.constexpr,
@@ -125,8 +166,8 @@ def _add_replies(
         pair = token * PER_TOKEN + choice
         weight = tl.load(weights + pair)
         # Rows of what the host computes were not written.
-        line = tl.load(rows + pair * rows_stride + column, mask=inside & (weight != 0), other=0.0).to(tl.float32)
-        total += line * weight
+        line = tl.load(rows + pair * rows_stride + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(weight > 0.0, line * weight, 0.0)
     if ADD:
         total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     let_others_start(EARLY)
