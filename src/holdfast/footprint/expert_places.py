@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.footprint.cpu import ELEMENT_BYTES, held_tensors
+from holdfast.footprint.experts import ExchangeLayout, kinds
 from holdfast.footprint.layouts import BLOCK_COLUMNS, Quantize
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.footprint.streamed import with_gaps
@@ -192,3 +193,14 @@ def _bytes_of_one(tensor: TensorSpec, kept: StoredTensor | None, layout: str | S
     if layout in ELEMENT_BYTES or kept is None:
         return rows * columns * ELEMENT_BYTES.get(layout, ELEMENT_BYTES[dtype])
     return kept.nbytes // tensor.experts
+
+
+def exchange_layout(spec: ModelSpec, places: ExpertPlaces, sequences: int, element_bytes: int) -> ExchangeLayout:
+    """Between a GPU with so many sequences and the host that computes with its waiting experts."""
+    return ExchangeLayout(
+        layers=len(places.layers),
+        tokens=min(FEW_TOKENS, sequences),
+        per_token=kinds(spec)[0].per_token,
+        hidden=spec.hidden_size,
+        element_bytes=element_bytes,
+    )

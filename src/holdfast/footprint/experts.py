@@ -87,8 +87,8 @@ class ExchangeLayout:
             x        [tokens, hidden]               in the number type the GPU computes in
             y        float32 [tokens, hidden]       the weighted sums of the host's experts; 0 where it has none
 
-    Layers are numbered from 0 among those that the host computes for. With fewer tokens than there is room for, rows are
-    as long, and those beyond are neither read nor written.
+    Layers are numbered from 0 among those that the host computes for. With fewer tokens than there is room for, rows
+    are as long, and those beyond are neither read nor written.
     """
 
     layers: int

@@ -375,7 +375,7 @@ def _build_on_gpu(
         runner,
         steps_ahead=1,
         vram=vram,
-        link_use=runner.link_use if plan.engine.streamed is not None else None,
+        link_use=None if plan.engine.streamed is None and plan.engine.expert_places is None else runner.link_use,
     )
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
 

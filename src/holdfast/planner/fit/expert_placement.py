@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from holdfast.footprint.cpu import ELEMENT_BYTES
-from holdfast.footprint.expert_places import FEW_TOKENS, ExpertPlaces
-from holdfast.footprint.experts import ExchangeLayout, kinds
+from holdfast.footprint.expert_places import ExpertPlaces, exchange_layout
+from holdfast.footprint.experts import kinds
 from holdfast.footprint.identity_key import Same
 from holdfast.planner.fit.count import experts_on_gpu
 from holdfast.planner.fit.placement import (
@@ -88,13 +88,7 @@ def exchange_bytes(plan: Plan, places: ExpertPlaces) -> int:
     if not places.host_sizes:
         return 0
     spec = plan.question.model.spec
-    return ExchangeLayout(
-        layers=len(places.layers),
-        tokens=min(FEW_TOKENS, plan.limits.max_num_seqs),
-        per_token=kinds(spec)[0].per_token,
-        hidden=spec.hidden_size,
-        element_bytes=ELEMENT_BYTES[plan.dtype],
-    ).nbytes
+    return exchange_layout(spec, places, plan.limits.max_num_seqs, ELEMENT_BYTES[plan.dtype]).nbytes
 
 
 def wants_offload(question: Question) -> bool:
