@@ -135,6 +135,8 @@ def test_the_host_computes_where_ram_has_the_experts_twice() -> None:
     assert places_of(one).host_sizes == ()
     assert "RAM is" in said(one)["cpu_compute"]
     assert places_of(both).resident == places_of(one).resident
+    more = [decision.value for decision in one.decisions if decision.field == "alternative"]
+    assert any("more of RAM: the CPU computes" in str(way) for way in more)
     places = places_of(both)
     exchange = exchange_bytes(both, places)
     assert 0 < exchange < GIB // 64
