@@ -212,6 +212,10 @@ class EngineConfig:
     offload_group_size: int = offload_config.offload_group_size_setting()
     offload_num_in_group: int = offload_config.offload_num_in_group_setting()
     offload_prefetch_step: int = offload_config.offload_prefetch_step_setting()
+    cpu_moe: bool = offload_config.cpu_moe_setting()
+    n_cpu_moe: int = offload_config.n_cpu_moe_setting()
+    override_tensor: tuple[str, ...] = offload_config.override_tensor_setting()
+    cpu_compute: str = offload_config.cpu_compute_setting()
     kv_cache_memory_bytes: int | None = setting(
         None,
         "size of the KV cache, such as 4GiB; default: all that is left of the budget on a GPU, at most 4 GiB on a CPU",

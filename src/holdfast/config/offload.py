@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.config.setting import choice, flag, number, optional, setting, whole
+from holdfast.config.setting import choice, flag, number, optional, setting, texts, whole
 from holdfast.errors import ConfigurationError
 from holdfast.units import GIB
 
 OFFLOAD_CONTRADICTION, OF_A_GPU = "HF135", "HF120"
+_NO_LAYERS = "--no-offload streams no layers, and {} is for layers that are streamed"
+_NO_EXPERTS = "--no-offload keeps no experts in RAM, and {} is for those"
 PREFETCH_STEP = 1
 """Where nothing else was asked for."""
 MOST_LAYERS = 1 << 16
@@ -33,6 +35,14 @@ class OffloadSettings(Protocol):
     @property
     def offload_prefetch_step(self) -> int: ...
     @property
+    def cpu_moe(self) -> bool: ...
+    @property
+    def n_cpu_moe(self) -> int: ...
+    @property
+    def override_tensor(self) -> tuple[str, ...]: ...
+    @property
+    def cpu_compute(self) -> str: ...
+    @property
     def device(self) -> str: ...
 
 
@@ -50,14 +60,29 @@ class OffloadRequest:
     """Of every so many layers, so many at the end."""
     ahead: int = PREFETCH_STEP
     """Layers that are copied while one is computed."""
+    expert_layers: int = 0
+    """The experts of so many layers at the beginning wait in RAM."""
+    overrides: tuple[str, ...] = ()
+    """Those that match, as llama.cpp writes it: PATTERN=CPU, PATTERN=CUDA0; the first that matches counts."""
+    cpu_compute: bool = True
+    """The host's cores may compute what waits in RAM."""
+
+    @property
+    def experts_by_hand(self) -> bool:
+        return self.expert_layers > 0 or self.overrides != ()
 
     @property
     def by_hand(self) -> bool:
+        """Of whole layers."""
         return self.gpu_layers is not None or self.cpu_bytes > 0 or self.groups is not None
 
     @property
     def flag(self) -> str:
         """That asked for it, for people."""
+        if self.overrides:
+            return f"--override-tensor {','.join(self.overrides)}"
+        if self.expert_layers:
+            return "--cpu-moe" if self.expert_layers == MOST_LAYERS else f"--n-cpu-moe {self.expert_layers}"
         if self.gpu_layers is not None:
             return f"--gpu-layers {self.gpu_layers}"
         if self.groups is not None:
@@ -75,6 +100,9 @@ def offload_request(config: OffloadSettings) -> OffloadRequest:
         cpu_bytes=int(config.cpu_offload_gb * GIB),
         groups=(config.offload_group_size, config.offload_num_in_group) if config.offload_group_size else None,
         ahead=config.offload_prefetch_step,
+        expert_layers=MOST_LAYERS if config.cpu_moe else config.n_cpu_moe,
+        overrides=tuple(part.strip() for one in config.override_tensor for part in one.split(",") if part.strip()),
+        cpu_compute=config.cpu_compute == "auto",
     )
 
 
@@ -146,6 +174,47 @@ def offload_prefetch_step_setting() -> Any:
     )
 
 
+def cpu_moe_setting() -> Any:
+    return setting(
+        False,
+        "keep the experts of all layers in RAM; the rest of every layer stays on the GPU. Default: as many experts "
+        "stay there as fit",
+        flag,
+        flags=("-cmoe",),
+    )
+
+
+def n_cpu_moe_setting() -> Any:
+    return setting(
+        0,
+        "keep the experts of the first N layers in RAM, and all others on the GPU",
+        whole(0, MOST_LAYERS),
+        flags=("-ncmoe",),
+        metavar="N",
+    )
+
+
+def override_tensor_setting() -> Any:
+    return setting(
+        (),
+        "keep the experts of the layers in RAM whose names match, as llama.cpp writes it: exps=CPU, or "
+        r"blk\.(2[0-9])\.ffn_.*_exps\.=CPU; PATTERN=CUDA0 keeps them on the GPU; of anything but whole layers' experts "
+        "it is refused",
+        texts,
+        flags=("-ot",),
+        metavar="PATTERN=CPU",
+    )
+
+
+def cpu_compute_setting() -> Any:
+    return setting(
+        "auto",
+        "let the host's cores compute what waits in RAM where that is sooner than moving it, if RAM holds a copy for "
+        "them: auto or off",
+        choice("auto", "off"),
+    )
+
+
 def check_offload(config: OffloadSettings, disk: str | None) -> None:
     """That these agree with each other, and with the device. `disk`: the setting that gives layers room on one."""
     asked = offload_request(config)
@@ -154,11 +223,13 @@ def check_offload(config: OffloadSettings, disk: str | None) -> None:
         ("cpu_offload_gb", asked.cpu_bytes > 0),
         ("offload_group_size", asked.groups is not None),
     ) if there]  # fmt: skip
+    experts = _expert_settings(config)
     ahead = None if config.offload_prefetch_step == PREFETCH_STEP else "offload_prefetch_step"
-    streaming = [name for name in (*given, ahead, disk) if name is not None and name != "gpu_layers"]
+    streaming = [name for name in (*given, *experts, ahead, disk) if name is not None and name != "gpu_layers"]
     if not config.offload and streaming:
+        said = _NO_EXPERTS if streaming[0] in experts else _NO_LAYERS
         raise _contradicts(
-            f"--no-offload streams no layers, and {_flag(streaming[0])} is for layers that are streamed",
+            said.format(_flag(streaming[0])),
             streaming[0],
             f"leave --no-offload or {_flag(streaming[0])} out",
         )
@@ -166,6 +237,12 @@ def check_offload(config: OffloadSettings, disk: str | None) -> None:
         names = " and ".join(map(_flag, given))
         raise _contradicts(
             f"{names} all say which layers stay on the GPU", given[1], f"leave all but {_flag(given[0])} out"
+        )
+    layers = [name for name in given if name != "gpu_layers"]
+    if len(experts) > 1 or (experts and layers):
+        first, second = (*experts, *layers)[:2]
+        raise _contradicts(
+            f"{_flag(first)} and {_flag(second)} both say what waits in RAM", second, f"leave {_flag(second)} out"
         )
     wrong = {"uva": "offload_group_size", "prefetch": "cpu_offload_gb"}.get(config.offload_backend)
     if wrong in given:
@@ -188,11 +265,29 @@ def check_offload(config: OffloadSettings, disk: str | None) -> None:
             f"--offload-num-in-group {max(1, config.offload_group_size)}",
         )
     if config.device == "cpu":
-        _check_cpu(config, [name for name in given if name != "gpu_layers" or asked.gpu_layers != 0])
+        _check_cpu(config, [*(name for name in given if name != "gpu_layers" or asked.gpu_layers != 0), *experts])
+
+
+def _expert_settings(config: OffloadSettings) -> list[str]:
+    """Those that say whose experts wait in RAM."""
+    given = {
+        "cpu_moe": config.cpu_moe,
+        "n_cpu_moe": config.n_cpu_moe > 0,
+        "override_tensor": len(config.override_tensor) > 0,
+    }
+    return [name for name, there in given.items() if there]
 
 
 def check_all_stay(asked: OffloadRequest, layers: int) -> None:
-    """That --no-offload comes with no number of layers on the GPU, or with all that a model has."""
+    """That --no-offload, and settings of whose experts wait, come with no number of layers on the GPU, or with all that
+    a model has."""
+    if asked.experts_by_hand and asked.gpu_layers is not None and asked.gpu_layers < layers:
+        raise _contradicts(
+            f"{asked.flag} is for experts of layers that stay on the GPU, and --gpu-layers {asked.gpu_layers} leaves"
+            f" {layers - asked.gpu_layers} of {layers} layers to stream whole",
+            "gpu_layers",
+            "leave --gpu-layers out, or --gpu-layers all",
+        )
     if asked.refused and asked.gpu_layers is not None and asked.gpu_layers < layers:
         left = f"{layers - asked.gpu_layers} of {layers} layers"
         raise _contradicts(
@@ -208,6 +303,8 @@ def _check_cpu(config: OffloadSettings, given: list[str]) -> None:
         given = [*given, "offload_prefetch_step"]
     if config.offload_backend != "auto":
         given = [*given, "offload_backend"]
+    if config.cpu_compute != "auto":
+        given = [*given, "cpu_compute"]
     if given:
         raise ConfigurationError(
             f"{_flag(given[0])} is for layers on a GPU, but this server runs on the CPU",

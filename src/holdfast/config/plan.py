@@ -95,6 +95,10 @@ class PlanConfig:
     offload_group_size: int = offload_config.offload_group_size_setting()
     offload_num_in_group: int = offload_config.offload_num_in_group_setting()
     offload_prefetch_step: int = offload_config.offload_prefetch_step_setting()
+    cpu_moe: bool = offload_config.cpu_moe_setting()
+    n_cpu_moe: int = offload_config.n_cpu_moe_setting()
+    override_tensor: tuple[str, ...] = offload_config.override_tensor_setting()
+    cpu_compute: str = offload_config.cpu_compute_setting()
     device: str = setting(
         "auto", "device of this machine to plan for: auto, cpu or cuda", choice("auto", "cpu", "cuda")
     )

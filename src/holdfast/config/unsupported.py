@@ -59,10 +59,8 @@ ENGINE: Mapping[str, str] = {
     "enable_prompt_embeds": "prompts are text or token ids",
     "kv_transfer_config": "KV blocks stay where they were computed",
     "kv_events_config": "KV block events are not published; /metrics has their figures",
-    **_each("whole layers are kept in RAM, not tensors by their names; see --gpu-layers, --cpu-offload-gb and "
-            "--offload-group-size", "cpu_offload_params offload_params override_tensor"),
-    **_each("experts are not computed on the CPU: layers that do not fit on the GPU are copied to it for every step, "
-            "with their experts; see --gpu-layers", "cpu_moe n_cpu_moe"),
+    **_each("whole layers are kept in RAM, or their experts, not tensors by their names; see --gpu-layers, "
+            "--cpu-offload-gb, --offload-group-size and --n-cpu-moe", "cpu_offload_params offload_params"),
     "device_memory_utilization": "it is called gpu_memory_utilization",
     **_each("it is called max_queued_requests", "max_num_queued_reqs max_num_queued_tokens"),
     **_each("adapters change layers of the model; they cannot add tokens or heads",
@@ -121,7 +119,7 @@ SWITCHES = frozenset(
     for name in (*ENGINE, *SERVER, *TUNING)
     if name.startswith(("enable_", "disable_", "use_", "return_", "skip_", "exclude_", "allow_deprecated", "trust_"))
 ) | _names(
-    """cpu_moe async_scheduling fully_sharded_loras log_error_stack headless grpc language_model_only
+    """async_scheduling fully_sharded_loras log_error_stack headless grpc language_model_only
     mm_encoder_only mm_device_do_normalize interleave_mm_strings numa_bind dcp_q_replicate data_parallel_hybrid_lb
     data_parallel_external_lb data_parallel_multi_port_external_lb kv_cache_metrics cudagraph_metrics
     aggregate_engine_logging jit_monitor_verbose sleep_mode_offload_cudagraph specialize_active_lora
@@ -132,16 +130,13 @@ SWITCHES = frozenset(
 )
 """Flags without a value."""
 LISTS = _names(
-    """cpu_offload_params offload_params override_tensor
+    """cpu_offload_params offload_params
     allowed_media_domains cudagraph_capture_sizes cuda_graph_sizes numa_bind_nodes numa_bind_cpus device_ids
     lora_target_modules ignore_patterns collect_detailed_traces custom_histogram_buckets sleep_preserve_parameter_names
     kv_cache_dtype_skip_layers logits_processors middleware"""
 )
 """Flags with any number of them."""
 SHORT: Mapping[str, tuple[str, ...]] = {
-    "cpu_moe": ("-cmoe",),
-    "n_cpu_moe": ("-ncmoe",),
-    "override_tensor": ("-ot",),
     "compilation_config": ("-O", "-cc"),
     "speculative_config": ("-sc",),
     "nnodes": ("-n",),

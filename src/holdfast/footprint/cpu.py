@@ -194,7 +194,7 @@ def _bytes_by_layer(
 ) -> Mapping[str, int]:
     """By `layers.3`; what is of no layer by another name."""
     total, fused = Counter[str](), defaultdict[str, list[tuple[TensorSpec, str | ScaledLayout]]](list)
-    held = _held(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled, quantize=quantize)
+    held = held_tensors(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled, quantize=quantize)
     for tensor, kept, layout in held:
         layer = _layer_of(tensor.name)
         if (joined := _joined(tensor)) is not None:
@@ -234,7 +234,7 @@ def _shared_bytes(parts: list[tuple[TensorSpec, str | ScaledLayout]]) -> int:
     return (len(parts) - 1) * layout.shared_bytes if alike else 0
 
 
-def _held(
+def held_tensors(
     spec: ModelSpec,
     stored: Stored,
     *,
@@ -271,7 +271,7 @@ def kept_dtype(
 
 @lru_cache(maxsize=64)
 def _kept_dtype(model: Same[ModelSpec], files: Same[Stored], dtype: str, expand: bool, compiled: bool) -> str:
-    for _, kept, layout in _held(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled):
+    for _, kept, layout in held_tensors(model.held, files.held, dtype=dtype, expand=expand, compiled=compiled):
         if kept is not None and kept.layout in PLAIN and isinstance(layout, str) and layout in PLAIN:
             return PLAIN[layout]
     return dtype
@@ -430,7 +430,7 @@ def _scratch_bytes(
 ) -> int:
     """`sampled`, `computed`: whether rows that sample, and rows of a step, are enough for a copy."""
     spec, sizes = model.held, Counter[str]()
-    for tensor, _, layout in _held(spec, files.held, dtype=dtype, expand=expand, compiled=compiled):
+    for tensor, _, layout in held_tensors(spec, files.held, dtype=dtype, expand=expand, compiled=compiled):
         in_blocks = compiled and all(extent % BLOCK_COLUMNS == 0 for extent in tensor.shape[1:])
         if (tensor.experts > 0 and in_blocks) or (not tensor.experts and len(tensor.shape) != 2):
             continue

@@ -5,6 +5,8 @@ A token goes to `per_token` experts, so that there is a line for each of these p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from holdfast.models import ExpertsSpec, ModelSpec
 from holdfast.units import MIB
 
@@ -65,3 +67,70 @@ def gpu_bytes(spec: ModelSpec, tokens: int, element_bytes: int) -> int:
         beside = experts.count + 3 * experts.shared_intermediate_size + SHARE_COLUMNS
         total += lines + (pairs * columns + tokens * beside) * element_bytes
     return total
+
+
+LINE_BYTES = 64
+"""Of a cache line. What one side writes while the other polls lies in lines of its own."""
+EXCHANGE_BUFFERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeLayout:
+    """Where things lie in the pinned memory through which a GPU has experts computed by the host. All offsets count
+    bytes; every part begins at a cache line:
+
+        requests  int32, one a line    the GPU writes a step's number there last, when all below is there
+        replies   int32, one a line    the host writes it there when y is
+        buffer 0, buffer 1:            of layers with even and with odd numbers; a step has one layer after the other
+            chosen   int32 [tokens, per_token]      experts the host is to compute; -1: none, the GPU has that one
+            weights  float32 [tokens, per_token]    of these pairs
+            x        [tokens, hidden]               in the number type the GPU computes in
+            y        float32 [tokens, hidden]       the weighted sums of the host's experts; 0 where it has none
+
+    Layers are numbered from 0 among those that the host computes for. With fewer tokens than there is room for, rows
+    are as long, and those beyond are neither read nor written.
+    """
+
+    layers: int
+    tokens: int
+    """At most, in a step."""
+    per_token: int
+    """Experts that a token chooses; 1: an MLP without experts is one that every token chooses."""
+    hidden: int
+    element_bytes: int
+    """Of x."""
+
+    def request(self, layer: int) -> int:
+        return layer * LINE_BYTES
+
+    def reply(self, layer: int) -> int:
+        return (self.layers + layer) * LINE_BYTES
+
+    def chosen(self, layer: int) -> int:
+        return 2 * self.layers * LINE_BYTES + layer % EXCHANGE_BUFFERS * self._buffer_bytes
+
+    def weights(self, layer: int) -> int:
+        return self.chosen(layer) + self._pairs_bytes
+
+    def x(self, layer: int) -> int:
+        return self.weights(layer) + self._pairs_bytes
+
+    def y(self, layer: int) -> int:
+        return self.x(layer) + _lines(self.tokens * self.hidden * self.element_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.chosen(0) + EXCHANGE_BUFFERS * self._buffer_bytes
+
+    @property
+    def _pairs_bytes(self) -> int:
+        return _lines(self.tokens * self.per_token * 4)
+
+    @property
+    def _buffer_bytes(self) -> int:
+        x, y = (_lines(self.tokens * self.hidden * each) for each in (self.element_bytes, 4))
+        return 2 * self._pairs_bytes + x + y
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // LINE_BYTES) * LINE_BYTES

@@ -72,7 +72,7 @@ class StreamedLayers:
         embedding if it is there."""
         apart, sizes = set(self.on_disk), zip(self.layers, self.sizes, strict=True)
         slots = [self.place_bytes] * self.read_slots
-        embedding = [_place_bytes(self.embedding_bytes)] if self.embedding_bytes else []
+        embedding = [with_gaps(self.embedding_bytes)] if self.embedding_bytes else []
         return [*(size for layer, size in sizes if layer not in apart), *slots, *embedding]
 
     @property
@@ -102,11 +102,12 @@ def streamed_layers(
     the next one is on its way. `on_disk`: so many of these, spread evenly too; None: all."""
     chosen = evenly(tuple(range(len(by_layer))), streamed) if isinstance(streamed, int) else streamed
     apart = chosen if on_disk is None else evenly(chosen, on_disk)
-    sizes = tuple(_place_bytes(by_layer[layer]) for layer in chosen)
+    sizes = tuple(with_gaps(by_layer[layer]) for layer in chosen)
     return StreamedLayers(chosen, sizes, sum(by_layer[layer] for layer in chosen), apart)
 
 
-def _place_bytes(nbytes: int) -> int:
+def with_gaps(nbytes: int) -> int:
+    """Of the one piece that tensors of so many bytes lie in, with room for the gaps between them."""
     return (nbytes // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.records import EngineInfo, EngineStats, LinkUse, LowerTier, MemoryReport, MemoryTerm
+from holdfast.records import EngineInfo, EngineStats, ExpertUse, LinkUse, LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import format_bytes
 
 VERSION = 1
@@ -72,6 +72,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[str]
     links: list[LinkUse] = []
     """Over which layers come that do not stay where they are computed."""
+    experts: ExpertUse | None = None
+    """Of a mixture whose experts are over VRAM and RAM; None: they are not."""
 
 
 def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[ProcessMemory]) -> Ledger | None:
@@ -151,6 +153,7 @@ def _ledger(
         loading=LoadingMemory(planned_bytes=report.loading_bytes, peak_bytes=report.loading_peak_bytes),
         decisions=info.decisions,
         links=[] if stats.link is None else [stats.link],
+        experts=stats.experts,
     )
 
 
@@ -199,19 +202,21 @@ def _line(name: str, planned: int, found: int | None, with_measured: bool, budge
 
 
 def summary_lines(ledger: Ledger) -> list[str]:
-    """For people, on a few lines a tier: weights, KV pool, all other terms, and what they leave of what was free."""
+    """For people, on a few lines a tier: weights, KV pool, all other terms, and what they leave of what was free. Of
+    the tiers below the first, each term: what waits there."""
     lines: list[str] = []
-    for tier in ledger.tiers:
-        parts = {"weights": [0, 0], "kv_pool": [0, 0], "rest": [0, 0]}
+    for place, tier in enumerate(ledger.tiers):
+        below = [term.term for term in ledger.terms if term.tier == tier.tier] if place else []
+        parts = {name: [0, 0] for name in below or ("weights", "kv_pool", "rest")}
         for term in ledger.terms:
             if term.tier == tier.tier:
-                part = parts.get(term.term, parts["rest"])
+                part = parts[term.term if term.term in parts else "rest"]
                 part[0] += term.planned_bytes
                 part[1] += term.measured_bytes or 0
         parts["sum"] = [tier.planned_bytes, tier.measured_bytes]
         parts["free"] = [tier.free_bytes - used for used in parts["sum"]]
         notes = {
-            "kv_pool": "  taken as it is used" if parts["kv_pool"][1] < parts["kv_pool"][0] else "",
+            "kv_pool": "  taken as it is used" if place == 0 and parts["kv_pool"][1] < parts["kv_pool"][0] else "",
             "sum": f"  of a budget of {format_bytes(tier.budget_bytes)}",
             "free": f"  of {format_bytes(tier.free_bytes)} before loading ({tier.limited_by})",
         }
@@ -219,7 +224,13 @@ def summary_lines(ledger: Ledger) -> list[str]:
         for name, (planned, measured) in parts.items():
             row = f"  {name:<12} {format_bytes(planned):>11} {format_bytes(measured):>11}"
             lines.append(row + notes.get(name, ""))
-    return [*lines, *map(_link_line, ledger.links)]
+    return [*lines, *use_lines(ledger)]
+
+
+def use_lines(ledger: Ledger) -> list[str]:
+    """For people: how links and experts over VRAM and RAM were used so far."""
+    experts = [] if ledger.experts is None else [_experts_line(ledger.experts)]
+    return [*map(_link_line, ledger.links), *experts]
 
 
 def _link_line(link: LinkUse) -> str:
@@ -228,6 +239,15 @@ def _link_line(link: LinkUse) -> str:
         f"link {link.link}: {format_bytes(link.copied_bytes)} copied at {rate / 1e9:.1f} GB/s of"
         f" {link.possible_bytes_per_s / 1e9:.1f}; the GPU waited for it {share:.0%} of the time"
     )
+
+
+def _experts_line(use: ExpertUse) -> str:
+    """Hit rate, what the host computed and at what rate, and what changed places."""
+    if not use.pairs:
+        return "experts: no step with few tokens so far"
+    host = f"; {use.host_pairs / use.pairs:.0%} computed by the CPU" if use.host_pairs else ""
+    rate = f" at {use.host_bytes / use.host_s / 1e9:.1f} GB/s" if use.host_pairs and use.host_s else ""
+    return f"experts: {use.hits / use.pairs:.0%} of uses found in VRAM{host}{rate}; {use.swaps:,} changed places"
 
 
 def ledger_lines(ledger: Ledger) -> list[str]:
@@ -245,4 +265,4 @@ def ledger_lines(ledger: Ledger) -> list[str]:
             f"  {process.name} (pid {process.pid}): {format_bytes(process.resident_bytes)} now, "
             f"{format_bytes(process.peak_bytes)} at its peak"
         )
-    return lines
+    return [*lines, *use_lines(ledger)]

@@ -31,6 +31,26 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     """As it was measured at the start, with nothing else to do."""
 
 
+class ExpertUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of experts over VRAM and RAM, in steps with few tokens; all of it only grows. In steps with many, all experts
+    that wait in RAM are copied to the GPU, whichever are used, and counted as bytes of the link."""
+
+    pairs: int = 0
+    """Of a token and an expert that it chose, in layers whose experts do not all stay in VRAM."""
+    hits: int = 0
+    """Of these, whose expert was in VRAM."""
+    host_pairs: int = 0
+    """That the host's cores computed; the GPU read what is in neither over the link."""
+    host_bytes: int = 0
+    """Of experts that they read for it."""
+    host_s: float = 0.0
+    """That they computed."""
+    stalled_s: float = 0.0
+    """That the GPU waited for them; 0: not measured."""
+    swaps: int = 0
+    """Experts that came to VRAM in the place of others, which were used less."""
+
+
 class LowerTier(msgspec.Struct, frozen=True, kw_only=True):
     """One that holds what does not fit above it."""
 

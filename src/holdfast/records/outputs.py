@@ -11,7 +11,7 @@ import msgspec
 from holdfast import errors
 from holdfast.errors import HoldfastError
 from holdfast.records.lora import LoRARequest
-from holdfast.records.memory import LinkUse, MemoryReport
+from holdfast.records.memory import ExpertUse, LinkUse, MemoryReport
 
 
 class FinishReason(enum.StrEnum):
@@ -124,6 +124,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine process holds on its GPU, as the driver counts it; 0: it has none."""
     link: LinkUse | None = None
     """None: all layers stay where they are computed."""
+    experts: ExpertUse | None = None
+    """None: all experts stay where they are computed, or whole layers come."""
     running_adapters: list[str] = []
     waiting_adapters: list[str] = []
     """Names of LoRA adapters that requests run and wait with."""

@@ -33,6 +33,11 @@ from holdfast.units import GIB
         ({"offload_group_size": 8, "offload_num_in_group": 2}, OffloadRequest(groups=(8, 2))),
         ({"offload_group_size": 2, "offload_backend": "prefetch"}, OffloadRequest(groups=(2, 1))),
         ({"offload_group_size": 4, "offload_prefetch_step": 3}, OffloadRequest(groups=(4, 1), ahead=3)),
+        ({"n_cpu_moe": 24}, OffloadRequest(expert_layers=24)),
+        ({"n_cpu_moe": 0}, OffloadRequest()),
+        ({"cpu_moe": True, "gpu_layers": 99}, OffloadRequest(expert_layers=1 << 16, gpu_layers=99)),
+        ({"override_tensor": "a=CPU, b=CUDA0"}, OffloadRequest(overrides=("a=CPU", "b=CUDA0"))),
+        ({"cpu_compute": "off"}, OffloadRequest(cpu_compute=False)),
     ],
 )
 def test_what_was_asked_for(kind: type, given: dict[str, object], asked: OffloadRequest) -> None:
@@ -53,6 +58,10 @@ def test_what_was_asked_for(kind: type, given: dict[str, object], asked: Offload
         ({"cpu_offload_gb": 4, "offload_backend": "prefetch"}, "cpu_offload_gb"),
         ({"offload_backend": "prefetch"}, "offload_group_size"),
         ({"offload_group_size": 2, "offload_num_in_group": 3}, "offload_num_in_group"),
+        ({"n_cpu_moe": 4, "cpu_moe": True}, "n_cpu_moe"),
+        ({"n_cpu_moe": 4, "override_tensor": "exps=CPU"}, "override_tensor"),
+        ({"cpu_moe": True, "cpu_offload_gb": 4}, "cpu_offload_gb"),
+        ({"n_cpu_moe": 4, "offload": False}, "n_cpu_moe"),
     ],
 )
 def test_settings_that_contradict_each_other(kind: type, given: dict[str, object], field: str) -> None:
@@ -81,6 +90,10 @@ def test_a_disk_for_layers_contradicts_no_offload(device: str) -> None:
         {"offload_prefetch_step": 4},
         {"gpu_layers": 0, "offload_prefetch_step": 4},
         {"offload_backend": "uva"},
+        {"n_cpu_moe": 4},
+        {"cpu_moe": True},
+        {"override_tensor": "exps=CPU"},
+        {"cpu_compute": "off"},
     ],
 )
 def test_a_cpu_has_no_layers_on_a_gpu(given: dict[str, object]) -> None:
@@ -98,13 +111,25 @@ def test_spellings_of_llama_cpp(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("-ncmoe", "10"), {"n_cpu_moe": "10"}),
+        (("--n-cpu-moe", "10"), {"n_cpu_moe": "10"}),
+        (("-cmoe",), {"cpu_moe": "true"}),
+        (("--cpu-moe",), {"cpu_moe": "true"}),
+        (("-ot", "a=CPU", "-ot", "b=CPU"), {"override_tensor": ["a=CPU", "b=CPU"]}),
+        (("--override-tensor", "exps=CPU"), {"override_tensor": ["exps=CPU"]}),
+    ],
+)
+def test_spellings_of_llama_cpp_for_experts(words: tuple[str, ...], found: dict[str, object]) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig, title="engine")
+    assert vars(parser.parse_args(words)) == found
+
+
+@pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (("--n-cpu-moe", "10"), "--gpu-layers"),
-        (("-ncmoe", "10"), "--gpu-layers"),
-        (("--cpu-moe",), "--gpu-layers"),
-        (("-ot", "exps=CPU"), "whole layers"),
-        (("--override-tensor", "exps=CPU"), "whole layers"),
         (("--offload-params", "w13_weight"), "whole layers"),
         (("--cpu-offload-params", "experts"), "whole layers"),
     ],

@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from holdfast.errors import CheckpointError
+from holdfast.footprint.identity_key import Same
 from holdfast.models import QuantSpec, describe_config, from_config
+from holdfast.planner.sizing.engine_weights import published_tensors
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -184,6 +186,7 @@ def test_what_cannot_be_read_is_named(config: dict[str, Any], word: str) -> None
         ({**compressed(num_bits=4, group_size=32), "format": "marlin-24"}, "marlin-24"),
         ({**compressed(num_bits=4, group_size=32), "transform_config": {"a": 1}}, "transform_config"),
         ({**compressed(num_bits=8), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        (compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16), "NVFP4"),
         *(({"quant_method": name}, name) for name in ("modelopt", "aqlm", "hqq", "exl2", "quip", "quark", "torchao")),
     ],
 )
@@ -203,6 +206,16 @@ def test_scales_of_inputs_that_are_bounded_or_powers_of_two() -> None:
     assert not quantized(**blocks, scale_fmt="float").input_powers
     assert not quantized(**blocks).input_powers
     assert not quantized(quant_method="fp8", scale_fmt="ue8m0").input_powers, "of blocks alone"
+
+
+def test_nvfp4_is_planned_for_engines_that_read_it() -> None:
+    """Half a byte an element, a byte for every sixteen, and one scale of the matrix."""
+    config = compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16)
+    spec = describe_config({**LLAMA, "quantization_config": config})
+    assert not spec.runnable
+    stored = published_tensors(Same(spec))
+    assert stored["layers.0.q"].nbytes == 64 * 64 // 2 + 64 * 64 // 16 + 4
+    assert stored["head"].packed is None
 
 
 def test_inputs_that_are_rounded_to_something_else_are_refused() -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.observability.ledger import Ledger, ProcessMemory, ledger_lines, make_ledger, summary_lines, term_lines
 from holdfast.observability.metrics.registry import ServingMetrics
-from holdfast.records import EngineInfo, EngineStats, LinkUse, MemoryReport, MemoryTerm
+from holdfast.records import EngineInfo, EngineStats, ExpertUse, LinkUse, LowerTier, MemoryReport, MemoryTerm
 
 MIB = 1 << 20
 
@@ -89,6 +89,7 @@ def test_the_json_is_versioned_and_reads_back() -> None:
         "loading",
         "decisions",
         "links",
+        "experts",
     ]
     assert json.loads(written)["version"] == 1
     assert json.loads(written)["kv"] == {
@@ -111,6 +112,35 @@ def test_a_link_is_told_of() -> None:
     assert 'holdfast:link_stalled_seconds_total{link="ram-vram",model_name="m"} 0.9' in text
     without = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=ledger).render().decode()
     assert "holdfast:link_" not in without
+
+
+def test_experts_over_vram_and_ram_are_told_of() -> None:
+    use = ExpertUse(pairs=1000, hits=700, host_pairs=250, host_bytes=50 * 10**9, host_s=1.0, swaps=3)
+    found = make_ledger(INFO, EngineStats(experts=use), PROCESSES)
+    assert found is not None
+    line = "experts: 70% of uses found in VRAM; 25% computed by the CPU at 50.0 GB/s; 3 changed places"
+    assert summary_lines(found)[-1] == ledger_lines(found)[-1] == line
+    text = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=lambda: found).render().decode()
+    for where, count in (("vram", 700), ("cpu", 250), ("link", 50)):
+        assert f'holdfast:expert_uses_total{{model_name="m",where="{where}"}} {count}.0' in text
+    assert 'holdfast:expert_swaps_total{model_name="m"} 3.0' in text
+    unused = make_ledger(INFO, EngineStats(experts=ExpertUse()), PROCESSES)
+    assert unused is not None
+    assert "no step with few tokens" in summary_lines(unused)[-1]
+    without = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=ledger).render().decode()
+    assert "holdfast:expert_" not in without
+
+
+def test_what_waits_in_a_lower_tier_is_named() -> None:
+    assert INFO.memory is not None
+    names = ("experts", "experts_cpu")
+    waits = [MemoryTerm(tier="nvme", term=name, planned_bytes=MIB, measured_bytes=MIB) for name in names]
+    below = LowerTier(tier="nvme", total_bytes=9 * MIB, free_bytes=9 * MIB, limited_by="disk", terms=waits)
+    report = msgspec.structs.replace(INFO.memory, below=[below])
+    found = make_ledger(msgspec.structs.replace(INFO, memory=report), EngineStats(), PROCESSES)
+    assert found is not None
+    lower = summary_lines(found)[-5:]
+    assert [line.split()[0] for line in lower] == ["nvme", "experts", "experts_cpu", "sum", "free"]
 
 
 def test_the_metrics_tell_the_same() -> None:

@@ -113,7 +113,7 @@ def test_groups_are_those_of_vllm() -> None:
     assert last_of_groups(10, 4, 1) == (3, 7)
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-70b-awq", "llama-3.1-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["llama-3.1-70b-awq", "llama-3.1-8b"])
 def test_every_byte_is_in_one_tier(name: str) -> None:
     plan = served(name, 8 if name == "llama-3.1-8b" else 22.93)
     layers, terms = streamed(plan), plan.terms
@@ -351,7 +351,7 @@ def test_a_step_takes_as_long_as_its_bytes_over_the_link(ask: Ask) -> None:
 
 
 def test_the_price_of_experts_is_said() -> None:
-    found = api.plan("qwen3-30b-a3b", quantization="Q4_K_M", gpu="rtx3060", ram="32GiB")
+    found = api.plan("qwen3-30b-a3b", quantization="Q4_K_M", gpu="rtx3060", ram="8GiB", nvme="40GiB")
     assert "a token uses 8 of 128" in " ".join(str(found).split())
 
 

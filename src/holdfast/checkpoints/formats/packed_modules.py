@@ -19,6 +19,8 @@ def packing_of(quantization: QuantSpec, tensor: TensorSpec, dtype: str) -> Packi
 def _packing(scheme: QuantSpec, dtype: str) -> Packing:
     if scheme.method == "mxfp4":
         return Packing("mxfp4")
+    if scheme.method == "nvfp4":
+        return Packing("nvfp4", static_inputs=scheme.static_activations)
     if scheme.method == "bitsandbytes":
         name = "nf4" if scheme.bits == 4 else "bnb-int8"
         return Packing(name, nested=scheme.double_quantization, dtype=dtype)

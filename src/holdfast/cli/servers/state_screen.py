@@ -14,7 +14,7 @@ import msgspec
 from rich.text import Text
 
 from holdfast.errors import printable
-from holdfast.observability.ledger import Ledger, TierMemory
+from holdfast.observability.ledger import Ledger, TierMemory, use_lines
 from holdfast.server.ui.machine import MachineTier
 from holdfast.server.ui.state import RequestState, UiState
 from holdfast.units import format_bytes, format_duration, shorten
@@ -81,6 +81,7 @@ def _lines(look: ServerLook, width: int, blocks: bool) -> Iterator[Text]:
             if one.tier not in planned or not one.ours:
                 yield from _unplanned(look.memory, one, width, blocks)
         yield _pages(look.memory, blocks)
+        yield from (Text(shorten(f"  {line}", width - 3)) for line in use_lines(look.memory))
     if state is not None:
         yield from _hour(state, width, blocks)
         yield from _notices(state)

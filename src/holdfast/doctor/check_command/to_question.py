@@ -56,6 +56,8 @@ def question_for(command: ServerCommand, machine: CommandMachine, version: str |
         given.pop("max_lora_rank", None)
     if command.engine == "holdfast" and command.has("no-offload"):
         given["offload"] = False
+    if command.engine == "holdfast" and command.has("cpu-moe"):
+        given["cpu_moe"] = True
     if command.engine == "vllm":
         switches = ("enable-expert-parallel", "enforce-eager")
         given |= {switch.replace("-", "_"): True for switch in switches if command.has(switch)}

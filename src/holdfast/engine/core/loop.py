@@ -15,6 +15,7 @@ from holdfast.errors import DoesNotFitError, EngineError, HoldfastError
 from holdfast.records import (
     EngineOutput,
     EngineStats,
+    ExpertUse,
     LinkUse,
     Request,
     StepPlan,
@@ -67,7 +68,7 @@ class Vram(Protocol):
 class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
     `vram`: of the GPU that the model is computed on. `link_use`: of the layers that come to it for every step.
-    `structured_output`: makes answers follow a grammar."""
+    `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar."""
 
     def __init__(
         self,
@@ -77,13 +78,14 @@ class EngineCore:
         steps_ahead: int = 0,
         vram: Vram | None = None,
         link_use: Callable[[], LinkUse | None] | None = None,
+        expert_use: Callable[[], ExpertUse | None] | None = None,
         structured_output: StructuredOutputs | None = None,
     ) -> None:
         self.structured_output = structured_output or NoStructuredOutput()
         self.scheduler = scheduler
         self.runner = runner
         self._steps_ahead = steps_ahead
-        self._vram, self._link_use = vram, link_use
+        self._vram, self._link_use, self._expert_use = vram, link_use, expert_use
         self._in_flight: deque[StepHandle] = deque()
         self._undelivered: list[EngineOutput] = []
         """What the next step says besides its own: requests that ended at once, and steps applied before their turn."""
@@ -217,7 +219,8 @@ class EngineCore:
         if self._vram is None:
             return stats
         link = None if self._link_use is None else self._link_use()
-        return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), link=link)
+        experts = None if self._expert_use is None else self._expert_use()
+        return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), link=link, experts=experts)
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -67,9 +67,9 @@ class MemoryBudget:
         """How it serves from then on: so does whatever process is started after this one. `send`: False when there is
         no process to be told."""
         refuse_tier(now.info.memory, tier)
-        if now.plan.engine.streamed is not None:
+        if now.plan.engine.streamed is not None or now.plan.engine.expert_places is not None:
             raise UnsupportedOptionError(
-                "the memory budget cannot be changed while layers are streamed",
+                "the memory budget cannot be changed while layers are streamed, or experts are in RAM",
                 fix=f"restart with another --{tier}",
                 field=tier,
             )

@@ -169,6 +169,8 @@ def plan_model(
             gguf=model.in_gguf,
             host=host,
             front_bytes=front_bytes,
+            processor=processor(),
+            compiled_kernels=compiled_kernels() if kernels is None else kernels,
         )
         return with_host_memory(plan, config, host, front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
@@ -241,6 +243,8 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
         gguf=model.in_gguf,
         host=_with_own(memory(), resident()),
         front_bytes=plan.question.settings.front_bytes,
+        processor=processor(),
+        compiled_kernels=compiled_kernels(),
     )
 
 
@@ -371,7 +375,7 @@ def _build_on_gpu(
         runner,
         steps_ahead=1,
         vram=vram,
-        link_use=runner.link_use if plan.engine.streamed is not None else None,
+        link_use=None if plan.engine.streamed is None and plan.engine.expert_places is None else runner.link_use,
     )
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
 

@@ -9,17 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.config import EngineConfig
-from holdfast.errors import DoesNotFitError
+from holdfast.engine.startup.placed_experts import check_ram, expert_tier
 from holdfast.execution.device import Device
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_file import LayerFile
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.footprint.streamed import StreamedLayers
 from holdfast.hardware import memory
 from holdfast.planner import Plan
-from holdfast.planner.serve.offload import RAM_IS_SHORT
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
@@ -43,7 +41,7 @@ def device_layers(
     streamed = plan.engine.streamed
     if streamed is None:
         return None
-    _check_ram(streamed)
+    check_ram(streamed.pinned_bytes, counted(len(streamed.layers), "layer"))
     file = None
     if streamed.on_disk and config.nvme_path is not None:
         size, count = format_bytes(streamed.file_bytes), len(streamed.on_disk)
@@ -54,25 +52,11 @@ def device_layers(
     return DeviceLayers(streamed, device, CudaCopies(device), pinned, file)
 
 
-def _check_ram(streamed: StreamedLayers) -> None:
-    """That it is there now: the plan may be of another day, before the engine slept or was started again."""
-    host = memory()
-    short = streamed.pinned_bytes - host.available_bytes
-    if short > 0:
-        raise DoesNotFitError(
-            "RAM no longer holds the layers that do not fit on the GPU: pinned, they would leave the machine without"
-            " memory",
-            code=RAM_IS_SHORT,
-            needed=f"{format_bytes(streamed.pinned_bytes)} of pinned RAM for {counted(len(streamed.layers), 'layer')}",
-            found=f"{format_bytes(host.available_bytes)} free ({host.limited_by}): {format_bytes(short)} short",
-            fix="stop what else takes RAM, or --nvme-path DIR on a fast disk with room for them",
-            field="nvme_path",
-        )
-
-
 def tiers_below_gpu(config: EngineConfig, plan: Plan, pinned_bytes: int) -> list[LowerTier]:
     """Once layers are in place. `pinned_bytes`: as measured."""
-    streamed = plan.engine.streamed
+    streamed, experts = plan.engine.streamed, plan.engine.expert_places
+    if experts is not None:
+        return [expert_tier(plan, experts, pinned_bytes)]
     if streamed is None:
         return []
     host, planned = memory(), streamed.pinned_bytes

@@ -8,6 +8,7 @@ single tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -120,6 +121,10 @@ class GpuDecoder:
 
         self.streamed = weights.slots if isinstance(weights.slots, DeviceLayers) else None
         """Layers that do not stay on the GPU."""
+        self.experts = weights.experts
+        """Of layers whose experts do not all stay on the GPU."""
+        self.host_mlps = weights.host_mlps
+        """Of streamed layers whose MLPs the host computes in steps of few tokens."""
         self._layers = [
             _Layer(
                 layer,
@@ -137,6 +142,16 @@ class GpuDecoder:
 
     def forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:
         """The residual stream after all layers, [tokens, hidden] and rows of no meaning; writes KV pages."""
+        with self.step(len(rows.slots)) if layers is None else nullcontext():
+            return self._forward(rows, pages, layers)
+
+    def step(self, count: int) -> AbstractContextManager[None]:
+        """Around whatever launches or captures a step of so many tokens: a host that computes some experts, or MLPs,
+        does it meanwhile."""
+        beside = self.experts or self.host_mlps
+        return nullcontext() if beside is None else beside.step(padded(count, self._most_tokens))
+
+    def _forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None) -> torch.Tensor:
         count = len(rows.slots)
         stream = self._stream[: padded(count, self._most_tokens)]
         for rotary, angles in zip(self._rotaries, self._angles, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,10 +25,17 @@ STEPS_BETWEEN_TRIES = 256
 
 class DecodeGraphs:
     """`run(rows, work, adapted)`: launches the step of so many padded rows on static buffers; `adapted`: with what
-    LoRA adapters add to its products."""
+    LoRA adapters add to its products. `around(rows)`: around every launch of a graph."""
 
-    def __init__(self, most: int, run: Callable[[int, Work, bool], None], device: torch.device) -> None:
+    def __init__(
+        self,
+        most: int,
+        run: Callable[[int, Work, bool], None],
+        device: torch.device,
+        around: Callable[[int], AbstractContextManager[None]] | None = None,
+    ) -> None:
         self._most, self._run, self._device = most, run, device
+        self._around = around or (lambda rows: contextlib.nullcontext())
         self._graphs: dict[tuple[int, Work, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None  # torch has no public name for it.
         self._steps_to_wait = 0
@@ -47,7 +55,8 @@ class DecodeGraphs:
         graph = self._graphs.get((size, work, adapted))
         if graph is not None:
             try:
-                graph.replay()
+                with self._around(size):
+                    graph.replay()
                 return
             except RuntimeError as error:
                 if not is_shortage(error):
@@ -86,7 +95,8 @@ class DecodeGraphs:
                 raise
             graph.capture_end()
         # The first launch may need memory too: it is made where the step is done already, and does the same again.
-        graph.replay()
+        with self._around(size):
+            graph.replay()
         torch.cuda.synchronize(self._device)
         self._pool = self._pool or graph.pool()
         return graph

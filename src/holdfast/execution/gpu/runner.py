@@ -36,6 +36,8 @@ from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
+from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
@@ -114,9 +116,14 @@ class GpuRunner:
         self._next = 0
         self._embeds = numpy.zeros(rows, dtype=bool)
         self._kv: KVRange | None = None
-        # Streamed layers are waited for one by one, and launching takes less time than they take to come.
+        # Streamed layers are waited for one by one, and launching takes less time than they take to come; so do all
+        # experts of a layer for a step with many tokens.
+        experts = self._decoder.experts
+        few = rows if experts is None else experts.few_tokens
+        self._most_captured = max((size for size in padded_sizes(rows) if size <= few), default=0)
         graphs = graphs and self._decoder.streamed is None
-        self._graphs = DecodeGraphs(rows, self._run_decode, device) if graphs and pin else None
+        around = None if experts is None else self._decoder.step
+        self._graphs = DecodeGraphs(rows, self._run_decode, device, around) if graphs and pin else None
 
     @property
     def buffers_bytes(self) -> int:
@@ -136,9 +143,19 @@ class GpuRunner:
         return 0 if self.decoder.streamed is None else self.decoder.streamed.nbytes
 
     @property
+    def expert_slots_bytes(self) -> int:
+        """With the tables of their places."""
+        return 0 if self.decoder.experts is None else self.decoder.experts.nbytes
+
+    @property
     def pinned_bytes(self) -> int:
-        """Of RAM, for layers that do not stay on the GPU."""
-        return 0 if self.decoder.streamed is None else self.decoder.streamed.pinned_bytes
+        """Of RAM, for layers or experts that do not stay on the GPU."""
+        return 0 if self._coming is None else self._coming.pinned_bytes
+
+    @property
+    def _coming(self) -> DeviceLayers | DeviceExperts | None:
+        """What does not all stay on the GPU."""
+        return self.decoder.streamed or self.decoder.experts
 
     @property
     def attention_backend(self) -> str:
@@ -161,13 +178,15 @@ class GpuRunner:
         return self._decoder
 
     def measure_link(self) -> list[Decision]:
-        """Of layers that do not stay on the GPU; nothing where all do."""
+        """Of layers or experts that do not stay on the GPU; nothing where all do."""
         with self._here():
-            return [] if self.decoder.streamed is None else self.decoder.streamed.decisions()
+            found = [] if self._coming is None else self._coming.decisions()
+        hosts = self.decoder.host_mlps
+        return found if hosts is None else [*found, hosts.decision]
 
     def link_use(self) -> LinkUse | None:
-        """Of the link over which layers come; None where all stay on the GPU."""
-        return None if self.decoder.streamed is None else self.decoder.streamed.use()
+        """Of the link over which layers or experts come; None where all stay on the GPU."""
+        return None if self._coming is None else self._coming.use()
 
     def reserve_kv(self, most_blocks: int) -> None:
         self._kv = KVRange(self.layout, most_blocks, self.device, self.kv_dtype)
@@ -311,7 +330,7 @@ class GpuRunner:
     def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> Launched:
         stream, embeds = None, any(row.samples and self._embeds[row.slot] for row in rows)
         late: list[int] = []
-        if self._graphs is not None and is_decode(rows) and not embeds:
+        if self._graphs is not None and is_decode(rows) and len(rows) <= self._most_captured and not embeds:
             size = self._graphs.padded(len(rows))
             slots = [row.slot for row in rows]
             step, work = self._forms.decode(rows, size), self._sampler.prepare(slots)
@@ -397,6 +416,9 @@ class GpuRunner:
         arrived, order = self._arrived[launched.place], launched.step.order.tolist()
         if arrived is not None and (order or launched.scores is not None):
             arrived.synchronize()
+        beside = self.decoder.experts or self.decoder.host_mlps
+        if beside is not None:
+            beside.check()
         tokens = self._sampled[launched.place][: len(order)].tolist()
         told = [None] * len(order) if launched.logprobs is None else launched.logprobs.of(tokens)
         placed = sorted(zip(order, tokens, told, strict=True), key=lambda one: one[0])
@@ -422,7 +444,7 @@ class GpuRunner:
                 self._adapters.tiles = None  # Of the step before: its rows are more than a product tried has.
             if self.device.type == "cuda":
                 self._slots.load_mover(self.kv.pages)
-                with nullcontext() if self.decoder.streamed is None else self.decoder.streamed.as_they_are():
+                with nullcontext() if self._coming is None else self._coming.as_they_are():
                     self._load_kernels()
             if self._adapters is not None:
                 self._adapters.places.profile_run(False)
@@ -443,7 +465,7 @@ class GpuRunner:
         """The graphs that are needed first: of one row, and of as many as there may be. Others when they are needed."""
         if self._graphs is None:
             return
-        for rows in (self.limits.max_num_seqs, 1):
+        for rows in (self._most_captured, 1) if self._most_captured else ():
             size = self._graphs.padded(rows)
             with self._here():
                 self._forms.decode([], size)
@@ -461,8 +483,10 @@ class GpuRunner:
                 self._kv.close()
             if self._adapters is not None:
                 self._adapters.places.close()
-            if self._decoder.streamed is not None:
-                self._decoder.streamed.close()
+            if self._decoder.host_mlps is not None:
+                self._decoder.host_mlps.close()
+            if self._coming is not None:
+                self._coming.close()
             self._decoder = self._kv = self._adapters = None
             del self._sampler, self._slots, self._forms, self._logits, self._sampled
             gc.collect()

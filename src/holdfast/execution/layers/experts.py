@@ -97,6 +97,21 @@ class QuantizedStack:
         return out
 
 
+class PlacedStack:
+    """Of a GPU's layer whose experts do not all stay there: some do, if any, and the others are here while they are in
+    their slot."""
+
+    def __init__(self, resident: Stack | None, waiting: Stack) -> None:
+        self.resident, self.waiting = resident, waiting
+        self.experts = waiting.experts + (0 if resident is None else resident.experts)
+        self.rows, self.columns = waiting.rows, waiting.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Of those that stay."""
+        return 0 if self.resident is None else self.resident.nbytes
+
+
 class BlockStack:
     """A compiled matrix for every expert; they are multiplied by `native.ExpertLayer` alone."""
 

@@ -11,6 +11,7 @@ from holdfast.execution.native.attention import AttentionRows, PoolPlace, paged_
 from holdfast.execution.native.decoder import DecoderLayer, DecoderStep
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.experts import ExpertLayer, NativeExpertBuffers
+from holdfast.execution.native.host_experts import HostExchange, HostExperts, Served, measure_layers
 from holdfast.execution.native.loading import (
     ComputeThreads,
     available,
@@ -31,13 +32,17 @@ __all__ = [
     "DecoderLayer",
     "DecoderStep",
     "ExpertLayer",
+    "HostExchange",
+    "HostExperts",
     "NativeExpertBuffers",
     "PoolPlace",
     "ScaledBlockMatrix",
+    "Served",
     "activate_and_multiply",
     "available",
     "dequantize",
     "matmul_blocks",
+    "measure_layers",
     "paged_attention",
     "rms_norm",
     "rotate_and_store",

@@ -186,7 +186,7 @@ static int multiply_rows(digit_work *work) {
     return 0;
 }
 
-int multiply_by_digits(const product *wanted) {
+static digit_work work_of(const product *wanted) {
     digit_work work = {.wanted = wanted, .blocks = wanted->columns / BLOCK_ELEMENTS};
     if (is_scaled(wanted->layout)) {
         work.planes = (const scaled_matrix *)wanted->weights;
@@ -196,6 +196,11 @@ int multiply_by_digits(const product *wanted) {
         work.kind = digit_kind_of(plain_layout(wanted->layout));
         work.bundle_bytes = BUNDLE * row_bytes(wanted->layout, wanted->columns);
     }
+    return work;
+}
+
+int multiply_by_digits(const product *wanted) {
+    digit_work work = work_of(wanted);
     long at_once = PANEL_BYTES / (work.blocks * input_block_bytes(work.kind, PANEL_ROWS));
     at_once = PANEL_ROWS * (at_once < LEAST_PANELS ? LEAST_PANELS : (at_once > PANELS_AT_ONCE ? PANELS_AT_ONCE : at_once));
     for (work.first = 0; work.first < wanted->rows; work.first = work.last) {
@@ -205,11 +210,62 @@ int multiply_by_digits(const product *wanted) {
     return 0;
 }
 
+static digit_work whole_work(const product *wanted, const uint8_t *memory, long *bytes) {
+    digit_work work = work_of(wanted);
+    work.last = wanted->rows;
+    *bytes = cut_panels(&work, memory);
+    return work;
+}
+
+long digits_bytes(const product *wanted) {
+    long bytes;
+    whole_work(wanted, NULL, &bytes);
+    return bytes;
+}
+
+int own_digits(const product *wanted) {
+    const digit_work work = work_of(wanted);
+    return prepares(&work);
+}
+
+int split_row(const product *wanted, uint8_t *memory, long row) {
+    long bytes;
+    const digit_work work = whole_work(wanted, memory, &bytes);
+    const panel *here = work.panels;
+    while (row >= here->first + here->rows) here++;
+    const int at = (int)(row - here->first);
+    if (prepares(&work)) {
+        float *prepared = row_room(&work);
+        if (prepared == NULL) return -1;
+        prepare_rows(&work, here, at, at + 1, prepared);
+        return 0;
+    }
+    const float *x = wanted->x + row * wanted->x_stride;
+    uint8_t *out = (uint8_t *)here->blocks;
+    for (long block = 0; block < work.blocks; block++, out += panel_block_bytes(here->rows))
+        split_block(x + block * BLOCK_ELEMENTS, out, at, here->rows, work.kind);
+    return 0;
+}
+
+void multiply_split(const product *wanted, const uint8_t *memory, long output, long last) {
+    long bytes;
+    const digit_work work = whole_work(wanted, memory, &bytes);
+    const uint8_t *weights = work.planes == NULL ? wanted->weights : (const uint8_t *)work.planes->codes;
+    pass_panels(&work, weights + output / BUNDLE * work.bundle_bytes, 0, work.bundle_bytes, output, last, 0, work.count);
+}
+
 #else
 
 int multiply_by_digits(const product *wanted) {
     (void)wanted;
     return -1; /* nothing is woven here */
+}
+
+long digits_bytes(const product *wanted) { return (void)wanted, 0; }
+int own_digits(const product *wanted) { return (void)wanted, 0; }
+int split_row(const product *wanted, uint8_t *memory, long row) { return (void)wanted, (void)memory, (void)row, 0; }
+void multiply_split(const product *wanted, const uint8_t *memory, long output, long last) {
+    (void)wanted, (void)memory, (void)output, (void)last;
 }
 
 #endif

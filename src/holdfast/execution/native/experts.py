@@ -76,11 +76,15 @@ class ExpertLayer:
         for expert in gate_up:
             for part, rows in zip(expert, parts, strict=True):
                 self._check(part, rows, self.hidden)
+        if any(matrix.layout != like.layout for one in gate_up for matrix, like in zip(one, gate_up[0], strict=True)):
+            raise ValueError("gate and up of all experts must be stored alike")
         described = [
             numpy.array([matrix.description for matrix in matrices], dtype=numpy.int64)
             for matrices in ([part for expert in gate_up for part in expert], down)
         ]
         self._kept = (gate_up, down, described)
+        self.activation, self.parts = activation, len(parts)
+        self.gate_up_address, self.down_address = (numbers.ctypes.data for numbers in described)
         self._kernels = kernels()
         self._numbers = (
             *(numbers.ctypes.data for numbers in described),

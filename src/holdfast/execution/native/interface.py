@@ -136,3 +136,22 @@ class Kernels(Protocol):
 
     def experts(self, *numbers: int) -> None:
         """The MLP of a layer with experts: what launch.py puts together, in its order."""
+
+    def host_room(self, layers: int, count: int, hidden: int, per_token: int, numbers: int, tokens: int, /) -> int: ...
+
+    def serve(
+        self,
+        layers: int,
+        count: int,
+        hidden: int,
+        per_token: int,
+        numbers: int,
+        room: int,
+        room_bytes: int,
+        step: int,
+        tokens: int,
+        patience_ns: int,
+        threads: int,
+        /,
+    ) -> tuple[int, int, int, int, int]:
+        """(result, layer, waited_ns, computed_ns, pairs), as host_experts.h has them."""

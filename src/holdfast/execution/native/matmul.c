@@ -74,8 +74,8 @@ static int multiply_few(const product *wanted) {
     return multiply_by_dots(wanted);
 }
 
-/* The rows beyond the last bundle, which are stored apart. */
-static int multiply_rest(const product *wanted, long whole) {
+/* Outputs from `whole` on, up to `last`, which are not woven. */
+static int multiply_rest(const product *wanted, long whole, long last) {
     const enum layout plain = plain_layout(wanted->layout);
     product rest = *wanted;
     scaled_matrix planes;
@@ -87,7 +87,7 @@ static int multiply_rest(const product *wanted, long whole) {
         rest.weights += whole * row_bytes(plain, wanted->columns);
     }
     rest.out += whole;
-    rest.outputs -= whole;
+    rest.outputs = last - whole;
     if (rest.bias != NULL) rest.bias += whole;
     return multiply_few(&rest);
 }
@@ -99,7 +99,25 @@ int multiply(const product *wanted) {
     product woven = *wanted;
     woven.outputs = wanted->outputs / BUNDLE * BUNDLE;
     if (woven.outputs > 0 && multiply_by_digits(&woven)) return -1;
-    return woven.outputs < wanted->outputs ? multiply_rest(wanted, woven.outputs) : 0;
+    return woven.outputs < wanted->outputs ? multiply_rest(wanted, woven.outputs, wanted->outputs) : 0;
+}
+
+static long woven_outputs(const product *wanted) {
+    return is_woven(wanted->layout) ? wanted->outputs / BUNDLE * BUNDLE : 0;
+}
+
+long piece_bytes(const product *wanted) { return woven_outputs(wanted) > 0 ? digits_bytes(wanted) : 0; }
+
+int piece_is_own(const product *wanted) { return woven_outputs(wanted) > 0 && own_digits(wanted); }
+
+int split_piece(const product *wanted, uint8_t *memory, long row) {
+    return woven_outputs(wanted) > 0 ? split_row(wanted, memory, row) : 0;
+}
+
+int multiply_piece(const product *wanted, const uint8_t *memory, long output, long last) {
+    const long woven = woven_outputs(wanted), end = last < woven ? last : woven;
+    if (output < end) multiply_split(wanted, memory, output, end);
+    return last > woven ? multiply_rest(wanted, output > woven ? output : woven, last) : 0;
 }
 
 typedef struct {

@@ -45,6 +45,24 @@ int multiply_by_digits(const product *wanted); /* woven weights, outputs a multi
 int multiply_by_dots(const product *wanted);
 int multiply_by_panels(const product *wanted);
 
+/* A product in pieces, for threads that share several at a time (host_experts.c). First every row of x is split into
+ * memory of the caller, at a cache line; then outputs are computed, any range of them by any thread, always alike. At most
+ * PIECE_ROWS rows. */
+#define PIECE_ROWS 256
+long piece_bytes(const product *wanted);
+int split_piece(const product *wanted, uint8_t *memory, long row);
+/* Outputs output..last-1, where output is a multiple of PIECE_OUTPUTS, and last too or the last of all. */
+#define PIECE_OUTPUTS 16
+int multiply_piece(const product *wanted, const uint8_t *memory, long output, long last);
+/* Whether what a row is split into depends on the matrix, beyond its layout. */
+int piece_is_own(const product *wanted);
+
+/* What these call for woven weights. */
+long digits_bytes(const product *wanted);
+int own_digits(const product *wanted);
+int split_row(const product *wanted, uint8_t *memory, long row);
+void multiply_split(const product *wanted, const uint8_t *memory, long output, long last);
+
 /* How the float products cut weights into tiles of WIDE outputs and at most DEEP columns, expanded at a time:
  * 40 KB on Arm (64 KB of first-level cache), 20 KB elsewhere. */
 #if defined(__aarch64__)

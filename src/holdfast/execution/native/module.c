@@ -5,6 +5,7 @@
 
 #include "decoder.h"
 #include "experts.h"
+#include "host_experts.h"
 #include "scaled.h"
 #include "weave.h"
 
@@ -334,6 +335,43 @@ static PyObject *py_experts(PyObject *module, PyObject *const *values, Py_ssize_
     return finish(failed);
 }
 
+static host_experts read_host(arguments *args) {
+    host_experts host = {0};
+    host.layers = address(args);
+    host.count = whole(args);
+    host.hidden = whole(args);
+    host.per_token = whole(args);
+    host.numbers = (enum layout)whole(args);
+    return host;
+}
+
+static PyObject *py_host_room(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    const host_experts host = read_host(&args);
+    const long tokens = whole(&args);
+    if (!complete(&args)) return NULL;
+    return PyLong_FromLong(host_room_bytes(&host, tokens));
+}
+
+static PyObject *py_serve(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    host_experts host = read_host(&args);
+    host.room = address(&args);
+    host.room_bytes = whole(&args);
+    const int step = (int)whole(&args);
+    const long tokens = whole(&args), patience_ns = whole(&args);
+    host.threads = (int)whole(&args);
+    if (!complete(&args)) return NULL;
+    host_outcome outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = serve_step(&host, step, tokens, patience_ns);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("(illll)", (int)outcome.result, outcome.layer, outcome.waited_ns, outcome.computed_ns,
+                         outcome.pairs);
+}
+
 #define FUNCTION(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
 
 static PyMethodDef METHODS[] = {
@@ -355,6 +393,10 @@ static PyMethodDef METHODS[] = {
              "keys, values, stored, tokens, heads, kv_heads, dim, half, threads)"),
     FUNCTION("layer", py_layer, "Weights, buffers, pool and rows of a decoder layer, as read_layer reads them."),
     FUNCTION("experts", py_experts, "Matrices and buffers of a layer's experts, as py_experts reads them."),
+    FUNCTION("host_room", py_host_room, "(layers, count, hidden, per_token, numbers, tokens): bytes that serve needs."),
+    FUNCTION("serve", py_serve,
+             "(layers, count, hidden, per_token, numbers, room, room_bytes, step, tokens, patience_ns, threads): "
+             "(result, layer, waited_ns, computed_ns, pairs), as host_experts.h has them."),
     {NULL, NULL, 0, NULL},
 };
 

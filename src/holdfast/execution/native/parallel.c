@@ -20,6 +20,7 @@
 #include <time.h>
 
 #include "parking.h"
+#include "waiting.h"
 
 #define MOST_WORKERS 1023
 #define SPIN_NS 50000 /* about what waking a thread on an idle core takes */
@@ -46,15 +47,7 @@ static _Atomic(parallel_function) shared_runtime;
 
 void share_runtime(void *parallel) { atomic_store(&shared_runtime, (parallel_function)parallel); }
 
-static inline void relax(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb"); /* `yield` does nothing on most cores */
-#endif
-}
-
-static long now_ns(void) {
+long now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000L + now.tv_nsec;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from holdfast.execution.native.loading import kernels, threads
+from holdfast.footprint.scaled_layouts import ScaledLayout
 
 LAYOUT_NUMBERS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5} | {
     "Q5_0": 9,
@@ -41,6 +42,7 @@ class CompiledMatrix:
     """[rows, columns] weights that compiled products read. Activations are float32 with contiguous rows; the rows
     themselves may lie apart (slices)."""
 
+    layout: str | ScaledLayout
     _address: int
     _number: int
     """Where the weights lie, and how: as blocks.h has it."""

@@ -9,7 +9,9 @@ import torch
 
 from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinear
 from holdfast.execution.native import BlockMatrix
+from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.host_mlps import HostMlps
 from holdfast.execution.streaming.layer_slots import LayerSlots
 
 
@@ -102,6 +104,10 @@ class Weights:
     """How the matrices lie in memory: number types, and quantized layouts that were kept."""
     slots: LayerSlots | DeviceLayers | None = None
     """Of layers that do not stay in memory, on a GPU in its own."""
+    experts: DeviceExperts | None = None
+    """Of layers whose experts do not all stay on the GPU."""
+    host_mlps: HostMlps | None = None
+    """Of streamed layers whose MLPs the host computes in steps of few tokens."""
 
     def rope_factors(self, context: int, original: int) -> torch.Tensor | None:
         """`context`: the longest that a sequence may get; `original`: what the model was first made for."""

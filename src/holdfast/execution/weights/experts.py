@@ -7,16 +7,27 @@ the host's memory those that are read ahead for a GPU (see `load`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from holdfast.checkpoints import Checkpoint, StoredTensor
-from holdfast.errors import CheckpointError
-from holdfast.execution.layers.experts import BlockStack, DenseStack, ExpertWeights, QuantizedStack, SharedExpert, Stack
-from holdfast.execution.layers.linear import Linear
+from holdfast.errors import CheckpointError, EngineError
+from holdfast.execution.layers.experts import (
+    BlockStack,
+    DenseStack,
+    ExpertWeights,
+    PlacedStack,
+    QuantizedStack,
+    SharedExpert,
+    Stack,
+)
+from holdfast.execution.layers.linear import DenseLinear, Linear, StackedLinear
 from holdfast.execution.memory import MakeTensor
-from holdfast.execution.native import BlockMatrix
+from holdfast.execution.native import BlockMatrix, CompiledMatrix, ExpertLayer
+from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS
+from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.weights.decoder_weights import GatedWeights, MlpWeights
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.packed import column_order, order_part
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
@@ -24,6 +35,10 @@ from holdfast.footprint.layouts import BLOCK_COLUMNS
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, TensorSpec
 from holdfast.models.quantization import INSTEAD
+from holdfast.models.spec import Activation
+
+PLAIN_NUMBERS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""As compiled products call them."""
 
 
 class ExpertLoader(Protocol):
@@ -47,6 +62,8 @@ class ExpertLoader(Protocol):
     def checkpoint(self) -> Checkpoint | None: ...
 
     def read_part(self, part: StoredTensor) -> torch.Tensor: ...
+    @property
+    def experts(self) -> DeviceExperts | None: ...
 
     def linear(self, *names: str) -> Linear: ...
 
@@ -58,16 +75,25 @@ class ExpertLoader(Protocol):
 
     def experts_in_turn(self, name: str) -> Iterator[int]: ...
 
-    def fill_experts(self, target: torch.Tensor, tensor: TensorSpec) -> None: ...
+    def fill_experts(self, targets: Sequence[torch.Tensor], tensor: TensorSpec) -> None: ...
 
     def step(self) -> None: ...
 
 
+class _Part(NamedTuple):
+    """Of a layer's stacks."""
+
+    experts: int
+    make: MakeTensor
+    waits: bool = False
+    """Does not stay where it is made."""
+
+
 def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
+    """Those that do not stay on the GPU are then where they wait."""
     assert layer.experts is not None
     name = f"layers.{layer.index}"
-    gate_up, gate, up, down = (f"{name}.experts.{part}" for part in ("gate_up", "gate", "up", "down"))
-    joined = [(gate_up,)] if gate_up in loader.tensors else _joined(loader, gate, up)
+    joined, down = _names(loader, layer.index)
     blocks = loader.compiled and _in_blocks(loader, [*(part for parts in joined for part in parts), down])
     shared = None
     if layer.experts.shared_intermediate_size:
@@ -76,14 +102,46 @@ def load_experts(loader: ExpertLoader, layer: LayerSpec) -> ExpertWeights:
             down=loader.linear(f"{name}.shared.down"),
             router=loader.linear(f"{name}.shared.router"),
         )
-    stacks = tuple(_stack(loader, names, blocks) for names in joined)
-    return ExpertWeights(
+    parts, placed = [_Part(layer.experts.count, loader.make)], loader.experts
+    if placed is not None and layer.index in placed:
+        stay = placed.resident(layer.index)
+        parts = [_Part(stay, loader.make)] if stay else []
+        parts.append(_Part(layer.experts.count - stay, placed.arena(layer.index).tensor, waits=True))
+    stacks = tuple(_stack(loader, names, blocks, parts) for names in joined)
+    weights = ExpertWeights(
         spec=layer.experts,
         router=loader.linear(f"{name}.router"),
         gate_up=stacks,
-        down=_stack(loader, (down,), blocks),
+        down=_stack(loader, (down,), blocks, parts),
         shared=shared,
         same_order=_same_order(stacks),
+    )
+    if placed is not None and layer.index in placed:
+        placed.keep(layer.index)
+    return weights
+
+
+def load_host_layer(loader: ExpertLoader, layer: LayerSpec, activation: Activation) -> ExpertLayer:
+    """The experts of a layer as the host computes with them for a GPU: all of them, and nothing else."""
+    assert layer.experts is not None
+    joined, down = _names(loader, layer.index)
+    names = [*(part for parts in joined for part in parts), down]
+    if not _in_blocks(loader, names):
+        raise EngineError(
+            "compiled kernels do not read these experts",
+            needed=f"rows of a multiple of {BLOCK_COLUMNS} columns",
+            found=", ".join(str(loader.tensors[name].shape[2]) for name in names),
+            fix="--cpu-compute off",
+        )
+    parts = [_Part(layer.experts.count, loader.make)]
+    stacks = [_stack(loader, names, True, parts) for names in (*joined, (down,))]
+    matrices = [stack.matrices for stack in stacks if isinstance(stack, BlockStack)]
+    return ExpertLayer(
+        gate_up=list(zip(*matrices[:-1], strict=True)),
+        down=matrices[-1],
+        per_token=layer.experts.per_token,
+        normalized=layer.experts.normalized,
+        activation=activation,
     )
 
 
@@ -94,12 +152,16 @@ def _same_order(stacks: tuple[Stack, ...]) -> bool:
     return len(orders) == len(stacks) == 2 and torch.equal(*orders)
 
 
-def _joined(loader: ExpertLoader, gate: str, up: str) -> list[tuple[str, ...]]:
-    """Both as one stack, where they lie alike and take their inputs in the same order. What lies in memory must follow
-    from the headers of files, which do not tell that two orders are the same."""
+def _names(loader: ExpertLoader, layer: int) -> tuple[list[tuple[str, ...]], str]:
+    """Gates and ups as one stack where they are stored so, or lie alike and take their inputs in the same order; and
+    the last matrices. What lies in memory must follow from the headers of files, which do not tell that two orders are
+    the same."""
+    gate_up, gate, up, down = (f"layers.{layer}.experts.{part}" for part in ("gate_up", "gate", "up", "down"))
+    if gate_up in loader.tensors:
+        return [(gate_up,)], down
     layout = loader.kept_layout(gate)
     ordered = isinstance(layout, ScaledLayout) and layout.ordered
-    return [(gate, up)] if layout == loader.kept_layout(up) and not ordered else [(gate,), (up,)]
+    return [(gate, up)] if layout == loader.kept_layout(up) and not ordered else [(gate,), (up,)], down
 
 
 def _in_blocks(loader: ExpertLoader, names: Sequence[str]) -> bool:
@@ -110,49 +172,74 @@ def _in_blocks(loader: ExpertLoader, names: Sequence[str]) -> bool:
     return planes and all(count % BLOCK_COLUMNS == 0 for count in columns.values())
 
 
-def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
-    """The matrices of these names, those of an expert one below the other."""
+def _stack(loader: ExpertLoader, names: tuple[str, ...], blocks: bool, parts: Sequence[_Part]) -> Stack:
+    """The matrices of these names, those of an expert one below the other. With `blocks` in one part."""
     layout = loader.kept_layout(names[0])
     loader.layouts.add(str(layout or loader.dtype).removeprefix("torch."))
     if layout is None:
-        return _dense(loader, names, blocks)
+        return _dense(loader, names, blocks, parts)
     if isinstance(layout, ScaledLayout):
-        return _scaled(loader, names, layout, blocks)
+        return _scaled(loader, names, layout, blocks, parts)
     if blocks:
         return _blocks(loader, names, layout)
     experts, columns, rows = _sizes(loader, names)
-    matrix = QuantizedMatrix(layout, experts * sum(rows), columns, loader.device, loader.make)
-    first = 0
-    for part, name in enumerate(names):
+    matrices = [QuantizedMatrix(layout, part.experts * sum(rows), columns, loader.device, part.make) for part in parts]
+    homes, first = _homes(parts), 0
+    for name, count in zip(names, rows, strict=True):
         for expert in range(experts):
-            stored = loader.read_expert(name, expert).to(loader.device)
-            matrix.fill_rows(expert * sum(rows) + first, stored)
-        first += rows[part]
+            part, place = homes[expert]
+            matrices[part].fill_rows(place * sum(rows) + first, loader.read_expert(name, expert).to(loader.device))
+        first += count
         loader.step()
-    return QuantizedStack(matrix, experts)
+    stacks = [QuantizedStack(matrix, part.experts) for matrix, part in zip(matrices, parts, strict=True)]
+    return _whole(stacks, parts)
 
 
-def _scaled(loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout, blocks: bool) -> Stack:
+def _homes(parts: Sequence[_Part]) -> list[tuple[int, int]]:
+    """In which part each expert is, and at which place there."""
+    return [(number, place) for number, part in enumerate(parts) for place in range(part.experts)]
+
+
+def _whole(stacks: Sequence[Stack], parts: Sequence[_Part]) -> Stack:
+    if not parts[-1].waits:
+        return stacks[0]
+    return PlacedStack(stacks[0] if len(stacks) > 1 else None, stacks[-1])
+
+
+def _scaled(
+    loader: ExpertLoader, names: tuple[str, ...], layout: ScaledLayout, blocks: bool, parts: Sequence[_Part]
+) -> Stack:
     experts, columns, rows = _sizes(loader, names)
-    matrix = ScaledMatrix(layout, experts * sum(rows), columns, loader.device, loader.make, experts)
-    first = 0
-    for part, name in enumerate(names):
+    matrices = [
+        ScaledMatrix(layout, part.experts * sum(rows), columns, loader.device, part.make, part.experts)
+        for part in parts
+    ]
+    homes, first = _homes(parts), 0
+    for name, count in zip(names, rows, strict=True):
         for expert in loader.experts_in_turn(name):
-            loader.fill_scaled(matrix, expert * sum(rows) + first, name, expert)
-        first += rows[part]
+            part, place = homes[expert]
+            loader.fill_scaled(matrices[part], place * sum(rows) + first, name, expert)
+        first += count
         loader.step()
+    if matrices[0].inputs is not None:
+        # Inputs are rounded once for all experts; the scale is read wherever these are.
+        largest = torch.stack([matrix.inputs for matrix in matrices if matrix.inputs is not None]).amax(0)
+        for matrix in matrices:
+            matrix.inputs = largest
     if blocks:
-        return BlockStack(matrix.compiled_parts(experts), matrix.nbytes)
-    return QuantizedStack(matrix, experts)
+        return BlockStack(matrices[0].compiled_parts(experts), matrices[0].nbytes)
+    stacks = [QuantizedStack(matrix, part.experts) for matrix, part in zip(matrices, parts, strict=True)]
+    return _whole(stacks, parts)
 
 
-def _dense(loader: ExpertLoader, names: tuple[str, ...], blocks: bool) -> Stack:
-    experts, columns, rows = _sizes(loader, names)
-    weight = loader.make((experts, sum(rows), columns), loader.dtype, loader.device)
-    for name, part in zip(names, torch.split(weight, rows, dim=1), strict=True):
-        loader.fill_experts(part, loader.tensors[name])
+def _dense(loader: ExpertLoader, names: tuple[str, ...], blocks: bool, parts: Sequence[_Part]) -> Stack:
+    _, columns, rows = _sizes(loader, names)
+    weights = [part.make((part.experts, sum(rows), columns), loader.dtype, loader.device) for part in parts]
+    for number, name in enumerate(names):
+        loader.fill_experts([weight.split(rows, dim=1)[number] for weight in weights], loader.tensors[name])
     if not blocks:
-        return DenseStack(weight)
+        return _whole([DenseStack(weight) for weight in weights], parts)
+    [weight] = weights
     return BlockStack([BlockMatrix(expert.view(torch.uint8), "F32") for expert in weight], weight.nbytes)
 
 
@@ -204,3 +291,24 @@ def _sizes(loader: ExpertLoader, names: tuple[str, ...]) -> tuple[int, int, list
     """(experts, columns, rows of each)"""
     experts, _, columns = loader.tensors[names[0]].shape
     return experts, columns, [loader.tensors[name].shape[1] for name in names]
+
+
+def host_mlp(weights: MlpWeights, activation: Activation) -> ExpertLayer | None:
+    """One of the host's memory as one expert that all tokens go to; None: compiled products do not read it."""
+    if not isinstance(weights, GatedWeights) or activation not in ACTIVATION_NUMBERS:
+        return None
+    gate_up, down = _compiled_parts(weights.gate_up), _compiled_parts(weights.down)
+    if not gate_up or len(down) != 1 or any(part.bias is not None for part in (*gate_up, *down)):
+        return None
+    return ExpertLayer(gate_up=[gate_up], down=down, per_token=1, normalized=False, activation=activation)
+
+
+def _compiled_parts(linear: Linear) -> list[CompiledMatrix]:
+    """What its outputs are computed from, side by side; nothing where compiled products do not read it."""
+    if isinstance(linear, CompiledMatrix):
+        return [linear]
+    if isinstance(linear, DenseLinear) and linear.columns % BLOCK_COLUMNS == 0:
+        return [BlockMatrix(linear.weight.view(torch.uint8), PLAIN_NUMBERS[linear.weight.dtype], linear.bias)]
+    if isinstance(linear, StackedLinear) and all(isinstance(part, CompiledMatrix) for part in linear.parts):
+        return [part for part in linear.parts if isinstance(part, CompiledMatrix)]
+    return []

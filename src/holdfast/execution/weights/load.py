@@ -7,7 +7,7 @@ tile of its expansion (EXPAND_BYTES); in the host's memory, where the weights ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,10 @@ from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
-from holdfast.execution.native import BlockMatrix
+from holdfast.execution.native import BlockMatrix, ExpertLayer
+from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.host_mlps import HostMlps
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.weights.decoder_weights import (
     GatedWeights,
@@ -34,7 +36,7 @@ from holdfast.execution.weights.decoder_weights import (
     Weights,
 )
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
-from holdfast.execution.weights.experts import expert_rows, load_experts, reorder_rows
+from holdfast.execution.weights.experts import expert_rows, host_mlp, load_experts, load_host_layer, reorder_rows
 from holdfast.execution.weights.gguf_blocks import STORED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
 from holdfast.execution.weights.packed import PackedSource, fill_mxfp4
 from holdfast.execution.weights.quantize import fill_quantized
@@ -80,6 +82,7 @@ def load_weights(
     quantize: Quantize | None = None,
     slots: LayerSlots | DeviceLayers | None = None,
     arrange: Callable[[LayerWeights], None] | None = None,
+    experts: DeviceExperts | None = None,
 ) -> Weights:
     """`expand`: quantized matrices become `dtype`, but for those whose inputs are rounded; otherwise they stay as they
     are stored. No checkpoint: dummies. `quantize`: what plain matrices of linear layers become.
@@ -88,17 +91,52 @@ def load_weights(
 
     `pack`: dense matrices are reordered for oneDNN (by default where that is faster); it needs one matrix more
     at the peak. `slots`: for layers that do not stay in memory; `arrange`: puts one of them into the order that
-    products read, before it leaves.
+    products read, before it leaves. `experts`: of layers whose experts do not all stay on the GPU.
     """
     packed = packs_weights(dtype, device) if pack is None else pack
     before = PeakMemory.resident_bytes()
-    loader = Loader(spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange)
+    loader = Loader(
+        spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange, experts
+    )
     with torch.inference_mode(), loader.readers:
         weights = loader.load()
     here = weights.nbytes if device.type == "cpu" else 0
     if PeakMemory.resident_bytes() - before - here > WORTH_TRIMMING_BYTES:
         trim_memory()
     return weights
+
+
+def load_host_experts(
+    spec: ModelSpec, checkpoint: Checkpoint | None, layers: Sequence[int], quantize: Quantize | None = None
+) -> list[ExpertLayer]:
+    """All experts of these layers once more, as the host computes with them for a GPU."""
+    loader = Loader(spec, checkpoint, torch.float32, torch.device("cpu"), False, True, False, None, quantize)
+    with torch.inference_mode(), loader.readers:
+        return [load_host_layer(loader, spec.layers[layer], spec.activation) for layer in layers]
+
+
+def load_host_mlp(
+    spec: ModelSpec, checkpoint: Checkpoint | None, layer: int, dtype: torch.dtype, quantize: Quantize | None = None
+) -> ExpertLayer | None:
+    """The MLP of a layer once more, as the host computes with it for a GPU; None: its kernels do not read it. Several
+    may be loaded at a time, each by a thread."""
+    loader = Loader(spec, checkpoint, dtype, torch.device("cpu"), False, True, False, None, quantize)
+    with torch.inference_mode(), loader.readers:
+        return host_mlp(loader.mlp(spec.layers[layer]), spec.activation)
+
+
+def with_host_mlps(weights: Weights, spec: ModelSpec, checkpoint: Checkpoint | None, hosts: HostMlps) -> Weights:
+    """The norms of their halves, which are not copied to the GPU for steps of few tokens, stay there from now on."""
+    device, layers = weights.final_norm.weight.device, list(weights.layers)
+    loader = Loader(spec, checkpoint, weights.dtype, device, False, False, False, None, None)
+    with torch.inference_mode(), loader.readers:
+        for index in hosts.layers:
+            norms = {name: f"layers.{index}.{name}" for name in ("mlp_norm", "post_mlp_norm")}
+            own: dict[str, Any] = {
+                name: loader.norm(stored) for name, stored in norms.items() if getattr(layers[index], name)
+            }
+            layers[index] = replace(layers[index], **own)
+    return replace(weights, layers=tuple(layers), host_mlps=hosts)
 
 
 class Loader:
@@ -117,13 +155,14 @@ class Loader:
         quantize: Quantize | None,
         slots: LayerSlots | DeviceLayers | None = None,
         arrange: Callable[[LayerWeights], None] | None = None,
+        experts: DeviceExperts | None = None,
     ) -> None:
         self.spec, self.checkpoint = spec, checkpoint
         self.dtype, self.device, self.progress = dtype, device, progress
         self.expand, self.compiled, self.pack, self.quantize = expand, compiled, pack, quantize
         self.tensors = {tensor.name: tensor for tensor in spec.tensors}
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
-        self.slots, self.arrange = slots, arrange
+        self.slots, self.arrange, self.experts = slots, arrange, experts
         self.make: MakeTensor = exact_tensor
         self.done = 0
         self.layouts: set[str] = set()
@@ -147,6 +186,7 @@ class Loader:
             rope_freqs_long=self.vector("rope_freqs_long", torch.float32) if self.has("rope_freqs_long") else None,
             layouts=tuple(sorted(self.layouts)),
             slots=self.slots,
+            experts=self.experts,
         )
 
     def embedding(self) -> Linear:
@@ -439,19 +479,24 @@ class Loader:
                 target += 1
         self.step()
 
-    def fill_experts(self, target: torch.Tensor, tensor: TensorSpec) -> None:
-        """`target` [experts, rows, columns]; its experts may lie apart."""
+    def fill_experts(self, targets: Sequence[torch.Tensor], tensor: TensorSpec) -> None:
+        """`targets`: [experts, rows, columns] each, which together have all experts; they may lie apart."""
         if self.checkpoint is None:
-            fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
-        elif (packed := self.stored[tensor.name].packed) is not None:
+            for number, target in enumerate(targets):
+                name = f"part {number}.{tensor.name}" if number else tensor.name
+                fill_dummy(target, replace(tensor, name=name), tied=self.spec.tied_embeddings)
+            self.step()
+            return
+        matrices = [matrix for target in targets for matrix in target]
+        if (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             layout = replace(layout, ordered=packed.packing.act_order)
-            for expert, matrix in zip(self.experts_in_turn(tensor.name), target, strict=True):
+            for expert, matrix in zip(self.experts_in_turn(tensor.name), matrices, strict=True):
                 self.packed(tensor.name, layout, expert).expand(matrix)
                 if (order := expert_rows(self, tensor, expert)) is not None:
                     matrix.copy_(matrix.index_select(0, order))
         else:
-            for expert, matrix in zip(self.experts_in_turn(tensor.name), target, strict=True):
+            for expert, matrix in zip(self.experts_in_turn(tensor.name), matrices, strict=True):
                 expand_into(matrix, self.read_expert(tensor.name, expert), self.stored[tensor.name].layout)
                 if (order := expert_rows(self, tensor, expert)) is not None:
                     matrix.copy_(matrix.index_select(0, order))

@@ -27,7 +27,7 @@ from holdfast.observability.metrics.buckets import (
     token_buckets,
 )
 from holdfast.observability.metrics.fast_histogram import QuickHistogram
-from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason, LinkUse
+from holdfast.records import AnswerDelta, EngineInfo, EngineStats, ExpertUse, FinishReason, LinkUse
 
 LABELS, ENGINE = ("model_name", "engine"), "0"
 """Of every series of vLLM's; there is one engine, and its number is the first."""
@@ -400,6 +400,8 @@ class _MemoryCollector(Collector):
                 family.add_metric([self._model_name, term.tier, term.term, "measured"], term.measured_bytes)
         yield family
         yield from self._links(ledger.links if ledger is not None else [])
+        if ledger is not None and ledger.experts is not None:
+            yield from self._experts(ledger.experts)
 
     def _links(self, links: list[LinkUse]) -> Iterator[Metric]:
         if not links:
@@ -420,6 +422,27 @@ class _MemoryCollector(Collector):
         for link in links:
             possible.add_metric([self._model_name, link.link], link.possible_bytes_per_s)
         yield possible
+
+    def _experts(self, use: ExpertUse) -> Iterator[Metric]:
+        pairs = CounterMetricFamily(
+            "holdfast:expert_uses",
+            "Uses of experts by tokens in steps with few tokens, by where it was computed from: vram, cpu or link.",
+            labels=["model_name", "where"],
+        )
+        over_link = use.pairs - use.hits - use.host_pairs
+        for where, count in (("vram", use.hits), ("cpu", use.host_pairs), ("link", over_link)):
+            pairs.add_metric([self._model_name, where], count)
+        yield pairs
+        counters = (
+            ("expert_cpu_bytes", "Bytes of experts that the CPU read to compute with.", use.host_bytes),
+            ("expert_cpu_seconds", "Seconds that the CPU computed experts.", use.host_s),
+            ("expert_stalled_seconds", "Seconds that the GPU waited for experts of the CPU.", use.stalled_s),
+            ("expert_swaps", "Experts that came to VRAM in the place of others.", use.swaps),
+        )
+        for name, text, value in counters:
+            total = CounterMetricFamily(f"holdfast:{name}", text, labels=["model_name"])
+            total.add_metric([self._model_name], value)
+            yield total
 
 
 class _ProcessCollector(Collector):

@@ -13,6 +13,7 @@ from itertools import islice
 
 from holdfast.hardware import gpus
 from holdfast.hardware.gpus import Gpu
+from holdfast.planner.advice.expert_offload import expert_tiers
 from holdfast.planner.advice.offload import RAM_SHARE, place, placed_tiers
 from holdfast.planner.advice.quantized_remedies import bits, variants
 from holdfast.planner.advice.remedy import (
@@ -30,8 +31,8 @@ from holdfast.planner.advice.throughput import NVME_GB_S, shown_rate
 from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.engines.command import written_size
 from holdfast.planner.fit.count import least_bytes
+from holdfast.planner.fit.expert_placement import ExpertPlacement, place_larger
 from holdfast.planner.fit.placement import may_stream, pinned_room
-from holdfast.planner.fit.placement import place as place_layers
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel
@@ -130,7 +131,7 @@ def _machine(question: Question, named: Mapping[str, object]) -> Machine:
             for device in made.devices
         )
         made = replace(made, devices=tuple(devices))
-    return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes)
+    return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes, host=machine.host)
 
 
 def tiers(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
@@ -166,16 +167,21 @@ def _tiered(variant: Variant | None, question: Question) -> Change | None:
 
 def _streamed(variant: Variant | None, question: Question) -> Change | None:
     """As this engine does it by itself."""
-    placed = place_layers(question)
+    placed = place_larger(question)
     if placed is None or not placed.fits:
         return None
-    held, free = placed_tiers(placed), placed.free_ram_bytes
+    free = placed.free_ram_bytes
+    if isinstance(placed, ExpertPlacement):
+        held, stays = expert_tiers(placed), f"{placed.resident_experts:,} of {placed.all_experts:,} experts"
+    else:
+        held = placed_tiers(placed)
+        stays = f"{held.resident_layers} of {held.layers} layers"
     stated = pinned_room(question) is not None
     disk = f", {format_bytes(held.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if held.nvme_bytes else ""
     return Change(
         question,
         ({} if stated else {"ram_bytes": free}) | model_setting(variant),
-        f"{held.resident_layers} of {held.layers} layers{'' if variant is None else f' of {variant.label}'} on the GPU,"
+        f"{stays}{'' if variant is None else f' of {variant.label}'} on the GPU,"
         f" {format_bytes(held.ram_bytes)} in RAM{disk}"
         + ("" if held.one is None else f", about {shown_rate(held.one.tokens_per_s)} tokens/s for one stream")
         + ("" if stated else f"; it needs {format_bytes(free)} of free RAM"),

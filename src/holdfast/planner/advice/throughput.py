@@ -3,6 +3,7 @@
     step = max(bytes read / bandwidth, operations / rate) + all-reduces / link + what every step costs on top
     with layers that are streamed: no less than their bytes / the link to the host, and what of them is on a disk / its
     rate; all of this overlaps
+    with experts over VRAM and RAM: expert_speed.py
     attention = 4 x columns x tokens seen: a window's at most, none of recurrent layers, of latents while decoding in
                 the width of the latent, which every head reads
 
@@ -16,10 +17,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from holdfast.footprint.experts import kinds
 from holdfast.footprint.identity_key import Same
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec, TensorSpec
-from holdfast.planner.fit.count import streamed_on_gpu
+from holdfast.planner.advice.expert_speed import ExpertSpeed
+from holdfast.planner.fit.count import experts_on_gpu, streamed_on_gpu
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
@@ -27,6 +30,7 @@ from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_by
 GB = 10**9
 NVME_GB_S = 3.0
 """Assumed of a disk that was not measured: large reads of an ordinary NVMe drive on PCIe 3 or 4; good ones do twice."""
+BATCHES = (1, 8, 32)
 ALL_REDUCES_A_LAYER = 2
 """After attention, and after the MLP."""
 
@@ -40,6 +44,8 @@ class Efficiency:
     link: float
     host: float
     """Of the link to the host, which layers come over."""
+    cores: float
+    """Of the host's, of what is taken to be reached where it computes experts."""
     step_s: float
     sequence_s: float
     """Of every sequence of a step: sampling it and answering it."""
@@ -54,17 +60,24 @@ class Efficiency:
 # of 63 GB/s; over PCIe 4 others see 24 to 25 of 31.5. Layers of a 70B model in int4 came at 55.3 GB/s while steps were
 # computed, which took no time beside it up to 32 sequences.
 LOW = Efficiency(
-    bandwidth=0.75, compute=0.40, link=0.60, host=0.70, step_s=2.5e-3, sequence_s=25e-6, all_reduce_s=30e-6
+    bandwidth=0.75, compute=0.40, link=0.60, host=0.70, cores=0.5, step_s=2.5e-3, sequence_s=25e-6, all_reduce_s=30e-6
 )
 EXPECTED = Efficiency(
-    bandwidth=0.90, compute=0.65, link=0.80, host=0.82, step_s=1.5e-3, sequence_s=10e-6, all_reduce_s=12e-6
+    bandwidth=0.90, compute=0.65, link=0.80, host=0.82, cores=1.0, step_s=1.5e-3, sequence_s=10e-6, all_reduce_s=12e-6
 )
-HIGH = Efficiency(bandwidth=0.92, compute=0.76, link=0.87, host=0.88, step_s=0.3e-3, sequence_s=2e-6, all_reduce_s=6e-6)
-STATED = Efficiency(bandwidth=1.0, compute=1.0, link=1.0, host=1.0, step_s=0.3e-3, sequence_s=2e-6, all_reduce_s=6e-6)
+HIGH = Efficiency(
+    bandwidth=0.92, compute=0.76, link=0.87, host=0.88, cores=2.0, step_s=0.3e-3, sequence_s=2e-6, all_reduce_s=6e-6
+)
+STATED = Efficiency(
+    bandwidth=1.0, compute=1.0, link=1.0, host=1.0, cores=2.5, step_s=0.3e-3, sequence_s=2e-6, all_reduce_s=6e-6
+)
 """The makers' figures: where nothing was measured, no less can be said to be out of reach."""
 
 EVIDENCE = "six measurements of vLLM 0.26 on one H200: dense models of 0.6B and 8B in bf16"
 STREAMING_EVIDENCE = f"{EVIDENCE}; one of Holdfast there with 42 of 80 layers streamed"
+EXPERTS_EVIDENCE = (
+    f"{EVIDENCE}; none of experts over VRAM and RAM: rates of the host's cores and of its memory are assumed"
+)
 MEASURED_GPU = "h200"
 UNPROVEN_SHARE = 0.8
 """Of the low end, for each thing by which a plan differs from what was measured."""
@@ -101,6 +114,9 @@ class Throughput:
     """With as many sequences of usual length as memory and max_num_seqs allow."""
     full_length: DecodeRate
     """The same of sequences as long as max_model_len."""
+    batches: tuple[DecodeRate, ...]
+    """One sequence and a few numbers of them, as far as max_num_seqs goes: where experts wait in RAM, each has its own
+    limit."""
     prefill: Estimate
     prefill_limited_by: str
     prompt_tokens: int
@@ -125,7 +141,10 @@ class Reads:
 
     def bytes_for(self, tokens: int) -> float:
         """Tokens choose experts as if by lot: with more of them, more experts are met, each read once."""
-        return self.dense + sum(size * (1 - (1 - share) ** tokens) for size, share in self.experts)
+        return self.dense + self.of_experts(tokens)
+
+    def of_experts(self, tokens: int) -> float:
+        return sum(size * (1 - (1 - share) ** tokens) for size, share in self.experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +164,8 @@ class Stage:
     """Of layers that come to the GPU in every step, with all of their experts."""
     read_bytes: int = 0
     """Of these, from a disk."""
+    experts: ExpertSpeed | None = None
+    """None: all experts stay on the GPU, or come with their layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +220,19 @@ def throughput(fit: Plan) -> Throughput | None:
         at_traffic=decode(min(most, traffic.concurrency)) if traffic is not None else None,
         largest=decode(most),
         full_length=decode(full, fit.limits.max_model_len),
+        batches=tuple(decode(batch) for batch in BATCHES if batch <= fit.limits.max_num_seqs),
         prefill=rate(prefill),
         prefill_limited_by=_limit(fit, stages, prefill),
         prompt_tokens=prompt,
-        evidence=(STREAMING_EVIDENCE if fit.question.settings.streamed_layers else EVIDENCE)
-        + (f"; not covered by them, so the interval is wider: {', '.join(new)}" if new else ""),
+        evidence=_evidence(fit) + (f"; not covered by them, so the interval is wider: {', '.join(new)}" if new else ""),
     )
+
+
+def _evidence(fit: Plan) -> str:
+    settings = fit.question.settings
+    if settings.experts_wait:
+        return EXPERTS_EVIDENCE
+    return STREAMING_EVIDENCE if settings.streamed_layers else EVIDENCE
 
 
 def usual_context(fit: Plan) -> int:
@@ -271,9 +299,19 @@ def _stages(key: Same[Plan]) -> list[Stage] | None:
                 gpu=slowest.device.gpu,
                 moved_bytes=0 if streamed is None else streamed.moved_bytes,
                 read_bytes=0 if streamed is None else streamed.read_bytes,
+                experts=_expert_speed(fit),
             )
         )
     return stages
+
+
+def _expert_speed(fit: Plan) -> ExpertSpeed | None:
+    places = experts_on_gpu(fit.question) if fit.own is None else fit.own.expert_places
+    if places is None:
+        return None
+    (kind,) = kinds(fit.question.model.spec)
+    parameters = 3 * fit.question.model.spec.hidden_size * kind.intermediate_size
+    return ExpertSpeed.of(places, kind.per_token, parameters, fit.question.machine.host)
 
 
 def _met(spec: ModelSpec, tensor: TensorSpec) -> float:
@@ -352,7 +390,28 @@ class StepWork:
 
 
 def _parts(fit: Plan, stage: Stage, work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
-    """Seconds of one stage's step, by what they are spent on. In a step full of prompts KV is written, hardly read."""
+    """Seconds of one stage's step, by what they are spent on; where experts wait in RAM, in the sooner way."""
+    copied = _parts_of(fit, stage, work, efficiency)
+    experts = stage.experts
+    if experts is None:
+        return copied
+    link = max(1.0, stage.gpu.host_link.gb_s * GB * efficiency.host)
+    copied = {**copied, "host": experts.waiting_bytes / link}
+    if not experts.is_few(work.tokens):
+        return copied
+    # Those that wait are not read by the GPU where the host computes; what it reads of the others hides some of that.
+    read = stage.reads.bytes_for(work.tokens)
+    waiting = copied["weights"] * experts.waiting_bytes * experts.met(work.tokens) / read
+    staying = copied["weights"] * stage.reads.of_experts(work.tokens) / read - waiting
+    ways = [copied, {**copied, "over_link": experts.link_s(work.tokens, link), "host": 0.0}]
+    if experts.host:
+        cores = max(0.0, experts.host_s(work.tokens, efficiency.cores) - staying) + experts.trips_s()
+        ways.append({**copied, "weights": copied["weights"] - waiting, "cores": cores, "host": 0.0})
+    return min(ways, key=_stage_s)
+
+
+def _parts_of(fit: Plan, stage: Stage, work: StepWork, efficiency: Efficiency) -> Mapping[str, float]:
+    """With all that is read on the GPU. In a step full of prompts KV is written, hardly read."""
     bandwidth = stage.gpu.bandwidth_gb_s * GB * efficiency.bandwidth
     # Engines do attention in 16 bits, whatever the weights are in.
     half = stage.gpu.half_tflops * 1e12 * efficiency.compute
@@ -367,6 +426,8 @@ def _parts(fit: Plan, stage: Stage, work: StepWork, efficiency: Efficiency) -> M
         "launches": efficiency.step_s + decoding * efficiency.sequence_s,
         "host": stage.moved_bytes / max(1.0, stage.gpu.host_link.gb_s * GB * efficiency.host),
         "disk": stage.read_bytes / (NVME_GB_S * GB * efficiency.link),
+        "cores": 0.0,
+        "over_link": 0.0,
     }
 
 
@@ -375,7 +436,8 @@ def _stage_s(parts: Mapping[str, float]) -> float:
 
 
 def _computing_s(parts: Mapping[str, float]) -> float:
-    return max(parts["weights"] + parts["KV"], parts["compute"]) + parts["link"] + parts["launches"]
+    reading = max(parts["weights"] + parts["KV"], parts["compute"])
+    return reading + parts["cores"] + parts["over_link"] + parts["link"] + parts["launches"]
 
 
 def _link_s(fit: Plan, stage: Stage, tokens: int, efficiency: Efficiency) -> float:
@@ -406,7 +468,9 @@ LIMITS = {
     "compute": "compute",
     "link": "the link between the GPUs",
     "launches": "kernel launches and sampling",
-    "host": "the link to the host: layers that are streamed",
+    "host": "the link to the host: weights that are copied",
+    "cores": "the host's cores and memory: experts that wait in RAM",
+    "over_link": "the link to the host: experts that kernels read over it",
     "disk": "the disk: layers that are read from it",
 }
 STREAMING = ("host", "disk")

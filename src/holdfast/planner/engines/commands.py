@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, EngineConfig
+from holdfast.config.offload import MOST_LAYERS
 from holdfast.config.setting import Origin, build
 from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.errors import ConfigurationError
@@ -77,14 +78,14 @@ def commands(fit: Plan, *, sequences: int, vllm: Vllm | None = None) -> dict[str
         _sglang_command(fit, sequences),
         _llama_command(fit, sequences),
     )
-    if fit.question.settings.streamed_layers and fit.question.machine.kind == "gpu":
+    if fit.question.settings.offloads and fit.question.machine.kind == "gpu":
         found = (found[0], *(_without_streaming(one) for one in found[1:]))
     shown = shown_gpus(fit)
     return {one.engine: replace(one, text=shown + one.text) if one.text else one for one in found}
 
 
 def _without_streaming(command: Command) -> Command:
-    said = "this plan keeps layers in RAM and copies them to the GPU as Holdfast does; without that it does not fit"
+    said = "this plan keeps layers or experts in RAM as Holdfast does; without that it does not fit"
     return Command(engine=command.engine, text="", available=False, notes=(said,), lacks=(said,))
 
 
@@ -140,6 +141,10 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
         "offload_group_size": group,
         "offload_num_in_group": number,
         "offload_prefetch_step": None if asked.ahead == AHEAD else asked.ahead,
+        "cpu_moe": True if asked.expert_layers == MOST_LAYERS else None,
+        "n_cpu_moe": asked.expert_layers if 0 < asked.expert_layers < MOST_LAYERS else None,
+        "override_tensor": ",".join(asked.overrides) or None,
+        "cpu_compute": None if asked.cpu_compute else "off",
     }
 
 

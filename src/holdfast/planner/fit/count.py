@@ -14,6 +14,8 @@ from holdfast.checkpoints.validation.stored_dtypes import PLAIN
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES, Limits
+from holdfast.footprint.expert_places import ExpertPlaces, all_wait, spread_experts
+from holdfast.footprint.experts import kinds
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import (
@@ -28,6 +30,7 @@ from holdfast.models import ModelSpec
 from holdfast.planner.compat.vllm_overhead import links_bytes
 from holdfast.planner.compat.vllm_weights import beside_weights, expert_kernel
 from holdfast.planner.fit.result import Plan, Rank, device_budget, needed_bytes
+from holdfast.planner.inputs.expert_layers import expert_layers
 from holdfast.planner.inputs.question import Device, PlannedModel, Question
 from holdfast.planner.sizing import terms as byte_terms
 from holdfast.planner.sizing.draft_cost import draft_token_bytes, draft_weights
@@ -177,9 +180,14 @@ def _share(
 def _engine_share(question: Question, device: Device, limits: Limits, held: int) -> _Share:
     """Of this engine on one GPU; `held`: of all weights."""
     model, settings, spec = question.model, question.settings, question.model.spec
-    dtype, streamed = compute_dtype(question, 1), streamed_on_gpu(question)
-    held -= 0 if streamed is None else streamed.weights_bytes + streamed.embedding_bytes
-    slots = 0 if streamed is None else streamed.slots_bytes
+    dtype, streamed, places = compute_dtype(question, 1), streamed_on_gpu(question), experts_on_gpu(question)
+    slots: tuple[Term, ...] = ()
+    if streamed is not None:
+        held -= streamed.weights_bytes + streamed.embedding_bytes
+        slots = (Term("layer_slots", streamed.slots_bytes),)
+    elif places is not None:
+        held -= sum(places.waiting_bytes)
+        slots = (Term("expert_slots", places.slots_bytes + places.tables_bytes),)
     layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
     weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
     capability = None if device.gpu is None else device.gpu.compute_capability
@@ -188,7 +196,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         limits,
         dtype=dtype,
         weights_bytes=held,
-        slots_bytes=slots,
+        slots=slots,
         block_tokens=settings.block_tokens,
         quantized=weights is not None and weights.quantized,
         rounded=weights is not None and weights.rounds_inputs(capability),
@@ -244,6 +252,21 @@ def streamed_on_gpu(question: Question) -> StreamedLayers | None:
     found = streamed_layers(by_layer, chosen, settings.layers_on_disk)
     found = replace(found, ahead=0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead)
     return replace(found, embedding_bytes=weights.gathered_bytes(dtype=dtype)) if GATHERS_EMBEDDING else found
+
+
+def experts_on_gpu(question: Question) -> ExpertPlaces | None:
+    """Of this engine on one GPU; None: all experts stay in its memory, or come with their layers."""
+    settings, weights = question.settings, engine_weights(Same(question.model))
+    if not settings.experts_wait or weights is None or not kinds(question.model.spec):
+        return None  # A smaller model may be tried that has none.
+    dtype, asked, spec = compute_dtype(question, 1), settings.offload, question.model.spec
+    sizes = weights.expert_sizes(dtype=dtype)
+    host = weights.host_expert_sizes() if settings.host_experts else None
+    experts = kinds(spec)[0].count
+    if asked.experts_by_hand:
+        return all_wait(sizes, experts, expert_layers(asked, spec), host)
+    assert settings.resident_experts is not None
+    return spread_experts(sizes, experts, settings.resident_experts, host)
 
 
 def weights_as(question: Question, ranks: int) -> str:

@@ -9,7 +9,7 @@ Chooses numbers of layers; what each number takes is counted by `fit` and `footp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -86,26 +86,33 @@ def wants_streaming(question: Question) -> bool:
     """By hand, whether or not all layers would fit."""
     asked = question.settings.offload
     check_all_stay(asked, len(question.model.spec.layers))
-    if not asked.by_hand or (asked.gpu_layers or 0) >= len(question.model.spec.layers):
+    if asked.experts_by_hand or not asked.by_hand or (asked.gpu_layers or 0) >= len(question.model.spec.layers):
         return False
+    check_can_stream(question)
+    return by_hand(question) > 0
+
+
+def check_can_stream(question: Question) -> None:
+    """What was asked for by hand is refused where it cannot be done."""
+    asked = question.settings.offload
     if not can_stream(question):
         device = question.machine.devices[0]
+        what = "experts cannot wait in RAM" if asked.experts_by_hand else "layers cannot be streamed"
         of_machine = ", whose memory is the machine's" if device.unified else ""
         raise ConfigurationError(
-            f"{asked.flag}: layers cannot be streamed here",
+            f"{asked.flag}: {what} here",
             code=CANNOT_STREAM,
             needed="one GPU with memory of its own",
             found=f"{device.name}{of_machine}",
             fix="leave it out",
             field="gpu_layers",
         )
-    return by_hand(question) > 0
 
 
 def may_stream(question: Question) -> bool:
     """By itself: where it was not refused, and not said by hand that all layers stay."""
     asked = question.settings.offload
-    return not asked.refused and not asked.by_hand and can_stream(question)
+    return not asked.refused and not asked.by_hand and not asked.experts_by_hand and can_stream(question)
 
 
 def place(question: Question, kv_bytes: int = 0) -> Placement | None:
@@ -117,34 +124,48 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     def planned(streamed: int, length: int | None) -> Plan:
         return fit(with_streamed(question, streamed, 0, length))
 
-    most = planned(layers, asked)
-    if not most.fits:
+    roomiest = with_most_room(question, lambda length: planned(layers, length))
+    if roomiest is None:
         return None
-    wanted = asked or min(question.model.spec.max_position, STREAMED_TOKENS)
-    longer = planned(layers, wanted)
-    most, length = (longer, wanted) if longer.fits else (most, None)
-
-    def enough(plan: Plan) -> bool:
-        must = 0 if asked is None else plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
-        pool = min(most.ranks[0].room_bytes, max(must, _pool_bytes(plan, kv_bytes)))
-        return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= pool
-
+    most, length = roomiest
     # What is left with all of them streamed bounds how many may stay: few need to be planned.
     left = most.ranks[0].room_bytes - min(most.ranks[0].room_bytes, _pool_bytes(most, kv_bytes))
     able = (count for count in range(1, layers + 1) if _freed(question, count) >= _freed(question, layers) - left)
-    streamed = next(count for count in able if enough(planned(count, length)))
+    streamed = next(count for count in able if leaves_enough(question, planned(count, length), most, kv_bytes))
     if asked is not None and question.settings.max_num_seqs is not None and not kv_bytes:
-        streamed = _for_sequences(question, streamed, lambda count: planned(count, asked))
+        counts = range(streamed, layers + 1)
+        streamed = for_sequences(counts, lambda count: _moved(question, count), lambda count: planned(count, asked))
     return _over_host(planned(streamed, asked))
 
 
-def _for_sequences(question: Question, fewest: int, planned: Callable[[int], Plan]) -> int:
-    """How many layers are streamed where the sequences and their length were both set: the number with which sequences
-    of that length, side by side, have most tokens a second, unless one of them would be slower by much. Where many of
-    them would still not fit, short ones are meant, and it is the fewest."""
-    moved, best, chosen = _moved(question, fewest), 0.0, fewest
-    for count in range(fewest, len(question.model.spec.layers) + 1):
-        speed = moved / _moved(question, count)
+def with_most_room(question: Question, planned: Callable[[int | None], Plan]) -> tuple[Plan, int | None] | None:
+    """`planned`: by the context, with as little on the GPU as can be. With as long a one as weights make room for, or
+    whatever fits where that does not (None); None: nothing fits."""
+    asked = question.settings.max_model_len
+    most = planned(asked)
+    if not most.fits:
+        return None
+    wanted = asked or min(question.model.spec.max_position, STREAMED_TOKENS)
+    longer = planned(wanted)
+    return (longer, wanted) if longer.fits else (most, None)
+
+
+def leaves_enough(question: Question, plan: Plan, most: Plan, kv_bytes: int) -> bool:
+    """Whether the KV pool has what it shall beside weights that do not all stay, or what it has with as little on the
+    GPU as can be (`most`), with the same steps. `kv_bytes`: of a pool that was set."""
+    must = 0 if question.settings.max_model_len is None else plan.needed_bytes(plan.ranks[0]) + SPARE_BYTES
+    pool = min(most.ranks[0].room_bytes, max(must, _pool_bytes(plan, kv_bytes)))
+    return plan.fits and _steps(plan) == _steps(most) and plan.ranks[0].room_bytes >= pool
+
+
+def for_sequences(counts: Sequence[int], moved: Callable[[int], int], planned: Callable[[int], Plan]) -> int:
+    """Which of `counts`, of what does not stay, where the sequences and their length were both set: the one with which
+    sequences of that length, side by side, have most tokens a second, unless one of them would be slower by much. Where
+    many of them would still not fit, short ones are meant, and it is the first. `moved`: by a step, which takes as
+    long as that."""
+    least, best, chosen = moved(counts[0]), 0.0, counts[0]
+    for count in counts:
+        speed = least / moved(count)
         if speed < LEAST_SPEED:
             break
         limits = planned(count).limits

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.footprint.cpu import Limits
+from holdfast.footprint.expert_places import ExpertPlaces
 from holdfast.footprint.layouts import Quantize
 from holdfast.footprint.streamed import StreamedLayers
 from holdfast.kvcache.groups import KVLayout
@@ -115,6 +116,8 @@ class EngineChoices:
     compiled_attention: bool = False
     streamed: StreamedLayers | None = None
     """Layers that come for every step: from a disk, and on a GPU from pinned RAM as well. None: all stay."""
+    expert_places: ExpertPlaces | None = None
+    """Experts that do not all stay on the GPU, whose layers do otherwise. None: all stay, or whole layers come."""
     short: bool = False
     """Less was given than the model allows or than is usual, for want of memory."""
     gpu: GpuChoice | None = None
@@ -227,7 +230,7 @@ class Plan:
     def usual_tokens(self) -> int:
         """Length of a sequence to count with where many run at once: the traffic's, else an ordinary one, or one that
         the pool was made for beside layers that are streamed."""
-        traffic, streamed = self.question.traffic, self.question.settings.streamed_layers > 0
+        traffic, streamed = self.question.traffic, self.question.settings.offloads
         usual = STREAMED_SEQUENCE_TOKENS if streamed and self.device.kind == "gpu" else USEFUL_TOKENS
         return max(1, traffic.length if traffic is not None else min(self.limits.max_model_len, usual))
 

@@ -128,7 +128,7 @@ def _rungs(question: Question) -> tuple[LimitPreset, ...]:
         sequences=settings.max_num_seqs or (traffic.concurrency if traffic else None),
         step_tokens=settings.max_num_batched_tokens,
         least_tokens=question.required[1],
-        streamed=settings.streamed_layers > 0,
+        streamed=settings.offloads,
     )
 
 
@@ -189,7 +189,7 @@ def _said(question: Question, rungs: tuple[LimitPreset, ...], rung: int, found: 
             *choices.products(found),
         ]
     if settings.max_model_len is None:
-        most, streamed = question.model.spec.max_position, settings.streamed_layers > 0 and not ours
+        most, streamed = question.model.spec.max_position, settings.offloads and not ours
         chosen = length_decision(served, most, longest, fits=found.fits, streamed=streamed)
         if ours and traffic is not None and served < longest:
             chosen = replace(chosen, reason=f"memory holds {longest:,}; a shorter context leaves room for the traffic")

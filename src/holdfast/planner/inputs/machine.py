@@ -240,7 +240,8 @@ def _this_machine(
     here: nvidia.NvidiaMachine | None,
     ram: hardware.Memory | None,
 ) -> Found:
-    features = hardware.processor().features
+    processor = hardware.processor()
+    features = processor.features
     if asked.device != "cpu":
         from holdfast.hardware import nvidia  # Where GPUs are named, nothing is asked of the driver.
 
@@ -249,7 +250,14 @@ def _this_machine(
             memory = hardware.memory() if ram is None else ram
             devices = tuple(measured_device(index, gpu) for index, gpu in enumerate(found.gpus))
             available = memory.available_bytes if ram_bytes is None else ram_bytes
-            machine = Machine(devices=devices, ram_bytes=available, nvme_bytes=nvme_bytes, cpu_features=features)
+            machine = Machine(
+                devices=devices,
+                ram_bytes=available,
+                nvme_bytes=nvme_bytes,
+                cpu_features=features,
+                host=processor,
+                host_computes=hardware.compiled_kernels(),
+            )
             return Found(machine, _measured_decisions(found))
         if asked.device == "cuda":
             raise ConfigurationError(

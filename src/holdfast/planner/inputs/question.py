@@ -98,8 +98,12 @@ class Machine:
     cpu_features: frozenset[str] = frozenset()
     cores: int = 1
     """That compute, on a CPU."""
+    host: Processor | None = None
+    """Beside a GPU; None: not known."""
     compiled_kernels: bool = False
     """This installation has them, and the CPU can run them."""
+    host_computes: bool = True
+    """Beside a GPU, the cores can: they are known to have compiled kernels, or nothing is known of them."""
 
     @property
     def kind(self) -> DeviceKind:
@@ -156,11 +160,22 @@ class Settings:
     """Layers that do not stay where they are computed, and come for every step."""
     layers_on_disk: int | None = None
     """Of these, those that come from a disk, not from RAM; None: all, as on a CPU."""
+    resident_experts: int | None = None
+    """Of all layers together, those that stay on a GPU; None: all, or as was asked for by hand."""
+    experts_wait: bool = False
+    """Experts of layers that stay wait in RAM."""
+    host_experts: bool = False
+    """RAM has all experts of these layers once more, and the host's cores compute with them."""
     offload: OffloadRequest = NO_REQUEST
     """What was asked for of layers that do not stay on a GPU."""
     structured_output: bool = True
     front_bytes: int = FRONT_BYTES
     """Of the process in front of the engine's, out of the same budget."""
+
+    @property
+    def offloads(self) -> bool:
+        """Layers or experts do not all stay where they are computed."""
+        return self.streamed_layers > 0 or self.experts_wait
 
 
 def settings_of(

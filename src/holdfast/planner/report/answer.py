@@ -20,7 +20,8 @@ from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
 from holdfast.planner.engines.vllm_command import vllm_command
-from holdfast.planner.fit.placement import may_stream, place, place_by_hand, wants_streaming
+from holdfast.planner.fit.expert_placement import place_larger, place_larger_by_hand, wants_offload
+from holdfast.planner.fit.placement import may_stream
 from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, describe_devices, fit
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.json import document
@@ -79,13 +80,14 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
 
 
 def _placed(question: Question) -> tuple[Plan, Offload | None]:
-    """With layers in RAM as was asked for by hand; or without, and what a server would do where that does not fit."""
-    if wants_streaming(question):
-        by_hand = place_by_hand(question)
+    """With layers or experts in RAM as was asked for by hand; or without, and what a server would do where that does
+    not fit."""
+    if wants_offload(question):
+        by_hand = place_larger_by_hand(question)
         assert by_hand is not None
         return by_hand.plan, Offload.of(by_hand)
     found = fit(question)
-    placed = None if found.fits or too_long(question) or not may_stream(question) else place(question)
+    placed = None if found.fits or too_long(question) or not may_stream(question) else place_larger(question)
     return found, None if placed is None else Offload.of(placed)
 
 

@@ -310,6 +310,7 @@ def _throughput(one: Throughput | None) -> dict[str, Any] | None:
         "at_traffic": _decode(one.at_traffic),
         "largest": _decode(one.largest),
         "full_length": _decode(one.full_length),
+        "batches": [_decode(rate) for rate in one.batches],
         "prefill": {**prefill, "limited_by": one.prefill_limited_by},
         "limited_by": one.largest.limited_by,
         "evidence": one.evidence,

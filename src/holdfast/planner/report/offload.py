@@ -3,27 +3,35 @@ moves, how fast that is. Works out nothing that the placement does not say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.planner.advice.expert_offload import experts_price
 from holdfast.planner.advice.offload import kv_price
-from holdfast.planner.advice.throughput import NVME_GB_S, Throughput, shown_rate, throughput
+from holdfast.planner.advice.throughput import NVME_GB_S, DecodeRate, Throughput, shown_rate, throughput
 from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands
+from holdfast.planner.fit.expert_placement import ExpertPlacement
 from holdfast.planner.fit.placement import Placement, pinned_room
+from holdfast.planner.report.expert_offload import (
+    expert_document,
+    expert_tier_lines,
+    other_way_lines,
+    what_is_where,
+)
 from holdfast.planner.report.wrapping import wrapped
 from holdfast.units import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    placement: Placement
+    placement: Placement | ExpertPlacement
     throughput: Throughput | None
     """None: the rates of the GPU are not known."""
 
     @staticmethod
-    def of(placement: Placement) -> Offload:
+    def of(placement: Placement | ExpertPlacement) -> Offload:
         return Offload(placement, throughput(placement.plan))
 
     @property
@@ -42,7 +50,12 @@ class Offload:
 
     @property
     def price(self) -> str | None:
-        return kv_price(self.placement)
+        placed = self.placement
+        return experts_price(placed) if isinstance(placed, ExpertPlacement) else kv_price(placed)
+
+    @property
+    def title(self) -> str:
+        return f"With {'experts' if isinstance(self.placement, ExpertPlacement) else 'layers'} in RAM"
 
     @property
     def command(self) -> Command:
@@ -53,20 +66,33 @@ class Offload:
     def verdict(self) -> str:
         """Behind `does not fit on the GPU`, for people."""
         placed = self.placement
-        streamed, layers = len(placed.streamed.layers), len(placed.plan.question.model.spec.layers)
-        what = f"{streamed} of {layers} layers streamed from RAM"
-        if placed.streamed.on_disk:
-            what += f" and {len(placed.streamed.on_disk)} of these from NVMe"
+        what, stays, disk_short = _what(placed), _stays(placed), 0
+        if not isinstance(placed, ExpertPlacement):
+            disk_short = placed.disk_short_bytes
         if not placed.plan.fits:
-            return f"with {placed.plan.question.settings.offload.flag} {placed.resident} of {layers} layers would stay"
+            return f"with {placed.plan.question.settings.offload.flag} {stays} would stay"
         if not self.known:
             return f"runs with {what}, given {format_bytes(placed.free_ram_bytes)} of free RAM"
         if placed.ram_short_bytes:
             more = "" if placed.plan.question.machine.nvme_bytes else "; --nvme SIZE names a disk for the others"
             return f"RAM is {format_bytes(placed.ram_short_bytes)} short for {what}{more}"
-        if placed.disk_short_bytes:
-            return f"the disk is {format_bytes(placed.disk_short_bytes)} short for {what}"
+        if disk_short:
+            return f"the disk is {format_bytes(disk_short)} short for {what}"
         return f"runs with {what}"
+
+
+def _what(placed: Placement | ExpertPlacement) -> str:
+    """Is where, for people."""
+    if isinstance(placed, ExpertPlacement):
+        return what_is_where(placed)
+    what = f"{len(placed.streamed.layers)} of {len(placed.plan.question.model.spec.layers)} layers streamed from RAM"
+    return f"{what} and {len(placed.streamed.on_disk)} of these from NVMe" if placed.streamed.on_disk else what
+
+
+def _stays(placed: Placement | ExpertPlacement) -> str:
+    if isinstance(placed, ExpertPlacement):
+        return f"{placed.resident_experts:,} of {placed.all_experts:,} experts"
+    return f"{placed.resident} of {len(placed.plan.question.model.spec.layers)} layers"
 
 
 def offload_lines(offload: Offload, width: int) -> Iterator[str]:
@@ -76,6 +102,9 @@ def offload_lines(offload: Offload, width: int) -> Iterator[str]:
 
 def _tiers(offload: Offload) -> Iterator[str]:
     placed = offload.placement
+    if isinstance(placed, ExpertPlacement):
+        yield from expert_tier_lines(placed)
+        return
     plan, streamed, rank = placed.plan, placed.streamed, placed.plan.ranks[0]
     terms = {term.name: format_bytes(term.nbytes) for term in rank.terms}
     others = sum(term.nbytes for term in rank.terms if term.name not in ("weights", "layer_slots"))
@@ -99,28 +128,37 @@ def _tiers(offload: Offload) -> Iterator[str]:
 
 
 def _rates(offload: Offload) -> Iterator[str]:
-    yield from _experts(offload)
-    rate = offload.throughput
-    rates = () if rate is None else ((0, rate.one), *rate.side_by_side(offload.placement.plan))
+    placed, rate = offload.placement, offload.throughput
+    of_experts = isinstance(placed, ExpertPlacement)
+    rates: Iterable[tuple[int, DecodeRate]] = ()
+    if rate is not None:
+        rates = ((0, one) for one in rate.batches) if of_experts else ((0, rate.one), *rate.side_by_side(placed.plan))
     for tokens, decode in rates:
         one = decode.estimate
         shown, low, high = map(shown_rate, (one.tokens_per_s, one.low, one.high))
         each = f" of {counted(tokens, 'token')} each" if tokens else ""
         said = f"{decode.batch:,} at once{each}: about {shown} tokens/s ({low} to {high})"
         yield f"{said}, limited by {decode.limited_by}"
+    if isinstance(placed, ExpertPlacement):
+        if rate is not None:
+            shown = shown_rate(rate.prefill.tokens_per_s)
+            yield f"prompts: about {shown} tokens/s, limited by {rate.prefill_limited_by}"
+        yield from other_way_lines(placed)
+    else:
+        yield from _experts(placed)
     if offload.price is not None:
         yield f"price of KV: {offload.price}"
 
 
-def _experts(offload: Offload) -> Iterator[str]:
+def _experts(placed: Placement) -> Iterator[str]:
     """Of a mixture of experts, what streaming whole layers costs it."""
-    spec, streamed = offload.placement.plan.question.model.spec, offload.placement.streamed
-    routed = [spec.layers[layer].experts for layer in streamed.layers]
+    spec = placed.plan.question.model.spec
+    routed = [spec.layers[layer].experts for layer in placed.streamed.layers]
     kind = next((experts for experts in routed if experts is not None), None)
     if kind is not None:
         yield (
-            f"all experts of a streamed layer are moved, though a token uses {kind.per_token} of {kind.count}: weights"
-            " in fewer bits, or llama.cpp, which computes experts on the CPU, may be faster"
+            f"all experts of a streamed layer are moved, though a token uses {kind.per_token} of {kind.count}: with RAM"
+            " for the experts alone, or weights in fewer bits, it is faster"
         )
 
 
@@ -129,23 +167,16 @@ def offload_document(offload: Offload | None, rates: Any) -> dict[str, Any] | No
     if offload is None:
         return None
     placed = offload.placement
-    plan, streamed, rank = placed.plan, placed.streamed, placed.plan.ranks[0]
+    plan, rank = placed.plan, placed.plan.ranks[0]
     gpu = plan.device.gpu
     return {
         "runs": offload.runs if offload.known else None,
         "layers": len(plan.question.model.spec.layers),
-        "resident_layers": placed.resident,
-        "streamed_layers": list(streamed.layers),
-        "layers_on_disk": list(streamed.on_disk),
+        **_placement_document(placed),
         "vram": {**{term.name: term.nbytes for term in rank.terms}, "kv_pool": rank.pool_bytes},
-        "pinned_bytes": streamed.pinned_bytes,
         "pinned_limit_bytes": pinned_room(plan.question),
         "ram_short_bytes": placed.ram_short_bytes,
         "free_ram_needed_bytes": placed.free_ram_bytes,
-        "nvme_bytes": streamed.file_bytes,
-        "nvme_short_bytes": placed.disk_short_bytes,
-        "moved_bytes_per_step": streamed.moved_bytes,
-        "read_bytes_per_step": streamed.read_bytes,
         "link": None if gpu is None else {"name": gpu.host_link.name, "gb_s": gpu.host_link.gb_s},
         "max_model_len": plan.limits.max_model_len,
         "max_num_seqs": plan.limits.max_num_seqs,
@@ -154,4 +185,32 @@ def offload_document(offload: Offload | None, rates: Any) -> dict[str, Any] | No
         "kv_price": offload.price,
         "throughput": rates(offload.throughput),
         "command": offload.command.text,
+    }
+
+
+def _placement_document(placed: Placement | ExpertPlacement) -> dict[str, Any]:
+    layers = len(placed.plan.question.model.spec.layers)
+    if isinstance(placed, ExpertPlacement):
+        return {
+            "resident_layers": layers,
+            "streamed_layers": [],
+            "layers_on_disk": [],
+            "experts": expert_document(placed),
+            "pinned_bytes": placed.places.pinned_bytes + placed.exchange_bytes,
+            "nvme_bytes": 0,
+            "nvme_short_bytes": 0,
+            "moved_bytes_per_step": placed.places.moved_bytes,
+            "read_bytes_per_step": 0,
+        }
+    streamed = placed.streamed
+    return {
+        "resident_layers": placed.resident,
+        "streamed_layers": list(streamed.layers),
+        "layers_on_disk": list(streamed.on_disk),
+        "experts": None,
+        "pinned_bytes": streamed.pinned_bytes,
+        "nvme_bytes": streamed.file_bytes,
+        "nvme_short_bytes": placed.disk_short_bytes,
+        "moved_bytes_per_step": streamed.moved_bytes,
+        "read_bytes_per_step": streamed.read_bytes,
     }

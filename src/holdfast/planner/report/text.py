@@ -45,7 +45,9 @@ def lines(
         list(_headline(answer, width, paint)),
         list(_devices(answer, width, paint)),
         list(_capacity(answer, width, brief)),
-        _titled("With layers in RAM", () if brief else _offload(answer, width), paint),
+        _titled(
+            "" if answer.offload is None else answer.offload.title, () if brief else _offload(answer, width), paint
+        ),
         _titled("Decisions", () if brief else _decisions(answer, width), paint),
         _titled("Warnings", () if brief else _warnings(answer, width, paint), paint),
         _titled("Best remedy" if brief else "Remedies, in order of preference", _ways(answer, width, brief), paint),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from holdfast import hardware
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import CheckpointError, ConfigurationError, DoesNotFitError
@@ -19,14 +20,15 @@ from holdfast.footprint.cpu import expands, kv_layout
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
-from holdfast.hardware import Memory
+from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.fit.count import streamed_on_gpu
+from holdfast.planner.fit.count import experts_on_gpu, streamed_on_gpu
 from holdfast.planner.fit.cpu import Pool
-from holdfast.planner.fit.placement import may_stream, wants_streaming
+from holdfast.planner.fit.expert_placement import exchange_bytes, ram_bytes, wants_offload
+from holdfast.planner.fit.placement import may_stream
 from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe_budget
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.machine import measured_device
@@ -89,18 +91,23 @@ def make_gpu_plan(
     gguf: bool = False,
     host: Memory | None = None,
     front_bytes: int = 0,
+    processor: Processor | None = None,
+    compiled_kernels: bool = True,
 ) -> Plan:
     """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file. `host`: RAM
     that layers may wait in which the GPU does not hold, less `front_bytes` of the process in front of the engine's;
-    None: none."""
+    None: none. `processor`: of the host (None: this one), which may compute what waits there where it has
+    `compiled_kernels`."""
     model_made = planned_model(spec, stored, name)
 
     def attempt(tried: EngineConfig) -> Plan:
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
         found = _gpu_plan(model_made(wanted.made), wanted.decisions, tried, gpus, front_bytes)
-        by_hand = host is not None and wants_streaming(found.question)
+        by_hand = host is not None and wants_offload(found.question)
         if host is not None and (by_hand or (not found.fits and may_stream(found.question))):
-            found = with_offload(found, tried, host_share(host, tried, found, front_bytes))
+            there = hardware.processor() if processor is None else processor
+            share = host_share(host, tried, found, front_bytes, processor=there, computes=compiled_kernels)
+            found = with_offload(found, tried, share)
         if not found.fits:
             raise _refusal(found)
         chosen, decision = choose_gpu(gpus)
@@ -108,7 +115,8 @@ def make_gpu_plan(
 
     try:
         found = attempt(config)
-        if found.engine.streamed is None or found.question.settings.offload.by_hand:
+        asked = found.question.settings.offload
+        if not found.question.settings.offloads or asked.by_hand or asked.experts_by_hand:
             return found
         return replace(found, decisions=(*found.decisions, *alternative(config, attempt)))
     except refusals.PlanRefusal as refusal:
@@ -243,6 +251,7 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
             expand_weights=False,
             quantize=weights.quantize,
             streamed=streamed_on_gpu(found.question),
+            expert_places=experts_on_gpu(found.question),
             weights_format=weights.format or found.dtype,
             short=limits.max_model_len < spec.max_position and config.max_model_len is None,
             gpu=GpuChoice(index=chosen.index, uuid=chosen.uuid, name=chosen.name),
@@ -330,7 +339,9 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
     if not config.lora_copies:
         return plan
     one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank)
-    pinned = 0 if plan.engine.streamed is None else plan.engine.streamed.pinned_bytes
+    places, streamed = plan.engine.expert_places, plan.engine.streamed
+    pinned = 0 if streamed is None else streamed.pinned_bytes
+    pinned += 0 if places is None else ram_bytes(places, exchange_bytes(plan, places))
     others = front_bytes + forms + pinned
     free, asked = max(0, machine.available_bytes - others), config.lora_copies * one
     if asked > free:
@@ -339,7 +350,7 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
             f"{counted(config.lora_copies, 'adapter')} of rank {config.lora_rank} do not fit in host RAM, where copies"
             " of them are kept",
             needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(others)} for the API server,"
-            " structured output and streamed layers",
+            " structured output, and layers or experts in RAM",
             found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
             fix=f"--max-cpu-loras {fewer}"
             if fewer >= config.lora_places

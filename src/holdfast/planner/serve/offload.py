@@ -6,7 +6,6 @@ Owns the host's budget and the words; which layers stay is chosen in `fit.placem
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,20 +13,21 @@ from holdfast.config import EngineConfig
 from holdfast.config.offload import OffloadRequest
 from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.footprint import lora
-from holdfast.footprint.structured_output import FEW_CORES
-from holdfast.hardware import Memory
+from holdfast.hardware import Memory, Processor
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.offload import kv_price
 from holdfast.planner.advice.search import first_that_fits
 from holdfast.planner.advice.throughput import shown_rate, throughput
-from holdfast.planner.fit.placement import Placement, place, place_by_hand
+from holdfast.planner.fit.expert_placement import ExpertPlacement, place_larger, place_larger_by_hand
+from holdfast.planner.fit.placement import Placement
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.serve import refusals
+from holdfast.planner.serve.expert_offload import check_experts, expert_decisions, too_few_by_hand
 from holdfast.planner.serve.streamed import disk_room
 from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_bytes
 from holdfast.units import MIB, counted, format_bytes
 
-RAM_IS_SHORT, DISK_IS_SHORT, HAND_IS_SHORT = "HF114", "HF115", "HF116"
+DISK_IS_SHORT = "HF115"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,9 @@ class HostShare:
     disk_bytes: int | None
     """None: there is no folder for layers."""
     as_set: bool
+    processor: Processor
+    computes: bool
+    """It has compiled kernels."""
 
     @property
     def pinned_bytes(self) -> int:
@@ -57,7 +60,9 @@ class HostShare:
         return f"{share}, less {format_bytes(self.other_bytes)} for the server's own processes{beside}"
 
 
-def host_share(machine: Memory, config: EngineConfig, found: Plan, front_bytes: int) -> HostShare:
+def host_share(
+    machine: Memory, config: EngineConfig, found: Plan, front_bytes: int, *, processor: Processor, computes: bool
+) -> HostShare:
     spec, copies = found.question.model.spec, config.lora_copies
     if config.ram is not None and config.ram > machine.available_bytes:
         raise refusals.budget_is_not_there(config.ram, machine)
@@ -66,7 +71,7 @@ def host_share(machine: Memory, config: EngineConfig, found: Plan, front_bytes: 
         config.sequences,
         front_bytes=front_bytes,
         adapters_bytes=lora.held_bytes(spec, dtype=found.dtype, places=copies, max_rank=config.lora_rank),
-        cores=os.cpu_count() or FEW_CORES,
+        cores=processor.cores,
         structured_output=not config.skip_tokenizer_init,
     )
     return HostShare(
@@ -76,6 +81,8 @@ def host_share(machine: Memory, config: EngineConfig, found: Plan, front_bytes: 
         adapters=copies,
         disk_bytes=None if config.nvme_path is None else disk_room(config.nvme_path, config.nvme),
         as_set=config.ram is not None,
+        processor=processor,
+        computes=computes,
     )
 
 
@@ -83,16 +90,28 @@ def with_offload(found: Plan, config: EngineConfig, host: HostShare) -> Plan:
     """`found` does not fit on its GPU, or layers are to be streamed by hand. What is returned may not fit, where
     streaming layers does not help."""
     asked = found.question.settings.offload
-    machine = replace(found.question.machine, pinned_bytes=host.pinned_bytes, nvme_bytes=host.disk_bytes)
+    machine = replace(
+        found.question.machine,
+        pinned_bytes=host.pinned_bytes,
+        nvme_bytes=host.disk_bytes,
+        host=host.processor,
+        host_computes=host.computes,
+    )
     question = replace(found.question, machine=machine)
-    placed = place_by_hand(question) if asked.by_hand else place(question, config.kv_cache_memory_bytes or 0)
+    by_hand = asked.by_hand or asked.experts_by_hand
+    placed = place_larger_by_hand(question) if by_hand else place_larger(question, config.kv_cache_memory_bytes or 0)
     if placed is None:
         return found
-    if not placed.plan.fits:
-        raise _too_few_by_hand(placed, asked)
-    if not placed.fits:
-        raise _host_is_short(placed, host, config)
-    return replace(placed.plan, decisions=(*placed.plan.decisions, *_decisions(placed, host)))
+    if isinstance(placed, ExpertPlacement):
+        check_experts(placed, asked, host.pinned_bytes, host.reason, config.nvme_path)
+        said = expert_decisions(placed, host.reason)
+    else:
+        if not placed.plan.fits:
+            raise _too_few_by_hand(placed, asked)
+        if not placed.fits:
+            raise _host_is_short(placed, host, config)
+        said = _decisions(placed, host)
+    return replace(placed.plan, decisions=(*placed.plan.decisions, *said))
 
 
 def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
@@ -141,26 +160,14 @@ def alternative(config: EngineConfig, attempt: refusals.Attempt) -> Iterator[Dec
 
 
 def _too_few_by_hand(placed: Placement, asked: OffloadRequest) -> refusals.PlanRefusal:
-    plan = placed.plan
-    rank = plan.ranks[0]
-    needed = ", ".join(f"{term.name} {format_bytes(term.nbytes)}" for term in rank.terms)
     field, names = "cpu_offload_gb", ["cpu_offload_gb", "offload_backend"]
     if asked.gpu_layers is not None:
         field, names = "gpu_layers", ["gpu_layers"]
     elif asked.groups is not None:
         field = "offload_group_size"
         names = ["offload_group_size", "offload_num_in_group", "offload_backend"]
-    return refusals.PlanRefusal(
-        f"{plan.question.model.name} does not fit on {plan.device.name} with {asked.flag}: {placed.resident} of"
-        f" {len(plan.question.model.spec.layers)} layers would stay there",
-        needed=f"{needed}, and {format_bytes(plan.needed_bytes(rank))} for the KV of"
-        f" {counted(plan.required_tokens, 'token')}",
-        found=f"{format_bytes(rank.budget_bytes)} of budget: {format_bytes(plan.short_bytes)} short",
-        changes=(dict.fromkeys(names),),
-        fix="fewer layers on the GPU",
-        field=field,
-        code=HAND_IS_SHORT,
-    )
+    stays = f"{placed.resident} of {len(placed.plan.question.model.spec.layers)} layers"
+    return too_few_by_hand(placed.plan, asked, stays, dict.fromkeys(names), "fewer layers on the GPU", field)
 
 
 def _host_is_short(placed: Placement, host: HostShare, config: EngineConfig) -> refusals.PlanRefusal:
@@ -176,7 +183,7 @@ def _host_is_short(placed: Placement, host: HostShare, config: EngineConfig) -> 
             fix="--nvme-path DIR on a fast disk with room for them" if no_disk else "more RAM, or a quantized model",
             kept="first" if no_disk else None,
             field="nvme_path" if no_disk else "ram",
-            code=RAM_IS_SHORT,
+            code=refusals.RAM_IS_SHORT,
         )
     return refusals.PlanRefusal(
         f"{name} does not fit on {gpu}, and the layers that RAM does not hold do not fit in {config.nvme_path}",

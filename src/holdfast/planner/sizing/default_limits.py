@@ -126,7 +126,7 @@ def decisions(
     otherwise for a context of that length."""
     first, rung = rungs[0], rungs[chosen]
     room = "the traffic" if traffic else f"a context of {counted(context, 'token')}"
-    beside = " with layers that come for every step" if settings.streamed_layers and first in STREAMED_RUNGS else ""
+    beside = " with layers or experts in RAM" if settings.offloads and first in STREAMED_RUNGS else ""
     default = (f"the default{beside}", "default")
     usual = ("the traffic's peak", "traffic") if traffic else default
     for name, given, most, size, (reason, source) in (
@@ -170,7 +170,7 @@ def length_decision(served: int, allowed: int, longest: int, *, fits: bool = Tru
         alone = f"a single sequence could have {longest:,}" if longest else "nothing is left for KV"
         reason = f"of the model's {allowed:,}; the request does not fit: {alone}"
     elif served < allowed:
-        more = "; a longer one, set with --max-model-len, takes the room of more layers" if streamed else ""
+        more = "; a longer one, set with --max-model-len, takes the room of weights that would stay" if streamed else ""
         more = more or f", and {longest:,} with lower limits: --max-model-len" * (longest > served)
         reason = f"the model allows {allowed:,}; memory holds {served:,}{more}"
     return Decision("max_model_len", f"{served:,}", reason, "planner", lowered=served < allowed)

@@ -18,7 +18,7 @@ from holdfast.checkpoints.files import PackedMatrix
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN_LAYOUTS
 from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.errors import CheckpointError
-from holdfast.footprint import cpu
+from holdfast.footprint import cpu, expert_places
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.layouts import Quantize, is_quantized, memory_layout, quantized_layout
 from holdfast.footprint.rounded import gpu_lacks, rounding_of
@@ -34,6 +34,7 @@ QUANTIZING_BYTES = 16 * MIB
 """Beyond the tile that any matrix is expanded in: the weights of one as numbers, and what its codes are tried with."""
 _NAMES: Mapping[str, str] = {
     "awq": "AWQ int4", "gptq": "GPTQ", "int4": "INT4", "int8": "INT8", "fp8": "FP8", "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4",
     "bitsandbytes": "bitsandbytes",
 }  # fmt: skip
 
@@ -62,6 +63,19 @@ class EngineWeights:
         if self.spec.tied_embeddings:
             return 0
         return cpu.embedding_bytes(self.spec, self.stored, dtype=dtype, quantize=self.quantize)
+
+    def expert_sizes(self, *, dtype: str) -> Mapping[int, int]:
+        """Of one expert of each layer that has some, on a GPU."""
+        return _expert_sizes(Same(self.spec), Same(self.stored), dtype, self.quantize)
+
+    def host_expert_sizes(self) -> Mapping[int, int] | None:
+        """The same as the host's cores compute with it; None: they cannot."""
+        return _host_expert_sizes(Same(self.spec), Same(self.stored), self.quantize)
+
+    @property
+    def experts_in_order(self) -> bool:
+        """Some take their inputs in an order of their own (GPTQ's act-order)."""
+        return any(layout.ordered for layout in _layouts(Same(self.spec), Same(self.stored), self.quantize, True))
 
     @property
     def quantized(self) -> bool:
@@ -152,6 +166,20 @@ class EngineWeights:
             if is_quantized(tensor.layout):
                 sizes[tensor.layout] += tensor.nbytes
         return f"GGUF {' and '.join(layout for layout, _ in sizes.most_common(2))}" if sizes else ""
+
+
+@lru_cache(maxsize=64)
+def _expert_sizes(
+    spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], dtype: str, quantize: Quantize | None
+) -> Mapping[int, int]:
+    return expert_places.expert_sizes(spec.held, stored.held, dtype=dtype, quantize=quantize)
+
+
+@lru_cache(maxsize=64)
+def _host_expert_sizes(
+    spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], quantize: Quantize | None
+) -> Mapping[int, int] | None:
+    return expert_places.host_expert_sizes(spec.held, stored.held, quantize=quantize)
 
 
 @lru_cache(maxsize=64)

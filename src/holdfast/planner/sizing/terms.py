@@ -141,7 +141,7 @@ def engine_gpu_terms(
     *,
     dtype: str,
     weights_bytes: int,
-    slots_bytes: int = 0,
+    slots: Sequence[Term] = (),
     block_tokens: int,
     quantized: bool,
     rounded: bool = False,
@@ -149,13 +149,14 @@ def engine_gpu_terms(
     max_lora_rank: int = 16,
     graphs: bool = True,
 ) -> list[Term]:
-    """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from."""
+    """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from. `slots`:
+    that layers or experts take turns in which do not stay there."""
     captures = GRAPHS_WITH_ADAPTERS if max_loras else 1
     layout = cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
     terms = [
         Term("context", ENGINE_CONTEXT_BYTES, 0.25),
         Term("weights", weights_bytes),
-        *_layer_slots(slots_bytes),
+        *slots,
         Term("activations", gpu.activations_bytes(spec, limits, dtype=dtype, quantized=quantized, rounded=rounded)),
         Term("logits", gpu.logits_bytes(spec, limits, dtype=dtype)),
         Term("buffers", gpu.buffers_bytes(layout, limits)),
@@ -167,18 +168,13 @@ def engine_gpu_terms(
     return terms
 
 
-def _layer_slots(slots_bytes: int) -> tuple[Term, ...]:
-    """That streamed layers take turns in; none where all layers stay."""
-    return (Term("layer_slots", slots_bytes),) if slots_bytes else ()
-
-
-def engine_gpu_loading(weights_bytes: int, slots_bytes: int, largest_quantized_bytes: int) -> tuple[Term, ...]:
+def engine_gpu_loading(weights_bytes: int, slots: Sequence[Term], largest_quantized_bytes: int) -> tuple[Term, ...]:
     """At the peak of loading there: a tensor that stays in the blocks of its file is on the GPU twice while its rows
     are put in their order; others are filled in tile by tile."""
     return (
         Term("context", ENGINE_CONTEXT_BYTES, 0.25),
         Term("weights", weights_bytes),
-        *_layer_slots(slots_bytes),
+        *slots,
         Term("staging", cpu.STAGING_BYTES + largest_quantized_bytes),
     )
 

@@ -12,7 +12,7 @@ a graph. More tokens than the buffers hold are taken in turns.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,12 +20,21 @@ from holdfast.errors import EngineError
 from holdfast.execution.gpu.cuda.int4_experts import expert_cut, multiply_int4
 from holdfast.execution.gpu.layers.linear import Scratch, gpu_linear
 from holdfast.execution.gpu.layers.rounded_linear import rounds_inputs
-from holdfast.execution.layers.experts import DenseStack, ExpertWeights, QuantizedStack, SharedExpert, Stack
+from holdfast.execution.layers.experts import (
+    DenseStack,
+    ExpertWeights,
+    PlacedStack,
+    QuantizedStack,
+    SharedExpert,
+    Stack,
+)
 from holdfast.execution.ops.interface import Activation
+from holdfast.execution.streaming.device_experts import Apart, DeviceExperts
 from holdfast.execution.triton_kernels import layer as layer_kernels
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
 from holdfast.execution.triton_kernels.experts.direct import ROUNDED_GROUP, multiply_dense, multiply_rounded
+from holdfast.execution.triton_kernels.experts.exchange import add_replies, fetch, send
 from holdfast.execution.triton_kernels.experts.ordering import gather_expert_columns
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.experts.rounding import round_rows
@@ -60,11 +69,12 @@ class ExpertGpuMaker:
         self._tokens = min(len(like), GPU_TOKENS)
         self._buffers: dict[ExpertsSpec, GpuExpertBuffers] = {}
 
-    def make(self, weights: ExpertWeights) -> ExpertGpuMlp:
+    def make(self, weights: ExpertWeights, placed: PlacedLayer | None = None) -> ExpertGpuMlp:
+        """`placed`: of a layer whose experts do not all stay on the GPU."""
         spec = weights.spec
         if spec not in self._buffers:
             self._buffers[spec] = self._allocate(spec)
-        return ExpertGpuMlp(weights, self._activation, self._buffers[spec], self._scratch)
+        return ExpertGpuMlp(weights, self._activation, self._buffers[spec], self._scratch, placed)
 
     def _allocate(self, spec: ExpertsSpec) -> GpuExpertBuffers:
         tokens, pairs = self._tokens, self._tokens * spec.per_token
@@ -78,14 +88,27 @@ class ExpertGpuMaker:
         )
 
 
+class PlacedLayer(NamedTuple):
+    experts: DeviceExperts
+    layer: int
+
+
 class ExpertGpuMlp:
     def __init__(
-        self, weights: ExpertWeights, activation: Activation, buffers: GpuExpertBuffers, scratch: Scratch
+        self,
+        weights: ExpertWeights,
+        activation: Activation,
+        buffers: GpuExpertBuffers,
+        scratch: Scratch,
+        placed: PlacedLayer | None,
     ) -> None:
-        self._spec, self._activation, self._buffers = weights.spec, activation, buffers
+        self._spec, self._activation, self._buffers, self._placed = weights.spec, activation, buffers, placed
         self._gate_up = [_products(stack, scratch) for stack in weights.gate_up]
         self._down = _products(weights.down, scratch)
         self._same_order = weights.same_order
+        if placed is not None:
+            stacks = [stack.waiting for stack in (*weights.gate_up, weights.down) if isinstance(stack, PlacedStack)]
+            placed.experts.fetch(placed.layer, [plane for stack in stacks for plane in _planes(stack)])
         self._router = gpu_linear(weights.router, scratch)
         self._shared = None if weights.shared is None else _Shared(weights.shared, activation, scratch)
 
@@ -99,33 +122,51 @@ class ExpertGpuMlp:
         self.run(normed, stream, add=True)
 
     def run(self, x: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-        tokens = self._buffers.tokens
+        tokens, placed = self._buffers.tokens, self._placed
+        apart = None if placed is None else placed.experts.begin(placed.layer, len(x))
         for part, target in zip(torch.split(x, tokens), torch.split(out, tokens), strict=True):
-            self._run(part, target, add)
+            self._run(part, target, add, apart)
+        if placed is not None:
+            placed.experts.end(placed.layer, len(x))
 
-    def _run(self, x: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    def _run(self, x: torch.Tensor, out: torch.Tensor, add: bool, apart: Apart | None) -> None:
         spec, buffers, lines = self._spec, self._buffers, self._buffers.lines
         count, pairs = len(x), len(x) * spec.per_token
         logits, inner, rows = buffers.logits[:count], buffers.inner[:pairs], buffers.rows[:pairs]
         self._router.write(x, logits)
-        kernels.route(logits, lines, normalized=spec.normalized)
-        self._multiply_gated(x, lines, inner, rows)
-        self._down.multiply(self._down.inputs(inner, lines, inner), lines, rows, by_token=False)
-        kernels.add_pairs(rows, lines, out, add=add)
+        exchange = None if apart is None else apart.exchange
+        chosen = None if exchange is None else exchange.experts[:count]
+        kernels.route(logits, lines, normalized=spec.normalized, chosen=chosen)
+        if apart is not None and exchange is not None and chosen is not None:
+            send(x, chosen, lines, apart.places, exchange)
+        if apart is not None and apart.fetched is not None and (exchange is None or exchange.over_link):
+            fetch(lines, apart.places, apart.fetched, pairs)
+        self._multiply_gated(x, lines, inner, rows, apart)
+        self._down.multiply(self._down.inputs(inner, lines, inner), lines, rows, by_token=False, apart=apart)
+        if exchange is None:
+            kernels.add_pairs(rows, lines, out, add=add)
+        else:
+            add_replies(rows, lines, exchange, out, add=add)
         if self._shared is not None:
             self._shared.add(x, out, buffers.shared[:count], rows[:count])
 
     def _multiply_gated(
-        self, x: torch.Tensor, lines: kernels.ExpertAssignments, inner: torch.Tensor, room: torch.Tensor
+        self,
+        x: torch.Tensor,
+        lines: kernels.ExpertAssignments,
+        inner: torch.Tensor,
+        room: torch.Tensor,
+        apart: Apart | None,
     ) -> None:
         first, activation = self._gate_up[0], self._activation
         if len(self._gate_up) == 1:
-            first.multiply(first.inputs(x, lines, room), lines, inner, by_token=True, activation=activation)
+            taken = first.inputs(x, lines, room)
+            first.multiply(taken, lines, inner, by_token=True, activation=activation, apart=apart)
             return
         up, taken = self._gate_up[1], first.inputs(x, lines, room)
-        first.multiply(taken, lines, inner, by_token=True)
+        first.multiply(taken, lines, inner, by_token=True, apart=apart)
         taken = taken if self._same_order else up.inputs(x, lines, room)
-        up.multiply(taken, lines, inner, by_token=True, activation=activation, gates="out")
+        up.multiply(taken, lines, inner, by_token=True, activation=activation, gates="out", apart=apart)
 
 
 class _Shared:
@@ -167,12 +208,15 @@ class _Products(Protocol):
         by_token: bool,
         activation: Activation | None = None,
         gates: kernels.Gates = "matrix",
+        apart: Apart | None = None,
     ) -> None: ...
 
 
 class _Dense:
-    def __init__(self, stack: DenseStack) -> None:
-        self._weight = stack.weight
+    """`waiting`: in their slot."""
+
+    def __init__(self, stack: DenseStack, waiting: DenseStack | None) -> None:
+        self._weight, self._waiting = stack.weight, None if waiting is None else waiting.weight
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -190,18 +234,20 @@ class _Dense:
         by_token: bool,
         activation: Activation | None = None,
         gates: kernels.Gates = "matrix",
+        apart: Apart | None = None,
     ) -> None:
         assert isinstance(x, torch.Tensor)
-        multiply_dense(x, self._weight, lines, out, by_token=by_token, activation=activation, gates=gates)
+        multiply_dense(
+            x, self._weight, lines, out, by_token=by_token, activation=activation, gates=gates,
+            places=_places(apart), waiting=self._waiting,
+        )  # fmt: skip
 
 
 class _Blocks:
     """GGUF's."""
 
-    def __init__(self, matrix: QuantizedMatrix) -> None:
-        self._planes = BlockPlanes(
-            matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small
-        )
+    def __init__(self, matrix: QuantizedMatrix, waiting: QuantizedMatrix | None) -> None:
+        self._planes, self._waiting = _block_planes(matrix), None if waiting is None else _block_planes(waiting)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -219,15 +265,19 @@ class _Blocks:
         by_token: bool,
         activation: Activation | None = None,
         gates: kernels.Gates = "matrix",
+        apart: Apart | None = None,
     ) -> None:
         assert isinstance(x, torch.Tensor)
-        multiply_blocks(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates)
+        multiply_blocks(
+            x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates,
+            places=_places(apart), waiting=self._waiting,
+        )  # fmt: skip
 
 
 class _Scaled:
     """Codes with scales."""
 
-    def __init__(self, matrix: ScaledMatrix, experts: int, scratch: Scratch) -> None:
+    def __init__(self, matrix: ScaledMatrix, experts: int, scratch: Scratch, waiting: ScaledMatrix | None) -> None:
         layout = matrix.layout
         if not rounds_inputs(matrix):
             layout = replace(layout, inputs="plain", static_inputs=False, input_group=0)
@@ -242,7 +292,11 @@ class _Scaled:
             )
         self._planes = ScaledPlanes(layout, matrix.codes, matrix.scales, matrix.zeros)
         self._static, self._order = matrix.inputs if layout.static_inputs else None, matrix.order
-        self._in_cuda = scratch.quantized.against_experts(matrix, experts) is None
+        # Kernels in CUDA C++ read one stack.
+        self._in_cuda = waiting is None and scratch.quantized.against_experts(matrix, experts) is None
+        self._waiting = None
+        if waiting is not None:
+            self._waiting = ScaledPlanes(layout, waiting.codes, waiting.scales, waiting.zeros)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -274,20 +328,55 @@ class _Scaled:
         by_token: bool,
         activation: Activation | None = None,
         gates: kernels.Gates = "matrix",
+        apart: Apart | None = None,
     ) -> None:
         by_token = by_token and self._order is None
         if isinstance(x, RoundedRows):
-            multiply_rounded(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates)
+            multiply_rounded(
+                x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates,
+                places=_places(apart), waiting=self._waiting,
+            )  # fmt: skip
         elif self._in_cuda and (cut := expert_cut(len(out), len(lines.counts), x.shape[1])) is not None:
             multiply_int4(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates, cut=cut)
         else:
-            multiply_scaled(x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates)
+            multiply_scaled(
+                x, self._planes, lines, out, by_token=by_token, activation=activation, gates=gates,
+                places=_places(apart), waiting=self._waiting,
+            )  # fmt: skip
+
+
+def _places(apart: Apart | None) -> torch.Tensor | None:
+    return None if apart is None else apart.places
+
+
+def _block_planes(matrix: QuantizedMatrix) -> BlockPlanes:
+    return BlockPlanes(matrix.layout, matrix.quants, matrix.scales, matrix.minimums, matrix.high, matrix.small)
+
+
+def _planes(stack: Stack) -> list[torch.Tensor]:
+    """All that is kept of its experts, each expert's part in one piece."""
+    if isinstance(stack, DenseStack):
+        return [stack.weight]
+    assert isinstance(stack, QuantizedStack)
+    matrix = stack.matrix
+    if isinstance(matrix, ScaledMatrix):
+        kept = [matrix.codes, matrix.scales, matrix.zeros]
+    else:
+        kept = [matrix.quants, matrix.high, matrix.scales, matrix.minimums, matrix.small]
+    return [plane for plane in kept if plane is not None]
 
 
 def _products(stack: Stack, scratch: Scratch) -> _Products:
+    waiting: Stack | None = None
+    if isinstance(stack, PlacedStack):
+        # Where none stays, nothing is read of the first stack.
+        waiting = stack.waiting
+        stack = stack.resident or waiting
     if isinstance(stack, DenseStack):
-        return _Dense(stack)
+        return _Dense(stack, waiting if isinstance(waiting, DenseStack) else None)
     if isinstance(stack, QuantizedStack):
-        matrix = stack.matrix
-        return _Blocks(matrix) if isinstance(matrix, QuantizedMatrix) else _Scaled(matrix, stack.experts, scratch)
+        matrix, apart = stack.matrix, waiting.matrix if isinstance(waiting, QuantizedStack) else None
+        if isinstance(matrix, ScaledMatrix):
+            return _Scaled(matrix, stack.experts, scratch, apart if isinstance(apart, ScaledMatrix) else None)
+        return _Blocks(matrix, apart if isinstance(apart, QuantizedMatrix) else None)
     raise EngineError(f"a {type(stack).__name__} has no products on a GPU")

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.layers.experts import ExpertGpuMaker
+from holdfast.execution.gpu.layers.experts import ExpertGpuMaker, PlacedLayer
+from holdfast.execution.gpu.layers.host_mlp import HostedGpuMlp
 from holdfast.execution.gpu.layers.linear import DenseGpuLinear, GpuLinear, Scratch, gpu_linear
 from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear
@@ -130,11 +131,16 @@ def make_mlps(
     def make(layer: int, part: MlpWeights) -> GpuMlp:
         adapted = partial(beside, layer)
         if isinstance(part, ExpertWeights):
-            return experts.make(part)
+            placed = weights.experts
+            return experts.make(part, None if placed is None or layer not in placed else PlacedLayer(placed, layer))
         if isinstance(part, GatedWeights):
             return GatedGpuMlp(part, spec.activation, buffers, scratch, adapted)
         if isinstance(part, PlainWeights):
             return PlainGpuMlp(part, spec.activation, buffers, scratch, adapted)
         raise EngineError(f"an MLP of {type(part).__name__} has no products on a GPU")
 
-    return tuple(make(index, layer.mlp) for index, layer in enumerate(weights.layers))
+    made = [make(index, layer.mlp) for index, layer in enumerate(weights.layers)]
+    if (hosts := weights.host_mlps) is not None:
+        for layer, exchange in zip(hosts.layers, hosts.host.exchanges, strict=True):
+            made[layer] = HostedGpuMlp(made[layer], hosts, exchange)
+    return tuple(made)

@@ -18,6 +18,7 @@ from holdfast.execution.triton_kernels.experts.launch import (
     Activation,
     ExpertAssignments,
     Gates,
+    expert_place,
     gated,
     gated_by_out,
     gates_of,
@@ -53,6 +54,7 @@ def _codes(
 @triton.jit
 def _multiply(
     x, quants, high, scales, minimums, small, out, counts, pairs, x_stride, out_stride, pairs_stride, outputs,
+    places, waiting_quants, waiting_high, waiting_scales, waiting_minimums, waiting_small, PLACED: tl.constexpr,
     BLOCKS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, KIND: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, PIECES: tl.constexpr, SMALL: tl.constexpr,
     MINIMUM: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
@@ -66,9 +68,14 @@ def _multiply(
     if first >= length:
         return
     pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
+    place, stays = expert_place(places, expert, PLACED)
+    if PLACED:
+        quants, high = tl.where(stays, quants, waiting_quants), tl.where(stays, high, waiting_high)
+        scales, minimums = tl.where(stays, scales, waiting_scales), tl.where(stays, minimums, waiting_minimums)
+        small = tl.where(stays, small, waiting_small)
     first_output, line = tl.program_id(0) % across * OUTPUTS, tl.arange(0, LINES)
     present = (first_output + line % OUTPUTS < outputs)[:, None, None]
-    row = (2 if GATED else 1) * tl.cast(outputs, tl.int64) * expert + first_output + line % OUTPUTS
+    row = (2 if GATED else 1) * tl.cast(outputs, tl.int64) * place + first_output + line % OUTPUTS
     row = (row + line // OUTPUTS * outputs)[:, None, None]
     block, lane = tl.arange(0, TILE)[None, :, None], tl.arange(0, 16)[None, None, :]
     column = tl.arange(0, TILE * 16)[None, :]
@@ -78,10 +85,10 @@ def _multiply(
     for start in tl.range(0, BLOCKS, TILE):
         at = start + block
         inside = present & (at < BLOCKS)
-        place = row * BLOCKS + at
-        low, upper = _codes(quants, high, place, lane, inside, BITS, OFFSET, TABLE)
+        block_at = row * BLOCKS + at
+        low, upper = _codes(quants, high, block_at, lane, inside, BITS, OFFSET, TABLE)
         scale, other_scale, added, other_added = load_scales(
-            scales, minimums, small, place, inside, KIND, PIECES, SMALL, MINIMUM
+            scales, minimums, small, block_at, inside, KIND, PIECES, SMALL, MINIMUM
         )  # fmt: skip
         low, upper = low * scale, upper * other_scale
         if MINIMUM:
@@ -103,6 +110,18 @@ def _multiply(
     tl.store(out + index, sums.to(found), mask=wanted)
 
 
+def _planes(matrix: BlockPlanes) -> tuple[torch.Tensor, ...]:
+    """As the kernel takes them: something that it does not read for those that a kind has not got."""
+    quants, scales = matrix.quants, matrix.scales
+    return (
+        quants,
+        quants if matrix.high is None else matrix.high,
+        scales,
+        scales if matrix.minimums is None else matrix.minimums,
+        quants if matrix.small is None else matrix.small,
+    )
+
+
 def multiply_blocks(
     x: torch.Tensor,
     matrix: BlockPlanes,
@@ -113,10 +132,12 @@ def multiply_blocks(
     activation: Activation | None = None,
     gates: Gates = "matrix",
     tile: ExpertTile | None = None,
+    places: torch.Tensor | None = None,
+    waiting: BlockPlanes | None = None,
 ) -> None:
     """out [pairs, outputs] = x · the matrix of each pair's expert, transposed; with an activation activation(gate)·up.
     `by_token`: a row of x is a token's, and all its pairs take it; else it is a pair's. `tile` replaces the table's,
-    its `inputs` counted in blocks of 32."""
+    its `inputs` counted in blocks of 32. `places`: which experts are in `matrix`, and which in `waiting`."""
     experts, per_token = len(lines.counts), lines.weights.shape[1]
     pairs, outputs, blocks = len(out), out.shape[1], matrix.quants.shape[1]
     if pairs == 0:
@@ -125,12 +146,11 @@ def multiply_blocks(
     tile = tile or expert_block_tile(pairs, experts, blocks, x.element_size())
     across = triton.cdiv(outputs, tile.outputs // (2 if where == GATES_IN_MATRIX.value else 1))
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * across,)
-    quants, scales = matrix.quants, matrix.scales
+    apart = (None,) * 5 if waiting is None else _planes(waiting)
     _multiply[grid](
-        x, quants, quants if matrix.high is None else matrix.high, scales,
-        scales if matrix.minimums is None else matrix.minimums, quants if matrix.small is None else matrix.small,
-        out, lines.counts, lines.pairs, x.stride(0), out.stride(0),
-        lines.pairs.stride(0), outputs, BLOCKS=blocks, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
+        x, *_planes(matrix), out, lines.counts, lines.pairs, x.stride(0), out.stride(0),
+        lines.pairs.stride(0), outputs, places, *apart, PLACED=places is not None,
+        BLOCKS=blocks, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, KIND=matrix.layout, BITS=form.bits, OFFSET=form.offset,
         TABLE=form.table, PIECES=form.pieces, SMALL=form.small, MINIMUM=form.minimum, ACTIVATION=code,
         GATES=where, ROWS=tile.rows, LINES=tile.outputs, TILE=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,

@@ -27,6 +27,7 @@ from holdfast.execution.triton_kernels.experts.launch import (
     Activation,
     ExpertAssignments,
     Gates,
+    expert_place,
     gated,
     gated_by_out,
     gates_of,
@@ -86,14 +87,15 @@ def _group_scale(scales, row, first_row, group, scales_stride, GROUP_ROWS: tl.co
 @triton.jit
 def _product(
     x, weight, out, x_scales, scales, counts, pairs, x_stride, weight_stride, out_stride, x_scales_stride,
-    scales_stride, pairs_stride, outputs,
+    scales_stride, pairs_stride, outputs, places, waiting, waiting_scales, PLACED: tl.constexpr,
     INPUTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr,
     ACTIVATION: tl.constexpr, GATES: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr, ALIKE: tl.constexpr, DECODED: tl.constexpr, ASSEMBLED: tl.constexpr,
     DESCRIBED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """GROUP 0: scales are of rows. DECODED: both factors are e4m3's bits, which tensor cores do not take."""
+    """GROUP 0: scales are of rows. DECODED: both factors are e4m3's bits, which tensor cores do not take. PLACED: not
+    by descriptor."""
     GATED: tl.constexpr = GATES == GATES_IN_MATRIX
     GROUPED: tl.constexpr = ROUNDED and GROUP > 0
     KIND: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
@@ -102,12 +104,15 @@ def _product(
     expert, first, length = line_part(tl.program_id(0) // across, counts, EXPERTS, BLOCK, ROWS)
     if first >= length:
         return
+    kept, stays = expert_place(places, expert, PLACED)
+    if PLACED:
+        weight, scales = tl.where(stays, weight, waiting), tl.where(stays, scales, waiting_scales)
     pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
     first_output = tl.program_id(0) % across * OUTPUTS
     output, column = first_output + tl.arange(0, OUTPUTS), tl.arange(0, COLUMNS)
     source = pair // SHARED_BY
     inputs = x + source[:, None] * x_stride + column[None, :]
-    first_row = expert * (2 * outputs if GATED else outputs) + first_output
+    first_row = kept * (2 * outputs if GATED else outputs) + first_output
     # Outputs beyond the last read the last one's row again: they are not written.
     row = first_row.to(tl.int64) + tl.minimum(tl.arange(0, OUTPUTS), outputs - 1 - first_output)
     line = weight
@@ -176,11 +181,18 @@ def multiply_dense(
     gates: Gates = "matrix",
     tile: ExpertTile | None = None,
     described: bool | None = None,
+    places: torch.Tensor | None = None,
+    waiting: torch.Tensor | None = None,
 ) -> None:
     """out [pairs, outputs] = x · weight [experts, outputs, inputs]ᵀ of each pair's expert; with an activation
     activation(gate) · up. `by_token`: a row of x is a token's, and all its pairs take it; else it is a pair's. Rows of
-    tokens that are in no line stay as they are. `tile` and `described` replace the table's."""
-    _launch(x, None, weight.view(-1, weight.shape[2]), None, lines, out, by_token, activation, gates, tile, described)
+    tokens that are in no line stay as they are. `tile` and `described` replace the table's. `places`: which experts are
+    in `weight`, and which in `waiting`."""
+    apart = None if waiting is None else waiting.view(-1, waiting.shape[2])
+    _launch(
+        x, None, weight.view(-1, weight.shape[2]), None, lines, out, by_token, activation, gates, tile, described,
+        places, apart, None,
+    )  # fmt: skip
 
 
 def multiply_rounded(
@@ -194,15 +206,21 @@ def multiply_rounded(
     gates: Gates = "matrix",
     tile: ExpertTile | None = None,
     described: bool | None = None,
+    places: torch.Tensor | None = None,
+    waiting: ScaledPlanes | None = None,
 ) -> None:
     """The same for codes of one byte: x is rounded as the layout says, by the matrix's own groups of columns."""
-    _launch(x.codes, x.scales, matrix.codes, matrix, lines, out, by_token, activation, gates, tile, described)
+    _launch(
+        x.codes, x.scales, matrix.codes, matrix, lines, out, by_token, activation, gates, tile, described, places,
+        None if waiting is None else waiting.codes, None if waiting is None else waiting.scales,
+    )  # fmt: skip
 
 
 def _launch(
     x: torch.Tensor, x_scales: torch.Tensor | None, weight: torch.Tensor, matrix: ScaledPlanes | None,
     lines: ExpertAssignments, out: torch.Tensor, by_token: bool, activation: Activation | None, gates: Gates,
-    tile: ExpertTile | None, described: bool | None,
+    tile: ExpertTile | None, described: bool | None, places: torch.Tensor | None, waiting: torch.Tensor | None,
+    waiting_scales: torch.Tensor | None,
 ) -> None:  # fmt: skip
     pairs, experts, inputs, per_token = len(out), len(lines.counts), weight.shape[1], lines.weights.shape[1]
     if pairs == 0:
@@ -216,19 +234,22 @@ def _launch(
             decoded = not multiplies_fp8()
             kind = torch.uint8 if decoded else torch.float8_e4m3fn
             weight, x = weight.view(kind), x.view(kind)
+            waiting = None if waiting is None else waiting.view(kind)
     # What is decoded takes registers: such tiles have no more than 64 rows.
     most_pairs = min(pairs, SOME * experts) if decoded else pairs
     tile = tile or expert_tile(most_pairs, experts, weight.element_size(), shared_memory_bytes(), gated=doubled)
     if described is None:
         aligned = weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
-        described = tile.rows >= DESCRIBED_ROWS and aligned and copies_by_descriptor()
+        described = places is None and tile.rows >= DESCRIBED_ROWS and aligned and copies_by_descriptor()
     scales, early = weight if matrix is None else matrix.scales, starts_early()
     x_scales = weight if x_scales is None else x_scales
+    waiting_scales = waiting if waiting_scales is None else waiting_scales
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * triton.cdiv(outputs, tile.outputs),)
     _product[grid](
         x, TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs]) if described else weight, out, x_scales,
         scales, lines.counts, lines.pairs, x.stride(0), weight.stride(0), out.stride(0), x_scales.stride(0),
-        scales.stride(0), lines.pairs.stride(0), outputs, INPUTS=inputs, EXPERTS=experts,
+        scales.stride(0), lines.pairs.stride(0), outputs, places, waiting, waiting_scales,
+        PLACED=places is not None, INPUTS=inputs, EXPERTS=experts,
         BLOCK=triton.next_power_of_2(experts), SHARED_BY=per_token if by_token else 1, ACTIVATION=code, GATES=where,
         ROUNDED=matrix is not None, GROUP=group, GROUP_ROWS=group_rows,
         ALIKE=group_rows % tile.outputs == 0 and outputs % group_rows == 0, DECODED=decoded,

@@ -20,20 +20,21 @@ from holdfast.execution.triton_kernels.experts.launch import (
     Activation,
     ExpertAssignments,
     Gates,
+    expert_place,
     gated,
     gated_by_out,
     gates_of,
     line_pairs,
     line_part,
 )
-from holdfast.execution.triton_kernels.experts.planes import ScaledPlanes
+from holdfast.execution.triton_kernels.experts.planes import ScaledPlanes, code_planes
 from holdfast.execution.triton_kernels.experts.tiles import ScaledTile, most_tiles
 
 
 @triton.jit
 def _product(
     x, codes, scales, zeros, out, counts, pairs, x_stride, codes_stride, scales_stride, out_stride, pairs_stride,
-    outputs,
+    outputs, places, waiting_codes, waiting_scales, waiting_zeros, PLACED: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, FORM: tl.constexpr,
     FOUR_BITS: tl.constexpr, POWERS: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -48,9 +49,13 @@ def _product(
     expert, first, length = line_part(tl.program_id(0) // across, counts, EXPERTS, BLOCK, ROWS)
     if first >= length:
         return
+    kept, stays = expert_place(places, expert, PLACED)
+    if PLACED:
+        codes, scales = tl.where(stays, codes, waiting_codes), tl.where(stays, scales, waiting_scales)
+        zeros = tl.where(stays, zeros, waiting_zeros)
     first_output, line = tl.program_id(0) % across * OUTPUTS, tl.arange(0, LINES)
     # Outputs beyond the last read its line again, and rows of no pair some token's: neither are written.
-    row = (2 if GATED else 1) * expert.to(tl.int64) * outputs + tl.minimum(first_output + line % OUTPUTS, outputs - 1)
+    row = (2 if GATED else 1) * kept.to(tl.int64) * outputs + tl.minimum(first_output + line % OUTPUTS, outputs - 1)
     row += line // OUTPUTS * outputs
     pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
     STEP: tl.constexpr = SPAN // 2 if FOUR_BITS else SPAN
@@ -106,6 +111,8 @@ def multiply_expanded(
     gates: Gates = "matrix",
     tile: ScaledTile,
     span: int,
+    places: torch.Tensor | None = None,
+    waiting: ScaledPlanes | None = None,
 ) -> None:
     """As `scaled.multiply_scaled`, but scales are rounded to x's type. `span`: columns that are taken at a time, which
     have one scale."""
@@ -114,13 +121,13 @@ def multiply_expanded(
     code, where = gates_of(activation, gates)
     across = triton.cdiv(outputs, tile.lines // (2 if where == GATES_IN_MATRIX.value else 1))
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * across,)
-    codes = matrix.codes.view(len(matrix.codes), -1)
-    if layout.codes == "fp8":
-        codes = codes.view(torch.uint8)
+    codes, scales, zeros = code_planes(matrix)
+    apart = (None,) * 3 if waiting is None else code_planes(waiting)
     _product[grid](
-        x, codes, matrix.scales, codes if matrix.zeros is None else matrix.zeros, out, lines.counts,
-        lines.pairs, x.stride(0), codes.stride(0), matrix.scales.stride(0), out.stride(0), lines.pairs.stride(0),
-        outputs, COLUMNS=columns, GROUP=layout.group, GROUP_ROWS=layout.group_rows, FORM=layout.codes,
+        x, codes, scales, zeros, out, lines.counts,
+        lines.pairs, x.stride(0), codes.stride(0), scales.stride(0), out.stride(0), lines.pairs.stride(0),
+        outputs, places, *apart, PLACED=places is not None,
+        COLUMNS=columns, GROUP=layout.group, GROUP_ROWS=layout.group_rows, FORM=layout.codes,
         FOUR_BITS=layout.four_bits, POWERS=layout.scales == "uint8", ZEROS=matrix.zeros is not None,
         ASSEMBLED=not interpreted(), EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, ACTIVATION=code, GATES=where, WHOLE=columns % span == 0,

@@ -9,6 +9,10 @@
 A pair is token · per_token + choice. Lines are as long as there are tokens; which programs have work is read on the
 device, so that grids go by sizes alone: safe in a CUDA graph. Only chosen experts are read. Where a pair stands in its
 line is left to chance and changes no result. Knows nothing of how matrices are kept.
+
+Where a layer's experts do not all stay on the GPU they are in two stacks, and a table says where each one is:
+
+    places[expert] = p    p >= 0: the p-th of those that stay; p < 0: the (-1 - p)-th of those that wait
 """
 
 from __future__ import annotations
@@ -54,12 +58,12 @@ class ExpertAssignments(NamedTuple):
 
 @triton.jit
 def _route(
-    logits, counts, pairs, weights, tokens, logits_stride, pairs_stride,
+    logits, counts, pairs, weights, experts, tokens, logits_stride, pairs_stride,
     EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr, TOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, which stand one behind the other in a line. The softmax is over all experts; what is taken is left
-    out of the next choice. ALONE: there is no other program."""
+    out of the next choice. ALONE: there is no other program. TOLD: `experts` gets what each token chose."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, BLOCK)
     there, known = (token < tokens)[:, None], (expert < EXPERTS)[None, :]
@@ -78,6 +82,8 @@ def _route(
         shares = tl.where(index == choice, tl.exp(best - largest)[:, None], shares)
         mine = expert[None, :] == chosen[:, None]
         number = tl.where(mine, choice, number)
+        if TOLD:
+            tl.store(experts + token * PER_TOKEN + choice, chosen, mask=token < tokens)
         left = tl.where(mine, float("-inf"), left)
     let_others_start(EARLY)
     if NORMALIZED:
@@ -96,9 +102,12 @@ def _route(
     tl.store(target, shares / total[:, None], mask=there & (index < PER_TOKEN))
 
 
-def route(logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool) -> None:
+def route(
+    logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool, chosen: torch.Tensor | None = None
+) -> None:
     """Every row of logits [tokens, experts] takes its likeliest experts and stands in their lines; `lines` is for at
-    least as many tokens. `normalized`: the weights of a token add up to one."""
+    least as many tokens. `normalized`: the weights of a token add up to one. `chosen` int32 [tokens, per_token]: gets
+    its experts, the likeliest first."""
     (tokens, experts), per_token = logits.shape, lines.weights.shape[1]
     block = triton.next_power_of_2(experts)
     together = max(1, min(triton.next_power_of_2(tokens), ROUTED_TOGETHER[tokens >= MANY_ROUTED]))
@@ -107,9 +116,9 @@ def route(logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool) -
         lines.counts.zero_()
     if tokens:
         _route[(triton.cdiv(tokens, together),)](
-            logits, lines.counts, lines.pairs, lines.weights, tokens, logits.stride(0), lines.pairs.stride(0),
+            logits, lines.counts, lines.pairs, lines.weights, chosen, tokens, logits.stride(0), lines.pairs.stride(0),
             EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token),
-            BLOCK=block, TOKENS=together, ALONE=alone, EARLY=early,
+            BLOCK=block, TOKENS=together, ALONE=alone, TOLD=chosen is not None, EARLY=early,
             num_warps=min(8, max(1, together * block // 128)), launch_pdl=early,
         )  # fmt: skip
 
@@ -127,6 +136,16 @@ def line_part(tile, counts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl
     length = tl.sum(tl.where(mine, lengths, 0), 0)
     found = length > 0
     return tl.where(found, chosen, 0), tl.where(found, first, 0), length
+
+
+@triton.jit
+def expert_place(places, expert, PLACED: tl.constexpr):
+    """(where an expert is in its stack, whether that is the stack of those that stay)"""
+    if PLACED:
+        place = tl.load(places + expert)
+        return tl.maximum(place, -1 - place), place >= 0
+    else:
+        return expert, True
 
 
 @triton.jit

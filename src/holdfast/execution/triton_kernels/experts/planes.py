@@ -18,6 +18,14 @@ class ScaledPlanes(NamedTuple):
     zeros: torch.Tensor | None
 
 
+def code_planes(matrix: ScaledPlanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes [rows, bytes], scales, zero points or something that is not read)"""
+    codes = matrix.codes.view(len(matrix.codes), -1)
+    if matrix.layout.codes == "fp8":
+        codes = codes.view(torch.uint8)
+    return codes, matrix.scales, codes if matrix.zeros is None else matrix.zeros
+
+
 class RoundedRows(NamedTuple):
     """Inputs in small codes."""
 

@@ -30,13 +30,14 @@ from holdfast.execution.triton_kernels.experts.launch import (
     Activation,
     ExpertAssignments,
     Gates,
+    expert_place,
     gated,
     gated_by_out,
     gates_of,
     line_pairs,
     line_part,
 )
-from holdfast.execution.triton_kernels.experts.planes import ScaledPlanes
+from holdfast.execution.triton_kernels.experts.planes import ScaledPlanes, code_planes
 from holdfast.execution.triton_kernels.experts.tiles import ScaledTile, expanded_tile, most_tiles, scaled_tile
 from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
 from holdfast.execution.triton_kernels.shared_memory import shared_memory_bytes
@@ -58,7 +59,8 @@ def _of_same_segments(
 @triton.jit
 def _product(
     x, codes, scales, zeros, out, counts, pairs, x_stride, codes_stride, scales_stride, out_stride, pairs_stride,
-    outputs, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, FORM: tl.constexpr,
+    outputs, places, waiting_codes, waiting_scales, waiting_zeros, PLACED: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, FORM: tl.constexpr,
     FOUR_BITS: tl.constexpr, POWERS: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, ACTIVATION: tl.constexpr,
     GATES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -75,11 +77,15 @@ def _product(
     expert, first, length = line_part(tl.program_id(0) // across, counts, EXPERTS, BLOCK, ROWS)
     if first >= length:
         return
+    kept, stays = expert_place(places, expert, PLACED)
+    if PLACED:
+        codes, scales = tl.where(stays, codes, waiting_codes), tl.where(stays, scales, waiting_scales)
+        zeros = tl.where(stays, zeros, waiting_zeros)
     first_output = tl.program_id(0) % across * OUTPUTS
     left, right = tl.arange(0, SEGMENTS * LINES), tl.arange(0, SEGMENTS * ROWS)
     line = left % LINES
     # Outputs beyond the last read its line again: they are not written.
-    row = (2 if GATED else 1) * expert.to(tl.int64) * outputs + tl.minimum(first_output + line % OUTPUTS, outputs - 1)
+    row = (2 if GATED else 1) * kept.to(tl.int64) * outputs + tl.minimum(first_output + line % OUTPUTS, outputs - 1)
     row += line // OUTPUTS * outputs
     place = first + right % ROWS
     live = place < length
@@ -153,10 +159,13 @@ def multiply_scaled(
     activation: Activation | None = None,
     gates: Gates = "matrix",
     tile: ScaledTile | None = None,
+    places: torch.Tensor | None = None,
+    waiting: ScaledPlanes | None = None,
 ) -> None:
     """out [pairs, outputs] = x · the matrix of each pair's expert, transposed; with an activation activation(gate)·up.
     `by_token`: a row of x is a token's, and all its pairs take it; else it is a pair's. Where experts have many rows
-    it is left to `expanded.multiply_expanded`. `tile` replaces the table's."""
+    it is left to `expanded.multiply_expanded`. `tile` replaces the table's. `places`: which experts are in `matrix`,
+    and which in `waiting`."""
     layout, experts, per_token = matrix.layout, len(lines.counts), lines.weights.shape[1]
     pairs, outputs, columns = len(out), out.shape[1], x.shape[1]
     if pairs == 0:
@@ -165,20 +174,21 @@ def multiply_scaled(
     many = expanded_tile(pairs, experts, span, x.element_size(), shared_memory_bytes())
     if tile is None and many is not None:
         multiply_expanded(
-            x, matrix, lines, out, by_token=by_token, activation=activation, gates=gates, tile=many, span=span
-        )
+            x, matrix, lines, out, by_token=by_token, activation=activation, gates=gates, tile=many, span=span,
+            places=places, waiting=waiting,
+        )  # fmt: skip
         return
     code, where = gates_of(activation, gates)
     tile = tile or scaled_tile(pairs, experts, layout, span, columns, x.element_size(), shared_memory_bytes())
     across = triton.cdiv(outputs, tile.lines // (2 if where == GATES_IN_MATRIX.value else 1))
     grid = (most_tiles(pairs // per_token, per_token, experts, tile.rows) * across,)
-    codes, early = matrix.codes.view(len(matrix.codes), -1), starts_early()
-    if layout.codes == "fp8":
-        codes = codes.view(torch.uint8)
+    (codes, scales, zeros), early = code_planes(matrix), starts_early()
+    apart = (None,) * 3 if waiting is None else code_planes(waiting)
     _product[grid](
-        x, codes, matrix.scales, codes if matrix.zeros is None else matrix.zeros, out, lines.counts,
-        lines.pairs, x.stride(0), codes.stride(0), matrix.scales.stride(0), out.stride(0), lines.pairs.stride(0),
-        outputs, COLUMNS=columns, GROUP=layout.group, GROUP_ROWS=layout.group_rows, FORM=layout.codes,
+        x, codes, scales, zeros, out, lines.counts,
+        lines.pairs, x.stride(0), codes.stride(0), scales.stride(0), out.stride(0), lines.pairs.stride(0),
+        outputs, places, *apart, PLACED=places is not None,
+        COLUMNS=columns, GROUP=layout.group, GROUP_ROWS=layout.group_rows, FORM=layout.codes,
         FOUR_BITS=layout.four_bits, POWERS=layout.scales == "uint8", ZEROS=matrix.zeros is not None,
         ASSEMBLED=not interpreted(), EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, ACTIVATION=code, GATES=where,

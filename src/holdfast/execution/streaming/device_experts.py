@@ -1,0 +1,230 @@
+"""Experts of layers that do not all stay on a GPU: some lie there in a stack of their own, the others wait in pinned
+memory, a piece a layer. Products find an expert by its layer's table of places:
+
+    places[expert] = p    p >= 0: the p-th of those that stay; p < 0: the (-1 - p)-th of those that wait
+
+    many tokens    all that wait come into a slot, which layers take turns in:
+
+        layer        0        1        2        3                two slots; those of the next layer come while one is
+        the link   ─1─►│─2──────►│─3──────►│─0──────►           computed, in the order of layers, in the next step too
+
+    few tokens     kernels fetch what was chosen over the link, to its place in the slot; or the host computes with it,
+                   see `expert_host`
+
+Knows nothing of products.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from holdfast.execution.memory import Arena
+from holdfast.execution.streaming.copies import Copies
+from holdfast.execution.streaming.expert_exchange import Exchange, FetchedPieces
+from holdfast.execution.streaming.expert_host import ExpertHost
+from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
+from holdfast.footprint.expert_places import ExpertPlaces
+from holdfast.observability.decisions import Decision
+from holdfast.records import LinkUse
+from holdfast.units import format_bytes
+
+FEW_TOKENS = 16
+"""Of a step for which only the experts come that it chose. With more, most of those that wait are chosen by some token:
+16 that choose 8 of 128 alike take 64% of them, 32 take 87%."""
+MEASURED_LAYERS = 8
+"""Copied to see how fast the link is."""
+
+
+class Apart(NamedTuple):
+    """Where a layer's products find its experts."""
+
+    places: torch.Tensor
+    """int32 [experts]"""
+    fetched: FetchedPieces | None = None
+    """Those that wait are to be fetched; None: they are in their slot."""
+    exchange: Exchange | None = None
+    """With the host, which computes with those that wait, or some of them."""
+
+
+class DeviceExperts:
+    """`memory`: pieces of its `pinned_sizes`. It is closed with this."""
+
+    def __init__(
+        self,
+        places: ExpertPlaces,
+        device: torch.device,
+        copies: Copies,
+        memory: PinnedMemory,
+        few_tokens: int = FEW_TOKENS,
+    ) -> None:
+        self._copies, self._memory, self.few_tokens = copies, memory, few_tokens
+        self.host: ExpertHost | None = None
+        self._number = {layer: number for number, layer in enumerate(places.layers)}
+        self._layers, self._resident, self._sizes = places.layers, places.resident, places.pinned_sizes
+        self._slots = [
+            _ExpertSlot(torch.empty(places.slot_bytes, dtype=torch.uint8, device=device), copies)
+            for _ in range(places.slots_used)
+        ]
+        self._mapped = [as_device_memory(piece, device) for piece in memory.pieces]
+        self._fetched: dict[int, FetchedPieces] = {}
+        first = [[*range(stay), *range(-1, stay - places.experts - 1, -1)] for stay in places.resident]
+        self.places = torch.tensor(first, dtype=torch.int32, device=device).view(-1, places.experts)
+        """[layers, experts]"""
+        self._paused, self._possible = False, 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """On the device: slots and tables."""
+        return sum(slot.tensor.nbytes for slot in self._slots) + self.places.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """On the host."""
+        return self._memory.nbytes
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._number
+
+    def resident(self, layer: int) -> int:
+        """Experts that stay: the first ones, when they are loaded."""
+        return self._resident[self._number[layer]]
+
+    def waiting(self, layer: int) -> int:
+        return self.places.shape[1] - self.resident(layer)
+
+    def arena(self, layer: int) -> Arena:
+        """Where the tensors of its other experts are to be made."""
+        slot = self._slot(layer)
+        slot.layer = None
+        return Arena(slot.tensor[: self._size(layer)])
+
+    def keep(self, layer: int) -> None:
+        """What was made in its slot goes to where it waits from now on."""
+        slot = self._slot(layer)
+        self._copies.now(slot.tensor[: self._size(layer)], self._piece(layer))
+        slot.layer = layer
+
+    def fetch(self, layer: int, planes: Sequence[torch.Tensor]) -> None:
+        """Says what is to be fetched of an expert; `planes`: all that waits, in the layer's slot."""
+        self._fetched[layer] = FetchedPieces.of(
+            planes, [self._over_link(layer, plane) for plane in planes], self.waiting(layer)
+        )
+
+    def _over_link(self, layer: int, plane: torch.Tensor) -> torch.Tensor:
+        first = plane.data_ptr() - self._slot(layer).tensor.data_ptr()
+        return self._mapped[self._number[layer]][first : first + plane.nbytes]
+
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """Around all that launches or captures a step of so many tokens."""
+        if tokens <= self.few_tokens and not self._paused:
+            for slot in self._slots:
+                if slot.layer is not None:  # Its experts are overwritten.
+                    self._copies.await_copy(slot.copied)
+                    slot.layer = None
+        with nullcontext() if self.host is None or tokens > self.few_tokens else self.host.step(tokens):
+            yield
+
+    def compute_on_host(self, host: ExpertHost) -> None:
+        """In steps with few tokens it computes with experts that wait. It is closed with this."""
+        self.host, self.few_tokens = host, host.tokens
+
+    def check(self) -> None:
+        """Raises what went wrong on the host, whose answers then mean nothing."""
+        if self.host is not None:
+            self.host.check()
+
+    @contextmanager
+    def as_they_are(self) -> Iterator[None]:
+        """Within, layers are computed from whatever is in their slots: to load kernels, whose results nobody reads."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def begin(self, layer: int, tokens: int) -> Apart:
+        """What is launched from now on finds its experts so, for a step of so many tokens."""
+        number = self._number[layer]
+        places = self.places[number]
+        if tokens <= self.few_tokens:
+            exchange = None if self.host is None or not self.host.beside else self.host.exchanges[number]
+            return Apart(places, self._fetched[layer], exchange)
+        if not self._paused:
+            slot = self._slot(layer)
+            if slot.layer != layer:
+                self._ask(layer)
+            self._copies.await_copy(slot.copied)
+        return Apart(places)
+
+    def end(self, layer: int, tokens: int) -> None:
+        """All of it was launched: whoever is next in its slot may come."""
+        if tokens <= self.few_tokens or self._paused:
+            return
+        number = self._number[layer] + len(self._slots)
+        after = self._layers[number if number < len(self._layers) else number % len(self._slots)]
+        if after != layer:
+            self._ask(after)
+
+    def _ask(self, layer: int) -> None:
+        slot = self._slot(layer)
+        self._copies.after_launched(slot.read)
+        self._copies.copy(self._piece(layer), slot.tensor[: self._size(layer)], slot.read, [slot.copied])
+        slot.layer = layer
+
+    def _slot(self, layer: int) -> _ExpertSlot:
+        return self._slots[self._number[layer] % len(self._slots)]
+
+    def _piece(self, layer: int) -> torch.Tensor:
+        return self._memory.pieces[self._number[layer]]
+
+    def _size(self, layer: int) -> int:
+        return self._sizes[self._number[layer]]
+
+    def use(self) -> LinkUse:
+        return msgspec.structs.replace(self._copies.use(), possible_bytes_per_s=self._possible)
+
+    def decisions(self) -> list[Decision]:
+        """How fast experts come, measured as steps with many tokens bring them, and what follows of it."""
+        layers = self._layers[:MEASURED_LAYERS]
+        self._bring(layers[:1])  # What is only done once is done.
+        began_s = time.monotonic()
+        self._bring(layers)
+        took_s = max(time.monotonic() - began_s, 1e-6)
+        self._possible = sum(self._size(layer) for layer in layers) / took_s
+        size = sum(self._sizes)
+        step = (
+            f"a step of more than {self.few_tokens} tokens copies {format_bytes(size)} of experts from RAM and takes at"
+            f" least {size / self._possible:.2f} s"
+        )
+        return [Decision("link_copy", f"{self._possible / 1e9:.1f} GB/s", step, "measured")]
+
+    def _bring(self, layers: tuple[int, ...]) -> None:
+        for layer in layers:
+            self._ask(layer)
+        for slot in self._slots:
+            self._copies.wait(slot.copied)
+
+    def close(self) -> None:
+        if self.host is not None:
+            self.host.close()
+            self.host = None
+        self._copies.close()
+        self._mapped.clear()
+        self._fetched.clear()
+        self._memory.close()
+        self._slots.clear()
+
+
+class _ExpertSlot:
+    def __init__(self, tensor: torch.Tensor, copies: Copies) -> None:
+        self.tensor = tensor
+        self.layer: int | None = None
+        """Whose experts are in it, or asked for."""
+        self.read, self.copied = copies.mark(), copies.mark()

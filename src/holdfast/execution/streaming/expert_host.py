@@ -1,0 +1,143 @@
+"""The host beside a GPU that computes a step: a thread of its own answers what the step's layers ask of it, one after
+the other, through pinned memory that both see.
+
+    launching      ── step 1 ──── step 2 ──                the host is told of a step before it is launched, so that it
+    this thread       └─ layers of 1 ─┴─ layers of 2 ─     answers while others are still being launched
+
+Counts what it did. Knows nothing of products or kernels.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.native import ComputeThreads, ExpertLayer, HostExchange, HostExperts
+from holdfast.execution.streaming.expert_exchange import SHARES, Exchange
+from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
+from holdfast.footprint.experts import ExchangeLayout
+
+PATIENCE_S = 60.0
+"""For a layer's request: kernels are compiled between layers when they are first used. The GPU waits as long."""
+LINK_SHARE = 0.0
+LAST_STEP = 2**31 - 1
+"""After it comes 1 again."""
+
+
+class ExpertHost:
+    """`layers`: with all experts of each. `memory`: one piece of the layout's size at least, which is closed with this.
+    `link_share`: of the experts that wait, and that a step chose, what the GPU reads over the link itself."""
+
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        layout: ExchangeLayout,
+        memory: PinnedMemory,
+        dtype: torch.dtype,
+        device: torch.device,
+        threads: int,
+        link_share: float = LINK_SHARE,
+    ) -> None:
+        self._exchange = exchange = HostExchange(layout, memory.pieces[0], dtype)
+        self._experts, self._memory, self._device = HostExperts(layers, exchange), memory, device
+        self._threads = ComputeThreads(threads, own=True)
+        self._shared = as_device_memory(memory.pieces[0], device)
+        self._step = torch.zeros(1, dtype=torch.int32, device=device)
+        self._failed = torch.zeros(1, dtype=torch.int32, device=device)
+        arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        chosen = torch.zeros((layout.tokens, layout.per_token), dtype=torch.int32, device=device)
+        self.exchanges = [
+            Exchange(
+                request=self._view(layout.request(layer), (1,), torch.int32),
+                reply=self._view(layout.reply(layer), (1,), torch.int32),
+                chosen=self._view(layout.chosen(layer), (layout.tokens, layout.per_token), torch.int32),
+                weights=self._view(layout.weights(layer), (layout.tokens, layout.per_token), torch.float32),
+                x=self._view(layout.x(layer), (layout.tokens, layout.hidden), exchange.dtype),
+                y=self._view(layout.y(layer), (layout.tokens, layout.hidden), torch.float32),
+                experts=chosen,
+                over_link=round(link_share * SHARES),
+                step=self._step,
+                arrived=arrived,
+                failed=self._failed,
+            )
+            for layer in range(layout.layers)
+        ]
+        """Of each layer."""
+        self.beside = False
+        """Whether the step that is being launched has the host beside it."""
+        self.pairs, self.computed_s, self.waited_s = 0, 0.0, 0.0
+        """That were computed here so far, and how long that and waiting for requests took."""
+        self._number = 0
+        self._error: EngineError | None = None
+        self._asked: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="expert-host", daemon=True)
+        self._thread.start()
+
+    def _view(self, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = dtype.itemsize * torch.Size(shape).numel()
+        return self._shared[first : first + nbytes].view(dtype).view(shape)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, at most."""
+        return self._exchange.layout.tokens
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._memory.nbytes
+
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """Around what launches a step of so many tokens, or captures it: that is computed when it is launched."""
+        self.beside = True
+        try:
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                yield
+                return
+            self._number = self._number % LAST_STEP + 1
+            self._step.fill_(self._number)
+            self._asked.put((self._number, tokens))
+            try:
+                yield
+            except BaseException:
+                self._give_up(self._number)
+                raise
+        finally:
+            self.beside = False
+
+    def _give_up(self, number: int) -> None:
+        """Of a step that was not launched to its end: nobody asks for its other layers, nor reads the answers."""
+        if self._device.type == "cuda":
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self._device)
+        for layer in range(self._exchange.layout.layers):
+            self._exchange.request(layer).fill_(number)
+
+    def _serve(self) -> None:
+        with self._threads.computing():
+            while (asked := self._asked.get()) is not None:
+                try:
+                    served = self._experts.serve(*asked, PATIENCE_S)
+                except EngineError as error:
+                    self._error = error
+                    return
+                self.pairs += served.pairs
+                self.computed_s += served.computed_s
+                self.waited_s += served.waited_s
+
+    def check(self) -> None:
+        """Once a step is computed: raises what kept the host from answering."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._asked.put(None)
+        self._thread.join()
+        self.exchanges.clear()
+        del self._shared
+        self._memory.close()

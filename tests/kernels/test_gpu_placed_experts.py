@@ -1,0 +1,117 @@
+"""The GPU runner with experts over VRAM and RAM: tokens and log-probabilities are those of a model whose experts all
+stay. Without a GPU its kernels run in the interpreter, and a simulated link brings experts late into poisoned slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_gguf import write_expert_gguf
+from simulated_copies import SimulatedCopies, unpinned_memory
+from tiny_gpu import Tiny, prompt, run, tokens_of
+
+from holdfast.checkpoints import locate, open_checkpoint, spec_of
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.formats import safetensors
+from holdfast.execution.layers.experts import ExpertWeights
+from holdfast.execution.streaming.copies import CudaCopies
+from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.streaming.expert_host import ExpertHost
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_host_experts, load_weights
+from holdfast.footprint.expert_places import ExpertPlaces, exchange_layout, expert_places
+from holdfast.records import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+
+SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "num_local_experts": 4}
+
+
+class Experts(Tiny):
+    """Of three layers none, one and all but one of the experts stay; `few`: tokens of steps that copy nothing, None:
+    all experts stay. `link_share`: the host computes what waits, but for so much of it."""
+
+    link_share: float | None = None
+
+    def __init__(self, folder: Path, few: int | None, kinds: tuple[str, str, str] | None = None) -> None:
+        more: dict[str, Any] = {"intermediate_size": 64} if kinds else {}
+        super().__init__(folder, "Mixtral", **{**SIZES, **more})
+        self.few = few
+        self._checkpoint = Checkpoint(safetensors.read_headers([folder / "model.safetensors"]), "safetensors")
+        if kinds is not None:
+            parts = dict(zip(("gate", "up", "down"), kinds, strict=True))
+            path = folder / "model.gguf"
+            write_expert_gguf(
+                self.spec, self._checkpoint, path, "llama", lambda name: parts.get(name.rpartition(".")[2], "F32")
+            )
+            files = locate(str(path), revision=None)
+            self.spec, self._checkpoint = spec_of(files), open_checkpoint(files)
+
+    def weights(self, device: torch.device) -> Weights:
+        device = torch.empty(0, device=device).device  # With its number.
+        return self._load(device, None if self.few is None else self._placed(device, self.few))
+
+    def _placed(self, device: torch.device, few: int) -> DeviceExperts:
+        places = self._places()
+        on_gpu = device.type == "cuda"
+        self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
+        memory = PinnedMemory(places.pinned_sizes, device) if on_gpu else unpinned_memory(places.pinned_sizes)
+        experts = DeviceExperts(places, device, self.copies, memory, few_tokens=few)
+        if self.link_share is not None:
+            layout = exchange_layout(self.spec, places, few, 4)
+            exchange = PinnedMemory([1 << 16], device) if on_gpu else unpinned_memory([1 << 16])
+            layers = load_host_experts(self.spec, self._checkpoint, places.layers)
+            self.host = ExpertHost(layers, layout, exchange, torch.float32, device, 2, self.link_share)
+            experts.compute_on_host(self.host)
+        return experts
+
+    def _places(self) -> ExpertPlaces:
+        sizes = {}
+        for index, layer in enumerate(self._load(torch.device("cpu"), None).layers):
+            assert isinstance(layer.mlp, ExpertWeights)
+            sizes[index] = sum(stack.nbytes for stack in (*layer.mlp.gate_up, layer.mlp.down)) // 4
+        return expert_places(sizes, 4, {0: 0, 1: 1, 2: 3})
+
+    def _load(self, device: torch.device, experts: DeviceExperts | None) -> Weights:
+        return load_weights(
+            self.spec, self._checkpoint, dtype=torch.float32, device=device, expand=False, experts=experts
+        )  # fmt: skip
+
+
+def answers(model: Experts, device: torch.device) -> list[Any]:
+    params = [SamplingParams(max_tokens=3, seed=number, logprobs=2, ignore_eos=True) for number in range(2)]
+    core = model.core(device, gpu=True, slots=2)
+    outputs = run(core, [prompt(1, 9), prompt(2, 1)], params)
+    found: list[Any] = [tokens_of(one) for one in outputs]
+    found += [(entry.token_ids, entry.logprobs) for one in outputs for output in one for entry in output.logprobs or []]
+    core.close()
+    return found
+
+
+@pytest.mark.parametrize("few", [0, 4, 100], ids=["copied", "both", "over the link"])
+def test_answers_are_those_of_experts_that_all_stay(few: int, tmp_path: Path, device: torch.device) -> None:
+    """Bit for bit; in blocks where all are copied, and where none is."""
+    model = Experts(tmp_path, few, None if few == 4 else ("Q8_0", "Q8_0", "Q4_0"))
+    found = answers(model, device)
+    copied = model.copies.use().copied_bytes
+    assert copied == 0 if few == 100 else copied > 0
+    model.few = None
+    assert found == answers(model, device)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torch.device) -> None:
+    """Steps of few tokens, and many. Its sums are in another order."""
+    model = Experts(tmp_path, 4)
+    model.link_share = share
+    found = answers(model, device)
+    assert model.host.pairs > 0
+    model.few = None
+    wanted = answers(model, device)
+    assert found[:2] == wanted[:2]
+    for (tokens, logprobs), (same, expected) in zip(found[2:], wanted[2:], strict=True):
+        assert tokens == same
+        assert logprobs == pytest.approx(expected, abs=1e-4)
