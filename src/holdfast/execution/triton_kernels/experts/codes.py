@@ -272,6 +272,13 @@ def load_scales(scales, zeros, at, ZEROS: tl.constexpr):
 
 
 @triton.jit
+def load_powers(scales, at, first, byte, last):
+    """As they are stored, for four-bit codes [lines, bytes] from column `first` on: each 32 columns, 16 bytes, have
+    one. Of columns beyond the `last` piece that piece's."""
+    return tl.load(scales + at[:, None] + tl.minimum(first // 32 + byte // 16, last)[None, :])
+
+
+@triton.jit
 def scaled_factors(
     codes, zero, FORM: tl.constexpr, kind: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
