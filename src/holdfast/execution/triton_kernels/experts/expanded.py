@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.codes import load_powers, load_scales, scaled_factors, wide_scales
+from holdfast.execution.triton_kernels.experts.codes import scaled_factors, step_scales, tile_scales
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.launch import (
     GATES_IN_MATRIX,
@@ -62,22 +62,14 @@ def _product(
     x_at = x + (pair // SHARED_BY)[:, None] * x_stride + column[None, :]
     sums = tl.zeros((ROWS, LINES), tl.float32)
     # Scales are too small for copies that run ahead: those of the next step are loaded before this one is multiplied.
-    if FINE:
-        next_scale = load_powers(scales, scale_at, 0, byte, COLUMNS // 32 - 1)
-        next_zero = next_scale
-    else:
-        next_scale, next_zero = load_scales(scales, zeros, scale_at, ZEROS)
+    next_scale, next_zero = step_scales(scales, zeros, scale_at, 0, byte, COLUMNS, GROUP, ZEROS, FINE)
     for start in tl.range(0, COLUMNS, SPAN):
         inside = (start + column < COLUMNS)[None, :]
-        zero = next_zero
-        if FINE:
-            scale = wide_scales(next_scale, POWERS).to(kind)
-            next_scale = load_powers(scales, scale_at, start + SPAN, byte, COLUMNS // 32 - 1)
-        else:
-            scale = wide_scales(next_scale, POWERS)[:, None].to(kind)
-        if GROUP > 0 and not FINE:
-            group = tl.minimum(start + SPAN, COLUMNS - 1) // GROUP
-            next_scale, next_zero = load_scales(scales, zeros, scale_at + group, ZEROS)
+        scale, zero = tile_scales(next_scale, kind, POWERS, FINE), next_zero
+        if GROUP > 0:
+            next_scale, next_zero = step_scales(
+                scales, zeros, scale_at, start + SPAN, byte, COLUMNS, GROUP, ZEROS, FINE
+            )
         at = start // 2 if FOUR_BITS else start
         if WHOLE:
             tile = tl.load(code_at + at)

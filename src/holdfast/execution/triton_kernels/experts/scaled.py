@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.codes import load_powers, load_scales, scaled_factors, wide_scales
+from holdfast.execution.triton_kernels.experts.codes import scaled_factors, step_scales, tile_scales, wide_scales
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.expanded import multiply_expanded
 from holdfast.execution.triton_kernels.experts.launch import (
@@ -87,28 +87,20 @@ def _product(
     STEP: tl.constexpr = SPAN // 2 if FOUR_BITS else SPAN
     byte = tl.arange(0, STEP)
     column = byte // 16 * 32 + byte % 16 if FOUR_BITS else byte
-    code_at = row * codes_stride + left // LINES * (LENGTH // 2 if FOUR_BITS else LENGTH)
-    code_at = code_at[:, None] + byte[None, :]
+    code_at = (row * codes_stride + left // LINES * (LENGTH // 2 if FOUR_BITS else LENGTH))[:, None] + byte[None, :]
     scale_at = row // GROUP_ROWS * scales_stride
     if GROUP > 0:
         scale_at += left // LINES * (LENGTH // GROUP)
     x_at = (source * x_stride + right // ROWS * LENGTH)[:, None] + column[None, :]
     sums = tl.zeros((SEGMENTS * LINES, SEGMENTS * ROWS), tl.float32)
     # Scales are too small for copies that run ahead: those of the next part are loaded before this one is multiplied.
-    if FINE:
-        next_scale = load_powers(scales, scale_at, 0, byte, LENGTH // 32 - 1)
-        next_zero = next_scale
-    else:
-        next_scale, next_zero = load_scales(scales, zeros, scale_at, ZEROS)
+    next_scale, next_zero = step_scales(scales, zeros, scale_at, 0, byte, LENGTH, GROUP, ZEROS, FINE)
     for start in tl.range(0, LENGTH, SPAN * PARTS):
         for number in tl.static_range(PARTS):
-            begin = start + number * SPAN
+            begin, behind = start + number * SPAN, start + (number + 1) * SPAN
             scale, zero = next_scale, next_zero
-            if FINE:
-                next_scale = load_powers(scales, scale_at, begin + SPAN, byte, LENGTH // 32 - 1)
-            elif GROUP > 0:
-                group = tl.minimum(begin + SPAN, LENGTH - 1) // GROUP
-                next_scale, next_zero = load_scales(scales, zeros, scale_at + group, ZEROS)
+            if GROUP > 0:
+                next_scale, next_zero = step_scales(scales, zeros, scale_at, behind, byte, LENGTH, GROUP, ZEROS, FINE)
             inside = (begin + column < LENGTH)[None, :]
             # Rows of no pair are not read: programs with few rows would wait for them longer than for the matrix.
             wanted = live[:, None] if WHOLE else live[:, None] & inside
@@ -120,8 +112,7 @@ def _product(
                 tile = tl.load(codes + code_at + at, mask=inside, other=0)
             low, high = scaled_factors(tile, zero, FORM, kind, ZEROS, ASSEMBLED)
             if FINE:
-                power = wide_scales(scale, POWERS).to(kind)
-                low, high = low * power, high * power
+                low, high = low * tile_scales(scale, kind, POWERS, FINE), high * tile_scales(scale, kind, POWERS, FINE)
             found = tl.dot(low, part, input_precision="ieee")
             if FOUR_BITS:
                 part = tl.load(x + x_at + (begin + 16), mask=wanted, other=0.0).T
