@@ -123,7 +123,7 @@ def test_all_tokens_to_the_same_experts(kind: str) -> None:
     case.check(case.run(x, TYPES[0], True), x.double(), True, 2.0**-20)
 
 
-@pytest.mark.parametrize("kind", ["int4 zeros", "int8", "fp8 rows"])
+@pytest.mark.parametrize("kind", ["int4 zeros", "mxfp4", "int8", "fp8 rows"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_columns_in_segments(kind: str, gated: bool) -> None:
     case = Case(PLAIN[kind], Shape(3, 4, 2, 256, 20), gated=gated)
@@ -142,7 +142,7 @@ def test_codes_that_are_expanded_first(kind: str) -> None:
     out = torch.full((case.pairs + 1, 24), NAN, dtype=dtype, device=DEVICE)
     multiply_expanded(
         x, case.planes, case.lines, out[: case.pairs, :20], by_token=True, activation="silu",
-        tile=ScaledTile(16, 32, 1, 4, 2), span=min(layout.group or 64, 128),
+        tile=ScaledTile(16, 32, 1, 4, 2), span=span_of(layout, dtype) if layout.group else 64,
     )  # fmt: skip
     case.check(out[: case.pairs, :20], x.double(), True, 2.0**-20 + 2 * UNIT[dtype])
     assert torch.isnan(out[case.pairs :]).all()
@@ -278,7 +278,7 @@ def test_segments_have_whole_groups(group: int) -> None:
     layout = ScaledLayout(codes="int4", group=group)
     for columns in (32 * count for count in range(1, 80)):
         for pairs in (1, 8, 100):
-            tile = scaled_tile(pairs, 128, layout, span_of(layout), columns, 2, 99 * 1024)
+            tile = scaled_tile(pairs, 128, layout, span_of(layout, torch.bfloat16), columns, 2, 99 * 1024)
             assert columns % tile.segments == 0
             assert tile.segments == 1 or columns // tile.segments % (group or 32) == 0
             assert tile.rows * tile.segments == 16
@@ -287,7 +287,7 @@ def test_segments_have_whole_groups(group: int) -> None:
 @pytest.mark.parametrize("kind", PLAIN)
 def test_tiles_fit_where_there_is_little_shared_memory(kind: str) -> None:
     layout = PLAIN[kind]
-    span = span_of(layout)
+    span = span_of(layout, torch.bfloat16)
     for pairs in (1, 8, 64, 512, 2000, 10**5):
         tile = scaled_tile(pairs, 128, layout, span, 2048, 2, 99 * 1024)
         codes = tile.segments * tile.lines * span // (2 if layout.four_bits else 1)

@@ -272,6 +272,30 @@ def load_scales(scales, zeros, at, ZEROS: tl.constexpr):
 
 
 @triton.jit
+def step_scales(
+    scales, zeros, at, first, byte, LENGTH: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FINE: tl.constexpr
+):  # fmt: skip
+    """The same of the columns from `first` on, of LENGTH, in groups of GROUP (0: all in one). FINE: as many as codes
+    [lines, bytes], each 32 columns in 16 bytes with one of their own. Beyond the last column the last group's."""
+    if FINE:
+        found = tl.load(scales + at[:, None] + tl.minimum(first // 32 + byte // 16, LENGTH // 32 - 1)[None, :])
+        return found, found
+    elif GROUP > 0:
+        return load_scales(scales, zeros, at + tl.minimum(first, LENGTH - 1) // GROUP, ZEROS)
+    else:
+        return load_scales(scales, zeros, at, ZEROS)
+
+
+@triton.jit
+def tile_scales(stored, kind: tl.constexpr, POWERS: tl.constexpr, FINE: tl.constexpr):
+    """What `step_scales` loaded, as numbers that a tile of codes is multiplied by."""
+    if FINE:
+        return wide_scales(stored, POWERS).to(kind)
+    else:
+        return wide_scales(stored, POWERS)[:, None].to(kind)
+
+
+@triton.jit
 def scaled_factors(
     codes, zero, FORM: tl.constexpr, kind: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.codes import load_scales, scaled_factors, wide_scales
+from holdfast.execution.triton_kernels.experts.codes import scaled_factors, step_scales, tile_scales
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.launch import (
     GATES_IN_MATRIX,
@@ -39,9 +39,10 @@ def _product(
     FOUR_BITS: tl.constexpr, POWERS: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, ACTIVATION: tl.constexpr,
     GATES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr,
+    FINE: tl.constexpr,
 ):  # fmt: skip
-    """GROUP 0: a scale for a row. Where the matrix has gates, half of a tile's LINES are gates, and the others their
-    ups."""
+    """GROUP 0: a scale for a row. FINE: one for each 32 columns, of four bits. Where the matrix has gates, half of a
+    tile's LINES are gates, and the others their ups."""
     kind: tl.constexpr = x.dtype.element_ty
     GATED: tl.constexpr = GATES == GATES_IN_MATRIX
     OUTPUTS: tl.constexpr = LINES // 2 if GATED else LINES
@@ -66,13 +67,14 @@ def _product(
     x_at = x + (pair // SHARED_BY)[:, None] * x_stride + column[None, :]
     sums = tl.zeros((ROWS, LINES), tl.float32)
     # Scales are too small for copies that run ahead: those of the next step are loaded before this one is multiplied.
-    next_scale, next_zero = load_scales(scales, zeros, scale_at, ZEROS)
+    next_scale, next_zero = step_scales(scales, zeros, scale_at, 0, byte, COLUMNS, GROUP, ZEROS, FINE)
     for start in tl.range(0, COLUMNS, SPAN):
         inside = (start + column < COLUMNS)[None, :]
-        scale, zero = wide_scales(next_scale, POWERS)[:, None].to(kind), next_zero
+        scale, zero = tile_scales(next_scale, kind, POWERS, FINE), next_zero
         if GROUP > 0:
-            group = tl.minimum(start + SPAN, COLUMNS - 1) // GROUP
-            next_scale, next_zero = load_scales(scales, zeros, scale_at + group, ZEROS)
+            next_scale, next_zero = step_scales(
+                scales, zeros, scale_at, start + SPAN, byte, COLUMNS, GROUP, ZEROS, FINE
+            )
         at = start // 2 if FOUR_BITS else start
         if WHOLE:
             tile = tl.load(code_at + at)
@@ -115,7 +117,7 @@ def multiply_expanded(
     waiting: ScaledPlanes | None = None,
 ) -> None:
     """As `scaled.multiply_scaled`, but scales are rounded to x's type. `span`: columns that are taken at a time, which
-    have one scale."""
+    have one scale, or of MXFP4 one for each 32."""
     layout, experts, per_token = matrix.layout, len(lines.counts), lines.weights.shape[1]
     pairs, outputs, columns = len(out), out.shape[1], x.shape[1]
     code, where = gates_of(activation, gates)
@@ -131,5 +133,6 @@ def multiply_expanded(
         FOUR_BITS=layout.four_bits, POWERS=layout.scales == "uint8", ZEROS=matrix.zeros is not None,
         ASSEMBLED=not interpreted(), EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, ACTIVATION=code, GATES=where, WHOLE=columns % span == 0,
-        ROWS=tile.rows, LINES=tile.lines, SPAN=span, num_warps=tile.warps, num_stages=tile.stages,
+        ROWS=tile.rows, LINES=tile.lines, SPAN=span, FINE=0 < layout.group < span,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

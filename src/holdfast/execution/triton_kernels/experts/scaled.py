@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.triton_kernels.experts.codes import load_scales, scaled_factors, wide_scales
+from holdfast.execution.triton_kernels.experts.codes import scaled_factors, step_scales, tile_scales, wide_scales
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.expanded import multiply_expanded
 from holdfast.execution.triton_kernels.experts.launch import (
@@ -64,10 +64,10 @@ def _product(
     FOUR_BITS: tl.constexpr, POWERS: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLED: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, ACTIVATION: tl.constexpr,
     GATES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, SEGMENTS: tl.constexpr,
-    SPAN: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    SPAN: tl.constexpr, PARTS: tl.constexpr, FINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """GROUP 0: a scale for a row. Where the matrix has gates, half of a tile's LINES are gates, and the others their
-    ups."""
+    """GROUP 0: a scale for a row. FINE: numbers are multiplied by the powers of two of their 32 columns before they are
+    added. Where the matrix has gates, half of a tile's LINES are gates, and the others their ups."""
     kind: tl.constexpr = x.dtype.element_ty
     GATED: tl.constexpr = GATES == GATES_IN_MATRIX
     OUTPUTS: tl.constexpr = LINES // 2 if GATED else LINES
@@ -93,22 +93,20 @@ def _product(
     STEP: tl.constexpr = SPAN // 2 if FOUR_BITS else SPAN
     byte = tl.arange(0, STEP)
     column = byte // 16 * 32 + byte % 16 if FOUR_BITS else byte
-    code_at = row * codes_stride + left // LINES * (LENGTH // 2 if FOUR_BITS else LENGTH)
-    code_at = code_at[:, None] + byte[None, :]
+    code_at = (row * codes_stride + left // LINES * (LENGTH // 2 if FOUR_BITS else LENGTH))[:, None] + byte[None, :]
     scale_at = row // GROUP_ROWS * scales_stride
     if GROUP > 0:
         scale_at += left // LINES * (LENGTH // GROUP)
     x_at = (source * x_stride + right // ROWS * LENGTH)[:, None] + column[None, :]
     sums = tl.zeros((SEGMENTS * LINES, SEGMENTS * ROWS), tl.float32)
     # Scales are too small for copies that run ahead: those of the next part are loaded before this one is multiplied.
-    next_scale, next_zero = load_scales(scales, zeros, scale_at, ZEROS)
+    next_scale, next_zero = step_scales(scales, zeros, scale_at, 0, byte, LENGTH, GROUP, ZEROS, FINE)
     for start in tl.range(0, LENGTH, SPAN * PARTS):
         for number in tl.static_range(PARTS):
-            begin = start + number * SPAN
+            begin, behind = start + number * SPAN, start + (number + 1) * SPAN
             scale, zero = next_scale, next_zero
             if GROUP > 0:
-                group = tl.minimum(begin + SPAN, LENGTH - 1) // GROUP
-                next_scale, next_zero = load_scales(scales, zeros, scale_at + group, ZEROS)
+                next_scale, next_zero = step_scales(scales, zeros, scale_at, behind, byte, LENGTH, GROUP, ZEROS, FINE)
             inside = (begin + column < LENGTH)[None, :]
             # Rows of no pair are not read: programs with few rows would wait for them longer than for the matrix.
             wanted = live[:, None] if WHOLE else live[:, None] & inside
@@ -119,11 +117,13 @@ def _product(
             else:
                 tile = tl.load(codes + code_at + at, mask=inside, other=0)
             low, high = scaled_factors(tile, zero, FORM, kind, ZEROS, ASSEMBLED)
+            if FINE:
+                low, high = low * tile_scales(scale, kind, POWERS, FINE), high * tile_scales(scale, kind, POWERS, FINE)
             found = tl.dot(low, part, input_precision="ieee")
             if FOUR_BITS:
                 part = tl.load(x + x_at + (begin + 16), mask=wanted, other=0.0).T
                 found = tl.dot(high, part, found, input_precision="ieee")
-            if GROUP > 0:
+            if GROUP > 0 and not FINE:
                 found *= wide_scales(scale, POWERS)[:, None]
             sums += found
     let_others_start(EARLY)
@@ -144,8 +144,11 @@ def _product(
     tl.store(out + index, sums.to(target), mask=inside)
 
 
-def span_of(layout: ScaledLayout) -> int:
-    """Columns that are multiplied at a time: a power of two, and in one group."""
+def span_of(layout: ScaledLayout, dtype: torch.dtype) -> int:
+    """Columns that are multiplied at a time: a power of two, and in one group, but for MXFP4: its powers of two go into
+    the numbers without a loss. Not into float16's, which has too few of them."""
+    if layout.scales == "uint8" and dtype != torch.float16:
+        return SPAN
     return min(SPAN, layout.group & -layout.group) if layout.group else SPAN
 
 
@@ -170,7 +173,7 @@ def multiply_scaled(
     pairs, outputs, columns = len(out), out.shape[1], x.shape[1]
     if pairs == 0:
         return
-    span = span_of(layout)
+    span = span_of(layout, x.dtype)
     many = expanded_tile(pairs, experts, span, x.element_size(), shared_memory_bytes())
     if tile is None and many is not None:
         multiply_expanded(
@@ -193,6 +196,6 @@ def multiply_scaled(
         ASSEMBLED=not interpreted(), EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
         SHARED_BY=per_token if by_token else 1, ACTIVATION=code, GATES=where,
         WHOLE=columns // tile.segments % (span * tile.parts) == 0, ROWS=tile.rows, LINES=tile.lines,
-        SEGMENTS=tile.segments, SPAN=span, PARTS=tile.parts, EARLY=early, num_warps=tile.warps,
-        num_stages=tile.stages, launch_pdl=early,
+        SEGMENTS=tile.segments, SPAN=span, PARTS=tile.parts, FINE=0 < layout.group < span, EARLY=early,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip

@@ -100,7 +100,7 @@ def scaled_tile(
     whole = max(1, 128 // span)
     if average <= 5:
         # Two warps: more would take Hopper's products of warp groups, which load codes in smaller pieces.
-        most, whole_columns = 4 if pairs <= 16 else 2, layout.group or span
+        most, whole_columns = 4 if pairs <= 16 else 2, max(layout.group, span)
         segments = next((number for number in (most, 2) if columns % (number * whole_columns) == 0), 1)
         lines = 64 if pairs <= 4 * FEW else 128
         return ScaledTile(16 // segments, lines // segments, min(spans // segments, whole), 2, 4, segments)
