@@ -183,6 +183,16 @@ class Profile:
 
     # Its releases
 
+    @property
+    def newest_read(self) -> str:
+        """The release whose architectures are listed; nothing where they are not."""
+        return str(_architectures().get(self.engine, {}).get("newest", ""))
+
+    def serves(self, architecture: str) -> bool | None:
+        """Whether the newest release that was read serves it, by the name in its messages; None: it is not known."""
+        named = _architectures().get(self.engine, {}).get("names")
+        return None if named is None else architecture in named.split()
+
     def since(self, table: str, name: str) -> Release | None:
         """The first release with it, of a table of such: architectures, stages, quantization-stored."""
         return self._first(table, self.data).get(name)
@@ -235,6 +245,11 @@ def release_of(written: str) -> Release:
 def spelled_release(at: Release) -> str:
     patch, after = ".".join(map(str, at[:3])), at[3:]
     return f"{patch}.post{after[0]}" if after else patch
+
+
+@cache
+def _architectures() -> dict[str, Any]:
+    return _read("architectures")
 
 
 def _read(name: str) -> dict[str, Any]:
