@@ -190,8 +190,15 @@ class Profile:
 
     def serves(self, architecture: str) -> bool | None:
         """Whether the newest release that was read serves it, by the name in its messages; None: it is not known."""
-        named = _architectures().get(self.engine, {}).get("names")
-        return None if named is None else architecture in named.split()
+        row = _architectures().get(self.engine)
+        if row is None:
+            return None
+        return architecture in " ".join((row.get("names", ""), *row.get("since", {}).values())).split()
+
+    def serves_since(self, architecture: str) -> str | None:
+        """The first release with it; None: it is not known."""
+        rows = _architectures().get(self.engine, {}).get("since", {})
+        return next((since for since, names in rows.items() if architecture in names.split()), None)
 
     def since(self, table: str, name: str) -> Release | None:
         """The first release with it, of a table of such: architectures, stages, quantization-stored."""

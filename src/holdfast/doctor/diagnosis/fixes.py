@@ -80,7 +80,7 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
     told["unified"] = float(UNIFIED_GIB[0] <= told.get("total_gib", 0) < UNIFIED_GIB[1] or "unified" in log.run.tags)
-    served = _served(log.engine, event.words.get("architecture"))
+    served = _served(log, event.words.get("architecture"))
     if served is not None:
         told["architecture_served"] = served
     if told.keys() & _OF_KV:
@@ -92,12 +92,22 @@ _FAMILY = {"ollama": "llama.cpp"}
 """Whose architectures an engine serves, where not its own."""
 
 
-def _served(engine: str | None, architecture: str | None) -> float | None:
-    """Whether the newest release that is known serves it. Python's engines list classes, not types of a config."""
+INSPECTED_APART = (0, 6, 5)
+"""From it on vLLM says otherwise that a class which it has could not be looked into: its install is broken."""
+
+
+def _served(log: LogState, architecture: str | None) -> float | None:
+    """Whether a newer release serves what this one refused; None: it is not known, as of a class that this one may
+    have too. Python's engines list classes, not types of a config."""
+    engine = log.engine
     if engine is None or architecture is None or (engine in ("vllm", "sglang") and not architecture[0].isupper()):
         return None
-    served = profile(_FAMILY.get(engine, engine)).serves(architecture)
-    return None if served is None else float(served)
+    of = profile(_FAMILY.get(engine, engine))
+    served = of.serves(architecture)
+    if not served or engine not in ("vllm", "sglang"):
+        return None if served is None else float(served)
+    since, at = release(of.serves_since(architecture) or ""), release(log.version or "")
+    return 1.0 if since and (at < since if at else since >= INSPECTED_APART) else None
 
 
 @cache
@@ -127,6 +137,7 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
         "model": log.settings.model or "MODEL",
         "fetch_again": _fetch_again(log.engine, log.settings.model or "MODEL"),
         "package": profile(log.engine or "vllm").package,
+        "since": profile(log.engine or "vllm").serves_since(event.words.get("architecture", "")) or "",
         "newest": profile(_FAMILY.get(log.engine or "", log.engine or "vllm")).newest_read,
         "command": "" if command is None else command.with_changes({}),
         **log.words,
