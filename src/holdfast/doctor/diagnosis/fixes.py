@@ -301,9 +301,10 @@ def _rest(log: LogState, facts: Facts) -> str:
 def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | None]:
     """The flags that the message itself names, taken away; one that is only misspelt is put right."""
     engine, command = facts.engine, facts.command
-    named = [word for word in filled((ours,), words).split() if word.startswith("-") and len(word) > 1]
+    told = filled((ours,), words).split()
+    named = [word for word in told if word.startswith("-") and len(word) > 1]
     found: dict[str, str | None] = {}
-    for word in named[:FLAGS_NAMED] or filled((ours,), words).split()[:1]:
+    for word in named[:FLAGS_NAMED] or told[:1]:
         flag = word.split("/")[0].split("=")[0].rstrip(",:;.`'\"")
         if not re.fullmatch(r"-{0,2}[A-Za-z][\w-]*", flag):
             continue
@@ -315,8 +316,13 @@ def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | Non
             found |= instead
             continue
         near = profile(engine).nearest(flag) or _with_hyphens(engine, flag)
-        if near is not None and command is not None and command.has(flag):
+        if near is None:
+            continue
+        if command is not None and command.has(flag):
             found[f"--{near}"] = command.value(flag) or ""
+        elif word in named and "_" in flag:
+            after = told[told.index(word) + 1 :]
+            found[f"--{near}"] = after[0] if after and not after[0].startswith("-") else ""
     return found
 
 
