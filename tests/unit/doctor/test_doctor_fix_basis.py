@@ -15,9 +15,10 @@ from holdfast.engine_profiles.profile import profile
 VLLM = "INFO 11-01 10:00:00 [api_server.py:1805] vLLM API server version 0.11.0"
 OLD_VLLM = VLLM.replace("0.11.0", "0.7.3")
 KV = (
-    "ValueError: To serve at least one request with the models's max seq len (32768), (4.00 GiB KV cache is needed, which"
-    " is larger than the available KV cache memory (2.00 GiB). Based on the available memory, the estimated maximum model"
-    " length is {}. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine."
+    "ValueError: To serve at least one request with the models's max seq len (32768), (4.00 GiB KV cache is needed,"
+    " which is larger than the available KV cache memory (2.00 GiB). Based on the available memory, the estimated"
+    " maximum model length is {}. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when"
+    " initializing the engine."
 )
 REFUSED = "ValueError: Model architectures ['{}'] are not supported for now. Supported architectures: dict_keys(['X'])"
 UNKNOWN = "llama_model_load: error loading model: error loading model architecture: unknown model architecture: '{}'"
@@ -43,8 +44,8 @@ CASES = {
         lines=(VLLM, KV.format(256)), basis="first_try", confidence="medium", command="--tensor-parallel-size 2"
     ),
     "what the message asks for": Case(
-        lines=(VLLM, "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you"
-               " must use the 'spawn' start method"),
+        lines=(VLLM, "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing,"
+               " you must use the 'spawn' start method"),
         basis="stated", confidence="high", command="VLLM_WORKER_MULTIPROC_METHOD=spawn",
     ),
     "a command that only shows something": Case(
@@ -142,14 +143,17 @@ def test_the_report_says_it_too() -> None:
     assert "[no fix yet: it shows what has to be changed]" in unsure
 
 
+def _is_number(value: object) -> bool:
+    return str(value).replace(".", "").isdigit()
+
+
 def test_a_number_that_is_made_of_none_is_not_called_stated_by_a_rule() -> None:
     """A literal number may be right or not: a rule may say that the message asks for it, no more than these do."""
     told = [
         rule.id
         for rule in rulebook().rules
         for fix in rule.fix
-        if fix.basis == "stated"
-        and any(str(value).strip("'").replace(".", "").isdigit() for value in fix.change.values())
+        if fix.basis == "stated" and any(_is_number(value) for value in fix.change.values())
     ]
     assert told == ["swap_too_large", "utilization_high"]
 
