@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.doctor.command.parse import ServerCommand
-from holdfast.doctor.findings import Confidence, Evidence, Finding, Fix, RootCause
+from holdfast.doctor.findings import Basis, Confidence, Evidence, Finding, Fix, RootCause, overall
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
 from holdfast.doctor.rules.load import FixRule, rulebook
 from holdfast.engine_profiles.profile import profile
@@ -29,16 +29,18 @@ def found(
     fixes: Sequence[Fix] = (),
     numbers: Mapping[str, float] | None = None,
 ) -> Finding:
-    """The first of `fixes` is the fix, the others are second choices."""
+    """The first of `fixes` is the fix, the others are second choices; `confidence` is that of the cause."""
+    first = fixes[0] if fixes else None
     return Finding(
         code=code_of(cause),
         root_cause=root,
         cause=cause,
-        confidence=confidence,
+        confidence=overall(confidence, first),
+        cause_confidence=confidence,
         what=what,
         why=why,
         evidence=list(evidence),
-        fix=fixes[0] if fixes else None,
+        fix=first,
         alternatives=list(fixes[1:]),
         numbers=dict(numbers or {}),
     )
@@ -51,11 +53,16 @@ def code_of(cause: str) -> str:
 
 
 def changed(
-    command: ServerCommand | None, changes: Mapping[str, str | None], why: str, price: str | None = None
+    command: ServerCommand | None,
+    changes: Mapping[str, str | None],
+    why: str,
+    price: str | None = None,
+    *,
+    basis: Basis = "computed",
 ) -> Fix:
     """With the whole command, where one is known."""
     text = command.with_changes(changes) if command is not None and changes else None
-    return Fix(command=text, changes=dict(changes), why=why, price=price)
+    return Fix(command=text, changes=dict(changes), why=why, price=price, basis=basis)
 
 
 def judged(
@@ -106,6 +113,7 @@ def _fix(rule: FixRule, numbers: Mapping[str, float], values: Mapping[str, objec
         changes=changes,
         why=filled((rule.why,), values),
         price=filled((rule.price,), values) or None,
+        basis=rule.basis or ("computed" if changes else "look" if rule.run else "usual"),
     )
 
 

@@ -15,7 +15,7 @@ from holdfast.doctor.build_finding import ADVICE
 from holdfast.doctor.check_command.check import CommandMachine, judge_command
 from holdfast.doctor.command.parse import ServerCommand, parse_command
 from holdfast.doctor.diagnosis.diagnose import diagnose
-from holdfast.doctor.findings import Diagnosis, Finding, Fix
+from holdfast.doctor.findings import Confidence, Diagnosis, Finding, Fix, overall
 from holdfast.doctor.probe.machine import MachineFacts, look
 from holdfast.doctor.probe.machine_rules import diagnose_machine
 from holdfast.doctor.probe.server import DEFAULT_SECONDS, examine
@@ -90,12 +90,14 @@ def _joined(first: Finding, second: Finding) -> Finding:
     fixes = [fix for fix in (first.fix, *first.alternatives, second.fix, *second.alternatives) if fix is not None]
     # One that names what to set comes before words.
     fixes.sort(key=lambda fix: not fix.changes)
-    surer = "high" if {first.confidence, second.confidence} & {"high", "medium"} else "medium"
+    surer: Confidence = "high" if {first.cause_confidence, second.cause_confidence} & {"high", "medium"} else "medium"
+    best = fixes[0] if fixes else None
     return msgspec.structs.replace(
         first,
-        confidence=surer,
+        confidence=overall(surer, best),
+        cause_confidence=surer,
         evidence=[*first.evidence, *second.evidence][:EVIDENCE_HELD],
-        fix=fixes[0] if fixes else None,
+        fix=best,
         alternatives=fixes[1:],
         numbers={**second.numbers, **first.numbers},
     )

@@ -9,6 +9,18 @@ import msgspec
 Phase = Literal["args", "download", "load", "profile", "capture", "warmup", "serve", "request"]
 RootCause = Literal["configuration_overshoot", "kv_blowout", "concurrency_misjudged", "does_not_fit", "not_memory"]
 Confidence = Literal["high", "medium", "low"]
+Basis = Literal["planned", "computed", "stated", "first_try", "usual", "look"]
+"""What a fix rests on.
+
+    planned     computed from the numbers seen, and the planner says that it fits
+    computed    computed from the numbers seen
+    stated      what the message itself asks for, or the only thing that ends what it names
+    first_try   a value that may have to be another: what decides it was not seen
+    usual       what usually helps: nothing that was seen confirms it
+    look        no fix yet: it shows what has to be changed
+"""
+SURE: frozenset[Basis] = frozenset(("planned", "computed", "stated"))
+"""A fix with one of these is of high confidence, any other of medium."""
 
 ENDED_IN_ORDER = "the log ends with an orderly shutdown: the server does not run now, and nothing failed"
 """Among what was seen."""
@@ -31,8 +43,12 @@ class Fix(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     price: str | None = None
     """What it costs, where it costs something."""
+    basis: Basis = "usual"
     first_try: bool = False
-    """The log does not show what the right value is, or what is set now: it may take another."""
+    """It depends on what was not seen. Follows from the basis, whatever is given."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "first_try", self.basis not in SURE)
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +56,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     root_cause: RootCause
     cause: str
     confidence: Confidence
+    """Of the whole answer: high only where the cause and the first fix are (`overall`)."""
+    cause_confidence: Confidence
     what: str
     """What happened, in one sentence."""
     evidence: list[Evidence]
@@ -49,6 +67,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     alternatives: list[Fix] = []
     numbers: dict[str, float] = {}
     """What was read from the evidence: bytes, tokens, shares, named with their unit."""
+
+
+def overall(cause: Confidence, fix: Fix | None) -> Confidence:
+    """An answer is no surer than its first fix: one that does not help is a wrong answer to whoever needs it."""
+    return "medium" if cause == "high" and (fix is None or fix.basis not in SURE) else cause
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):

@@ -183,6 +183,23 @@ class Profile:
 
     # Its releases
 
+    @property
+    def newest_read(self) -> str:
+        """The release whose architectures are listed; nothing where they are not."""
+        return str(_architectures().get(self.engine, {}).get("newest", ""))
+
+    def serves(self, architecture: str) -> bool | None:
+        """Whether the newest release that was read serves it, by the name in its messages; None: it is not known."""
+        row = _architectures().get(self.engine)
+        if row is None:
+            return None
+        return architecture in " ".join((row.get("names", ""), *row.get("since", {}).values())).split()
+
+    def serves_since(self, architecture: str) -> str | None:
+        """The first release with it; None: it is not known."""
+        rows = _architectures().get(self.engine, {}).get("since", {})
+        return next((since for since, names in rows.items() if architecture in names.split()), None)
+
     def since(self, table: str, name: str) -> Release | None:
         """The first release with it, of a table of such: architectures, stages, quantization-stored."""
         return self._first(table, self.data).get(name)
@@ -235,6 +252,11 @@ def release_of(written: str) -> Release:
 def spelled_release(at: Release) -> str:
     patch, after = ".".join(map(str, at[:3])), at[3:]
     return f"{patch}.post{after[0]}" if after else patch
+
+
+@cache
+def _architectures() -> dict[str, Any]:
+    return _read("architectures")
 
 
 def _read(name: str) -> dict[str, Any]:

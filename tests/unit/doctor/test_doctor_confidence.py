@@ -156,7 +156,7 @@ MENDED = {
     "llama.cpp is not served by torch": Mended(
         lines=("E ggml_cuda_compute_forward: ADD failed",
                "E CUDA error: no kernel image is available for execution on the device"),
-        confidence="high", command="nvidia-smi", without="torch",
+        confidence="medium", command="nvidia-smi", without="torch",
     ),
     "a file on disk needs no login": Mended(
         lines=("E gguf_init_from_file: failed to open GGUF file 'm.Q8_0.gguf' (errno No such file or directory)",),

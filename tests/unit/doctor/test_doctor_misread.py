@@ -212,7 +212,7 @@ def test_a_class_that_vllm_has_is_not_told_as_unknown() -> None:
     assert "install is broken" in found.findings[0].what
     assert found.findings[0].confidence != "high"
     new = _read(START + known.replace("Llama", "Newest")).findings[0]
-    assert (new.cause, new.confidence) == ("arch_unsupported", "high")
+    assert (new.cause, new.cause_confidence) == ("arch_unsupported", "high")
 
 
 def test_small_weights_are_not_said_to_fill_a_gpu() -> None:

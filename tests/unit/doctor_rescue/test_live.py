@@ -309,7 +309,7 @@ def test_a_server_that_loads_is_not_ready_yet() -> None:
     with stand_in({"/health": (503, '{"status": "loading"}')}) as url:
         found = examine(url, seconds=1, sleep=lambda seconds: None)
     assert _causes(found) == ["not_ready_yet"]
-    assert found.findings[0].confidence == "high"
+    assert (found.findings[0].cause_confidence, found.findings[0].confidence) == ("high", "medium")
     assert "503" in found.findings[0].evidence[0].line
 
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.cli import main as cli
@@ -84,7 +85,7 @@ def test_a_card_without_a_driver_is_a_finding_and_no_card_is_none(tmp_path: Path
         ({"module": loaded, "every": library, "container": True}, "docker run --gpus all IMAGE ..."),
     ):
         [finding] = diagnose_machine(replace(there, **changes)).findings
-        assert (finding.cause, finding.confidence) == ("driver_too_old", "high")
+        assert (finding.cause, finding.cause_confidence) == ("driver_too_old", "high")
         assert finding.fix is not None
         assert finding.fix.command == command
 
@@ -94,7 +95,7 @@ def test_who_holds_a_gpu_is_named_with_what_is_left() -> None:
     [finding] = diagnose_machine(facts).findings
     assert finding.cause == "other_process_on_gpu"
     assert "4321" in finding.what
-    assert finding.fix == Fix(command="kill 4321", why="stop it, if it is not needed")
+    assert finding.fix == Fix(command="kill 4321", why="stop it, if it is not needed", basis="stated")
     assert finding.alternatives[0].changes == {"--gpu-memory-utilization": "0.49"}
     assert any("pid 4321" in line for line in lines_of(facts))
 
@@ -168,14 +169,17 @@ def _said(
 
 def test_two_that_agree_are_one_surer_finding_written_as_the_command_that_is_known() -> None:
     seen = _said("medium", Fix(why="fewer"))
-    told = _said("low", Fix(changes={"--max-num-seqs": "8"}), command="vllm serve m --max-num-seqs 64")
+    eight = Fix(changes={"--max-num-seqs": "8"}, basis="computed")
+    told = _said("low", eight, command="vllm serve m --max-num-seqs 64")
     both = together([seen, told])
     [finding] = both.findings
-    assert finding.confidence == "high"
+    assert (finding.confidence, finding.cause_confidence) == ("high", "high")
     assert finding.fix is not None
     assert finding.fix.command == "vllm serve m --max-num-seqs 8"
     assert both.command == "vllm serve m --max-num-seqs 64"
     assert both.missing == ["a log"]
+    guessed = together([seen, _said("low", msgspec.structs.replace(eight, basis="first_try"))]).findings[0]
+    assert (guessed.confidence, guessed.cause_confidence) == ("medium", "high")
 
 
 def test_causes_that_differ_stay_apart_and_one_alone_stays_as_it_is() -> None:

@@ -18,6 +18,7 @@ def _finding(*fixes: Fix, confidence: str = "high", **numbers: float) -> Finding
         root_cause="kv_blowout",
         cause="kv_cache_too_small_for_max_len",
         confidence=confidence,  # type: ignore[arg-type]
+        cause_confidence=confidence,  # type: ignore[arg-type]
         what="",
         evidence=[],
         why="",

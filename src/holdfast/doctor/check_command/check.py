@@ -179,7 +179,7 @@ def _planned_together(command: ServerCommand, machine: CommandMachine, version: 
         said = f"counted with {flag} {value}, as offered below, instead of {command.value(flag)}"
         return [*found_lower, share], missing, [*seen, said]
     # With a lower share nothing that can be set would do: it is said, and not put into the command.
-    advice = msgspec.structs.replace(share, fix=Fix(why=f"{share.fix.why}, and a smaller model or a larger GPU"))
+    advice = with_fixes(share, [Fix(why=f"{share.fix.why}, and a smaller model or a larger GPU")])
     return [advice if one is share else one for one in judged[0]], *judged[1:]
 
 
@@ -219,9 +219,7 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
     try:
         findings, told, split = _answered(command, question, version, machine)
         if first:
-            findings = [
-                msgspec.structs.replace(one, confidence=_LESS_SURE.get(one.confidence, "low")) for one in findings
-            ]
+            findings = [with_fixes(one, fixes_of(one), _LESS_SURE.get(one.cause_confidence, "low")) for one in findings]
         other = [_NO_GPU] if doubtful and findings else []
         if drafts_itself(command) and DRAFT_LAYERS not in question.model.spec.unsupported:
             other.append(_NO_DRAFT_LAYERS)
@@ -342,7 +340,7 @@ def _no_split_does(
     for one, alone in zip(fixes_of(finding), fixes_of(plain), strict=False):
         if list(one.changes) == [length] and longest > 0:
             why = "the longest context that fits; planned: it fits"
-            one = changed(best, {length: str(longest)}, why, one.price)
+            one = changed(best, {length: str(longest)}, why, one.price, basis="planned")
         with_base = msgspec.structs.replace(one, changes={**base, **one.changes})
         held = first_that_fits([alone, with_base], lambda fix: _holds(fix.command, machine, version))
         fixes += [alone] if one.command is None else [] if held is None else [held[0]]
@@ -423,9 +421,8 @@ def _would_refuse(
             fixes = []
             if theirs is not None and theirs.max_model_len:
                 changes: dict[str, str | None] = {"--max-model-len": str(theirs.max_model_len)}
-                fixes.append(
-                    changed(command, changes, "the longest context that this version holds; planned: it fits", SHORTER)
-                )
+                why = "the longest context that this version holds; planned: it fits"
+                fixes.append(changed(command, changes, why, SHORTER, basis="planned"))
             yield found(
                 "kv_cache_too_small_for_max_len",
                 "kv_blowout",

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.doctor.build_finding import changed
 from holdfast.doctor.command.parse import ServerCommand, parse_command
-from holdfast.doctor.findings import Finding, Fix
+from holdfast.doctor.findings import Confidence, Finding, Fix, overall
 from holdfast.engine_profiles.profile import profile
 from holdfast.units import MIB
 
@@ -55,10 +55,10 @@ def _fix(command: ServerCommand, way: Remedy) -> Fix:
         return Fix(changes={}, why=way.change, price=price)
     why = f"{way.change}; planned: it fits"
     if model is None:
-        return changed(command, changes, why, price)
+        return changed(command, changes, why, price, basis="planned")
     other = parse_command(shlex.join(str(model) if word == command.model else word for word in command.words))
     text = None if other is None else other.with_changes(changes)
-    return Fix(command=text, changes={"--model": str(model), **changes}, why=why, price=price)
+    return Fix(command=text, changes={"--model": str(model), **changes}, why=why, price=price, basis="planned")
 
 
 def fixes_of(finding: Finding) -> list[Fix]:
@@ -66,8 +66,12 @@ def fixes_of(finding: Finding) -> list[Fix]:
     return [fix for fix in (finding.fix, *finding.alternatives) if fix is not None]
 
 
-def with_fixes(finding: Finding, fixes: Sequence[Fix]) -> Finding:
-    return msgspec.structs.replace(finding, fix=fixes[0] if fixes else None, alternatives=list(fixes[1:]))
+def with_fixes(finding: Finding, fixes: Sequence[Fix], sure: Confidence | None = None) -> Finding:
+    """As sure as the new first fix allows; `sure`: of the cause, where that is another too."""
+    first, cause = fixes[0] if fixes else None, sure or finding.cause_confidence
+    return msgspec.structs.replace(
+        finding, confidence=overall(cause, first), cause_confidence=cause, fix=first, alternatives=list(fixes[1:])
+    )
 
 
 def _spelled(command: ServerCommand, name: str, value: object) -> tuple[str, str] | None:

@@ -1,7 +1,7 @@
-"""How sure a finding of a log may be called, once its cause and its first fix are known.
+"""How sure the cause of a finding of a log may be called. Its first fix may lower the whole answer (findings.overall).
 
-    high     the message leaves no choice, no other error stands before or after it, the engine is known, the first
-             fix follows from the log, and the rule was right on logs that it was not written from
+    high     the message leaves no choice, no other error stands before or after it, the engine is known, and the rule
+             was right on logs that it was not written from
     medium   the evidence fits best, and one of these is missing
     low      the log does not say
 
@@ -11,22 +11,29 @@ Only lowers: what a rule is unsure of by itself is not raised here.
 from __future__ import annotations
 
 from holdfast.doctor.evidence.log_state import NEAR_LINES, Event, LogState, Run
-from holdfast.doctor.findings import Confidence, Fix
+from holdfast.doctor.findings import Confidence, Fix, overall
 from holdfast.doctor.rules.load import Rule
 
+FAILURES = ("fatal", "running", "request")
+"""Kinds of rules."""
 CONFIRMED = 2
 """Logs on which a rule was right, from which on it may be called sure; one may be chance. Errors of Holdfast's own,
 which have a code, need none."""
 
 
-def called(log: LogState, rule: Rule, event: Event, judged: Confidence, fix: Fix | None) -> Confidence:
-    if judged != "high" or rule.kind not in ("fatal", "running", "request"):
+def cause_confidence(log: LogState, rule: Rule, event: Event, judged: Confidence) -> Confidence:
+    if judged != "high" or rule.kind not in FAILURES:
         return judged
-    return "high" if _settled(log, rule, event, fix) else "medium"
+    return "high" if _settled(log, rule, event) else "medium"
 
 
-def _settled(log: LogState, rule: Rule, event: Event, fix: Fix | None) -> bool:
-    if log.engine is None or fix is None or fix.first_try or not (rule.code or rule.confirmed >= CONFIRMED):
+def answer_confidence(rule: Rule, cause: Confidence, fix: Fix | None) -> Confidence:
+    """Advice to a server that is well may need no fix."""
+    return overall(cause, fix) if rule.kind in FAILURES else cause
+
+
+def _settled(log: LogState, rule: Rule, event: Event) -> bool:
+    if log.engine is None or not (rule.code or rule.confirmed >= CONFIRMED):
         return False
     return rule.kind != "fatal" or not _another_follows(log, event)
 

@@ -86,7 +86,7 @@ def _checked(case: Case, name: str, fix: Fix) -> Fix:
         command=case.command.with_changes(changes),
         why=f"{fix.why} (planned: {told})",
         price=fix.price if size == asked else f"{size} GPUs",
-        first_try=False,
+        basis="planned",
     )
 
 

@@ -17,11 +17,11 @@ from holdfast.doctor.diagnosis.kv_budget import room_for_kv
 from holdfast.doctor.diagnosis.llama_layers import layers_that_fit
 from holdfast.doctor.diagnosis.out_of_memory import UNIFIED_GIB
 from holdfast.doctor.evidence.log_state import Event, LogState
-from holdfast.doctor.findings import Fix
+from holdfast.doctor.findings import Basis, Fix
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
 from holdfast.doctor.rules.formulas import names as formula_names
 from holdfast.doctor.rules.load import FixRule, Rule
-from holdfast.engine_profiles.profile import engines, profile
+from holdfast.engine_profiles.profile import engines, profile, release
 from holdfast.errors import ConfigurationError
 
 _SETTINGS = {
@@ -80,9 +80,34 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
     told["unified"] = float(UNIFIED_GIB[0] <= told.get("total_gib", 0) < UNIFIED_GIB[1] or "unified" in log.run.tags)
+    served = _served(log, event.words.get("architecture"))
+    if served is not None:
+        told["architecture_served"] = served
     if told.keys() & _OF_KV:
         told |= room_for_kv(log.engine or "vllm", told, kv_token_gib(log.settings.model))
     return told
+
+
+_FAMILY = {"ollama": "llama.cpp"}
+"""Whose architectures an engine serves, where not its own."""
+
+
+INSPECTED_APART = (0, 6, 5)
+"""From it on vLLM says otherwise that a class which it has could not be looked into: its install is broken."""
+
+
+def _served(log: LogState, architecture: str | None) -> float | None:
+    """Whether a newer release serves what this one refused; None: it is not known, as of a class that this one may
+    have too. Python's engines list classes, not types of a config."""
+    engine = log.engine
+    if engine is None or architecture is None or (engine in ("vllm", "sglang") and not architecture[0].isupper()):
+        return None
+    of = profile(_FAMILY.get(engine, engine))
+    served = of.serves(architecture)
+    if not served or engine not in ("vllm", "sglang"):
+        return None if served is None else float(served)
+    since, at = release(of.serves_since(architecture) or ""), release(log.version or "")
+    return 1.0 if since and (at < since if at else since >= INSPECTED_APART) else None
 
 
 @cache
@@ -112,6 +137,8 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
         "model": log.settings.model or "MODEL",
         "fetch_again": _fetch_again(log.engine, log.settings.model or "MODEL"),
         "package": profile(log.engine or "vllm").package,
+        "since": profile(log.engine or "vllm").serves_since(event.words.get("architecture", "")) or "",
+        "newest": profile(_FAMILY.get(log.engine or "", log.engine or "vllm")).newest_read,
         "command": "" if command is None else command.with_changes({}),
         **log.words,
         **event.words,
@@ -180,23 +207,23 @@ def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> F
     if rule.why and not why:
         return None
     # What was asked for and what holds are two things: then only the second is explained.
-    replaced = any(changes.get(flag) != value for flag, value in asked.items() if flag in changes)
-    why = said if replaced and said else "; ".join(one for one in (why, said) if one)
+    adjusted = any(changes.get(flag) != value for flag, value in asked.items() if flag in changes)
+    why = said if adjusted and said else "; ".join(one for one in (why, said) if one)
     rest = _rest(log, facts) if changes else ""
     price = filled((rule.price,), values) or None
     corrected = [
         flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
     ]
-    replaced_by = [row for flag in changes if (row := profile(engine).flag(flag.lstrip("-")).replaced_by)]
-    refused_too = any(changes.get(word, "") is None for row in replaced_by for word in row.split())
-    if replaced_by and "{flag}" in rule.change and not refused_too:
-        why, price = f"in its place this version has {', '.join(replaced_by)}", None
+    replaced = _replaced(facts, changes) if "{flag}" in rule.change else None
+    if replaced is not None:
+        why, price = replaced[0], None
     elif corrected:
         why, price = f"the flag is spelled {', '.join(corrected)}", None
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
         price = "weights and KV take twice the memory"
-    first_try = not corrected and _is_first_try(rule, facts, names, changes)
-    return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price, first_try=first_try)
+    known = bool(corrected) or (replaced is not None and replaced[1])
+    basis: Basis = "stated" if known else _basis(rule, facts, names, changes)
+    return Fix(command=command, changes=changes, why=f"{why}{rest}", price=price, basis=basis)
 
 
 def _facts(log: LogState, event: Event, numbers: dict[str, float]) -> Facts:
@@ -219,22 +246,48 @@ def _assumed(log: LogState, event: Event, numbers: dict[str, float]) -> frozense
     return frozenset(_SETTINGS.keys() - told)
 
 
-def _is_first_try(rule: FixRule, facts: Facts, names: dict[str, str], changes: Changes) -> bool:
-    """A number that is made of none in the log, or in place of one that the log does not show (it may be set already);
-    a flag that is taken away unseen."""
-    if rule.first_try is not None:
-        return rule.first_try
+def _basis(rule: FixRule, facts: Facts, names: dict[str, str], changes: Changes) -> Basis:
+    """What the rule says; else of the change: a number that is made of none in the log, or in place of one that the log
+    does not show (it may be set already), is a first try, and so are a flag that is taken away unseen and more GPUs
+    than were used, which may not be there."""
+    if rule.basis is not None:
+        return rule.basis
+    if not changes:
+        return "look" if rule.run else "usual"
+    computed, gpus = False, max(facts.numbers.get(name, 1.0) for name in ("tp", "asked", "gpus"))
     for flag, ours in names.items():
         formula, value = rule.change[ours], changes.get(flag)
         if formula is False and not (facts.command is not None and facts.command.has(flag)):
-            return True
+            return "first_try"
         if value is None or formula is False or not re.fullmatch(r"[\d.]+", value):
             continue
         of = frozenset() if str(formula).startswith("'") else formula_names(str(formula))
         unseen = not of & facts.told and _RULES_NAMES.get(ours) in facts.assumed
-        if not of or of & facts.assumed or unseen:
-            return True
-    return False
+        more_gpus = ours == "tensor-parallel-size" and float(value) > gpus
+        if not of or of & facts.assumed or unseen or more_gpus:
+            return "first_try"
+        computed = True
+    return "computed" if computed else "usual"
+
+
+_LEFT_OUT = "leave it out"
+
+
+def _replaced(facts: Facts, changes: Changes) -> tuple[str, bool] | None:
+    """What newer releases have in place of flags that were refused, and whether that is why they were: all of them are
+    known, and are to be left out, or the release is known to be after the last that took them."""
+    of = profile(facts.engine)
+    rows = {flag: row for flag in changes if (row := of.flag(flag.lstrip("-")).replaced_by)}
+    refused_too = any(changes.get(word, "") is None for row in rows.values() for word in row.split())
+    if not rows or refused_too:
+        return None
+    left_out = [f"{flag}: {row}" for flag, row in rows.items() if row.startswith(_LEFT_OUT)]
+    others = [row for row in rows.values() if not row.startswith(_LEFT_OUT)]
+    why = "; ".join([*left_out, *([f"in its place newer releases have {', '.join(others)}"] if others else [])])
+    at = release(facts.version or "")
+    last = [of.flag(flag.lstrip("-")).until for flag, row in rows.items() if not row.startswith(_LEFT_OUT)]
+    after = all(bool(at) and until is not None and at[: len(until)] > until for until in last)
+    return why, after and all(flag in rows for flag, value in changes.items() if value is None)
 
 
 def _rest(log: LogState, facts: Facts) -> str:
@@ -248,10 +301,11 @@ def _rest(log: LogState, facts: Facts) -> str:
 def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | None]:
     """The flags that the message itself names, taken away; one that is only misspelt is put right."""
     engine, command = facts.engine, facts.command
-    named = [word for word in filled((ours,), words).split() if word.startswith("-") and len(word) > 1]
+    told = filled((ours,), words).split()
+    named = [word for word in told if word.startswith("-") and len(word) > 1]
     found: dict[str, str | None] = {}
-    for word in named[:FLAGS_NAMED] or filled((ours,), words).split()[:1]:
-        flag = word.split("/")[0].split("=")[0].rstrip(",:")
+    for word in named[:FLAGS_NAMED] or told[:1]:
+        flag = word.split("/")[0].split("=")[0].rstrip(",:;.`'\"")
         if not re.fullmatch(r"-{0,2}[A-Za-z][\w-]*", flag):
             continue
         flag = flag if flag.startswith("-") else f"--{flag.replace('_', '-')}"
@@ -262,8 +316,13 @@ def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | Non
             found |= instead
             continue
         near = profile(engine).nearest(flag) or _with_hyphens(engine, flag)
-        if near is not None and command is not None and command.has(flag):
+        if near is None:
+            continue
+        if command is not None and command.has(flag):
             found[f"--{near}"] = command.value(flag) or ""
+        elif word in named and "_" in flag:
+            after = told[told.index(word) + 1 :]
+            found[f"--{near}"] = after[0] if after and not after[0].startswith("-") else ""
     return found
 
 

@@ -14,7 +14,7 @@ from typing import cast
 
 import msgspec
 
-from holdfast.doctor.diagnosis.confidence import called, comes_after_another
+from holdfast.doctor.diagnosis.confidence import answer_confidence, cause_confidence, comes_after_another
 from holdfast.doctor.diagnosis.fix_plans import Case, checked
 from holdfast.doctor.diagnosis.fixes import base_command, fixes, known_numbers, known_words
 from holdfast.doctor.diagnosis.out_of_memory import judge as judge_memory
@@ -296,15 +296,17 @@ def _finding(log: LogState, candidate: Candidate) -> Finding:
         chosen = list(own_fixes(event.words, log.settings.rebuilt("holdfast")))
     else:
         chosen = checked(_case(log, numbers), rule.cause, fixes(log, rule, event, numbers))
+    sure, first = cause_confidence(log, rule, event, candidate.confidence), chosen[0] if chosen else None
     return Finding(
         code=rule.code or cause.code,
         root_cause=_root(rule, cause, chosen),
         cause=rule.cause,
-        confidence=called(log, rule, event, candidate.confidence, chosen[0] if chosen else None),
+        confidence=answer_confidence(rule, sure, first),
+        cause_confidence=sure,
         what=filled(rule.what, values) or cause.means,
         evidence=event.evidence,
         why=filled((rule.why, cause.means), values),
-        fix=chosen[0] if chosen else None,
+        fix=first,
         alternatives=chosen[1:],
         numbers={name: round(value, 4) for name, value in event.numbers.items()},
     )
@@ -359,6 +361,7 @@ def _unexplained(log: LogState, missing: list[str]) -> Finding | None:
         root_cause="configuration_overshoot" if memory else "not_memory",
         cause="other",
         confidence="low",
+        cause_confidence="low",
         what=what,
         evidence=shown,
         why=why,

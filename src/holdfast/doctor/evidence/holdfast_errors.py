@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from holdfast.doctor.command.parse import ServerCommand
-from holdfast.doctor.findings import Fix
+from holdfast.doctor.findings import Basis, Fix
 from holdfast.doctor.rules.load import Rule, rulebook
 from holdfast.observability.codes import codes
 from holdfast.units import parse_bytes
@@ -72,14 +72,16 @@ def refined(rule: Rule, words: Mapping[str, str]) -> str:
 def own_fixes(words: Mapping[str, str], command: ServerCommand | None) -> Iterator[Fix]:
     """Each way the message names; one that is flags as the whole command."""
     written = words.get("fix", "")
-    why = "the server planned it: it fits" if words.get("code") == DOES_NOT_FIT else "as the error message says"
+    planned = words.get("code") == DOES_NOT_FIT
+    why = "the server planned it: it fits" if planned else "as the error message says"
+    basis: Basis = "planned" if planned else "stated"
     for way in re.split(r",? or (?=-|leave|\w)", written) if written.startswith("-") else [written]:
         changes = _changes(way) if command is not None else {}
         if changes and command is not None:
-            yield Fix(changes=changes, command=command.with_changes(changes), why=why)
+            yield Fix(changes=changes, command=command.with_changes(changes), why=why, basis=basis)
         elif way:
             command_of_it = way if way.startswith("holdfast ") else None
-            yield Fix(command=command_of_it, why=why if command_of_it else way)
+            yield Fix(command=command_of_it, why=why if command_of_it else way, basis=basis)
 
 
 def _changes(way: str) -> dict[str, str | None]:

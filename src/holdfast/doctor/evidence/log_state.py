@@ -414,7 +414,8 @@ class LogState:
     def _event(self, rule: Rule, line: Line, numbers: dict[str, float], words: dict[str, str]) -> None:
         evidence = self._evidence(line)
         event = self.run.events.get(rule.id)
-        for name in rule.engines if len(rule.engines) == 1 else ():
+        named = ("llama.cpp",) if set(rule.engines) == {"llama.cpp", "ollama"} else rule.engines
+        for name in named if len(named) == 1 else ():  # Ollama's runner has llama.cpp's words: its own lines tell it.
             self.engines[name] += 1
         if event is not None:
             event.times += 1

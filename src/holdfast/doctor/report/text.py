@@ -6,11 +6,11 @@ Keys that stand in the evidence are hidden: what a doctor says is pasted into ti
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from holdfast.doctor.findings import ENDED_IN_ORDER, Diagnosis, Finding, Fix
+from holdfast.doctor.findings import ENDED_IN_ORDER, Basis, Diagnosis, Finding, Fix
 from holdfast.doctor.report.redact import without_secrets, without_values
 from holdfast.doctor.report.secret_names import GONE, holds_secret, values_of_flags
 
@@ -18,6 +18,14 @@ ALTERNATIVES_SHOWN = 4
 NOT_PLANNED = "Nothing is wrong with the command itself, but it was not planned: it is not known whether it fits."
 _INDENT = "  "
 _EVIDENCE_WIDTH = 300
+_BASES: Mapping[Basis, str] = {
+    "planned": "computed, and planned: it fits",
+    "computed": "computed from what was seen",
+    "stated": "follows from what was seen",
+    "first_try": "a first value to try; the right one depends on what was not seen",
+    "usual": "what usually helps; nothing that was seen confirms it",
+    "look": "no fix yet: it shows what has to be changed",
+}
 
 
 def lines(diagnosis: Diagnosis, *, width: int = 100, of_command: bool = False) -> Iterator[str]:
@@ -89,7 +97,11 @@ def _finding(finding: Finding, at: int, count: int, width: int) -> Iterator[str]
         where = f"{evidence.source}:{evidence.number}: " if evidence.number is not None else ""
         yield f"{_INDENT}{'evidence':<9} {where}{evidence.line[:_EVIDENCE_WIDTH]}"
     sure = f"{finding.cause} [{finding.code}], {finding.root_cause}, confidence {finding.confidence}"
-    yield f"{_INDENT}{'cause':<9} {sure}"
+    fix = "" if finding.fix is None else "; its fix is not sure"
+    of_cause = (
+        f" (the cause: {finding.cause_confidence}{fix})" if finding.cause_confidence != finding.confidence else ""
+    )
+    yield f"{_INDENT}{'cause':<9} {sure}{of_cause}"
     yield from _paragraph("", finding.why, width)
     if finding.fix is not None:
         yield from _fix("fix", finding.fix, width)
@@ -104,9 +116,10 @@ def _fix(label: str, fix: Fix, width: int) -> Iterator[str]:
     """The fix as a whole command, where one is known; second choices, and what is set on a server whose command is not
     known, as the flags that change."""
     price = f" (price: {fix.price})" if fix.price else ""
+    basis = f" [{_BASES[fix.basis]}]" if label == "fix" else ""
     whole = label == "fix" and fix.command is not None
     said = fix.why if whole else f"{changes_of(fix) or fix.command or ''}: {fix.why}".removeprefix(": ")
-    yield from _paragraph(label, f"{said}{price}", width)
+    yield from _paragraph(label, f"{said}{price}{basis}", width)
     if whole:
         yield f"{_INDENT}{'':<9} {fix.command}"
 

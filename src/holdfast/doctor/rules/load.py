@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.doctor.findings import Confidence, RootCause
+from holdfast.doctor.findings import Basis, Confidence, RootCause
 from holdfast.doctor.rules.patterns import Index, Pattern, any_of
 
 Kind = Literal["fatal", "request", "running", "advice", "hint"]
@@ -78,8 +78,9 @@ class FixRule(Entry, frozen=True, kw_only=True):
     run: str = ""
     """Another command than the server's that helps, where no flag does."""
     engines: tuple[str, ...] = ()
-    first_try: bool | None = None
-    """Whether it may take another value; where it is not said, so is a number that is not of the log (fixes.py)."""
+    basis: Basis | None = None
+    """Where it is not said, it follows from the change (fixes.py): a number of the log is computed, one that is not of
+    the log is a first try, a command that is no server's shows something, and anything else is what usually helps."""
 
 
 class Rule(Entry, frozen=True, kw_only=True):
