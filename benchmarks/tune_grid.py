@@ -1,11 +1,15 @@
 """`holdfast tune` held against an exhaustive grid: for two shapes of traffic, what it keeps and the best of all.
 
-    python -m benchmarks.tune_grid --out results/tune.json [--model smollm2] [--minutes 10] [--trial 10s] [--repeats 3]
+    python -m benchmarks.tune_grid --out results/tune.json                 one server at a time, about an hour
+    python -m benchmarks.tune_grid --out results/tune.json --at-once 5     on 16 cores: 15 minutes
+    bash benchmarks/tune_grid_job.sh FOLDER                                the same, in pieces of at most 9 minutes
 
 The grid is small enough to measure all of it, each configuration in turn, as often as `--repeats` says. What tune kept
 is then read off the grid's own runs, so that both are judged by the same measurements. Wants a machine that does
-nothing else: the spread of equal runs is printed beside the result. Ends with 1 where tune is more than 5% below
-the best.
+nothing else: the spread of equal runs is printed beside the result. `--at-once N` divides the cores into N lanes, with
+a server (pinned by taskset) and its client in each; lanes share caches and memory, so the figures are those of a server
+that has neighbours. A file that is there is continued: what it holds is not measured again. Ends with 1 where tune is
+more than 5% below the best, and with 3 where no server of the grid answered anything in time.
 """
 
 from __future__ import annotations
@@ -16,17 +20,21 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
 
 from benchmarks.machine import describe_machine, today
+from benchmarks.tune_lanes import LaneTrials, Task, cores_here, lanes_of
 from holdfast.bench.load.load import Arrival
 from holdfast.bench.measure.objectives import parse_slo
 from holdfast.tune.configuration import Axis, ServerConfiguration
-from holdfast.tune.measure import ServerTrials, TrialSettings
+from holdfast.tune.measure import TrialSettings
 from holdfast.tune.pruning import configuration_at
 from holdfast.tune.report import trial_line
 from holdfast.tune.trial import Stage, Trial
@@ -34,6 +42,7 @@ from holdfast.tune.tuner import Tuner
 from holdfast.units import parse_duration
 
 WITHIN = 0.05
+NOTHING_IN_TIME = 3
 AXES = (Axis("max_num_seqs", (4, 16, None)), Axis("max_num_batched_tokens", (128, None, 2048)))
 POINTS = sorted(itertools.product(range(3), range(3)), key=lambda point: point != (2, 1))
 """The default first."""
@@ -41,12 +50,45 @@ SHAPES = {
     "chat": {"rate": 2.0, "prompt": (20, 120), "output": (20, 60), "slo": "ttft.p90=1s,tpot.p90=100ms"},
     "documents": {"rate": 0.5, "prompt": (600, 1500), "output": (5, 20), "slo": "ttft.p90=4s,tpot.p90=300ms"},
 }
+FLAGS = ("--device", "cpu", "--kv-cache-memory-bytes", "1GiB")
+"""Servers beside each other would else each plan with all memory."""
+DUMMY = "dummy"
+DUMMY_SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+    "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+}  # fmt: skip
+"""SmolLM2-135M, for a machine that has no network and no model."""
+DUMMY_FLAGS = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 
 class Grid(NamedTuple):
     configurations: Sequence[ServerConfiguration]
     points: Sequence[tuple[int, ...]]
     same_as: Mapping[tuple[int, ...], int]
+
+
+class Results:
+    """The file: written after every trial, and continued where it is there."""
+
+    def __init__(self, path: Path, asked: dict[str, Any]) -> None:
+        self._path, self._lock = path, Lock()
+        self.found: dict[str, Any] = {"date": today(), "machine": describe_machine(), **asked, "shapes": {}}
+        if path.exists():
+            earlier = json.loads(path.read_text())
+            if any(earlier.get(name) != value for name, value in asked.items()):
+                raise SystemExit(f"{path} was measured with other settings; name another file, or remove it")
+            self.found = earlier
+
+    def shape(self, name: str) -> dict[str, Any]:
+        shape: dict[str, Any] = self.found["shapes"].setdefault(name, {})
+        return shape
+
+    def change(self, change: Callable[[], object]) -> None:
+        with self._lock:
+            change()
+            self._path.write_text(json.dumps(self.found, indent=1) + "\n")
 
 
 def arrivals_of(shape: dict[str, Any], seconds: float) -> tuple[Arrival, ...]:
@@ -57,64 +99,112 @@ def arrivals_of(shape: dict[str, Any], seconds: float) -> tuple[Arrival, ...]:
     return tuple(found)
 
 
-def compared(shape: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    seconds = parse_duration(arguments.trial, field="trial")
-    trials = ServerTrials(
-        TrialSettings(
-            engine="holdfast",
-            model=arguments.model,
-            arrivals=arrivals_of(shape, 10 * seconds),
-            seconds=seconds,
-            objectives=parse_slo(shape["slo"]),
-        )
-    )
+class Comparison:
+    """Of one shape of traffic: tune's search, then the grid at the pace that it found."""
 
-    def told(configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
-        trial = trials(configuration, speed=speed, stage=stage)
-        print(trial_line(0, trial), flush=True)
+    def __init__(self, name: str, settings: TrialSettings, trials: LaneTrials, results: Results, points: int) -> None:
+        self.name, self._settings, self._trials, self._results = name, settings, trials, results
+        self.shape = results.shape(name)
+        self._points = POINTS[:points]
+        self.configurations = [configuration_at(AXES, point) for point in self._points]
+
+    def tune(self, budget_s: float) -> None:
+        if "tuned" in self.shape:
+            return
+        grid = Grid(self.configurations, self._points, {point: place for place, point in enumerate(self._points)})
+        outcome = Tuner(lambda speed: grid, self._told, budget_s=budget_s).run()
+        tuned = {
+            "speed": outcome.speed,
+            "verdict": outcome.verdict,
+            "gain": None if outcome.gain is None else msgspec.to_builtins(outcome.gain),
+            "trials": len(outcome.trials),
+            "kept": str(outcome.kept or self.configurations[0]),
+        }
+        self._results.change(lambda: self.shape.update(tuned=tuned, grid={str(one): [] for one in self.configurations}))
+
+    def remaining(self, repeats: int) -> list[ServerConfiguration]:
+        """In turns, the other way round in every second one, without those that were measured."""
+        done = {name: len(values) for name, values in self.shape["grid"].items()}
+        turns = [
+            (turn, one)
+            for turn in range(repeats)
+            for one in (self.configurations if turn % 2 == 0 else reversed(self.configurations))
+        ]
+        return [one for turn, one in turns if turn >= done[str(one)]]
+
+    def measure(self, configuration: ServerConfiguration) -> None:
+        trial = self._told(configuration, speed=self.shape["tuned"]["speed"], stage="search")
+        self._results.change(lambda: self.shape["grid"][str(configuration)].append(trial.goodput))
+
+    def judge(self) -> None:
+        measured: dict[str, list[float]] = self.shape["grid"]
+        goodput = {one: statistics.mean(values) for one, values in measured.items()}
+        best, kept = max(goodput, key=lambda one: goodput[one]), self.shape["tuned"]["kept"]
+        spreads = [
+            statistics.stdev(values) / goodput[one] for one, values in measured.items() if goodput[one] and values[1:]
+        ]
+        judged = {
+            "best": best,
+            "kept_of_best": goodput[kept] / goodput[best] if goodput[best] else None,
+            "spread_of_equal_runs": statistics.median(spreads) if spreads else None,
+        }
+        self._results.change(lambda: self.shape.update(judged))
+        print(self.name, json.dumps(self.shape), flush=True)
+
+    def _told(self, configuration: ServerConfiguration, *, speed: float, stage: Stage) -> Trial:
+        trial = self._trials.measure(Task(self._settings, configuration, speed, stage))
+        print(f"{self.name}: {trial_line(0, trial).lstrip(' 0')}", flush=True)
         return trial
 
-    configurations = [configuration_at(AXES, point) for point in POINTS]
-    grid = Grid(configurations, POINTS, {point: place for place, point in enumerate(POINTS)})
-    outcome = Tuner(lambda speed: grid, told, budget_s=60 * arguments.minutes).run()
-    measured: dict[ServerConfiguration, list[float]] = {one: [] for one in configurations}
-    for repeat in range(arguments.repeats):
-        for configuration in configurations if repeat % 2 == 0 else reversed(configurations):
-            measured[configuration].append(told(configuration, speed=outcome.speed, stage="search").goodput)
-    goodput = {one: statistics.mean(values) for one, values in measured.items()}
-    best = max(goodput, key=lambda one: goodput[one])
-    kept = outcome.kept or configurations[0]
-    spreads = [
-        statistics.stdev(values) / goodput[one] for one, values in measured.items() if goodput[one] and values[1:]
-    ]
-    return {
-        "speed": outcome.speed,
-        "verdict": outcome.verdict,
-        "gain": None if outcome.gain is None else msgspec.to_builtins(outcome.gain),
-        "trials": len(outcome.trials),
-        "kept": str(kept),
-        "best": str(best),
-        "kept_of_best": goodput[kept] / goodput[best] if goodput[best] else None,
-        "spread_of_equal_runs": statistics.median(spreads) if spreads else None,
-        "grid": {str(one): values for one, values in measured.items()},
-    }
+
+def settings_of(shape: dict[str, Any], arguments: argparse.Namespace, folder: str) -> TrialSettings:
+    seconds, dummy = parse_duration(arguments.trial, field="trial"), arguments.model == DUMMY
+    if dummy:
+        Path(folder, "config.json").write_text(json.dumps(DUMMY_SHAPE))
+    return TrialSettings(
+        engine="holdfast",
+        model=folder if dummy else arguments.model,
+        flags=(*FLAGS, *DUMMY_FLAGS) if dummy else FLAGS,
+        arrivals=arrivals_of(shape, 10 * seconds),
+        seconds=seconds,
+        objectives=parse_slo(shape["slo"]),
+        endpoint="/v1/completions" if dummy else "/v1/chat/completions",
+        token_ids=dummy,
+    )
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2", help="dummy: dummy weights in its shape, prompts of token ids")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of tune, for each shape (default: 10)")
+    parser.add_argument("--trial", default="10s")
+    parser.add_argument("--repeats", type=int, default=3, help="of each point of the grid (default: 3)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="servers beside each other (default: 1)")
+    parser.add_argument("--points", type=int, default=len(POINTS), help="of the grid; fewer to try this program out")
+    return parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--trial", default="10s")
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    found: dict[str, Any] = {"date": today(), "machine": describe_machine(), "model": arguments.model, "shapes": {}}
-    for name, shape in SHAPES.items():
-        found["shapes"][name] = compared(shape, arguments)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-        print(name, json.dumps(found["shapes"][name]), flush=True)
-    shares = [one["kept_of_best"] for one in found["shapes"].values()]
-    return 0 if all(share is not None and share >= 1 - WITHIN for share in shares) else 1
+    arguments = options().parse_args()
+    names = ("model", "minutes", "trial", "repeats", "at_once", "points")
+    results = Results(arguments.out, {name: getattr(arguments, name) for name in names})
+    trials = LaneTrials(lanes_of(cores_here(), arguments.at_once))
+    print("lanes:", [lane._asdict() for lane in trials.lanes], flush=True)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.at_once) as pool:
+        comparisons = [
+            Comparison(name, settings_of(shape, arguments, folder), trials, results, arguments.points)
+            for name, shape in SHAPES.items()
+        ]
+        list(pool.map(lambda one: one.tune(60 * arguments.minutes), comparisons))
+        tasks = [(one, place) for one in comparisons for place in one.remaining(arguments.repeats)]
+        list(pool.map(lambda task: task[0].measure(task[1]), tasks))
+        for one in comparisons:
+            one.judge()
+    shares = [shape["kept_of_best"] for shape in results.found["shapes"].values()]
+    if None in shares:
+        return NOTHING_IN_TIME
+    return 0 if min(shares) >= 1 - WITHIN else 1
 
 
 if __name__ == "__main__":

@@ -51,7 +51,12 @@ httpx_transport.create_ssl_context = functools.cache(httpx_transport.create_ssl_
 
 # The same examples at every run: what fails, failed by a change. Long runs draw others (pytest_configure below).
 hypothesis.settings.register_profile(
-    "same", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "same",
+    max_examples=35,  # tests/support/examples.py says why so few.
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
     "others", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True

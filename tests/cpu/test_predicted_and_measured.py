@@ -35,7 +35,7 @@ def measured(case: str, limits: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("case", "limits"),
     [
-        ("SmolLM2-135M-Instruct Q4_1", "128,8,256"),
+        pytest.param("SmolLM2-135M-Instruct Q4_1", "128,8,256", marks=pytest.mark.long),
         ("dummy 0.1 GB", "128,8,256"),
         pytest.param("dummy 0.3 GB", "128,8,256", marks=pytest.mark.long),
     ],

@@ -159,6 +159,7 @@ def _verdict(
             samples=evidence.samples,
             safe=safe,
             peak_in_flight=evidence.peak.peak_in_flight,
+            too_few=not points,
             command=options.command or sampler.command,
         )
     return BenchVerdict(

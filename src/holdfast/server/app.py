@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 import uuid
@@ -214,13 +215,17 @@ def watched(app: Starlette) -> Iterator[Coroutine[Any, Any, None] | None]:
 
 def _documentation(settings: ServerSettings, *, lora: bool) -> list[Route]:
     with_key = bool(settings.api_key or settings.api_key_file)
-    described = document(settings.version, with_key=with_key, lora=lora, ui=settings.ui, strict=settings.strict_fields)
+
+    @functools.cache
+    def described() -> dict[str, Any]:
+        """When it is first asked for: it takes a tenth of a second, and few ask."""
+        return document(settings.version, with_key=with_key, lora=lora, ui=settings.ui, strict=settings.strict_fields)
 
     async def openapi(request: Request) -> Response:
-        return json_response(described)
+        return json_response(described())
 
     async def docs(request: Request) -> Response:
-        return Response(page(described), headers={"Content-Security-Policy": POLICY}, media_type="text/html")
+        return Response(page(described()), headers={"Content-Security-Policy": POLICY}, media_type="text/html")
 
     return [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
 

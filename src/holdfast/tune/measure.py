@@ -38,6 +38,8 @@ class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     model: str
     flags: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    """Words before the server's command: `taskset -c 0,1`."""
     arrivals: tuple[Arrival, ...]
     """Of the whole file, the first at 0."""
     seconds: float
@@ -46,6 +48,8 @@ class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
     headroom: float = 0.05
     error_share: float = 0.001
     endpoint: str = "/v1/chat/completions"
+    token_ids: bool = False
+    """Prompts of ids, for a server without a tokenizer: to an endpoint for completions."""
     workers: int = 1
     seed: int = 0
     api_key: str | None = None
@@ -63,7 +67,7 @@ class ServerTrials:
         words = start_words(
             configuration, engine=settings.engine, model=settings.model, flags=settings.flags, port=port
         )
-        with launched(words, port, kept=False) as server:
+        with launched([*settings.launcher, *words], port, kept=False) as server:
             try:
                 server.wait_until_ready(START_LIMIT_S)
                 result = self._run(server.url, speed)
@@ -92,6 +96,7 @@ class ServerTrials:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             phases=(Phase(PEAK, float("inf")),),
             replay=self.replay(speed),
+            token_ids=settings.token_ids,
             timeout_s=timeout_of(settings.objectives, settings.arrivals),
             seed=settings.seed,
         )

@@ -30,7 +30,7 @@ QUESTIONS = [
     "What do bees make?",
     "Finish the sentence: The quick brown fox",
 ]
-FEW = 4
+FEW = 2
 """Of them, but in long runs; and for what is computed beside with rounded activations."""
 TOKENS = 12
 TOLERANCE = 3e-4

@@ -10,6 +10,7 @@ import random
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
 
 
+@cache
 def content(layer: int, size: int) -> torch.Tensor:
     return torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(layer))
 

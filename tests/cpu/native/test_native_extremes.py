@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import gguf
 import numpy
 import pytest
@@ -17,6 +19,7 @@ ROWS = (1, 2, 3, 5, 8, 9, 17, 64, 71)
 IN_INTEGERS = [name for name in kernels.runnable_variants() if name != "portable"]
 
 
+@cache
 def filled(kind: str, rows: int, columns: int, byte: int, scale: float) -> tuple[Bytes, Floats]:
     """Every bit of codes and small scales alike, so that all quants are at one end or the other."""
     elements, size = block_shape(kind)

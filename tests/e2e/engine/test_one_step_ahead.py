@@ -7,6 +7,7 @@ nothing is lost either is what other devices will stand on.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -38,10 +39,17 @@ from holdfast.text.structured.client import GrammarService
 Answers = dict[str, tuple[list[int], FinishReason | None]]
 
 
+VOCABULARY = 4096
+"""Few, so that a step takes little time; hundreds of them are still words that the forms below allow."""
+
+
 @pytest.fixture(scope="module")
-def built(tiny_model):
+def built(tiny_model, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("small-vocabulary")
+    shape = json.loads((tiny_model / "config.json").read_text()) | {"vocab_size": VOCABULARY}
+    (folder / "config.json").write_text(json.dumps(shape))
     config = EngineConfig(
-        model=str(tiny_model),
+        model=str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
         threads=1,
@@ -139,7 +147,7 @@ TOKENS = [
     b"",
     b"",
     b"</s>",
-    *("".join(LETTERS[at // 36**place % 36] for place in range(4)).encode() for at in range(3, 49152)),
+    *("".join(LETTERS[at // 36**place % 36] for place in range(4)).encode() for at in range(3, VOCABULARY)),
 ]
 FORMS = ["[a-m]+", "([a-z][0-9]?)+", "[0-9a-f]{80,400}"]
 

@@ -102,3 +102,10 @@ def test_what_cannot_be_tuned_is_refused(
     assert main([*ours, "--speed", "fast"]) == 2
     assert main([*ours, "--minutes", "0"]) == 2
     assert main(["tune", "smollm2", "--slo", "ttft=1s"]) == 2
+    traffic.write_text('{"time": 1, "prompt_tokens": 9, "completion_tokens": 8}\n')
+    for source in (str(traffic), "no/such/file"):  # The way out is another file: tune has no flags for a load.
+        assert main(["tune", "smollm2", "--traffic", source, "--slo", "ttft=1s"]) == 2
+        said = capsys.readouterr().err
+        assert "access.log" in said
+        assert "--concurrency" not in said
+        assert "--rate" not in said

@@ -52,3 +52,4 @@ def test_what_cannot_be_planned_says_why() -> None:
     assert "no flags can be planned" in told("no-such-model-anywhere")[-1]
     assert "nothing was answered" in told(answers=[])[-1]
     assert "lowest load" in told(safe=None)[-1]
+    assert "a longer --peak" in told(safe=None, too_few=True)[-1]

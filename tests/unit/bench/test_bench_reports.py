@@ -132,6 +132,14 @@ def test_few_requests_prove_nothing() -> None:
 def test_runs_of_different_loads_are_compared_with_a_note() -> None:
     other = msgspec.structs.replace(result(2), load=result(2).load | {"concurrency": 16})
     assert compare(result(1), other).warnings == ["the loads differ: concurrency is 8 and 16"]
+    without = msgspec.structs.replace(result(2), load=result(2).load | {"concurrency": None})
+    assert compare(result(1), without).warnings == ["the loads differ: concurrency is 8 and not set"]
+
+
+def test_a_comparison_of_nothing_has_no_table() -> None:
+    found = msgspec.structs.replace(compare(result(1, requests=5), result(2, requests=5)), differences=[])
+    assert not any("99% interval" in line for line in compare_lines(found))
+    assert "nothing to compare" in list(compare_lines(found))[-1]
 
 
 def test_a_saved_result_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ LONG_EXAMPLES = 8_000
 HOSTILE_NUMBERS = st.sampled_from(
     [0, 1, 2, 7, 8, 9, 32, 255, 1 << 16, 1 << 24, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 60, 1 << 63, (1 << 64) - 1]
 )
-FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LONG_FUZZ = settings(FUZZ, max_examples=LONG_EXAMPLES)
 
 
@@ -157,7 +158,7 @@ def spoil_real_safetensors(tmp_path: Path, real_safetensors: Header, edits: list
 
 
 test_spoiled_real_gguf = settings(FUZZ, max_examples=5)(given(edits=EDITS)(spoil_real_gguf))
-test_spoiled_real_safetensors = settings(FUZZ, max_examples=100)(given(edits=EDITS)(spoil_real_safetensors))
+test_spoiled_real_safetensors = settings(FUZZ, max_examples=examples(100))(given(edits=EDITS)(spoil_real_safetensors))
 test_spoiled_real_gguf_for_long = for_long(settings(FUZZ, max_examples=200)(given(edits=EDITS)(spoil_real_gguf)))
 test_spoiled_real_safetensors_for_long = for_long(LONG_FUZZ(given(edits=EDITS)(spoil_real_safetensors)))
 
@@ -279,7 +280,7 @@ test_hostile_safetensors = FUZZ(given(header=PAIRS, size=SIZES)(hurt_safetensors
 test_hostile_safetensors_for_long = for_long(LONG_FUZZ(given(header=PAIRS, size=SIZES)(hurt_safetensors)))
 
 
-@settings(FUZZ, max_examples=40)
+@settings(FUZZ, max_examples=examples(40))
 @given(index=st.dictionaries(st.just("weight_map") | st.text(max_size=3), JSON | st.dictionaries(TENSOR_NAMES, JSON)))
 def test_indices_of_any_json(tmp_path: Path, index: dict[str, Any]) -> None:
     raw = json.dumps(index).encode()

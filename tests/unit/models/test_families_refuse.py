@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from examples import examples
 
 from holdfast.errors import CheckpointError, ModelError, UnknownArchitectureError
 from holdfast.models import describe_config, from_config, known_architectures, runnable_architectures
@@ -203,7 +204,7 @@ RARE = (
 @pytest.mark.parametrize("architecture", known_architectures())
 def test_junk_is_read_or_refused_and_nothing_else(architecture: str) -> None:
     random = Random(architecture)
-    for _ in range(120):
+    for _ in range(examples(120)):
         changed = config(architecture)
         target = changed.get("text_config", changed) if random.random() < 0.8 else changed
         for _ in range(random.choice((1, 1, 2, 4))):

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -305,7 +306,7 @@ def grown(question: Question, more_bytes: int) -> Question:
 
 
 @given(questions(), st.integers(1, 64 * GIB))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_more_memory_never_fits_less(question: Question, more_bytes: int) -> None:
     before, after = fit(question), fit(grown(question, more_bytes))
     assert after.fits or not before.fits
@@ -323,7 +324,7 @@ def test_more_memory_never_fits_less(question: Question, more_bytes: int) -> Non
 
 
 @given(questions())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_terms_and_room_are_the_budget(question: Question) -> None:
     found = fit(question)
     for rank in found.ranks:
@@ -337,7 +338,7 @@ def test_terms_and_room_are_the_budget(question: Question) -> None:
 
 
 @given(questions())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_any_answer_is_json_and_its_configurations_fit(question: Question) -> None:
     found = answer(question)
     json.dumps(found.to_json())

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from named_gpus import device_of
@@ -113,7 +114,7 @@ def needed_bytes(found: Plan) -> int:
 # Memory
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(questions, memories)
 def test_more_memory_never_fits_less(question: Question, more: int) -> None:
     before = fit(question)
@@ -149,7 +150,7 @@ def test_fewer_gpus_are_enough_for_the_traffic_with_more_memory() -> None:
     assert "the fewest GPUs that hold it, of 2" in [decision.reason for decision in after.decisions]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.integers(2000 * MIB, 2500 * MIB),
     st.integers(1, 100 * MIB),
@@ -180,7 +181,7 @@ def gpu_of(name: str, total_bytes: int) -> Device:
 others = st.none() | st.builds(gpu_of, st.sampled_from(["t4", "rtx3090", "h100-80", "mi300x"]), memories)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(questions, others, others, st.integers(0, 4), st.sampled_from([None, 1]))
 def test_another_gpu_never_fits_less(
     question: Question, there: Device | None, other: Device | None, place: int, split: int | None
@@ -221,7 +222,7 @@ def test_a_small_gpu_beside_a_large_one_takes_nothing_away(ask: Ask) -> None:
     assert (both.dtype, len(both.ranks)) == ("float16", 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(models, st.lists(memories, min_size=2, max_size=3), memories, st.integers(0, 3))
 def test_another_stage_can_be_any_gpu(model: PlannedModel, sizes: list[int], more: int, place: int) -> None:
     devices = [gpu_of("rtx4090", size) for size in sizes]
@@ -234,7 +235,7 @@ def test_another_stage_can_be_any_gpu(model: PlannedModel, sizes: list[int], mor
     assert after.longest_tokens >= before.longest_tokens
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(questions, st.floats(0.0, 0.5))
 def test_more_utilization_never_fits_less(question: Question, more: float) -> None:
     share = question.settings.utilization or 0.5
@@ -244,7 +245,7 @@ def test_more_utilization_never_fits_less(question: Question, more: float) -> No
     assert after.short_bytes <= before.short_bytes
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(questions, st.integers(0, 24 * GIB))
 def test_no_more_than_is_free_is_budgeted(question: Question, free: int) -> None:
     device = replace(question.machine.devices[0], free_bytes=min(free, question.machine.devices[0].total_bytes))
@@ -255,7 +256,7 @@ def test_no_more_than_is_free_is_budgeted(question: Question, free: int) -> None
 # What is asked for
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(questions, st.integers(1, 2048), st.integers(0, 2048))
 def test_a_longer_context_never_needs_less(question: Question, length: int, more: int) -> None:
     """Limits that nobody set give way before it does not fit, and then less is needed: they are held for the count."""
@@ -268,7 +269,7 @@ def test_a_longer_context_never_needs_less(question: Question, length: int, more
         assert asked is question or needed_bytes(longer) >= needed_bytes(shorter)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(questions, st.integers(1, 512), st.integers(0, 512))
 def test_more_sequences_never_need_less(question: Question, count: int, more: int) -> None:
     """Tokens a step that nobody set give way before it does not fit: they are held for the count."""
@@ -284,7 +285,7 @@ def test_more_sequences_never_need_less(question: Question, count: int, more: in
             assert many.kv_tokens <= fewer.kv_tokens
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(questions)
 def test_fp8_kv_costs_half_and_never_fits_less(question: Question) -> None:
     plain, small = (
@@ -294,14 +295,14 @@ def test_fp8_kv_costs_half_and_never_fits_less(question: Question) -> None:
     assert small.fits >= plain.fits
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(questions)
 def test_what_is_not_even_counted_does_not_fit(question: Question) -> None:
     if cannot_hold_weights(question):
         assert not fit(question).fits
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(questions)
 def test_the_verdict_follows_from_the_terms(question: Question) -> None:
     found = fit(question)
@@ -319,7 +320,7 @@ def test_the_verdict_follows_from_the_terms(question: Question) -> None:
     assert found.limits.max_model_len <= question.model.spec.max_position
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(questions)
 def test_the_longest_context_fits_when_asked_for_and_one_more_block_does_not(question: Question) -> None:
     question = replace(question, traffic=None)
@@ -337,7 +338,7 @@ def test_the_longest_context_fits_when_asked_for_and_one_more_block_does_not(que
 # Ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(models, st.integers(1, 64))
 def test_every_listed_size_works_and_no_other(model: PlannedModel, size: int) -> None:
     listed = parallel_sizes(model.spec)
@@ -355,7 +356,7 @@ def test_every_listed_size_works_and_no_other(model: PlannedModel, size: int) ->
     assert all(str(one) in refused.value.needed for one in listed)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(models, st.data())
 def test_ranks_hold_the_whole_model_together(model: PlannedModel, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from(parallel_sizes(model.spec)))
@@ -371,7 +372,7 @@ def test_ranks_hold_the_whole_model_together(model: PlannedModel, data: st.DataO
         assert sum(held) == whole
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(models, st.data())
 def test_a_larger_split_never_holds_more_a_rank(model: PlannedModel, data: st.DataObject) -> None:
     sizes = parallel_sizes(model.spec)
@@ -384,7 +385,7 @@ def test_a_larger_split_never_holds_more_a_rank(model: PlannedModel, data: st.Da
 # KV
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(models, st.integers(0, 200_000), st.integers(0, 10_000), st.integers(1, 64), st.integers(0, 8192))
 def test_kv_grows_with_the_sequence(model: PlannedModel, tokens: int, more: int, block: int, step: int) -> None:
     cost = kv_cost(model.spec, element_bytes=2, state_bytes=2, block_tokens=block, step_tokens=step)
@@ -395,7 +396,7 @@ def test_kv_grows_with_the_sequence(model: PlannedModel, tokens: int, more: int,
     assert grown <= (more + block) * (cost.growing_bytes + sum(size for _, size in cost.windows))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(models, st.integers(0, 100 * GIB), st.sampled_from([1, 16, 32]))
 def test_the_longest_sequence_is_the_longest(model: PlannedModel, pool: int, block: int) -> None:
     cost = kv_cost(model.spec, element_bytes=2, state_bytes=2, block_tokens=block, step_tokens=512)
@@ -404,7 +405,7 @@ def test_the_longest_sequence_is_the_longest(model: PlannedModel, pool: int, blo
     assert longest == model.spec.max_position or cost.sequence_bytes(longest + 1) > pool
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(models, st.data())
 def test_ranks_keep_all_kv_heads_together(model: PlannedModel, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from(parallel_sizes(model.spec)))

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,7 +146,7 @@ def model_of(name: str) -> PlannedModel:
         Traffic, concurrency=st.integers(1, 9), prompt_tokens=st.integers(1, 3000), output_tokens=st.integers(0, 99)
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_neither_the_context_nor_the_limits_shrink_when_memory_grows(
     name: str, kind: str, size: int, more: int, traffic: Traffic | None
 ) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,7 +135,7 @@ def test_every_byte_is_in_one_tier(name: str) -> None:
     assert plan.budget_bytes - sum(terms.values()) < 2 * plan.engine.layout.page_bytes
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(12, 36), st.integers(1, 12))
 def test_less_vram_streams_no_fewer_layers(vram_gib: int, less: int) -> None:
     more = served("llama-3.1-70b-awq", vram_gib, **LIMITS)
@@ -355,7 +356,7 @@ def test_the_price_of_experts_is_said() -> None:
     assert "a token uses 8 of 128" in " ".join(str(found).split())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.sampled_from(["llama-3.1-70b-awq", "qwen3-30b-a3b", "gemma-3-27b"]),
     st.integers(6, 40),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
+from examples import examples
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
@@ -247,7 +248,7 @@ def command_lines(draw: st.DrawFn) -> tuple[str, ...]:
 
 
 @given(command_lines())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_every_way_out_fits_when_its_flags_are_planned(words: tuple[str, ...]) -> None:
     try:
         found = fit(asked(*words))

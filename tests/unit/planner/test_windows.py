@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_engine import SimulatedEngine
@@ -47,7 +48,7 @@ def test_vllm_counts_a_step_in_every_sequence(ask: Ask) -> None:
     assert cost.held_tokens(4 * one, 32_768) > 4 * 32_768
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(windows, st.integers(1, 20), st.integers(1, 300), st.integers(1, 64), st.sampled_from([1, 4, 16]))
 def test_pages_and_bytes_are_one_count(
     kinds: list[int | None], sequences: int, tokens: int, step: int, block: int
@@ -61,7 +62,7 @@ def test_pages_and_bytes_are_one_count(
     assert needed <= sequences * (layout.peak_blocks(tokens, step) + 2 * len(layout.groups))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(windows, st.integers(1, 300), st.integers(1, 64), st.integers(0, 10**6), st.integers(0, 10**5))
 def test_as_many_fit_as_are_said_to(kinds: list[int | None], tokens: int, step: int, pool: int, more: int) -> None:
     cost: KVCost = layout_cost(layout_of(kinds, 4), step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulated_engine import SimulatedEngine
@@ -201,7 +202,7 @@ def test_tables_name_no_page_that_left_a_window_and_is_gone() -> None:
 
 
 QUICK = settings(
-    max_examples=120,
+    max_examples=examples(120),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

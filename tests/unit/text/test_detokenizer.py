@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -14,7 +15,9 @@ from tokenizers.models import BPE, WordLevel
 from holdfast.text.output.detokenizer import Detokenizer
 from holdfast.text.tokenizer.tokenizer import Tokenizer
 
-SHARED = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(
+    deadline=None, max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 ID = st.integers(0, 280)
 
 

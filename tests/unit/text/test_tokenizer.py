@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
@@ -16,7 +17,9 @@ from holdfast.errors import CheckpointError, RequestError, UnsupportedOptionErro
 from holdfast.text.tokenizer.pretokenizers import BYTE_LEVEL_SCHEMES
 from holdfast.text.tokenizer.tokenizer import Tokenizer
 
-SHARED = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(
+    deadline=None, max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @SHARED

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -311,7 +312,7 @@ TEXTS = st.lists(ALPHABET, max_size=25).map("".join)
 CUTS = st.lists(st.integers(min_value=0, max_value=10_000), max_size=12)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(text=TEXTS, places=CUTS, dialect=st.sampled_from(FAMILY_NAMES), thinking=st.sampled_from([None, *FAMILIES]))
 def test_events_do_not_depend_on_how_the_text_is_cut(
     text: str, places: list[int], dialect: str, thinking: str | None
@@ -322,7 +323,7 @@ def test_events_do_not_depend_on_how_the_text_is_cut(
         assert read(dialect, list(text), thinking=thinking, state=state) == whole
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(text=TEXTS, dialect=st.sampled_from(FAMILY_NAMES))
 def test_nothing_is_lost(text: str, dialect: str) -> None:
     """Without a call the content is the text. With some, what is shown is in the text, piece by piece and in order."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import gguf
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_goldens import SMALL, TEXTS, small
@@ -93,7 +94,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
 def test_any_text_comes_back(name: str) -> None:
     tokenizer = small(name)
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=examples(60))
     @given(text=st.text())
     def comes_back(text: str) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)

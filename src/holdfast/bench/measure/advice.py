@@ -30,13 +30,17 @@ def advice(
     samples: Sequence[ServerSample],
     safe: LoadPoint | None,
     peak_in_flight: int,
+    too_few: bool = False,
     command: str | None = None,
 ) -> list[str]:
     """Of a run that failed. Where nothing can be planned, why. `asked`: tokens of prompts and outputs, for a server
-    that does not count them. `command`: how the server was started; its other flags are kept."""
+    that does not count them. `too_few`: answers to tell any load by. `command`: how the server was started; its other
+    flags are kept."""
     good = [answer for answer in answers if answer.good]
     if not good:
         return ["no flags can be told: nothing was answered; why: holdfast doctor URL, or its log"]
+    if too_few:
+        return ["no flags can be told of so few requests: a longer --peak, or more --requests"]
     if safe is None:
         return ["no flags can be told: not even the lowest load passed; why: holdfast doctor URL, or its log"]
     fewer = safe.at_once < peak_in_flight

@@ -207,6 +207,7 @@ def _objective(evidence: RunEvidence, objective: Objective) -> BenchCheck:
             f"{found.count} values are too few for {rank}, which needs {least}: a longer --peak, or a lower percentile"
             f" ({objective.metric}.p90=...)"
         )
+        measured, limit = f"{measured} of {counted(found.count, 'value')}", f"{limit}, of {least}"
     return BenchCheck(
         name=f"{objective.metric} {rank}",
         passed=not reason,

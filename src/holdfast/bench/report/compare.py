@@ -147,7 +147,7 @@ def _warnings(a: BenchResult, b: BenchResult) -> Iterator[str]:
     ignored = ("words_per_token", "template_tokens", "workers")
     for name in a.load.keys() | b.load.keys():
         if name not in ignored and a.load.get(name) != b.load.get(name):
-            yield f"the loads differ: {name} is {a.load.get(name)} and {b.load.get(name)}"
+            yield f"the loads differ: {name} is {_said(a.load.get(name))} and {_said(b.load.get(name))}"
     for word, result in (("A", a), ("B", b)):
         client = next((check for check in result.verdict.checks if check.name == "client" and not check.passed), None)
         if client is not None:
@@ -159,11 +159,16 @@ def _warnings(a: BenchResult, b: BenchResult) -> Iterator[str]:
             )
 
 
+def _said(value: object) -> str:
+    return "not set" if value is None else str(value)
+
+
 def compare_lines(found: Comparison) -> Iterator[str]:
     yield f"A  {found.a}"
     yield f"B  {found.b}"
     yield ""
-    yield f"{'':<18}{'A':>14}{'B':>14}{'B against A':>14}   99% interval"
+    if found.differences:
+        yield f"{'':<18}{'A':>14}{'B':>14}{'B against A':>14}   99% interval"
     for one in found.differences:
         scale, unit = (1.0, "") if one.higher_is_better else (1e3, " ms")
         values = "".join(f"{value * scale:>{14 - len(unit)},.2f}{unit}" for value in (one.a, one.b))

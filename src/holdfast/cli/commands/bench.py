@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from holdfast.bench.load.load import Load
     from holdfast.bench.report.compare import Comparison
     from holdfast.bench.result import BenchResult
+    from holdfast.bench.run import RunOptions
 
 HELP = """Put a server under load, and say whether it passes.
 
@@ -180,8 +181,9 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     for field in ("save", "html"):
         _check_can_be_written(getattr(arguments, field), field)
+    asked = _asked(arguments)  # Before a server is started for what cannot be asked.
     with _server(arguments) as (url, model):
-        result = measured(arguments, url, model)
+        result = measured(arguments, asked, url, model)
     document = as_json(result)
     if arguments.save:
         Path(arguments.save).write_text(json.dumps(document) + "\n", encoding="utf-8")
@@ -228,7 +230,7 @@ def _result_of(arguments: argparse.Namespace, name: str) -> BenchResult:
     from holdfast.cli.chat_backends import api_of
 
     if _ADDRESS.fullmatch(name) and not Path(name).exists():
-        return measured(arguments, api_of(name, written="--compare").removesuffix("/v1/"), None)
+        return measured(arguments, _asked(arguments), api_of(name, written="--compare").removesuffix("/v1/"), None)
     try:
         found = msgspec.json.decode(Path(name).read_bytes(), type=BenchResult)
     except (OSError, msgspec.MsgspecError) as error:
@@ -277,12 +279,18 @@ def _server(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
         yield url, arguments.target
 
 
-def measured(arguments: argparse.Namespace, url: str, model: str | None) -> BenchResult:
+def _asked(arguments: argparse.Namespace) -> tuple[Load, RunOptions]:
+    """Of no server yet."""
     from holdfast.bench.arguments import read_load
+
+    return read_load(arguments, "")
+
+
+def measured(arguments: argparse.Namespace, asked: tuple[Load, RunOptions], url: str, model: str | None) -> BenchResult:
     from holdfast.bench.run import run_bench
     from holdfast.bench.target import calibrated, check_lengths, find_target
 
-    load, options = read_load(arguments, url)
+    load, options = _with(asked[0], url=url), asked[1]
     target = find_target(url, options.api_key, arguments.model, load.certificate)
     check_lengths(load, target)
     load = calibrated(_with(load, model=target.model))

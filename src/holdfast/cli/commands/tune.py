@@ -107,8 +107,22 @@ def run(arguments: argparse.Namespace) -> int:
     return KEEP if result.held else MISSED
 
 
+def _arrivals(source: str) -> tuple[Arrival, ...]:
+    """What helps where it cannot be replayed is another file: there are no flags for a load here."""
+    from holdfast.bench.load.inputs import read_replay
+
+    try:
+        return read_replay(source)
+    except ConfigurationError as error:
+        error.fix = (
+            "--traffic FILE with what a server wrote (holdfast serve MODEL > access.log), or with lines such as"
+            ' {"start": 12.5, "prompt_tokens": 200, "completion_tokens": 50}'
+        )
+        raise
+
+
 def tuned(arguments: argparse.Namespace) -> TuneResult:
-    from holdfast.bench.load.inputs import parse_share, read_replay
+    from holdfast.bench.load.inputs import parse_share
     from holdfast.bench.measure.objectives import parse_slo
     from holdfast.tune.configuration import DEFAULT, program
     from holdfast.tune.measure import ServerTrials, TrialSettings
@@ -120,7 +134,7 @@ def tuned(arguments: argparse.Namespace) -> TuneResult:
     began_s = time.monotonic()
     objectives, speed = parse_slo(arguments.slo), _speed(arguments.speed)
     headroom = parse_share(arguments.headroom, field="headroom")
-    flags, arrivals = shlex.split(arguments.serve_flags), read_replay(arguments.traffic)
+    flags, arrivals = shlex.split(arguments.serve_flags), _arrivals(arguments.traffic)
     seconds = _trial_s(arguments)
     program(arguments.engine)
     planner = Planner(arguments.model, engine=arguments.engine, settings=planned_settings(flags))
