@@ -152,17 +152,8 @@ def measure(name: str) -> None:
         begin = time.perf_counter()
         llm = LLM(str(model), skip_tokenizer_init=True, enable_prefix_caching=False, **settings)
         ready_s = time.perf_counter() - begin
-        told = (
-            "streamed_layers",
-            "expert",
-            "cpu_",
-            "expected",
-            "pinned_ram",
-            "layers_on_disk",
-            "link_copy",
-            "nvme_read",
-            "kv_pool",
-        )
+        told = ("streamed_layers", "pinned_ram", "layers_on_disk", "link_copy", "nvme_read", "kv_pool", "cpu_compute")
+        told += ("expert", "host_experts", "expected")
         lines = [line for line in llm.info.decisions if line.startswith(told)]
         memory = llm.info.memory
         terms = {} if memory is None else {one.term: (one.planned_bytes, one.measured_bytes) for one in memory.terms}

@@ -89,7 +89,7 @@ def test_experts_are_all_of_a_layer_but_what_is_of_no_expert(name: str) -> None:
     whole, rest = (weights_bytes(one, None, dtype="bfloat16", expand=False) for one in (spec, without))
     experts = next(layer.experts.count for layer in spec.layers if layer.experts is not None)
     assert whole - rest == experts * sum(sizes.values())
-    host = host_expert_sizes(spec, None, dtype="bfloat16", quantize=None)
+    host = host_expert_sizes(spec, None, quantize=None)
     assert host is not None
     assert set(host) == set(sizes)
 
@@ -307,7 +307,7 @@ def test_by_hand_a_plan_is_of_that() -> None:
 
 @pytest.mark.parametrize("settings", [{"n_cpu_moe": 2}, {"override_tensor": r"blk\.4[0-7]\..*exps=CPU"}])
 def test_remedies_of_too_few_by_hand_may_be_models_without_experts(settings: dict[str, object]) -> None:
-    found = api.plan(MODEL, gpu="rtx4090", vram="6GiB", ram="64GiB", **settings)
+    found = api.plan(MODEL, gpu="rtx4090", vram="6GiB", ram="64GiB", **settings)  # type: ignore[arg-type]
     assert not found.fits
     assert "experts would stay" in str(found)
     assert found.ways_out

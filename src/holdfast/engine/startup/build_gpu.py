@@ -14,12 +14,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoints import ModelFiles, open_checkpoint
+from holdfast.checkpoints import Checkpoint, ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.engine.startup.placed_experts import device_experts, expert_host
 from holdfast.engine.startup.streamed_layers import device_layers, tiers_below_gpu
 from holdfast.errors import DoesNotFitError, EngineError
+from holdfast.execution import native
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.device import DTYPES, KV_DTYPES, Device, has_gpu_context
 from holdfast.execution.gpu.decoder import arrange_layer
@@ -29,13 +30,17 @@ from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
+from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer, measured_mlps
 from holdfast.execution.weights.decoder_weights import Weights
-from holdfast.execution.weights.load import load_weights
+from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
+from holdfast.hardware import memory as ram
+from holdfast.hardware import processor
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.records import LowerTier, MemoryReport, MemoryTerm
-from holdfast.units import format_bytes
+from holdfast.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
@@ -46,6 +51,9 @@ BACK_TRIES = 4
 """A neighbour may take memory between the look at what is free and the taking of it."""
 
 START_TRIES = 4
+
+RAM_SHARE, RAM_KEPT_BYTES = 0.9, 3 * GIB
+"""Of what is free once layers are pinned, and how much of that stays free: as plans leave it."""
 
 Built = tuple[GpuRunner, Plan, MemoryReport, VramArbiter]
 
@@ -233,7 +241,43 @@ def _load(
         )
         if weights.experts is not None and (host := expert_host(plan, spec, checkpoint, device)) is not None:
             weights.experts.compute_on_host(host)
-        return weights
+        hosts = _host_mlps(config, plan, spec, checkpoint, weights)
+        return weights if hosts is None else with_host_mlps(weights, spec, checkpoint, hosts)
+
+
+def _host_mlps(
+    config: EngineConfig, plan: Plan, spec: ModelSpec, checkpoint: Checkpoint | None, weights: Weights
+) -> HostMlps | None:
+    """Of streamed layers, where the host's cores are sooner done with them than the link brings them; a line says why
+    there are none."""
+    layers, streamed = weights.slots, plan.engine.streamed
+    if not isinstance(layers, DeviceLayers) or streamed is None or config.cpu_compute == "off":
+        return None
+    found: HostMlps | str
+    if streamed.on_disk or config.enable_lora:
+        found = "adapters are added on the GPU" if config.enable_lora else "the disk is slower than either"
+    elif (missing := native.why_not()) is not None:
+        found = missing
+    else:
+        like, free = weights.layers[streamed.layers[0]], int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES
+        if config.ram is not None:
+            free = min(free, config.ram - streamed.pinned_bytes - RAM_KEPT_BYTES)
+        offer = MlpOffer(
+            order=streamed.layers,
+            attention_bytes=like.nbytes - like.mlp.nbytes,
+            mlp_bytes=like.mlp.nbytes,
+            hidden=spec.hidden_size,
+            dtype=weights.dtype,
+            room_bytes=free,
+            tokens=plan.limits.max_num_seqs,
+            threads=max(1, processor().cores - 1),
+            load=lambda one: load_host_mlp(spec, checkpoint, one, weights.dtype, plan.engine.quantize),
+        )
+        found = measured_mlps(offer, layers, weights.final_norm.weight.device)
+    if isinstance(found, HostMlps):
+        return found
+    log.info("cpu_compute: the GPU computes all MLPs (%s)", found)
+    return None
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:

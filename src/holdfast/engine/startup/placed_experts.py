@@ -17,7 +17,7 @@ from holdfast.footprint.expert_places import ExpertPlaces, exchange_layout
 from holdfast.hardware import memory, processor
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan
-from holdfast.planner.serve.expert_offload import RAM_IS_SHORT
+from holdfast.planner.serve.refusals import RAM_IS_SHORT
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 

@@ -123,6 +123,8 @@ class GpuDecoder:
         """Layers that do not stay on the GPU."""
         self.experts = weights.experts
         """Of layers whose experts do not all stay on the GPU."""
+        self.host_mlps = weights.host_mlps
+        """Of streamed layers whose MLPs the host computes in steps of few tokens."""
         self._layers = [
             _Layer(
                 layer,
@@ -140,13 +142,14 @@ class GpuDecoder:
 
     def forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None = None) -> torch.Tensor:
         """The residual stream after all layers, [tokens, hidden] and rows of no meaning; writes KV pages."""
-        with self.step(len(rows.slots)):
+        with self.step(len(rows.slots)) if layers is None else nullcontext():
             return self._forward(rows, pages, layers)
 
     def step(self, count: int) -> AbstractContextManager[None]:
-        """Around whatever launches or captures a step of so many tokens: a host that computes some experts does it
-        meanwhile."""
-        return nullcontext() if self.experts is None else self.experts.step(padded(count, self._most_tokens))
+        """Around whatever launches or captures a step of so many tokens: a host that computes some experts, or MLPs,
+        does it meanwhile."""
+        beside = self.experts or self.host_mlps
+        return nullcontext() if beside is None else beside.step(padded(count, self._most_tokens))
 
     def _forward(self, rows: DeviceRows, pages: torch.Tensor, layers: int | None) -> torch.Tensor:
         count = len(rows.slots)

@@ -181,7 +181,9 @@ class GpuRunner:
     def measure_link(self) -> list[Decision]:
         """Of layers or experts that do not stay on the GPU; nothing where all do."""
         with self._here():
-            return [] if self._coming is None else self._coming.decisions()
+            found = [] if self._coming is None else self._coming.decisions()
+        hosts = self.decoder.host_mlps
+        return found if hosts is None else [*found, hosts.decision]
 
     def link_use(self) -> LinkUse | None:
         """Of the link over which layers or experts come; None where all stay on the GPU."""
@@ -419,8 +421,9 @@ class GpuRunner:
         arrived, order = self._arrived[launched.place], launched.step.order.tolist()
         if arrived is not None and (order or launched.scores is not None):
             arrived.synchronize()
-        if self.decoder.experts is not None:
-            self.decoder.experts.check()
+        beside = self.decoder.experts or self.decoder.host_mlps
+        if beside is not None:
+            beside.check()
         tokens = self._sampled[launched.place][: len(order)].tolist()
         told = [None] * len(order) if launched.logprobs is None else launched.logprobs.of(tokens)
         placed = sorted(zip(order, tokens, told, strict=True), key=lambda one: one[0])
@@ -485,6 +488,8 @@ class GpuRunner:
                 self._kv.close()
             if self._adapters is not None:
                 self._adapters.places.close()
+            if self._decoder.host_mlps is not None:
+                self._decoder.host_mlps.close()
             if self._coming is not None:
                 self._coming.close()
             self._decoder = self._kv = self._adapters = None

@@ -11,7 +11,7 @@ from holdfast.execution.native.attention import AttentionRows, PoolPlace, paged_
 from holdfast.execution.native.decoder import DecoderLayer, DecoderStep
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.experts import ExpertLayer, NativeExpertBuffers
-from holdfast.execution.native.host_experts import HostExchange, HostExperts, Served
+from holdfast.execution.native.host_experts import HostExchange, HostExperts, Served, measure_layers
 from holdfast.execution.native.loading import (
     ComputeThreads,
     available,
@@ -42,6 +42,7 @@ __all__ = [
     "available",
     "dequantize",
     "matmul_blocks",
+    "measure_layers",
     "paged_attention",
     "rms_norm",
     "rotate_and_store",

@@ -9,6 +9,7 @@ Knows nothing of GPUs: whoever writes requests is one.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,12 +21,14 @@ from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS
 from holdfast.execution.native.experts import ExpertLayer
 from holdfast.execution.native.loading import kernels, threads
 from holdfast.execution.native.products import LAYOUT_NUMBERS
-from holdfast.footprint.experts import LINE_BYTES, ExchangeLayout
+from holdfast.footprint.experts import EXCHANGE_BUFFERS, LINE_BYTES, ExchangeLayout
 
 MOST_TOKENS = 256
 """In a step: as many rows as compiled pieces of products have room for."""
 PATIENCE_S = 10.0
 """For a layer's request. The GPU may have a long step of many tokens before this one."""
+MEASURED_STEPS = 3
+"""After one that warms up."""
 LAST_STEP = 2**31 - 1
 """After it comes 1 again."""
 _NUMBERS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -166,3 +169,22 @@ def _failure(result: int, layer: int, patience_s: float) -> EngineError:
         found="the number of an expert beyond the last",
         fix=fix,
     )
+
+
+def measure_layers(layers: Sequence[ExpertLayer], per_token: int, tokens: int, dtype: torch.dtype) -> float:
+    """Seconds that one of these layers takes here, for random tokens that choose at random; the median of some steps.
+    With the threads of the caller."""
+    layout = ExchangeLayout(len(layers), tokens, per_token, layers[0].hidden, dtype.itemsize)
+    memory = torch.empty(layout.nbytes + LINE_BYTES, dtype=torch.uint8)
+    exchange = HostExchange(layout, memory[-memory.data_ptr() % LINE_BYTES :][: layout.nbytes], dtype)
+    host, taken = HostExperts(layers, exchange), []
+    for step in range(1, MEASURED_STEPS + 2):
+        for buffer in range(min(EXCHANGE_BUFFERS, len(layers))):
+            exchange.x(buffer).normal_()
+            chosen = [torch.randperm(layers[buffer].experts)[:per_token] for _ in range(tokens)]
+            exchange.chosen(buffer).copy_(torch.stack(chosen))
+            exchange.weights(buffer).fill_(1 / per_token)
+        for number in range(len(layers)):
+            exchange.request(number).fill_(step)
+        taken.append(host.serve(step, tokens).computed_s / len(layers))
+    return statistics.median(taken[1:])

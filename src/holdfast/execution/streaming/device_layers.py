@@ -61,6 +61,8 @@ class DeviceLayers:
         """Bytes of the first half, by layer."""
         self._arena: Arena | None = None
         self._paused, self._possible = False, 0.0
+        self.hosted: frozenset[int] = frozenset()
+        """Whose second halves stay where they wait, in the step that is launched: the host computes from them."""
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +127,8 @@ class DeviceLayers:
         # Another kind of layer may be divided further behind, where this one is still read.
         if after != layer and self._cuts[after] <= self._cuts[layer]:
             self._ask(after, 0)
-        self._await(layer, 1, beat)
+        if layer not in self.hosted:
+            self._await(layer, 1, beat)
 
     def end(self, layer: int) -> None:
         """All of it was launched: whoever is next in its slot may come."""
@@ -135,7 +138,8 @@ class DeviceLayers:
         if after != layer:
             if self._slot(layer).halves[0].layer != after:
                 self._ask(after, 0)
-            self._ask(after, 1)
+            if layer not in self.hosted and (second := self._second_after(layer)) != layer:
+                self._ask(second, 1)
         if self._on_disk is not None:
             self._on_disk.go_on()
             for half in (half for slot in self._slots for half in slot.halves):
@@ -146,6 +150,13 @@ class DeviceLayers:
         """The next in the same slot."""
         number = self._number[layer] + len(self._slots)
         return self._streamed.layers[number if number < len(self._number) else number % len(self._slots)]
+
+    def _second_after(self, layer: int) -> int:
+        """The next in the same slot whose second half comes."""
+        after = self._after(layer)
+        while after in self.hosted:
+            after = self._after(after)
+        return after
 
     def _await(self, layer: int, number: int, beat: Callable[[], None] | None) -> None:
         half = self._slot(layer).halves[number]

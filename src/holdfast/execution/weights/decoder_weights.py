@@ -11,6 +11,7 @@ from holdfast.execution.layers.linear import DenseLinear, Linear, QuantizedLinea
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.host_mlps import HostMlps
 from holdfast.execution.streaming.layer_slots import LayerSlots
 
 
@@ -105,6 +106,8 @@ class Weights:
     """Of layers that do not stay in memory, on a GPU in its own."""
     experts: DeviceExperts | None = None
     """Of layers whose experts do not all stay on the GPU."""
+    host_mlps: HostMlps | None = None
+    """Of streamed layers whose MLPs the host computes in steps of few tokens."""
 
     def rope_factors(self, context: int, original: int) -> torch.Tensor | None:
         """`context`: the longest that a sequence may get; `original`: what the model was first made for."""

@@ -22,16 +22,21 @@ from holdfast.execution.layers.experts import (
     SharedExpert,
     Stack,
 )
-from holdfast.execution.layers.linear import Linear
+from holdfast.execution.layers.linear import DenseLinear, Linear, StackedLinear
 from holdfast.execution.memory import MakeTensor
-from holdfast.execution.native import BlockMatrix, ExpertLayer
+from holdfast.execution.native import BlockMatrix, CompiledMatrix, ExpertLayer
+from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS
 from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.weights.decoder_weights import GatedWeights, MlpWeights
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import BLOCK_COLUMNS
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, TensorSpec
 from holdfast.models.spec import Activation
+
+PLAIN_NUMBERS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""As compiled products call them."""
 
 
 class ExpertLoader(Protocol):
@@ -226,3 +231,24 @@ def _sizes(loader: ExpertLoader, names: tuple[str, ...]) -> tuple[int, int, list
     """(experts, columns, rows of each)"""
     experts, _, columns = loader.tensors[names[0]].shape
     return experts, columns, [loader.tensors[name].shape[1] for name in names]
+
+
+def host_mlp(weights: MlpWeights, activation: Activation) -> ExpertLayer | None:
+    """One of the host's memory as one expert that all tokens go to; None: compiled products do not read it."""
+    if not isinstance(weights, GatedWeights) or activation not in ACTIVATION_NUMBERS:
+        return None
+    gate_up, down = _compiled_parts(weights.gate_up), _compiled_parts(weights.down)
+    if not gate_up or len(down) != 1 or any(part.bias is not None for part in (*gate_up, *down)):
+        return None
+    return ExpertLayer(gate_up=[gate_up], down=down, per_token=1, normalized=False, activation=activation)
+
+
+def _compiled_parts(linear: Linear) -> list[CompiledMatrix]:
+    """What its outputs are computed from, side by side; nothing where compiled products do not read it."""
+    if isinstance(linear, CompiledMatrix):
+        return [linear]
+    if isinstance(linear, DenseLinear) and linear.columns % BLOCK_COLUMNS == 0:
+        return [BlockMatrix(linear.weight.view(torch.uint8), PLAIN_NUMBERS[linear.weight.dtype], linear.bias)]
+    if isinstance(linear, StackedLinear) and all(isinstance(part, CompiledMatrix) for part in linear.parts):
+        return [part for part in linear.parts if isinstance(part, CompiledMatrix)]
+    return []

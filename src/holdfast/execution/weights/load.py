@@ -24,6 +24,7 @@ from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim
 from holdfast.execution.native import BlockMatrix, ExpertLayer
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.host_mlps import HostMlps
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.weights.decoder_weights import (
     GatedWeights,
@@ -34,7 +35,7 @@ from holdfast.execution.weights.decoder_weights import (
     Weights,
 )
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
-from holdfast.execution.weights.experts import load_experts, load_host_layer
+from holdfast.execution.weights.experts import host_mlp, load_experts, load_host_layer
 from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
 from holdfast.execution.weights.packed import PackedSource
 from holdfast.execution.weights.quantize import fill_quantized
@@ -110,6 +111,28 @@ def load_host_experts(
     loader = Loader(spec, checkpoint, torch.float32, torch.device("cpu"), False, True, False, None, quantize)
     with torch.inference_mode(), loader.readers:
         return [load_host_layer(loader, spec.layers[layer], spec.activation) for layer in layers]
+
+
+def load_host_mlp(
+    spec: ModelSpec, checkpoint: Checkpoint | None, layer: int, dtype: torch.dtype, quantize: Quantize | None = None
+) -> ExpertLayer | None:
+    """The MLP of a layer once more, as the host computes with it for a GPU; None: its kernels do not read it. Several
+    may be loaded at a time, each by a thread."""
+    loader = Loader(spec, checkpoint, dtype, torch.device("cpu"), False, True, False, None, quantize)
+    with torch.inference_mode(), loader.readers:
+        return host_mlp(loader.mlp(spec.layers[layer]), spec.activation)
+
+
+def with_host_mlps(weights: Weights, spec: ModelSpec, checkpoint: Checkpoint | None, hosts: HostMlps) -> Weights:
+    """The norms of their halves, which are not copied to the GPU for steps of few tokens, stay there from now on."""
+    device, layers = weights.final_norm.weight.device, list(weights.layers)
+    loader = Loader(spec, checkpoint, weights.dtype, device, False, False, False, None, None)
+    with torch.inference_mode(), loader.readers:
+        for index in hosts.layers:
+            norms = {name: f"layers.{index}.{name}" for name in ("mlp_norm", "post_mlp_norm")}
+            own = {name: loader.norm(stored) for name, stored in norms.items() if getattr(layers[index], name)}
+            layers[index] = replace(layers[index], **own)
+    return replace(weights, layers=tuple(layers), host_mlps=hosts)
 
 
 class Loader:

@@ -34,9 +34,8 @@ from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.expert_layers import check_expert_layers, expert_layers, moe_layers
 from holdfast.planner.inputs.question import Question
-from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
-from holdfast.planner.sizing.host_cores import ASSUMED, host_is_sooner
+from holdfast.planner.sizing.host_cores import host_is_sooner
 from holdfast.planner.sizing.host_ram import HOST_SHARE
 from holdfast.planner.sizing.kv_cost import largest
 from holdfast.units import counted, format_bytes
@@ -199,10 +198,10 @@ def _idle_reason(plan: Plan) -> str:
         return "--cpu-compute off"
     if not question.machine.host_computes:
         return "this installation has no compiled kernels for this CPU"
-    if weights.host_expert_sizes(dtype=compute_dtype(question, 1)) is None:
+    if weights.host_expert_sizes() is None:
         return f"compiled kernels do not read experts in {weights.format or plan.dtype}"
-    if gpu is not None and not host_is_sooner(host, gpu.host_link.gb_s):
-        return f"{counted((host or ASSUMED).cores, 'core')} would take longer than the GPU over {gpu.host_link.name}"
+    if host is not None and gpu is not None and not host_is_sooner(host, gpu.host_link.gb_s):
+        return f"{counted(host.cores, 'core')} would take longer than the GPU over {gpu.host_link.name}"
     return ""
 
 

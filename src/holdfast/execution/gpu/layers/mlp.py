@@ -15,6 +15,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.layers.experts import ExpertGpuMaker, PlacedLayer
+from holdfast.execution.gpu.layers.host_mlp import HostedGpuMlp
 from holdfast.execution.gpu.layers.linear import DenseGpuLinear, GpuLinear, Scratch, gpu_linear
 from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear
 from holdfast.execution.gpu.layers.rounded_linear import RoundedGpuLinear
@@ -138,4 +139,8 @@ def make_mlps(
             return PlainGpuMlp(part, spec.activation, buffers, scratch, adapted)
         raise EngineError(f"an MLP of {type(part).__name__} has no products on a GPU")
 
-    return tuple(make(index, layer.mlp) for index, layer in enumerate(weights.layers))
+    made = [make(index, layer.mlp) for index, layer in enumerate(weights.layers)]
+    if (hosts := weights.host_mlps) is not None:
+        for layer, exchange in zip(hosts.layers, hosts.host.exchanges, strict=True):
+            made[layer] = HostedGpuMlp(made[layer], hosts, exchange)
+    return tuple(made)

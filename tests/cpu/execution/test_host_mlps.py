@@ -1,0 +1,180 @@
+"""MLPs of streamed layers that the host computes: which ones, whether it is worth it, and that layers whose second
+halves stay where they are disturb no others, whatever order a simulated GPU does things in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
+
+from holdfast.errors import EngineError
+from holdfast.execution import native
+from holdfast.execution.streaming import host_mlps
+from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer, hosted_layers, measured_mlps, speedup
+from holdfast.footprint.streamed import streamed_layers
+from holdfast.units import GIB
+
+CPU = torch.device("cpu")
+LLAMA_70B = {"attention_bytes": 78e6, "mlp_bytes": 363e6, "link_bytes_per_s": 52e9}
+
+
+def filled(layers: DeviceLayers, cuts: dict[int, int], sizes: dict[int, int]) -> None:
+    """Every byte of a layer is its number, in its second half 100 more."""
+    for layer, size in sizes.items():
+        arena = layers.arena(layer)
+        arena.tensor((cuts[layer],), torch.uint8, CPU).fill_(layer)
+        layers.divide(layer)
+        arena.tensor((size - cuts[layer],), torch.uint8, CPU).fill_(100 + layer)
+        layers.keep(layer)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_others_are_in_their_slots(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randint(1, 9)
+    streamed = streamed_layers([rng.randint(1024, 16384) for _ in range(count)], rng.randint(1, count), 0)
+    sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
+    cuts = {layer: 256 * (1 + layer % 3 if seed % 2 else 1) for layer in sizes}
+    copies = QueuedCopies(seed)
+    layers = DeviceLayers(streamed, CPU, copies, unpinned_memory(streamed.pinned_sizes))
+    filled(layers, cuts, sizes)
+    looked: list[tuple[int, int]] = []
+
+    def look(layer: int, half: int) -> None:
+        place = layers._slot(layer).tensor[: sizes[layer]].split((cuts[layer], sizes[layer] - cuts[layer]))[half]
+        assert place.eq(layer + 100 * half).all(), (layer, half)
+        looked.append((layer, half))
+
+    wanted = 0
+    for _ in range(6):
+        hosted = rng.sample(streamed.layers, rng.randint(0, len(streamed.layers)))
+        layers.hosted = frozenset(hosted)
+        for layer in range(count):
+            layers.begin(layer)
+            for half in (0, 1):
+                if layer in sizes and not (half and layer in hosted):
+                    copies.launch(lambda layer=layer, half=half: look(layer, half))
+                    wanted += 1
+                copies.run_some()
+                (layers.end if half else layers.halfway)(layer)
+            copies.run_some()
+    copies.run_all()
+    assert len(looked) == wanted
+    layers.close()
+
+
+def test_second_halves_that_are_not_read_are_not_copied() -> None:
+    streamed = streamed_layers([4096] * 6, 6, 0)
+    sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
+    copies = SimulatedCopies()
+    layers = DeviceLayers(streamed, CPU, copies, unpinned_memory(streamed.pinned_sizes))
+    filled(layers, dict.fromkeys(sizes, 256), sizes)
+    moved = []
+    for hosted in ((), (1, 4)):
+        layers.hosted = frozenset(hosted)
+        for step in range(3):
+            if step == 1:
+                copies.copied.clear()
+            for layer in range(6):
+                layers.begin(layer)
+                layers.halfway(layer)
+                layers.end(layer)
+        moved.append(sum(copies.copied) // 2)
+    assert moved == [sum(sizes.values()), sum(sizes.values()) - 2 * (streamed.sizes[0] - 256)]
+    layers.close()
+
+
+def test_which_layers_the_host_has() -> None:
+    assert hosted_layers(range(1, 9), 1, 9) == (2, 4, 6, 8)
+    assert hosted_layers(range(1, 9), 2, 9) == (2, 3, 5, 6, 8)
+    assert hosted_layers(range(1, 9), 1, 2) == (2, 6)
+    assert hosted_layers(range(1, 9), 0, 9) == hosted_layers(range(1, 9), 1, 0) == ()
+
+
+def test_what_a_step_gains() -> None:
+    """Beside a link that takes 7 ms for an MLP: cores that take 4, 8 and 40."""
+    fast, even, slow = ([speedup(row, **LLAMA_70B, host_mlp_s=taken) for row in (1, 2)] for taken in (4e-3, 8e-3, 4e-2))
+    assert 1.6 < min(fast) < max(fast) < 1.8
+    assert 1.4 < even[0] < 1.5
+    assert max(slow) < 0.5
+
+
+def offered(streamed: Sequence[int], room: int, mlp: native.ExpertLayer | None) -> MlpOffer:
+    return MlpOffer(
+        order=tuple(streamed),
+        attention_bytes=1 << 20,
+        mlp_bytes=4 << 20,
+        hidden=64,
+        dtype=torch.float32,
+        room_bytes=room,
+        tokens=8,
+        threads=2,
+        load=lambda layer: mlp,
+    )
+
+
+@pytest.fixture
+def mlp() -> native.ExpertLayer:
+    if not native.available():
+        pytest.skip(str(native.why_not()))
+    gate_up, down = (torch.zeros(rows, 4 * columns, dtype=torch.uint8) for rows, columns in ((256, 64), (64, 128)))
+    return native.ExpertLayer(
+        gate_up=[[native.BlockMatrix(gate_up, "F32")]],
+        down=[native.BlockMatrix(down, "F32")],
+        per_token=1,
+        normalized=False,
+        activation="silu",
+    )
+
+
+def test_as_many_as_are_worth_it_and_ram_holds(mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed = streamed_layers([4096] * 8, 8, 0)
+    sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
+    layers = DeviceLayers(streamed, CPU, SimulatedCopies(), unpinned_memory(streamed.pinned_sizes))
+    filled(layers, dict.fromkeys(sizes, 256), sizes)
+    taken_s = dict.fromkeys(host_mlps.FEW_SIZES, 1e-4) | {8: 1.0}
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda made, per_token, tokens, dtype: taken_s[tokens])
+    monkeypatch.setattr(layers, "_rate", lambda layers: 10e9)
+
+    def found(room: int, one: native.ExpertLayer | None = mlp) -> HostMlps | str:
+        offer = offered(streamed.layers, room, one)
+        return measured_mlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+
+    hosts = found(GIB)
+    assert isinstance(hosts, HostMlps)
+    assert (hosts.layers, hosts.few_tokens) == ((1, 2, 4, 5, 7), 4)
+    assert "MLPs of 5 streamed layers in steps of up to 4 tokens" in hosts.decision.reason
+    hosts.close()
+    fewer = found(13 << 20)
+    assert isinstance(fewer, HostMlps)
+    assert len(fewer.layers) == 3
+    fewer.close()
+    assert "RAM has room for 1 MLP" in str(found(5 << 20))
+    assert found(GIB, None) == "compiled kernels do not read them"
+    taken_s[1] = taken_s[2] = taken_s[4] = 1.0
+    assert "steps would be 0." in str(found(GIB))
+    layers.close()
+
+
+def test_what_kept_the_host_from_answering_is_told(mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed = streamed_layers([4096] * 4, 4, 0)
+    sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
+    layers = DeviceLayers(streamed, CPU, SimulatedCopies(), unpinned_memory(streamed.pinned_sizes))
+    filled(layers, dict.fromkeys(sizes, 256), sizes)
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
+    monkeypatch.setattr("holdfast.execution.streaming.expert_host.PATIENCE_S", 0.01)
+    offer = offered(streamed.layers, GIB, mlp)
+    hosts = measured_mlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    assert isinstance(hosts, HostMlps)
+    with hosts.step(64):
+        assert not layers.hosted
+    with hosts.step(1):
+        assert layers.hosted == set(hosts.layers)
+    hosts.close()
+    with pytest.raises(EngineError, match="HF445"):
+        hosts.check()
+    layers.close()

@@ -1,0 +1,81 @@
+"""The GPU runner with streamed layers whose MLPs the host computes in steps of few tokens: tokens are those of
+transformers. Without a GPU its kernels run in the interpreter, and a simulated link brings layers late."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from simulated_copies import SimulatedCopies, unpinned_memory
+from tiny_gpu import Tiny, prompt, run, tokens_of
+
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.formats import safetensors
+from holdfast.execution.gpu.decoder import arrange_layer
+from holdfast.execution.streaming.copies import CudaCopies
+from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.expert_host import ExpertHost
+from holdfast.execution.streaming.host_mlps import HostMlps
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
+from holdfast.footprint.experts import ExchangeLayout
+from holdfast.footprint.streamed import streamed_layers
+from holdfast.observability.decisions import Decision
+from holdfast.planner.sizing.engine_weights import EngineWeights
+from holdfast.records import SamplingParams
+
+FEW = 2
+
+
+class Hosted(Tiny):
+    """All layers but one are streamed; of those the host has the MLPs of `hosted`."""
+
+    hosted: tuple[int, ...] = ()
+
+    def weights(self, device: torch.device) -> Weights:
+        device, dtype = torch.empty(0, device=device).device, torch.float32
+        on_gpu = device.type == "cuda"
+        make = partial(PinnedMemory, device=device) if on_gpu else unpinned_memory
+        checkpoint = Checkpoint(safetensors.read_headers(sorted(self.folder.glob("*.safetensors"))), "safetensors")
+        known = EngineWeights(self.spec, None, None).by_layer(dtype="float32")
+        placed = streamed_layers(known, len(self.spec.layers) - 1, 0)
+        assert set(self.hosted) < set(placed.layers)
+        self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
+        layers = DeviceLayers(placed, device, self.copies, make(placed.pinned_sizes))
+        arrange = partial(arrange_layer, dtype=dtype, device=device)
+        weights = load_weights(
+            self.spec, checkpoint, dtype=dtype, device=device, expand=True, slots=layers, arrange=arrange
+        )  # fmt: skip
+        if not self.hosted:
+            return weights
+        layout = ExchangeLayout(len(self.hosted), FEW, 1, self.spec.hidden_size, dtype.itemsize)
+        mlps = [load_host_mlp(self.spec, checkpoint, layer, dtype) for layer in self.hosted]
+        self.host = ExpertHost([mlp for mlp in mlps if mlp], layout, make([1 << 16]), dtype, device, 2)
+        decision = Decision("cpu_compute", "2 threads", "", "measured")
+        return with_host_mlps(
+            weights, self.spec, checkpoint, HostMlps(self.hosted, layers, self.host, FEW, decision)
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_tokens_are_those_of_a_model_that_the_gpu_computes(tmp_path: Path, device: torch.device, family: str) -> None:
+    """Prompts of more than few tokens come between steps of few: all MLPs are copied then."""
+    moved, found = [], []
+    for hosted in ((), (1, 2)):
+        sizes = {"head_dim": 16} if family == "Gemma2" else {}
+        model = Hosted(tmp_path, family, num_hidden_layers=4, **sizes)
+        model.hosted = tuple(sorted(hosted))
+        core = model.core(device, gpu=True, slots=2)
+        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (3, 4)]
+        outputs = run(core, [prompt(1, 7), prompt(2, 9)], params)
+        found.append([tokens_of(one) for one in outputs])
+        moved.append(model.copies.use().copied_bytes)
+        if hosted:
+            assert model.host.pairs >= 2 * 3
+        core.close()
+    assert found[0] == found[1]
+    assert moved[1] < moved[0]
