@@ -205,23 +205,32 @@ class HostMlps:
         sizes = [size for size in FEW_SIZES if size <= offer.tokens]
         with ComputeThreads(offer.threads, own=True).computing():
             taken_s = {size: measure_layers(list(kept.values()), 1, size, offer.dtype) for size in sizes}
-        gains = {count: offer.speedup(count, link, taken_s[1]) for count in range(1, MOST_IN_A_ROW + 1)}
-        in_a_row = max(gains, key=lambda count: gains[count])
-        few = max((size for size in sizes if offer.speedup(in_a_row, link, taken_s[size]) >= WORTH), default=0)
+        in_a_row = self._best_row(link, taken_s)
+        gains = {size: offer.speedup(in_a_row, link, taken) for size, taken in taken_s.items()}
+        few = max((size for size, gain in gains.items() if gain >= WORTH), default=0)
         rate = offer.mlp_bytes / taken_s[1]
         said = f"its cores read {rate / 1e9:.0f} GB/s for one token, the link brings {link / 1e9:.0f}"
         if not few:
-            return f"{said}: steps would be {gains[in_a_row]:.2f}x as fast"
+            return f"{said}: steps would be {gains[1]:.2f}x as fast"
         layers = hosted_layers(offer.order, in_a_row, room)
         kept |= self._loaded([layer for layer in layers if layer not in kept])
         if self._stopping.is_set() or not all(layer in kept for layer in layers):
             return STOPPED
         reason = (
             f"the host computes the MLPs of {counted(len(layers), 'streamed layer')} in steps of up to"
-            f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gains[in_a_row]:.2f}x as fast:"
+            f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gains[1]:.2f}x as fast:"
             f" {said}; {format_bytes(len(layers) * offer.mlp_bytes)} of RAM"
         )
         return self._join([kept[layer] for layer in layers], layers, few, reason)
+
+    def _best_row(self, link_bytes_per_s: float, taken_s: Mapping[int, float]) -> int:
+        """How many in a row gain most over all sizes of steps: more of them gain for one token what they lose for
+        eight, which the host takes longer for."""
+
+        def gained(count: int) -> float:
+            return sum(max(1.0, self._offer.speedup(count, link_bytes_per_s, taken)) for taken in taken_s.values())
+
+        return max(range(1, MOST_IN_A_ROW + 1), key=gained)
 
     def _join(self, mlps: Sequence[ExpertLayer], layers: Sequence[int], few: int, reason: str) -> Joined:
         offer, device = self._offer, self._device
