@@ -29,7 +29,7 @@ FEW_TOKENS = 32
 """At most, in a step for which no experts are copied: there is room for so many between the GPU and the host. Which
 steps have few is decided by calibration at the start."""
 PLACE_BYTES = 4
-"""Of an expert in its layer's table of places, int32."""
+"""Of an expert in its layer's table of places, and in that of its uses, int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class ExpertPlaces:
 
     @property
     def tables_bytes(self) -> int:
-        """Of VRAM: where each expert of each of `layers` is."""
-        return len(self.layers) * self.experts * PLACE_BYTES
+        """Of VRAM: where each expert of each of `layers` is, and how often it was used."""
+        return 2 * len(self.layers) * self.experts * PLACE_BYTES
 
     @property
     def vram_bytes(self) -> int:

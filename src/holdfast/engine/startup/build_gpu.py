@@ -158,6 +158,7 @@ def _build(
         lora=LoraLimits.of(config),
         beat=beat,
     )
+    hosts = runner.decoder.host_mlps
     try:
         built = _settle(
             runner,
@@ -166,10 +167,10 @@ def _build(
             context,
             progress,
             lambda: find_kv_scales(config, files, runner),
-            lambda ready: tiers_below_gpu(config, ready, runner.pinned_bytes),
+            lambda ready: tiers_below_gpu(config, ready, runner.pinned_bytes, 0 if hosts is None else hosts.most_bytes),
         )
-        if runner.decoder.host_mlps is not None:
-            runner.decoder.host_mlps.begin()
+        if hosts is not None:
+            hosts.begin()
         return built
     except BaseException:
         runner.close()

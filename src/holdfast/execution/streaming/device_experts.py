@@ -28,10 +28,11 @@ from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.expert_exchange import Exchange, FetchedPieces
 from holdfast.execution.streaming.expert_host import ExpertHost
+from holdfast.execution.streaming.expert_uses import ExpertUses
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.expert_places import ExpertPlaces
 from holdfast.observability.decisions import Decision
-from holdfast.records import LinkUse
+from holdfast.records import ExpertUse, LinkUse
 from holdfast.units import format_bytes
 
 FEW_TOKENS = 16
@@ -46,6 +47,8 @@ class Apart(NamedTuple):
 
     places: torch.Tensor
     """int32 [experts]"""
+    uses: torch.Tensor
+    """int32 [experts]: tokens that chose each, in steps with few, so far."""
     fetched: FetchedPieces | None = None
     """Those that wait are to be fetched; None: they are in their slot."""
     exchange: Exchange | None = None
@@ -76,17 +79,19 @@ class DeviceExperts:
         first = [[*range(stay), *range(-1, stay - places.experts - 1, -1)] for stay in places.resident]
         self.places = torch.tensor(first, dtype=torch.int32, device=device).view(-1, places.experts)
         """[layers, experts]"""
+        self._uses = torch.zeros_like(self.places)
+        self._counted = ExpertUses(self.places.cpu())
         self._paused, self._possible = False, 0.0
 
     @property
     def nbytes(self) -> int:
         """On the device: slots and tables."""
-        return sum(slot.tensor.nbytes for slot in self._slots) + self.places.nbytes
+        return sum(slot.tensor.nbytes for slot in self._slots) + self.places.nbytes + self._uses.nbytes
 
     @property
     def pinned_bytes(self) -> int:
-        """On the host."""
-        return self._memory.nbytes
+        """On the host, the exchange with it included."""
+        return self._memory.nbytes + (0 if self.host is None else self.host.pinned_bytes)
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._number
@@ -128,6 +133,7 @@ class DeviceExperts:
                 if slot.layer is not None:  # Its experts are overwritten.
                     self._copies.await_copy(slot.copied)
                     slot.layer = None
+            self._counted.look_at(self._uses)
         with nullcontext() if self.host is None or tokens > self.few_tokens else self.host.step(tokens):
             yield
 
@@ -152,16 +158,16 @@ class DeviceExperts:
     def begin(self, layer: int, tokens: int) -> Apart:
         """What is launched from now on finds its experts so, for a step of so many tokens."""
         number = self._number[layer]
-        places = self.places[number]
+        places, uses = self.places[number], self._uses[number]
         if tokens <= self.few_tokens:
             exchange = None if self.host is None or not self.host.beside else self.host.exchanges[number]
-            return Apart(places, self._fetched[layer], exchange)
+            return Apart(places, uses, self._fetched[layer], exchange)
         if not self._paused:
             slot = self._slot(layer)
             if slot.layer != layer:
                 self._ask(layer)
             self._copies.await_copy(slot.copied)
-        return Apart(places)
+        return Apart(places, uses)
 
     def end(self, layer: int, tokens: int) -> None:
         """All of it was launched: whoever is next in its slot may come."""
@@ -189,6 +195,15 @@ class DeviceExperts:
 
     def use(self) -> LinkUse:
         return msgspec.structs.replace(self._copies.use(), possible_bytes_per_s=self._possible)
+
+    def expert_use(self) -> ExpertUse:
+        host = self.host
+        return ExpertUse(
+            pairs=self._counted.pairs,
+            hits=self._counted.hits,
+            host_pairs=0 if host is None else host.pairs,
+            host_s=0.0 if host is None else host.computed_s,
+        )
 
     def decisions(self) -> list[Decision]:
         """How fast experts come, measured as steps with many tokens bring them, and what follows of it."""

@@ -141,6 +141,14 @@ class HostMlps:
         )
         return Decision("cpu_compute", "auto", reason, "planner")
 
+    @property
+    def most_bytes(self) -> int:
+        """Of RAM, for copies."""
+        most = max(
+            len(hosted_layers(self._offer.order, row, len(self.candidates))) for row in range(1, MOST_IN_A_ROW + 1)
+        )
+        return self._offer.mlp_bytes * max(0, min(most, self._offer.room_bytes() // self._offer.mlp_bytes))
+
     def begin(self) -> None:
         """Once the link was measured: copies are made, and the host joins when they are there."""
         self._thread.start()

@@ -135,9 +135,9 @@ class ExpertGpuMlp:
         chosen = None if exchange is None else exchange.experts[:count]
         kernels.route(logits, lines, normalized=spec.normalized, chosen=chosen)
         if apart is not None and exchange is not None and chosen is not None:
-            send(x, chosen, lines, apart.places, exchange)
+            send(x, chosen, lines, apart.places, apart.uses, exchange)
         if apart is not None and apart.fetched is not None and (exchange is None or exchange.over_link):
-            fetch(lines, apart.places, apart.fetched, pairs)
+            fetch(lines, apart.places, apart.uses if exchange is None else None, apart.fetched, pairs)
         self._multiply_gated(x, lines, inner, rows[:count], apart)
         self._down.multiply(self._down.inputs(inner, inner), lines, rows, by_token=False, apart=apart)
         if exchange is None:
