@@ -12,6 +12,7 @@ The most that NVML saw in use is sampled five times a second throughout, other p
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -68,6 +69,8 @@ ROWS |= {"qwen3-30b-a3b-q4k": EXPERTS, "qwen3-30b-a3b-q4k-zipf": EXPERTS._replac
 SHORT_TOKENS = 4
 """Of answers in the short run."""
 NVML_PERIOD_MS = 200
+HOST_S = 120
+"""That the host may take until it is decided what it computes."""
 
 
 def watch_nvml(most: list[int]) -> subprocess.Popen[str]:
@@ -92,6 +95,24 @@ class Run(NamedTuple):
     pairs: int
     hits: int
     host_s: float
+
+
+class HostDecided(logging.Handler):
+    """Whether the host computes some layers is decided after the start, and said in a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.line, self._said = time.perf_counter(), "", threading.Event()
+        logging.getLogger("holdfast").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("cpu_compute:"):
+            self.line = f"{record.getMessage()} (after {time.perf_counter() - self.begin:.1f} s)"
+            self._said.set()
+
+    def wait(self) -> str:
+        self._said.wait(HOST_S)
+        return self.line
 
 
 def run(llm: Any, sequences: int, prompt: int, output: int) -> Run:
@@ -149,7 +170,7 @@ def measure(name: str) -> None:
         else:
             model /= "model.gguf"
             write_q4_k(row.config, model, row.skew)
-        begin = time.perf_counter()
+        begin, host = time.perf_counter(), HostDecided()
         llm = LLM(str(model), skip_tokenizer_init=True, enable_prefix_caching=False, **settings)
         ready_s = time.perf_counter() - begin
         told = ("streamed_layers", "pinned_ram", "layers_on_disk", "link_copy", "nvme_read", "kv_pool", "cpu_compute")
@@ -159,6 +180,8 @@ def measure(name: str) -> None:
         terms = {} if memory is None else {one.term: (one.planned_bytes, one.measured_bytes) for one in memory.terms}
         print(json.dumps({"row": name, "ready_s": ready_s, "decisions": lines, "terms": terms}), flush=True)
         run(llm, 1, 16, 2)
+        if any(line.startswith("cpu_compute = auto") for line in lines):
+            print(json.dumps({"row": name, "cpu_compute": host.wait()}), flush=True)
         for prompt in row.prompts:
             run(llm, 1, prompt, 1)
             seconds = min(run(llm, 1, prompt, 1).seconds for _ in range(3))

@@ -16,14 +16,11 @@ from holdfast.checkpoints.formats import safetensors
 from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.expert_host import ExpertHost
-from holdfast.execution.streaming.host_mlps import HostMlps
+from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
-from holdfast.footprint.experts import ExchangeLayout
 from holdfast.footprint.streamed import streamed_layers
-from holdfast.observability.decisions import Decision
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import SamplingParams
 
@@ -51,13 +48,14 @@ class Hosted(Tiny):
         )  # fmt: skip
         if not self.hosted:
             return weights
-        layout = ExchangeLayout(len(self.hosted), FEW, 1, self.spec.hidden_size, dtype.itemsize)
-        mlps = [load_host_mlp(self.spec, checkpoint, layer, dtype) for layer in self.hosted]
-        self.host = ExpertHost([mlp for mlp in mlps if mlp], layout, make([1 << 16]), dtype, device, 2)
-        decision = Decision("cpu_compute", "2 threads", "", "measured")
-        return with_host_mlps(
-            weights, self.spec, checkpoint, HostMlps(self.hosted, layers, self.host, FEW, decision)
+        offer = MlpOffer(
+            order=placed.layers, attention_bytes=1, mlp_bytes=1, hidden=self.spec.hidden_size, dtype=dtype, tokens=FEW,
+            threads=2, room_bytes=lambda: 0, load=lambda layer: load_host_mlp(self.spec, checkpoint, layer, dtype),
         )  # fmt: skip
+        self.hosts = HostMlps(offer, layers, device, lambda sizes, device: make(sizes))
+        assert set(self.hosted) <= set(self.hosts.candidates)
+        self.hosts.joined = self.hosts._join(list(self.hosts._loaded(self.hosted).values()), self.hosted, FEW, "")
+        return with_host_mlps(weights, self.spec, checkpoint, self.hosts)
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -65,7 +63,7 @@ class Hosted(Tiny):
 def test_tokens_are_those_of_a_model_that_the_gpu_computes(tmp_path: Path, device: torch.device, family: str) -> None:
     """Prompts of more than few tokens come between steps of few: all MLPs are copied then."""
     moved, found = [], []
-    for hosted in ((), (1, 2)):
+    for hosted in ((), (2, 3)):
         sizes = {"head_dim": 16} if family == "Gemma2" else {}
         model = Hosted(tmp_path, family, num_hidden_layers=4, **sizes)
         model.hosted = tuple(sorted(hosted))
@@ -75,7 +73,7 @@ def test_tokens_are_those_of_a_model_that_the_gpu_computes(tmp_path: Path, devic
         found.append([tokens_of(one) for one in outputs])
         moved.append(model.copies.use().copied_bytes)
         if hosted:
-            assert model.host.pairs >= 2 * 3
+            assert model.hosts.joined.host.pairs >= 2 * 3
         core.close()
     assert found[0] == found[1]
     assert moved[1] < moved[0]

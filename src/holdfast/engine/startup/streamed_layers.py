@@ -52,8 +52,8 @@ def device_layers(
     return DeviceLayers(streamed, device, CudaCopies(device), pinned, file)
 
 
-def tiers_below_gpu(config: EngineConfig, plan: Plan, pinned_bytes: int) -> list[LowerTier]:
-    """Once layers are in place. `pinned_bytes`: as measured."""
+def tiers_below_gpu(config: EngineConfig, plan: Plan, pinned_bytes: int, mlps_bytes: int = 0) -> list[LowerTier]:
+    """Once layers are in place. `pinned_bytes`: as measured; `mlps_bytes`: of those that the host is to have too."""
     streamed, experts = plan.engine.streamed, plan.engine.expert_places
     if experts is not None:
         return [expert_tier(plan, experts, pinned_bytes)]
@@ -65,7 +65,10 @@ def tiers_below_gpu(config: EngineConfig, plan: Plan, pinned_bytes: int) -> list
         total_bytes=host.total_bytes,
         free_bytes=host.available_bytes + pinned_bytes,
         limited_by=host.limited_by,
-        terms=[MemoryTerm(tier="ram", term="weights", planned_bytes=planned, measured_bytes=pinned_bytes)],
+        terms=[
+            MemoryTerm(tier="ram", term="weights", planned_bytes=planned, measured_bytes=pinned_bytes),
+            *([MemoryTerm(tier="ram", term="mlps_cpu", planned_bytes=mlps_bytes)] if mlps_bytes else []),
+        ],
     )
     return [pinned, *(lower_tiers(config, plan) if streamed.on_disk else [])]
 
