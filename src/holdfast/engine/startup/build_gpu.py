@@ -158,7 +158,7 @@ def _build(
         lora=LoraLimits.of(config),
         beat=beat,
     )
-    hosts = runner.decoder.host_mlps
+    hosts = None if plan.engine.streamed is None else runner.decoder.host_mlps
     try:
         built = _settle(
             runner,
@@ -254,8 +254,8 @@ def _host_mlps(
     config: EngineConfig, plan: Plan, spec: ModelSpec, files: ModelFiles, weights: Weights
 ) -> HostMlps | None:
     """Of streamed layers, where the host's cores may be sooner done with them than the link brings them."""
-    layers, streamed = weights.slots, plan.engine.streamed
-    if not isinstance(layers, DeviceLayers) or streamed is None or config.cpu_compute == "off":
+    streamed = plan.engine.streamed
+    if streamed is None or config.cpu_compute == "off" or not isinstance(weights.slots, DeviceLayers):
         return None
     if streamed.on_disk or config.enable_lora or not native.available() or spec.decoder.mlp != "gated":
         why = "there are no compiled kernels for it"
@@ -286,7 +286,7 @@ def _host_mlps(
         room_bytes=room_bytes,
         load=load,
     )
-    return HostMlps(offer, layers, weights.final_norm.weight.device)
+    return HostMlps(offer, weights.slots, weights.final_norm.weight.device)
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
