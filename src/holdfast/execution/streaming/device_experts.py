@@ -100,8 +100,8 @@ class DeviceExperts:
 
     @property
     def pinned_bytes(self) -> int:
-        """On the host, the exchange with it included."""
-        return self._memory.nbytes + (0 if self.host is None else self.host.pinned_bytes)
+        """On the host."""
+        return self._memory.nbytes
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._number
