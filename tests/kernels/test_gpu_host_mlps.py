@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from simulated_copies import SimulatedCopies, unpinned_memory
-from tiny_gpu import Tiny, prompt, run, tokens_of
+from tiny_gpu import Tiny, prompt, run, tokens_of, told_of
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
@@ -31,13 +31,14 @@ class Hosted(Tiny):
     """All layers but one are streamed; of those the host has the MLPs of `hosted`."""
 
     hosted: tuple[int, ...] = ()
+    dtype = torch.float32
 
     def weights(self, device: torch.device) -> Weights:
-        device, dtype = torch.empty(0, device=device).device, torch.float32
+        device, dtype = torch.empty(0, device=device).device, self.dtype
         on_gpu = device.type == "cuda"
         make = partial(PinnedMemory, device=device) if on_gpu else unpinned_memory
         checkpoint = Checkpoint(safetensors.read_headers(sorted(self.folder.glob("*.safetensors"))), "safetensors")
-        known = EngineWeights(self.spec, None, None).by_layer(dtype="float32")
+        known = EngineWeights(self.spec, None, None).by_layer(dtype=str(dtype).removeprefix("torch."))
         placed = streamed_layers(known, len(self.spec.layers) - 1, 0)
         assert set(self.hosted) < set(placed.layers)
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
@@ -66,14 +67,33 @@ def test_tokens_are_those_of_a_model_that_the_gpu_computes(tmp_path: Path, devic
     for hosted in ((), (2, 3)):
         sizes = {"head_dim": 16} if family == "Gemma2" else {}
         model = Hosted(tmp_path, family, num_hidden_layers=4, **sizes)
-        model.hosted = tuple(sorted(hosted))
+        model.hosted = hosted
         core = model.core(device, gpu=True, slots=2)
-        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (3, 4)]
+        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (2, 3)]
         outputs = run(core, [prompt(1, 7), prompt(2, 9)], params)
         found.append([tokens_of(one) for one in outputs])
         moved.append(model.copies.use().copied_bytes)
         if hosted:
-            assert model.hosts.joined.host.pairs >= 2 * 3
+            assert model.hosts.joined.host.pairs >= 6
         core.close()
     assert found[0] == found[1]
     assert moved[1] < moved[0]
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_log_probabilities_in_bfloat16_are_close(tmp_path: Path, device: torch.device) -> None:
+    """Of given tokens, two a step, so that the host computes for all of them."""
+    found = []
+    for hosted in ((), (2,)):
+        model = Hosted(tmp_path, "Llama", num_hidden_layers=3)
+        model.hosted, model.dtype = hosted, torch.bfloat16
+        core = model.core(device, gpu=True, slots=1, step=FEW, kv_dtype=torch.bfloat16)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        (outputs,) = run(core, [prompt(3, 9)], [params])
+        found.append(torch.tensor([one.logprobs[0] for one in told_of(outputs)]))
+        if hosted:
+            assert model.hosts.joined.host.pairs >= 9
+        core.close()
+    assert found[0].shape == (8,)
+    torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0)
+    assert not torch.equal(found[1], found[0])
