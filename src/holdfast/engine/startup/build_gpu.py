@@ -168,7 +168,7 @@ def _build(
             context,
             progress,
             lambda: find_kv_scales(config, files, runner),
-            lambda ready: _below(config, ready, runner),
+            lambda ready: _below(config, ready, runner, hosts),
         )
         if hosts is not None:
             hosts.begin()
@@ -178,9 +178,9 @@ def _build(
         raise
 
 
-def _below(config: EngineConfig, plan: Plan, runner: GpuRunner) -> list[LowerTier]:
+def _below(config: EngineConfig, plan: Plan, runner: GpuRunner, hosts: HostMlps | None) -> list[LowerTier]:
     """Where layers or experts wait."""
-    places, hosts = plan.engine.expert_places, runner.decoder.host_mlps
+    places = plan.engine.expert_places
     if places is not None:
         return [expert_tier(plan, places, runner.pinned_bytes, runner.exchange_bytes)]
     return tiers_below_gpu(config, plan, runner.pinned_bytes, 0 if hosts is None else hosts.most_bytes)
