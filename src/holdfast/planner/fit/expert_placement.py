@@ -52,6 +52,8 @@ class ExpertPlacement:
     """What RAM lacks for experts that wait; 0: nothing, or it is not known what there is."""
     idle_reason: str = ""
     """Why the host's cores compute none, for people; empty: they do."""
+    copy_short_bytes: int = 0
+    """What RAM lacks for the copy that they would compute with; 0: nothing, or there is another reason."""
 
     @property
     def fits(self) -> bool:
@@ -179,14 +181,16 @@ def _over_host(plan: Plan) -> ExpertPlacement:
     """With the experts once more for the host's cores, where they compute sooner and RAM has room for them."""
     room, waiting = pinned_room(plan.question), experts_on_gpu(plan.question)
     assert waiting is not None
-    idle = _idle_reason(plan)
+    idle, copy_short = _idle_reason(plan), 0
     if not idle:
         computing = _with_host(plan)
-        short = 0 if room is None else computing.ram_bytes - room
-        if short <= 0:
+        copy_short = 0 if room is None else max(0, computing.ram_bytes - room)
+        if not copy_short:
             return computing
-        idle = f"RAM is {format_bytes(short)} short for a second copy of {format_bytes(computing.places.host_bytes)}"
-    return ExpertPlacement(plan, waiting, 0, 0 if room is None else max(0, waiting.pinned_bytes - room), idle)
+        copy = format_bytes(computing.places.host_bytes)
+        idle = f"RAM is {format_bytes(copy_short)} short for a second copy of {copy}"
+    short = 0 if room is None else max(0, waiting.pinned_bytes - room)
+    return ExpertPlacement(plan, waiting, 0, short, idle, copy_short)
 
 
 def _idle_reason(plan: Plan) -> str:
