@@ -182,7 +182,8 @@ def _modules(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def write_q4_k(config: dict[str, Any], path: Path) -> None:
+def write_q4_k(config: dict[str, Any], path: Path, skew: float = 0.0) -> None:
+    """`skew`: logits of the n-th expert of a layer spread by n to the power of less that: the first are chosen more."""
     import gguf
     import numpy
 
@@ -247,6 +248,7 @@ def write_q4_k(config: dict[str, Any], path: Path) -> None:
             ones(f"{stem}attn_q_norm.weight", width)
             ones(f"{stem}attn_k_norm.weight", width)
             router = random.standard_normal((experts, hidden), dtype=numpy.float32)
+            router *= (1 + random.permutation(experts).astype(numpy.float32))[:, None] ** -skew
             writer.add_tensor(f"{stem}ffn_gate_inp.weight", router)
             sides: dict[str, tuple[int, ...]] = {
                 "gate_exps": (experts, inner, hidden),

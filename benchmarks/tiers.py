@@ -1,6 +1,7 @@
 """Models larger than the GPU's memory: tokens a second, bytes moved a step, how busy the link was, what the driver saw.
 
-    python benchmarks/tiers.py ROW [ROW...]         rows: llama-70b-int4, llama-70b-int4-nvme, llama-8b-bf16
+    python benchmarks/tiers.py ROW [ROW...]         rows: llama-70b-int4, llama-70b-int4-nvme, llama-8b-bf16,
+                                                    qwen3-30b-a3b-q4k, qwen3-30b-a3b-q4k-zipf
 
 Dummy weights in real shapes; prompts of token ids, no tokenizer, ends ignored, no prefix cache. Each row is an engine
 in a process of its own with a budget of VRAM, a line of JSON for each batch as it is measured. Figures of decoding are
@@ -11,6 +12,7 @@ The most that NVML saw in use is sampled five times a second throughout, other p
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_worker import LLAMA, SHAPES
-from benchmarks.random_checkpoints import awq_config
+from benchmarks.random_checkpoints import awq_config, write_q4_k
 
 LLAMA_70B: dict[str, Any] = LLAMA | {
     "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
@@ -34,6 +36,10 @@ class Row(NamedTuple):
     settings: dict[str, Any]
     batches: tuple[tuple[int, int, int], ...]
     """Sequences, tokens of each prompt, tokens of each answer."""
+    skew: float | None = None
+    """A GGUF file in Q4_K, whose routers prefer experts so much; None: dummies of the config."""
+    prompts: tuple[int, ...] = ()
+    """Tokens of prompts that are measured by themselves, one at a time."""
 
 
 USUAL = {"max_model_len": 2048, "max_num_seqs": 32, "max_num_batched_tokens": 2048}
@@ -52,9 +58,19 @@ ROWS = {
         ((8, 1900, 64),),
     ),
 }
+EXPERTS = Row(
+    SHAPES["qwen3-30b-a3b"],
+    USUAL | {"vram": "8GiB"},
+    ((1, 128, 132), (8, 128, 68), (32, 128, 36)),
+    skew=0.0,
+    prompts=(512, 2000),
+)
+ROWS |= {"qwen3-30b-a3b-q4k": EXPERTS, "qwen3-30b-a3b-q4k-zipf": EXPERTS._replace(skew=0.3)}
 SHORT_TOKENS = 4
 """Of answers in the short run."""
 NVML_PERIOD_MS = 200
+HOST_S = 120
+"""That the host may take until it is decided what it computes."""
 
 
 def watch_nvml(most: list[int]) -> subprocess.Popen[str]:
@@ -76,10 +92,32 @@ class Run(NamedTuple):
     copied_bytes: int
     busy_s: float
     stalled_s: float
+    pairs: int
+    hits: int
+    host_s: float
+
+
+class HostDecided(logging.Handler):
+    """Whether the host computes some layers is decided after the start, and said in a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.line, self._said = time.perf_counter(), "", threading.Event()
+        logging.getLogger("holdfast").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("cpu_compute:"):
+            self.line = f"{record.getMessage()} (after {time.perf_counter() - self.begin:.1f} s)"
+            self._said.set()
+
+    def wait(self) -> str:
+        self._said.wait(HOST_S)
+        return self.line
 
 
 def run(llm: Any, sequences: int, prompt: int, output: int) -> Run:
     from holdfast import SamplingParams
+    from holdfast.records import ExpertUse
 
     draw = random.Random(sequences)
     prompts = [[draw.randint(0, 120000) for _ in range(prompt)] for _ in range(sequences)]
@@ -88,12 +126,16 @@ def run(llm: Any, sequences: int, prompt: int, output: int) -> Run:
     answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     seconds, after = time.perf_counter() - begin, llm.get_stats()
     assert all(len(answer.outputs[0].token_ids) == output for answer in answers)
+    used, since = before.experts or ExpertUse(), after.experts or ExpertUse()
     return Run(
         seconds,
         after.steps_total - before.steps_total,
         after.link.copied_bytes - before.link.copied_bytes,
         after.link.busy_s - before.link.busy_s,
         after.link.stalled_s - before.link.stalled_s,
+        since.pairs - used.pairs,
+        since.hits - used.hits,
+        since.host_s - used.host_s,
     )
 
 
@@ -110,6 +152,8 @@ def figures(sequences: int, output: int, whole: Run, short: Run) -> dict[str, fl
         "link_busy": busy_s / seconds,
         "gpu_waited": (whole.stalled_s - short.stalled_s) / seconds,
         "short_s": short.seconds,
+        "expert_hits": whole.hits / whole.pairs if whole.pairs else 0.0,
+        "host_computed": (whole.host_s - short.host_s) / seconds,
     }
 
 
@@ -119,20 +163,34 @@ def measure(name: str) -> None:
     row, most = ROWS[name], [0]
     watcher = watch_nvml(most)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(row.config))
-        begin = time.perf_counter()
-        llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, **row.settings)
+        model, settings = Path(folder), row.settings
+        if row.skew is None:
+            (model / "config.json").write_text(json.dumps(row.config))
+            settings = settings | {"load_format": "dummy"}
+        else:
+            model /= "model.gguf"
+            write_q4_k(row.config, model, row.skew)
+        begin, host = time.perf_counter(), HostDecided()
+        llm = LLM(str(model), skip_tokenizer_init=True, enable_prefix_caching=False, **settings)
         ready_s = time.perf_counter() - begin
-        told = ("streamed_layers", "pinned_ram", "layers_on_disk", "link_copy", "nvme_read", "kv_pool", "cpu_compute")
+        told = ("streamed", "pinned", "layers_on_disk", "link_copy", "nvme_read", "kv_pool", "cpu_", "expe", "host_")
         lines = [line for line in llm.info.decisions if line.startswith(told)]
         memory = llm.info.memory
         terms = {} if memory is None else {one.term: (one.planned_bytes, one.measured_bytes) for one in memory.terms}
-        print(json.dumps({"row": name, "ready_s": ready_s, "decisions": lines, "terms": terms}), flush=True)
+        ready = {"row": name, "ready_s": ready_s, "decisions": lines, "terms": terms, "nvml_mib": most[0]}
+        print(json.dumps(ready), flush=True)
         run(llm, 1, 16, 2)
+        if any(line.startswith("cpu_compute = auto") for line in lines):
+            print(json.dumps({"row": name, "cpu_compute": host.wait()}), flush=True)
+        for prompt in row.prompts:
+            run(llm, 1, prompt, 1)
+            seconds = min(run(llm, 1, prompt, 1).seconds for _ in range(3))
+            found = {"prompt": prompt, "tok_per_s": round(prompt / seconds), "nvml_mib": most[0]}
+            print(json.dumps({"row": name, **found}), flush=True)
         for sequences, prompt, output in row.batches:
             short = run(llm, sequences, prompt, SHORT_TOKENS)
-            found = figures(sequences, output, run(llm, sequences, prompt, output), short)
-            rounded = {key: round(value, 3) for key, value in found.items()}
+            batch = figures(sequences, output, run(llm, sequences, prompt, output), short)
+            rounded = {key: round(value, 3) for key, value in batch.items()}
             print(json.dumps({"row": name, "batch": sequences, **rounded, "nvml_mib": most[0]}), flush=True)
         llm.close()
     watcher.kill()

@@ -9,21 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from simulated_copies import SimulatedCopies, unpinned_memory
-from tiny_gpu import Tiny, prompt, run, tokens_of
+from tiny_gpu import Tiny, prompt, run, tokens_of, told_of
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.expert_host import ExpertHost
-from holdfast.execution.streaming.host_mlps import HostMlps
+from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
-from holdfast.footprint.experts import ExchangeLayout
 from holdfast.footprint.streamed import streamed_layers
-from holdfast.observability.decisions import Decision
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import SamplingParams
 
@@ -34,13 +31,14 @@ class Hosted(Tiny):
     """All layers but one are streamed; of those the host has the MLPs of `hosted`."""
 
     hosted: tuple[int, ...] = ()
+    dtype = torch.float32
 
     def weights(self, device: torch.device) -> Weights:
-        device, dtype = torch.empty(0, device=device).device, torch.float32
+        device, dtype = torch.empty(0, device=device).device, self.dtype
         on_gpu = device.type == "cuda"
         make = partial(PinnedMemory, device=device) if on_gpu else unpinned_memory
         checkpoint = Checkpoint(safetensors.read_headers(sorted(self.folder.glob("*.safetensors"))), "safetensors")
-        known = EngineWeights(self.spec, None, None).by_layer(dtype="float32")
+        known = EngineWeights(self.spec, None, None).by_layer(dtype=str(dtype).removeprefix("torch."))
         placed = streamed_layers(known, len(self.spec.layers) - 1, 0)
         assert set(self.hosted) < set(placed.layers)
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
@@ -51,13 +49,14 @@ class Hosted(Tiny):
         )  # fmt: skip
         if not self.hosted:
             return weights
-        layout = ExchangeLayout(len(self.hosted), FEW, 1, self.spec.hidden_size, dtype.itemsize)
-        mlps = [load_host_mlp(self.spec, checkpoint, layer, dtype) for layer in self.hosted]
-        self.host = ExpertHost([mlp for mlp in mlps if mlp], layout, make([1 << 16]), dtype, device, 2)
-        decision = Decision("cpu_compute", "2 threads", "", "measured")
-        return with_host_mlps(
-            weights, self.spec, checkpoint, HostMlps(self.hosted, layers, self.host, FEW, decision)
+        offer = MlpOffer(
+            order=placed.layers, attention_bytes=1, mlp_bytes=1, hidden=self.spec.hidden_size, dtype=dtype, tokens=FEW,
+            threads=2, room_bytes=lambda: 0, load=lambda layer: load_host_mlp(self.spec, checkpoint, layer, dtype),
         )  # fmt: skip
+        self.hosts = HostMlps(offer, layers, device, lambda sizes, device: make(sizes))
+        assert set(self.hosted) <= set(self.hosts.candidates)
+        self.hosts.joined = self.hosts._join(list(self.hosts._loaded(self.hosted).values()), self.hosted, FEW, "")
+        return with_host_mlps(weights, self.spec, checkpoint, self.hosts)
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -65,17 +64,36 @@ class Hosted(Tiny):
 def test_tokens_are_those_of_a_model_that_the_gpu_computes(tmp_path: Path, device: torch.device, family: str) -> None:
     """Prompts of more than few tokens come between steps of few: all MLPs are copied then."""
     moved, found = [], []
-    for hosted in ((), (1, 2)):
+    for hosted in ((), (2, 3)):
         sizes = {"head_dim": 16} if family == "Gemma2" else {}
         model = Hosted(tmp_path, family, num_hidden_layers=4, **sizes)
-        model.hosted = tuple(sorted(hosted))
+        model.hosted = hosted
         core = model.core(device, gpu=True, slots=2)
-        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (3, 4)]
+        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (2, 3)]
         outputs = run(core, [prompt(1, 7), prompt(2, 9)], params)
         found.append([tokens_of(one) for one in outputs])
         moved.append(model.copies.use().copied_bytes)
         if hosted:
-            assert model.host.pairs >= 2 * 3
+            assert model.hosts.joined.host.pairs >= 6
         core.close()
     assert found[0] == found[1]
     assert moved[1] < moved[0]
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_log_probabilities_in_bfloat16_are_close(tmp_path: Path, device: torch.device) -> None:
+    """Of given tokens, two a step, so that the host computes for all of them."""
+    found = []
+    for hosted in ((), (2,)):
+        model = Hosted(tmp_path, "Llama", num_hidden_layers=3)
+        model.hosted, model.dtype = hosted, torch.bfloat16
+        core = model.core(device, gpu=True, slots=1, step=FEW, kv_dtype=torch.bfloat16)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        (outputs,) = run(core, [prompt(3, 9)], [params])
+        found.append(torch.tensor([one.logprobs[0] for one in told_of(outputs)]))
+        if hosted:
+            assert model.hosts.joined.host.pairs >= 9
+        core.close()
+    assert found[0].shape == (8,)
+    torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0)
+    assert not torch.equal(found[1], found[0])

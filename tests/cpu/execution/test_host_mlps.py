@@ -4,7 +4,9 @@ halves stay where they are disturb no others, whatever order a simulated GPU doe
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from holdfast.errors import EngineError
 from holdfast.execution import native
 from holdfast.execution.streaming import host_mlps
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer, hosted_layers, measured_mlps, speedup
+from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer, hosted_layers, speedup
 from holdfast.footprint.streamed import streamed_layers
 from holdfast.units import GIB
 
@@ -110,9 +112,9 @@ def offered(streamed: Sequence[int], room: int, mlp: native.ExpertLayer | None) 
         mlp_bytes=4 << 20,
         hidden=64,
         dtype=torch.float32,
-        room_bytes=room,
         tokens=8,
         threads=2,
+        room_bytes=lambda: room,
         load=lambda layer: mlp,
     )
 
@@ -131,50 +133,103 @@ def mlp() -> native.ExpertLayer:
     )
 
 
-def test_as_many_as_are_worth_it_and_ram_holds(mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def layers() -> Iterator[DeviceLayers]:
     streamed = streamed_layers([4096] * 8, 8, 0)
     sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
-    layers = DeviceLayers(streamed, CPU, SimulatedCopies(), unpinned_memory(streamed.pinned_sizes))
-    filled(layers, dict.fromkeys(sizes, 256), sizes)
+    made = DeviceLayers(streamed, CPU, SimulatedCopies(), unpinned_memory(streamed.pinned_sizes))
+    filled(made, dict.fromkeys(sizes, 256), sizes)
+    made.decisions()
+    made._possible = 10e9
+    yield made
+    made.close()
+
+
+def decided(layers: DeviceLayers, room: int, mlp: native.ExpertLayer | None) -> HostMlps:
+    """As the thread decides that makes the copies."""
+    hosts = HostMlps(offered(range(8), room, mlp), layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    assert hosts.joined is None
+    hosts.begin()
+    hosts.wait(30)
+    return hosts
+
+
+def test_as_many_as_are_worth_it_and_ram_holds(
+    layers: DeviceLayers,
+    mlp: native.ExpertLayer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "holdfast")
     taken_s = dict.fromkeys(host_mlps.FEW_SIZES, 1e-4) | {8: 1.0}
     monkeypatch.setattr(host_mlps, "measure_layers", lambda made, per_token, tokens, dtype: taken_s[tokens])
-    monkeypatch.setattr(layers, "_rate", lambda layers: 10e9)
-
-    def found(room: int, one: native.ExpertLayer | None = mlp) -> HostMlps | str:
-        offer = offered(streamed.layers, room, one)
-        return measured_mlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
-
-    hosts = found(GIB)
-    assert isinstance(hosts, HostMlps)
-    assert (hosts.layers, hosts.few_tokens) == ((1, 2, 4, 5, 7), 4)
-    assert "MLPs of 5 streamed layers in steps of up to 4 tokens" in hosts.decision.reason
+    hosts = decided(layers, GIB, mlp)
+    assert hosts.joined is not None
+    assert (tuple(hosts.joined.exchanges), hosts.joined.few_tokens) == ((1, 2, 4, 5, 7), 4)
+    assert "the host computes the MLPs of 5 streamed layers in steps of up to 4 tokens" in caplog.text
     hosts.close()
-    fewer = found(13 << 20)
-    assert isinstance(fewer, HostMlps)
-    assert len(fewer.layers) == 3
+    fewer = decided(layers, 9 << 20, mlp)
+    assert fewer.joined is not None
+    assert tuple(fewer.joined.exchanges) == (1, 4)
     fewer.close()
-    assert "RAM has room for 1 MLP" in str(found(5 << 20))
-    assert found(GIB, None) == "compiled kernels do not read them"
+    for room, one, said in (
+        (5 << 20, mlp, "RAM has room for 1 MLP"),
+        (GIB, None, "compiled kernels do not read them"),
+    ):
+        none = decided(layers, room, one)
+        assert none.joined is None
+        assert said in caplog.text
+        none.close()
     taken_s[1] = taken_s[2] = taken_s[4] = 1.0
-    assert "steps would be 0." in str(found(GIB))
-    layers.close()
+    decided(layers, GIB, mlp).close()
+    assert "steps would be 0." in caplog.text
 
 
-def test_what_kept_the_host_from_answering_is_told(mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch) -> None:
-    streamed = streamed_layers([4096] * 4, 4, 0)
-    sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
-    layers = DeviceLayers(streamed, CPU, SimulatedCopies(), unpinned_memory(streamed.pinned_sizes))
-    filled(layers, dict.fromkeys(sizes, 256), sizes)
+def test_several_tokens_count_as_much_as_one(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For one token two in a row would be sooner done, for four and eight they would hold up the link."""
+    taken_s = {1: 1e-4, 2: 3e-4, 4: 5e-4, 8: 6e-4}
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda made, per_token, tokens, dtype: taken_s[tokens])
+    hosts = decided(layers, GIB, mlp)
+    assert hosts.joined is not None
+    assert (tuple(hosts.joined.exchanges), hosts.joined.few_tokens) == ((1, 3, 5, 7), 8)
+    hosts.close()
+
+
+def test_a_step_of_few_tokens_leaves_second_halves_where_they_are(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an engine whose host does not answer says so."""
     monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
     monkeypatch.setattr("holdfast.execution.streaming.expert_host.PATIENCE_S", 0.01)
-    offer = offered(streamed.layers, GIB, mlp)
-    hosts = measured_mlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
-    assert isinstance(hosts, HostMlps)
+    hosts = decided(layers, GIB, mlp)
+    assert hosts.joined is not None
     with hosts.step(64):
         assert not layers.hosted
+        assert hosts.exchange(1) is None
     with hosts.step(1):
-        assert layers.hosted == set(hosts.layers)
+        assert layers.hosted == set(hosts.joined.exchanges)
+        assert hosts.exchange(1) is hosts.joined.exchanges[1]
+    assert hosts.exchange(1) is None
     hosts.close()
     with pytest.raises(EngineError, match="HF445"):
         hosts.check()
-    layers.close()
+
+
+def test_an_engine_that_is_closed_waits_for_no_copies(layers: DeviceLayers, mlp: native.ExpertLayer) -> None:
+    begun, going_on = threading.Event(), threading.Event()
+
+    def load(layer: int) -> native.ExpertLayer:
+        begun.set()
+        going_on.wait(30)
+        return mlp
+
+    offer = replace(offered(range(8), GIB, mlp), load=load)
+    hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    hosts.begin()
+    assert begun.wait(30)
+    hosts._stopping.set()
+    going_on.set()
+    hosts.close()
+    assert hosts.joined is None

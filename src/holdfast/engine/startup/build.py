@@ -376,6 +376,7 @@ def _build_on_gpu(
         steps_ahead=1,
         vram=vram,
         link_use=None if plan.engine.streamed is None and plan.engine.expert_places is None else runner.link_use,
+        expert_use=None if plan.engine.expert_places is None else runner.expert_use,
     )
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
 

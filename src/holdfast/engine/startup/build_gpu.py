@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoints import Checkpoint, ModelFiles, open_checkpoint
+from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.kv_scales import find_kv_scales
-from holdfast.engine.startup.placed_experts import device_experts, expert_host
+from holdfast.engine.startup.placed_experts import device_experts, expert_host, expert_tier, host_layers
 from holdfast.engine.startup.streamed_layers import device_layers, tiers_below_gpu
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution import native
@@ -29,11 +29,13 @@ from holdfast.execution.gpu.memory.arbiter import VramArbiter
 from holdfast.execution.gpu.memory.oom import is_shortage
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer, measured_mlps
+from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
+from holdfast.footprint.gpu import GRAPHS_BYTES
 from holdfast.hardware import memory as ram
 from holdfast.hardware import processor
 from holdfast.models import ModelSpec
@@ -157,19 +159,31 @@ def _build(
         lora=LoraLimits.of(config),
         beat=beat,
     )
+    hosts = None if plan.engine.streamed is None else runner.decoder.host_mlps
     try:
-        return _settle(
+        built = _settle(
             runner,
             plan,
             memory,
             context,
             progress,
             lambda: find_kv_scales(config, files, runner),
-            lambda ready: tiers_below_gpu(config, ready, runner.pinned_bytes),
+            lambda ready: _below(config, ready, runner, hosts),
         )
+        if hosts is not None:
+            hosts.begin()
+        return built
     except BaseException:
         runner.close()
         raise
+
+
+def _below(config: EngineConfig, plan: Plan, runner: GpuRunner, hosts: HostMlps | None) -> list[LowerTier]:
+    """Where layers or experts wait."""
+    places = plan.engine.expert_places
+    if places is not None:
+        return [expert_tier(plan, places, runner.pinned_bytes, runner.exchange_bytes)]
+    return tiers_below_gpu(config, plan, runner.pinned_bytes, 0 if hosts is None else hosts.most_bytes)
 
 
 def _settle(
@@ -226,7 +240,8 @@ def _load(
     def pinned(done: int, total: int) -> None:
         progress("pin", done, total)
 
-    with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
+    opened = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files)
+    with opened as checkpoint, host_layers(plan, spec, checkpoint) as loaded:
         weights = load_weights(
             spec,
             checkpoint,
@@ -239,53 +254,60 @@ def _load(
             experts=device_experts(plan, device, pinned),
             arrange=partial(arrange_layer, dtype=DTYPES[plan.dtype], device=device),
         )
-        if weights.experts is not None and (host := expert_host(plan, spec, checkpoint, device)) is not None:
-            weights.experts.compute_on_host(host)
-        hosts = _host_mlps(config, plan, spec, checkpoint, weights)
+        if loaded is not None and weights.experts is not None:
+            weights.experts.compute_on_host(expert_host(plan, spec, loaded(), device))
+        hosts = _host_mlps(config, plan, spec, files, weights)
         return weights if hosts is None else with_host_mlps(weights, spec, checkpoint, hosts)
 
 
 def _host_mlps(
-    config: EngineConfig, plan: Plan, spec: ModelSpec, checkpoint: Checkpoint | None, weights: Weights
+    config: EngineConfig, plan: Plan, spec: ModelSpec, files: ModelFiles, weights: Weights
 ) -> HostMlps | None:
-    """Of streamed layers, where the host's cores are sooner done with them than the link brings them; a line says why
-    there are none."""
-    layers, streamed = weights.slots, plan.engine.streamed
-    if not isinstance(layers, DeviceLayers) or streamed is None or config.cpu_compute == "off":
+    """Of streamed layers, where the host's cores may be sooner done with them than the link brings them."""
+    streamed = plan.engine.streamed
+    if streamed is None or config.cpu_compute == "off" or not isinstance(weights.slots, DeviceLayers):
         return None
-    found: HostMlps | str
-    if streamed.on_disk or config.enable_lora:
-        found = "adapters are added on the GPU" if config.enable_lora else "the disk is slower than either"
-    elif (missing := native.why_not()) is not None:
-        found = missing
-    else:
-        like, free = weights.layers[streamed.layers[0]], int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES
-        if config.ram is not None:
-            free = min(free, config.ram - streamed.pinned_bytes - RAM_KEPT_BYTES)
-        offer = MlpOffer(
-            order=streamed.layers,
-            attention_bytes=like.nbytes - like.mlp.nbytes,
-            mlp_bytes=like.mlp.nbytes,
-            hidden=spec.hidden_size,
-            dtype=weights.dtype,
-            room_bytes=free,
-            tokens=plan.limits.max_num_seqs,
-            threads=max(1, processor().cores - 1),
-            load=lambda one: load_host_mlp(spec, checkpoint, one, weights.dtype, plan.engine.quantize),
-        )
-        found = measured_mlps(offer, layers, weights.final_norm.weight.device)
-    if isinstance(found, HostMlps):
-        return found
-    log.info("cpu_compute: the GPU computes all MLPs (%s)", found)
-    return None
+    if streamed.on_disk or config.enable_lora or not native.available() or spec.decoder.mlp != "gated":
+        why = "there are no compiled kernels for it"
+        if streamed.on_disk or config.enable_lora:
+            why = "layers come from a disk, which is slower" if streamed.on_disk else "LoRA is added on the GPU"
+        log.info("cpu_compute: the GPU computes all MLPs (%s)", native.why_not() or why)
+        return None
+    like, pinned = weights.layers[streamed.layers[0]], streamed.pinned_bytes
+    if isinstance(like.mlp, ExpertWeights):
+        return None
+
+    def room_bytes() -> int:
+        free = int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES
+        return free if config.ram is None else min(free, config.ram - pinned - RAM_KEPT_BYTES)
+
+    def load(layer: int) -> native.ExpertLayer | None:
+        with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
+            return load_host_mlp(spec, checkpoint, layer, weights.dtype, plan.engine.quantize)
+
+    offer = MlpOffer(
+        order=streamed.layers,
+        attention_bytes=like.nbytes - like.mlp.nbytes,
+        mlp_bytes=like.mlp.nbytes,
+        hidden=spec.hidden_size,
+        dtype=weights.dtype,
+        tokens=plan.limits.max_num_seqs,
+        threads=max(1, processor().cores - 1),
+        room_bytes=room_bytes,
+        load=load,
+    )
+    return HostMlps(offer, weights.slots, weights.final_norm.weight.device)
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
     """By term, as the pool is sized by: with what no term accounts for, and what is still to come of graphs, and of
     kernels that the driver loads when they are first used. Those that the profile run has loaded are held already, and
-    no term accounts for them: they are not reserved a second time."""
+    no term accounts for them: they are not reserved a second time. Graphs that are captured later are reserved whole:
+    what else no term accounts for has nothing to do with them."""
     unaccounted = max(0, held - sum(measured.values()))
-    to_come = max(0, plan.terms.get("graphs", 0) - measured["graphs"] - unaccounted)
+    planned = plan.terms.get("graphs", 0)
+    code, later = min(planned, GRAPHS_BYTES), max(0, planned - GRAPHS_BYTES)
+    to_come = min(max(0, code - measured["graphs"] - unaccounted) + later, max(0, planned - measured["graphs"]))
     return {
         **measured,
         "context": max(measured["context"], plan.terms.get("context", 0)),

@@ -17,6 +17,7 @@ from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.cuda.module import kernel_decision
 from holdfast.execution.gpu.layers.attention import DecodeRows, GpuAttention, PrefillRows
+from holdfast.execution.gpu.layers.host_mlp import HostedGpuMlp
 from holdfast.execution.gpu.layers.linear import GpuLinear, Scratch, arrange, gpu_linear
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.layers.mlp import GpuMlp, MlpBuffers, gating_decisions, make_mlps
@@ -303,5 +304,9 @@ class GpuDecoder:
                 _, attended = self._project(layer, stream)
                 self._add_attended(layer, attended, stream)
                 self._feed(layer, stream)
+        if self.host_mlps is not None:
+            norm = self._layers[self.host_mlps.candidates[0]].weights.mlp_norm
+            weight = norm.weight if self._norms_in_mlp(norm) and norm is not None else None
+            HostedGpuMlp.load_kernels(self._stream[:1], weight, self.spec.norm_eps, self._normed[:1])
         for size in padded_sizes(self._most_sampling):
             self._score(self._sampling[:size], logits[:size])

@@ -46,6 +46,7 @@ from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.records import (
     AdapterArrival,
+    ExpertUse,
     Failure,
     LinkUse,
     Row,
@@ -153,6 +154,12 @@ class GpuRunner:
         return 0 if self._coming is None else self._coming.pinned_bytes
 
     @property
+    def exchange_bytes(self) -> int:
+        """Of RAM, through which the host computes experts."""
+        host = None if self.decoder.experts is None else self.decoder.experts.host
+        return 0 if host is None else host.pinned_bytes
+
+    @property
     def _coming(self) -> DeviceLayers | DeviceExperts | None:
         """What does not all stay on the GPU."""
         return self.decoder.streamed or self.decoder.experts
@@ -187,6 +194,10 @@ class GpuRunner:
     def link_use(self) -> LinkUse | None:
         """Of the link over which layers or experts come; None where all stay on the GPU."""
         return None if self._coming is None else self._coming.use()
+
+    def expert_use(self) -> ExpertUse | None:
+        """None where all experts stay on the GPU."""
+        return None if self.decoder.experts is None else self.decoder.experts.expert_use()
 
     def reserve_kv(self, most_blocks: int) -> None:
         self._kv = KVRange(self.layout, most_blocks, self.device, self.kv_dtype)

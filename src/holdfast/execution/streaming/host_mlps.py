@@ -1,29 +1,35 @@
 """MLPs of streamed layers that the host computes in steps of few tokens, while the link brings the other layers:
 
-    layer       S          H          S          H            S: comes over the link whole; H: its attention comes, its
-    the link  ─Ha─►─S'm──────────►─S'a─►─Ha─►─S''m────►       MLP is computed where it waits, beside the next copy
-    the host         ── MLP of H ──        ── MLP of H ──
+    layer      S         H          S          H            S: comes over the link whole; H: its attention comes, its
+    the link  ─Ha─►─S'm──────────►─S'a─►─Ha─►─S''m────►     MLP is computed by the host beside the next one's copy
+    the host        ── MLP of H ──       ── MLP of H ──
 
-In steps with more tokens they are streamed like the others. Decides how many are worth it, from what was measured.
-Knows nothing of files or kernels.
+In steps with more tokens they are streamed like the others. Until the host has its copies, which are made while steps
+run, all are. How many are worth it is decided then, from what was measured. Knows nothing of files or kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from holdfast.errors import HoldfastError
 from holdfast.execution.native import ComputeThreads, ExpertLayer, measure_layers
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.expert_exchange import LayerExchange
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.footprint.experts import ExchangeLayout
 from holdfast.observability.decisions import Decision
 from holdfast.units import counted, format_bytes
+
+log = logging.getLogger("holdfast")
 
 PAGE_BYTES = 4096
 MEASURED_MLPS = 2
@@ -33,6 +39,7 @@ FEW_SIZES = (1, 2, 4, 8, 16, 32)
 LOADERS = 8
 """MLPs that are loaded for the host at a time."""
 
+STOPPED = "the engine was stopped before they were copied"
 WORTH = 1.1
 """What steps must become faster by, as they are estimated, for the host to compute beside them."""
 MOST_IN_A_ROW = 2
@@ -64,34 +71,6 @@ def hosted_layers(streamed: Sequence[int], in_a_row: int, most: int) -> tuple[in
     return tuple(found[number * len(found) // count] for number in range(count))
 
 
-class HostMlps:
-    """`layers`: those whose MLPs the host has, in their order. Closed before the streamed layers are."""
-
-    def __init__(
-        self, layers: Sequence[int], streamed: DeviceLayers, host: ExpertHost, few_tokens: int, decision: Decision
-    ) -> None:
-        self.layers, self.few_tokens, self.host, self.decision = tuple(layers), few_tokens, host, decision
-        self._streamed, self._all = streamed, frozenset(layers)
-
-    @contextmanager
-    def step(self, tokens: int) -> Iterator[None]:
-        """Around all that launches a step of so many tokens."""
-        if tokens > self.few_tokens:
-            self._streamed.hosted = frozenset()
-            yield
-            return
-        self._streamed.hosted = self._all
-        with self.host.step(tokens):
-            yield
-
-    def check(self) -> None:
-        """Raises what went wrong on the host, whose answers then mean nothing."""
-        self.host.check()
-
-    def close(self) -> None:
-        self.host.close()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpOffer:
     """What the host could compute, and with what."""
@@ -103,60 +82,181 @@ class MlpOffer:
     """Of one of them."""
     hidden: int
     dtype: torch.dtype
-    room_bytes: int
-    """Of RAM, for MLPs once more."""
     tokens: int
     """Of a step, at most."""
     threads: int
+    room_bytes: Callable[[], int]
+    """Of RAM that is free for MLPs once more."""
     load: Callable[[int], ExpertLayer | None]
     """The MLP of a layer; None: compiled products do not read it."""
 
-    def loaded(self, layers: Sequence[int]) -> dict[int, ExpertLayer | None]:
-        with ThreadPoolExecutor(min(LOADERS, max(1, len(layers))), "host-mlp") as pool:
-            return dict(zip(layers, pool.map(self.load, layers), strict=True))
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """Those that the host may be given, however many are worth it."""
+        found = {
+            layer for row in range(1, MOST_IN_A_ROW + 1) for layer in hosted_layers(self.order, row, len(self.order))
+        }
+        return tuple(sorted(found))
 
     def speedup(self, in_a_row: int, link_bytes_per_s: float, host_mlp_s: float) -> float:
         return speedup(in_a_row, self.attention_bytes, self.mlp_bytes, link_bytes_per_s, host_mlp_s)
 
 
-def measured_mlps(
-    offer: MlpOffer,
-    streamed: DeviceLayers,
-    device: torch.device,
-    pinned: Callable[[Sequence[int], torch.device], PinnedMemory] = PinnedMemory,
-) -> HostMlps | str:
-    """As many as make steps fastest, by what the link and some MLPs are measured to take; or why there are none."""
-    room, trial = offer.room_bytes // offer.mlp_bytes, hosted_layers(offer.order, MOST_IN_A_ROW, MEASURED_MLPS)
-    if room < len(trial) or not trial:
-        return (
-            f"RAM has room for {counted(max(0, room), 'MLP')} of {format_bytes(offer.mlp_bytes)} beside what is pinned"
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What the host computes from now on."""
+
+    host: ExpertHost
+    exchanges: Mapping[int, LayerExchange]
+    """By layer."""
+    few_tokens: int
+    reason: str
+
+
+class HostMlps:
+    """Closed before the streamed layers are."""
+
+    def __init__(
+        self,
+        offer: MlpOffer,
+        streamed: DeviceLayers,
+        device: torch.device,
+        pinned: Callable[[Sequence[int], torch.device], PinnedMemory] = PinnedMemory,
+    ) -> None:
+        self.candidates = offer.candidates
+        self._offer, self._streamed, self._device, self._pinned = offer, streamed, device, pinned
+        self.joined: Joined | None = None
+        """None: the GPU computes all."""
+        self._now: Mapping[int, LayerExchange] = {}
+        self._stopping, self._thread = (
+            threading.Event(),
+            threading.Thread(target=self._run, name="host-mlps", daemon=True),
         )
-    kept = offer.loaded(trial)
-    tried = [one for one in kept.values() if one is not None]
-    if len(tried) < len(trial):
-        return "compiled kernels do not read them"
-    streamed.decisions()
-    link, sizes = streamed.use().possible_bytes_per_s, [size for size in FEW_SIZES if size <= offer.tokens]
-    with ComputeThreads(offer.threads, own=True).computing():
-        taken_s = {size: measure_layers(tried, 1, size, offer.dtype) for size in sizes}
-    gains = {count: offer.speedup(count, link, taken_s[1]) for count in range(1, MOST_IN_A_ROW + 1)}
-    in_a_row = max(gains, key=lambda count: gains[count])
-    few = max((size for size in sizes if offer.speedup(in_a_row, link, taken_s[size]) >= WORTH), default=0)
-    rate = offer.mlp_bytes / taken_s[1]
-    said = f"its cores read {rate / 1e9:.0f} GB/s for one token, the link brings {link / 1e9:.0f}"
-    if not few:
-        return f"{said}: steps would be {gains[in_a_row]:.2f}x as fast"
-    layers = hosted_layers(offer.order, in_a_row, room)
-    kept |= offer.loaded([layer for layer in layers if layer not in kept])
-    layout = ExchangeLayout(len(layers), few, 1, offer.hidden, offer.dtype.itemsize)
-    memory = pinned([-(-layout.nbytes // PAGE_BYTES) * PAGE_BYTES], device)
-    computed = [one for layer in layers if (one := kept[layer]) is not None]
-    host = ExpertHost(computed, layout, memory, offer.dtype, device, offer.threads)
-    reason = (
-        f"the host computes the MLPs of {counted(len(layers), 'streamed layer')} in steps of up to"
-        f" {counted(few, 'token')}, expected {gains[in_a_row]:.2f}x as fast: {said};"
-        f" {format_bytes(len(layers) * offer.mlp_bytes)} of RAM"
-    )
-    return HostMlps(
-        layers, streamed, host, few, Decision("cpu_compute", f"{offer.threads} threads", reason, "measured")
-    )
+
+    @property
+    def decision(self) -> Decision:
+        reason = (
+            "the host's cores may compute MLPs of streamed layers in steps of few tokens: copies of them are made while"
+            " requests are served, and a line says how many are worth it"
+        )
+        return Decision("cpu_compute", "auto", reason, "planner")
+
+    @property
+    def most_bytes(self) -> int:
+        """Of RAM, for copies."""
+        most = max(
+            len(hosted_layers(self._offer.order, row, len(self.candidates))) for row in range(1, MOST_IN_A_ROW + 1)
+        )
+        return self._offer.mlp_bytes * max(0, min(most, self._offer.room_bytes() // self._offer.mlp_bytes))
+
+    def begin(self) -> None:
+        """Once the link was measured: copies are made, and the host joins when they are there."""
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until it is decided."""
+        self._thread.join(timeout_s)
+
+    def exchange(self, layer: int) -> LayerExchange | None:
+        """With the host, for the step that is being launched; None: the GPU computes this layer's MLP in it."""
+        return self._now.get(layer)
+
+    @contextmanager
+    def step(self, tokens: int) -> Iterator[None]:
+        """Around all that launches a step of so many tokens."""
+        joined = self.joined
+        if joined is None or tokens > joined.few_tokens:
+            self._streamed.hosted = frozenset()
+            yield
+            return
+        self._streamed.hosted, self._now = frozenset(joined.exchanges), joined.exchanges
+        try:
+            with joined.host.step(tokens):
+                yield
+        finally:
+            self._now = {}
+
+    def check(self) -> None:
+        """Raises what went wrong on the host, whose answers then mean nothing."""
+        if self.joined is not None:
+            self.joined.host.check()
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self.joined is not None:
+            self.joined.host.close()
+
+    def _run(self) -> None:
+        try:
+            found = self._measured()
+        except (HoldfastError, OSError, MemoryError, RuntimeError) as error:
+            log.warning("cpu_compute: the GPU computes all MLPs (%s)", error)
+            return
+        if isinstance(found, str):
+            log.info("cpu_compute: the GPU computes all MLPs (%s)", found)
+            return
+        log.info("cpu_compute: %s", found.reason)
+        self.joined = found
+
+    def _measured(self) -> Joined | str:
+        """As many as make steps fastest, by what the link and some MLPs are measured to take; or why there are none."""
+        offer, link = self._offer, self._streamed.use().possible_bytes_per_s
+        room, trial = offer.room_bytes() // offer.mlp_bytes, hosted_layers(offer.order, MOST_IN_A_ROW, MEASURED_MLPS)
+        if room < len(trial) or not trial or not link:
+            size = format_bytes(offer.mlp_bytes)
+            return f"RAM has room for {counted(max(0, room), 'MLP')} of {size} beside what is pinned"
+        kept = self._loaded(trial)
+        if len(kept) < len(trial):
+            return STOPPED if self._stopping.is_set() else "compiled kernels do not read them"
+        sizes = [size for size in FEW_SIZES if size <= offer.tokens]
+        with ComputeThreads(offer.threads, own=True).computing():
+            taken_s = {size: measure_layers(list(kept.values()), 1, size, offer.dtype) for size in sizes}
+        in_a_row = self._best_row(link, taken_s)
+        gains = {size: offer.speedup(in_a_row, link, taken) for size, taken in taken_s.items()}
+        few = max((size for size, gain in gains.items() if gain >= WORTH), default=0)
+        rate = offer.mlp_bytes / taken_s[1]
+        said = f"its cores read {rate / 1e9:.0f} GB/s for one token, the link brings {link / 1e9:.0f}"
+        if not few:
+            return f"{said}: steps would be {gains[1]:.2f}x as fast"
+        layers = hosted_layers(offer.order, in_a_row, room)
+        kept |= self._loaded([layer for layer in layers if layer not in kept])
+        if self._stopping.is_set() or not all(layer in kept for layer in layers):
+            return STOPPED
+        reason = (
+            f"the host computes the MLPs of {counted(len(layers), 'streamed layer')} in steps of up to"
+            f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gains[1]:.2f}x as fast:"
+            f" {said}; {format_bytes(len(layers) * offer.mlp_bytes)} of RAM"
+        )
+        return self._join([kept[layer] for layer in layers], layers, few, reason)
+
+    def _best_row(self, link_bytes_per_s: float, taken_s: Mapping[int, float]) -> int:
+        """How many in a row gain most over all sizes of steps: more of them gain for one token what they lose for
+        eight, which the host takes longer for."""
+
+        def gained(count: int) -> float:
+            return sum(max(1.0, self._offer.speedup(count, link_bytes_per_s, taken)) for taken in taken_s.values())
+
+        return max(range(1, MOST_IN_A_ROW + 1), key=gained)
+
+    def _join(self, mlps: Sequence[ExpertLayer], layers: Sequence[int], few: int, reason: str) -> Joined:
+        offer, device = self._offer, self._device
+        layout = ExchangeLayout(len(layers), few, 1, offer.hidden, offer.dtype.itemsize)
+        on_gpu = device.type == "cuda"
+        with torch.cuda.device(device) if on_gpu else nullcontext():
+            memory = self._pinned([-(-layout.nbytes // PAGE_BYTES) * PAGE_BYTES], device)
+            host = ExpertHost(mlps, layout, memory, offer.dtype, device, offer.threads)
+            if on_gpu:  # What it made on the device was made on another stream than steps are computed on.
+                torch.cuda.synchronize(device)
+        return Joined(host, dict(zip(layers, host.exchanges, strict=True)), few, reason)
+
+    def _loaded(self, layers: Sequence[int]) -> dict[int, ExpertLayer]:
+        """Without those that compiled products do not read, and what is not begun when this is closed."""
+
+        def load(layer: int) -> ExpertLayer | None:
+            return None if self._stopping.is_set() else self._offer.load(layer)
+
+        with ThreadPoolExecutor(min(LOADERS, max(1, len(layers))), "host-mlp") as pool:
+            made = dict(zip(layers, pool.map(load, layers), strict=True))
+        return {layer: mlp for layer, mlp in made.items() if mlp is not None}

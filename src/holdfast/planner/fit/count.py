@@ -203,6 +203,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
         graphs=settings.graphs and streamed is None,
+        experts_apart=places is not None,
     )
     cost = layout_cost(layout, limits.max_num_batched_tokens)
     return tuple(found), cost, byte_terms.engine_gpu_loading(held, slots, largest)

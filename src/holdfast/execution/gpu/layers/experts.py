@@ -107,8 +107,10 @@ class ExpertGpuMlp:
         self._down = _products(weights.down, scratch)
         self._same_order = weights.same_order
         if placed is not None:
-            stacks = [stack.waiting for stack in (*weights.gate_up, weights.down) if isinstance(stack, PlacedStack)]
-            placed.experts.fetch(placed.layer, [plane for stack in stacks for plane in _planes(stack)])
+            stacks = [stack for stack in (*weights.gate_up, weights.down) if isinstance(stack, PlacedStack)]
+            waiting = [plane for stack in stacks for plane in _planes(stack.waiting)]
+            resident = [plane for stack in stacks if stack.resident is not None for plane in _planes(stack.resident)]
+            placed.experts.know(placed.layer, waiting, resident)
         self._router = gpu_linear(weights.router, scratch)
         self._shared = None if weights.shared is None else _Shared(weights.shared, activation, scratch)
 
@@ -138,9 +140,9 @@ class ExpertGpuMlp:
         chosen = None if exchange is None else exchange.experts[:count]
         kernels.route(logits, lines, normalized=spec.normalized, chosen=chosen)
         if apart is not None and exchange is not None and chosen is not None:
-            send(x, chosen, lines, apart.places, exchange)
+            send(x, chosen, lines, apart.places, apart.uses, exchange)
         if apart is not None and apart.fetched is not None and (exchange is None or exchange.over_link):
-            fetch(lines, apart.places, apart.fetched, pairs)
+            fetch(lines, apart.places, apart.uses if exchange is None else None, apart.fetched, pairs)
         self._multiply_gated(x, lines, inner, rows, apart)
         self._down.multiply(self._down.inputs(inner, lines, inner), lines, rows, by_token=False, apart=apart)
         if exchange is None:

@@ -141,6 +141,6 @@ def make_mlps(
 
     made = [make(index, layer.mlp) for index, layer in enumerate(weights.layers)]
     if (hosts := weights.host_mlps) is not None:
-        for layer, exchange in zip(hosts.layers, hosts.host.exchanges, strict=True):
-            made[layer] = HostedGpuMlp(made[layer], hosts, exchange)
+        for layer in hosts.candidates:
+            made[layer] = HostedGpuMlp(made[layer], hosts, layer)
     return tuple(made)

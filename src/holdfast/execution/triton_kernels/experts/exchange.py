@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.streaming.expert_exchange import FETCHED_BYTES, SHARES, Exchange, FetchedPieces
+from holdfast.execution.streaming.expert_exchange import FETCHED_BYTES, SHARES, FetchedPieces, LayerExchange
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.launch import SUMMED_COLUMNS, ExpertAssignments
 from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
@@ -51,8 +51,8 @@ over:
 
 @triton.jit
 def _send(
-    x, experts, weights, counts, places, host_x, host_chosen, host_weights, request, step, arrived, x_stride, columns,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, CHOICES: tl.constexpr,
+    x, experts, weights, counts, places, uses, host_x, host_chosen, host_weights, request, step, arrived, x_stride,
+    columns, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PER_TOKEN: tl.constexpr, CHOICES: tl.constexpr,
     OVER_LINK: tl.constexpr, SHARES: tl.constexpr, WIDTH: tl.constexpr, ASSEMBLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token. OVER_LINK of SHARES of the experts that wait, and that anybody chose, stay the GPU's."""
@@ -81,6 +81,7 @@ def _send(
     # The last program has seen what all have written.
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
         tl.store(counts + expert, tl.where(hosted, 0, lengths), mask=known)
+        tl.store(uses + expert, tl.load(uses + expert, mask=known, other=0) + lengths, mask=known)
         tl.store(arrived, 0)
         number = tl.load(step + tl.arange(0, 1))
         if ASSEMBLED:
@@ -97,14 +98,16 @@ def send(
     experts: torch.Tensor,
     lines: ExpertAssignments,
     places: torch.Tensor,
-    exchange: Exchange,
+    uses: torch.Tensor,
+    exchange: LayerExchange,
 ) -> None:
     """Asks the host for the experts that wait, but for those that the GPU keeps: their lines are empty afterwards, and
-    their pairs have no weight. x [tokens, columns]; `experts` int32 [tokens, per_token]: what each token chose."""
+    their pairs have no weight. x [tokens, columns]; `experts` int32 [tokens, per_token]: what each token chose; `uses`
+    int32 [experts]: counts them."""
     (tokens, columns), count, per_token = x.shape, len(lines.counts), lines.weights.shape[1]
     early = starts_early()
     _send[(tokens,)](
-        x, experts, lines.weights, lines.counts, places, exchange.x, exchange.chosen, exchange.weights,
+        x, experts, lines.weights, lines.counts, places, uses, exchange.x, exchange.chosen, exchange.weights,
         exchange.request, exchange.step, exchange.arrived, x.stride(0), columns, EXPERTS=count,
         BLOCK=triton.next_power_of_2(count), PER_TOKEN=per_token, CHOICES=triton.next_power_of_2(per_token),
         OVER_LINK=exchange.over_link, SHARES=SHARES, WIDTH=min(2048, triton.next_power_of_2(columns)),
@@ -114,16 +117,19 @@ def send(
 
 @triton.jit
 def _fetch(
-    counts, places, pieces, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr,
-    WORD: tl.constexpr, EARLY: tl.constexpr,
+    counts, places, uses, pieces, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr,
+    WORD: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One piece of one expert."""
     expert = tl.arange(0, BLOCK)
     known = expert < EXPERTS
     wait_for_others(EARLY)
-    chosen = tl.load(counts + expert, mask=known, other=0) > 0
+    lengths = tl.load(counts + expert, mask=known, other=0)
     place = tl.load(places + expert, mask=known, other=0)
-    wanted = (chosen & (place < 0)).to(tl.int32)
+    if COUNTED:
+        once = known & (tl.program_id(0) == 0)
+        tl.store(uses + expert, tl.load(uses + expert, mask=once, other=0) + lengths, mask=once)
+    wanted = ((lengths > 0) & (place < 0)).to(tl.int32)
     number = tl.program_id(0) // PIECES
     mine = (wanted > 0) & (tl.cumsum(wanted, 0) == number + 1)
     let_others_start(EARLY)
@@ -140,14 +146,17 @@ def _fetch(
         tl.store(target + word, tl.load(source + word, mask=inside, other=0), mask=inside)
 
 
-def fetch(lines: ExpertAssignments, places: torch.Tensor, pieces: FetchedPieces, pairs: int) -> None:
-    """Copies the waiting experts that have lines to where products find them; no more than `pairs` of them."""
+def fetch(
+    lines: ExpertAssignments, places: torch.Tensor, uses: torch.Tensor | None, pieces: FetchedPieces, pairs: int
+) -> None:
+    """Copies the waiting experts that have lines to where products find them; no more than `pairs` of them. `uses`
+    int32 [experts]: counts pairs; None: they are counted."""
     count, early = len(lines.counts), starts_early()
     most = min(pairs, pieces.waiting)
     _fetch[(most * len(pieces.table),)](
-        lines.counts, places, pieces.table, EXPERTS=count, BLOCK=triton.next_power_of_2(count),
-        PIECES=len(pieces.table), WORDS=FETCHED_BYTES // pieces.word_bytes, WORD=pieces.word_bytes, EARLY=early,
-        num_warps=4, launch_pdl=early,
+        lines.counts, places, uses, pieces.table, EXPERTS=count, BLOCK=triton.next_power_of_2(count),
+        PIECES=len(pieces.table), WORDS=FETCHED_BYTES // pieces.word_bytes, WORD=pieces.word_bytes,
+        COUNTED=uses is not None, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
 
 
@@ -189,7 +198,7 @@ def _add_replies(
 
 
 def add_replies(
-    rows: torch.Tensor, lines: ExpertAssignments, exchange: Exchange, out: torch.Tensor, *, add: bool
+    rows: torch.Tensor, lines: ExpertAssignments, exchange: LayerExchange, out: torch.Tensor, *, add: bool
 ) -> None:
     """out [tokens, columns] = (or +=) the rows [pairs, columns] of each token by their weights, and what the host makes
     of it: in float32, rounded once."""
