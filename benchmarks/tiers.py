@@ -173,32 +173,24 @@ def measure(name: str) -> None:
         begin, host = time.perf_counter(), HostDecided()
         llm = LLM(str(model), skip_tokenizer_init=True, enable_prefix_caching=False, **settings)
         ready_s = time.perf_counter() - begin
-        told = (
-            "streamed_layers",
-            "expert",
-            "cpu_",
-            "expected",
-            "pinned_ram",
-            "layers_on_disk",
-            "link_copy",
-            "nvme_read",
-            "kv_pool",
-        )
+        told = ("streamed", "pinned", "layers_on_disk", "link_copy", "nvme_read", "kv_pool", "cpu_", "expe", "host_")
         lines = [line for line in llm.info.decisions if line.startswith(told)]
         memory = llm.info.memory
         terms = {} if memory is None else {one.term: (one.planned_bytes, one.measured_bytes) for one in memory.terms}
-        print(json.dumps({"row": name, "ready_s": ready_s, "decisions": lines, "terms": terms}), flush=True)
+        ready = {"row": name, "ready_s": ready_s, "decisions": lines, "terms": terms, "nvml_mib": most[0]}
+        print(json.dumps(ready), flush=True)
         run(llm, 1, 16, 2)
         if any(line.startswith("cpu_compute = auto") for line in lines):
             print(json.dumps({"row": name, "cpu_compute": host.wait()}), flush=True)
         for prompt in row.prompts:
             run(llm, 1, prompt, 1)
             seconds = min(run(llm, 1, prompt, 1).seconds for _ in range(3))
-            print(json.dumps({"row": name, "prompt": prompt, "tok_per_s": round(prompt / seconds)}), flush=True)
+            found = {"prompt": prompt, "tok_per_s": round(prompt / seconds), "nvml_mib": most[0]}
+            print(json.dumps({"row": name, **found}), flush=True)
         for sequences, prompt, output in row.batches:
             short = run(llm, sequences, prompt, SHORT_TOKENS)
-            found = figures(sequences, output, run(llm, sequences, prompt, output), short)
-            rounded = {key: round(value, 3) for key, value in found.items()}
+            batch = figures(sequences, output, run(llm, sequences, prompt, output), short)
+            rounded = {key: round(value, 3) for key, value in batch.items()}
             print(json.dumps({"row": name, "batch": sequences, **rounded, "nvml_mib": most[0]}), flush=True)
         llm.close()
     watcher.kill()

@@ -3,6 +3,7 @@ stay. Without a GPU its kernels run in the interpreter, and a simulated link bri
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.expert_host import ExpertHost
+from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_host_experts, load_weights
@@ -35,6 +37,7 @@ class Experts(Tiny):
     all experts stay. `link_share`: the host computes what waits, but for so much of it."""
 
     link_share: float | None = None
+    swaps = 0
 
     def __init__(self, folder: Path, few: int | None, kinds: tuple[str, str, str] | None = None) -> None:
         more: dict[str, Any] = {"intermediate_size": 64} if kinds else {}
@@ -86,18 +89,32 @@ def answers(model: Experts, device: torch.device) -> list[Any]:
     core = model.core(device, gpu=True, slots=2)
     outputs = run(core, [prompt(1, 9), prompt(2, 1)], params)
     found: list[Any] = [tokens_of(one) for one in outputs]
+    model.swaps = 0 if model.few is None else core.runner.expert_use().swaps
     found += [(entry.token_ids, entry.logprobs) for one in outputs for output in one for entry in output.logprobs or []]
     core.close()
     return found
 
 
 @pytest.mark.parametrize("few", [0, 4, 100], ids=["copied", "both", "over the link"])
-def test_answers_are_those_of_experts_that_all_stay(few: int, tmp_path: Path, device: torch.device) -> None:
-    """Bit for bit; in blocks where all are copied, and where none is."""
+def test_answers_are_those_of_experts_that_all_stay(
+    few: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; in blocks where all are copied, and where none is. Experts change places before every step that may
+    have it so."""
+    draw = random.Random(few)
+
+    def any_two(uses: ExpertUses, counted: torch.Tensor) -> list[Swap]:
+        number = draw.choice([1, 2])
+        table = uses.places[number].tolist()
+        comes = draw.choice([expert for expert in range(4) if table[expert] < 0])
+        return [Swap(number, comes, draw.choice([expert for expert in range(4) if table[expert] >= 0]))]
+
+    monkeypatch.setattr(ExpertUses, "look_at", any_two)
     model = Experts(tmp_path, few, None if few == 4 else ("Q8_0", "Q8_0", "Q4_0"))
     found = answers(model, device)
     copied = model.copies.use().copied_bytes
     assert copied == 0 if few == 100 else copied > 0
+    assert (model.swaps > 1) == (few > 0)
     model.few = None
     assert found == answers(model, device)
 

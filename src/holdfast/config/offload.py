@@ -11,6 +11,8 @@ from holdfast.errors import ConfigurationError
 from holdfast.units import GIB
 
 OFFLOAD_CONTRADICTION, OF_A_GPU = "HF135", "HF120"
+_NO_LAYERS = "--no-offload streams no layers, and {} is for layers that are streamed"
+_NO_EXPERTS = "--no-offload keeps no experts in RAM, and {} is for those"
 PREFETCH_STEP = 1
 """Where nothing else was asked for."""
 MOST_LAYERS = 1 << 16
@@ -225,8 +227,9 @@ def check_offload(config: OffloadSettings, disk: str | None) -> None:
     ahead = None if config.offload_prefetch_step == PREFETCH_STEP else "offload_prefetch_step"
     streaming = [name for name in (*given, *experts, ahead, disk) if name is not None and name != "gpu_layers"]
     if not config.offload and streaming:
+        said = _NO_EXPERTS if streaming[0] in experts else _NO_LAYERS
         raise _contradicts(
-            f"--no-offload streams no layers, and {_flag(streaming[0])} is for layers that are streamed",
+            said.format(_flag(streaming[0])),
             streaming[0],
             f"leave --no-offload or {_flag(streaming[0])} out",
         )

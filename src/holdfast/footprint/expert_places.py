@@ -1,7 +1,7 @@
 """What experts take that do not all stay on the GPU which computes their layer: some lie there in one stack, the others
 wait in pinned RAM, and where RAM allows the host has all of them once more, in the layout that its cores compute with.
 
-    VRAM    [ resident experts of each layer | table of places ] [ slot ] [ slot ]
+    VRAM    [ resident experts of each layer | tables ] [ slot ] [ slot ]
     RAM     pinned: [ waiting experts of each layer, in the GPU's layout ]     the host's own: [ all experts of each ]
 
 Steps with many tokens copy a layer's waiting experts into a slot, layer by layer; steps with few tokens copy nothing.
@@ -25,11 +25,13 @@ from holdfast.models import ModelSpec, TensorSpec
 EXPERT_SLOTS = 2
 """In VRAM, each for all waiting experts of a layer: one is filled while the other is computed with. A layer's experts
 follow the last one's at once, so that with one slot the link would wait for every layer to be computed."""
+HOST_DTYPE = "float32"
+"""That the host computes in."""
 FEW_TOKENS = 32
 """At most, in a step for which no experts are copied: there is room for so many between the GPU and the host. Which
 steps have few is decided by calibration at the start."""
-PLACE_BYTES = 4
-"""Of an expert in its layer's table of places, and in that of its uses, int32."""
+TABLE_BYTES = 8
+"""Of an expert in its layer's tables: its place, and how often it was chosen, int32 each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,8 @@ class ExpertPlaces:
 
     @property
     def tables_bytes(self) -> int:
-        """Of VRAM: where each expert of each of `layers` is, and how often it was used."""
-        return 2 * len(self.layers) * self.experts * PLACE_BYTES
+        """Of VRAM: where each expert of each of `layers` is, and how often it was chosen."""
+        return len(self.layers) * self.experts * TABLE_BYTES
 
     @property
     def vram_bytes(self) -> int:
@@ -156,16 +158,16 @@ def expert_sizes(
 
 
 def host_expert_sizes(
-    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, quantize: Quantize | None
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, quantize: Quantize | None
 ) -> dict[int, int] | None:
-    """The same in the layout that the host's compiled products read, as `native.experts` takes them; None: they do not
-    read such experts. `dtype`: of the GPU; dummies lie in it, the rest as an engine on a CPU would keep it."""
-    sizes, kept_in = Counter[int](), dtype if stored is None else "float32"
-    for layer, tensor, kept, layout in _experts(spec, stored, kept_in, True, quantize):
+    """The same in the layout that the host's compiled products read, which is that of an engine on a CPU; None: they do
+    not read such experts."""
+    sizes = Counter[int]()
+    for layer, tensor, kept, layout in _experts(spec, stored, HOST_DTYPE, True, quantize):
         columns = tensor.shape[-1]
         if columns % BLOCK_COLUMNS or (isinstance(layout, ScaledLayout) and not layout.compiles(columns)):
             return None
-        sizes[layer] += _bytes_of_one(tensor, kept, layout, kept_in)
+        sizes[layer] += _bytes_of_one(tensor, kept, layout, HOST_DTYPE)
     return dict(sizes)
 
 

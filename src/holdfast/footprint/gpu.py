@@ -60,6 +60,9 @@ GRAPHS_BYTES = 160 * MIB
 """Code of kernels and libraries, and what the first capture sets up (H200: 144 to 217 MiB)."""
 GRAPH_LAYER_BYTES = 34 << 10
 """What each further graph was seen to take for each layer (H200: 20 MiB for 24 graphs of 28 layers, 50 of 64)."""
+EXPERTS_APART_BYTES = 256 * MIB
+"""Beyond that, of kernels that find experts in two places, fetch some and hand others to the host: their code and what
+the driver sets up for them (H200: about 200 MiB in the profile run, 25 more in later steps)."""
 KINDS_OF_WORK = 3
 """Steps that only draw, steps with rows whose logits are adjusted first, and steps that end with the logits because
 masks are still on their way: a graph of each for every size."""
@@ -73,9 +76,14 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < most), most)
 
 
-def graphs_bytes(layers: int, sequences: int, *, captured: bool = True) -> int:
-    """With all graphs captured that there can be; or with none, for kernels are loaded all the same."""
-    return GRAPHS_BYTES + captured * KINDS_OF_WORK * len(padded_sizes(sequences)) * layers * GRAPH_LAYER_BYTES
+def graphs_bytes(layers: int, sequences: int, *, captured: bool = True, experts_apart: bool = False) -> int:
+    """With all graphs captured that there can be; or with none, for kernels are loaded all the same. `experts_apart`:
+    experts do not all stay on the GPU."""
+    return (
+        GRAPHS_BYTES
+        + experts_apart * EXPERTS_APART_BYTES
+        + captured * KINDS_OF_WORK * len(padded_sizes(sequences)) * layers * GRAPH_LAYER_BYTES
+    )
 
 
 def whole_lines(words: int) -> int:

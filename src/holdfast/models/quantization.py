@@ -72,7 +72,8 @@ class QuantSpec:
     """What the config calls that which says how far a scale reaches; empty: it is not the same for all matrices."""
     _exceptions: Exceptions = field(init=False, repr=False, compare=False)
     _takes: Exceptions = field(init=False, repr=False, compare=False)
-    _of_experts: dict[str, QuantSpec | None] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _of_experts: dict[str, int | None] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """Which of this and `others` it is: the plan that holds it travels to the engine process, which a ring cannot."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_exceptions", Exceptions.read(self.not_converted))
@@ -88,8 +89,11 @@ class QuantSpec:
         if "{expert}" not in hf_name:
             return self._scheme(hf_name)
         if hf_name not in self._of_experts:
-            self._of_experts[hf_name] = self._scheme_of_all(hf_name, experts)
-        return self._of_experts[hf_name]
+            found = self._scheme_of_all(hf_name, experts)
+            every = (self, *self.others)
+            self._of_experts[hf_name] = next((place for place, one in enumerate(every) if one is found), None)
+        known = self._of_experts[hf_name]
+        return None if known is None else (self, *self.others)[known]
 
     def _scheme_of_all(self, hf_name: str, experts: int) -> QuantSpec | None:
         first = self._scheme(hf_name.replace("{expert}", "0"))

@@ -19,6 +19,7 @@ from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import accounting as gpu_memory
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
+from holdfast.footprint.gpu import GRAPHS_BYTES
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.models import ModelSpec, from_config
 from holdfast.observability.decisions import Decision
@@ -115,7 +116,7 @@ class FakeRunner:
     attention_backend = "fake"
     decisions = ()
     kv_dtype = torch.bfloat16
-    layer_slots_bytes = pinned_bytes = 0
+    layer_slots_bytes = expert_slots_bytes = pinned_bytes = 0
 
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page
@@ -261,6 +262,8 @@ def test_terms_that_took_less_pay_for_what_no_term_accounts_for(spec: ModelSpec)
     assert taken["graphs"] == plan.terms["graphs"] - 70 * MIB  # Others are captured when they are needed.
     assert build_gpu._taken(plan, measured | {"graphs": 9 * GIB}, held)["graphs"] == 9 * GIB
     assert build_gpu._taken(plan, measured, 0)["activations"] == measured["activations"]
+    later = plan.terms["graphs"] - GRAPHS_BYTES  # Have room however much no term accounts for.
+    assert build_gpu._taken(plan, measured, held + GIB)["graphs"] == measured["graphs"] + later > measured["graphs"]
 
 
 class FakeMemory:

@@ -32,7 +32,7 @@ def test_slots_hold_the_largest_piece_of_a_layer() -> None:
     assert places.slots_bytes == 2 * places.slot_bytes
     assert places.pinned_sizes == (with_gaps(24 * MIB), with_gaps(16 * MIB), with_gaps(24 * MIB))
     assert places.moved_bytes == places.pinned_bytes == sum(places.pinned_sizes)
-    assert places.vram_bytes == places.slots_bytes + 3 * 8 * 4
+    assert places.vram_bytes == places.slots_bytes + 3 * 8 * 8
     one = all_wait(SIZES, 8, [2])
     assert one.slots_used == 1
     assert one.slots_bytes == one.slot_bytes == with_gaps(16 * MIB)

@@ -407,3 +407,12 @@ def test_what_a_quantizer_left_alone_travels_to_the_engine_process() -> None:
     assert heard == sent
     assert heard.converts("model.layers.0.mlp.down_proj")
     assert not heard.converts("model.layers.0.mlp.gate")
+
+
+def test_what_was_found_of_experts_travels_too() -> None:
+    name = "model.layers.0.mlp.experts.{expert}.up_proj.weight"
+    sent = quantized(**compressed(num_bits=4, type="int", strategy="group", group_size=32))
+    assert sent.scheme_of(name, 8) is sent
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=QuantSpec)
+    assert heard == sent
+    assert heard.scheme_of(name, 8) is heard

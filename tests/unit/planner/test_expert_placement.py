@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.config import EngineConfig
@@ -89,7 +90,7 @@ def test_experts_are_all_of_a_layer_but_what_is_of_no_expert(name: str) -> None:
     whole, rest = (weights_bytes(one, None, dtype="bfloat16", expand=False) for one in (spec, without))
     experts = next(layer.experts.count for layer in spec.layers if layer.experts is not None)
     assert whole - rest == experts * sum(sizes.values())
-    host = host_expert_sizes(spec, None, dtype="bfloat16", quantize=None)
+    host = host_expert_sizes(spec, None, quantize=None)
     assert host is not None
     assert set(host) == set(sizes)
 
@@ -108,6 +109,13 @@ def test_every_byte_is_in_one_tier(vram_gib: float) -> None:
     assert terms["kv_pool"] >= 0.97 * plan.ranks[0].kv.needed_bytes(1, 8192)
     assert terms["kv_pool"] - places.sizes[0] < plan.ranks[0].kv.needed_bytes(32, 256)
     assert plan.budget_bytes - sum(terms.values()) < 2 * plan.engine.layout.page_bytes
+
+
+def test_the_plan_travels_to_the_engine_process() -> None:
+    plan = served(8)
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan)
+    assert heard.engine.expert_places == plan.engine.expert_places
+    assert exchange_bytes(heard, places_of(heard)) == exchange_bytes(plan, places_of(plan))
 
 
 def test_more_vram_keeps_more_experts_until_all_fit() -> None:
@@ -135,6 +143,8 @@ def test_the_host_computes_where_ram_has_the_experts_twice() -> None:
     assert places_of(one).host_sizes == ()
     assert "RAM is" in said(one)["cpu_compute"]
     assert places_of(both).resident == places_of(one).resident
+    more = [decision.value for decision in one.decisions if decision.field == "alternative"]
+    assert any("more of RAM: the CPU computes" in str(way) for way in more)
     places = places_of(both)
     exchange = exchange_bytes(both, places)
     assert 0 < exchange < GIB // 64
@@ -280,7 +290,7 @@ def test_a_plan_says_what_is_where_and_what_else_there_is() -> None:
     found = api.plan(MODEL, gpu="rtx3060", ram="32GiB")
     text = " ".join(str(found).split())
     for part in (
-        "runs with 3,118 of 6,144 experts in RAM, computed by the CPU or copied",
+        " of 6,144 experts in RAM, computed by the CPU or copied",
         "With experts in RAM",
         "8 cores (assumed)",
         "whole layers streamed: about",
@@ -307,7 +317,7 @@ def test_by_hand_a_plan_is_of_that() -> None:
 
 @pytest.mark.parametrize("settings", [{"n_cpu_moe": 2}, {"override_tensor": r"blk\.4[0-7]\..*exps=CPU"}])
 def test_remedies_of_too_few_by_hand_may_be_models_without_experts(settings: dict[str, object]) -> None:
-    found = api.plan(MODEL, gpu="rtx4090", vram="6GiB", ram="64GiB", **settings)
+    found = api.plan(MODEL, gpu="rtx4090", vram="6GiB", ram="64GiB", **settings)  # type: ignore[arg-type]
     assert not found.fits
     assert "experts would stay" in str(found)
     assert found.ways_out

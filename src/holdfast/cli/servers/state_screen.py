@@ -81,7 +81,7 @@ def _lines(look: ServerLook, width: int, blocks: bool) -> Iterator[Text]:
             if one.tier not in planned or not one.ours:
                 yield from _unplanned(look.memory, one, width, blocks)
         yield _pages(look.memory, blocks)
-        yield from (Text(shorten(f"  {printable(line)}", width)) for line in use_lines(look.memory))
+        yield from (Text(shorten(f"  {line}", width - 3)) for line in use_lines(look.memory))
     if state is not None:
         yield from _hour(state, width, blocks)
         yield from _notices(state)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.kv_scales import find_kv_scales
-from holdfast.engine.startup.placed_experts import device_experts, expert_host
+from holdfast.engine.startup.placed_experts import device_experts, expert_host, expert_tier, host_layers
 from holdfast.engine.startup.streamed_layers import device_layers, tiers_below_gpu
 from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution import native
@@ -35,6 +35,7 @@ from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
+from holdfast.footprint.gpu import GRAPHS_BYTES
 from holdfast.hardware import memory as ram
 from holdfast.hardware import processor
 from holdfast.models import ModelSpec
@@ -167,7 +168,7 @@ def _build(
             context,
             progress,
             lambda: find_kv_scales(config, files, runner),
-            lambda ready: tiers_below_gpu(config, ready, runner.pinned_bytes, 0 if hosts is None else hosts.most_bytes),
+            lambda ready: _below(config, ready, runner, hosts),
         )
         if hosts is not None:
             hosts.begin()
@@ -175,6 +176,14 @@ def _build(
     except BaseException:
         runner.close()
         raise
+
+
+def _below(config: EngineConfig, plan: Plan, runner: GpuRunner, hosts: HostMlps | None) -> list[LowerTier]:
+    """Where layers or experts wait."""
+    places = plan.engine.expert_places
+    if places is not None:
+        return [expert_tier(plan, places, runner.pinned_bytes, runner.exchange_bytes)]
+    return tiers_below_gpu(config, plan, runner.pinned_bytes, 0 if hosts is None else hosts.most_bytes)
 
 
 def _settle(
@@ -231,7 +240,8 @@ def _load(
     def pinned(done: int, total: int) -> None:
         progress("pin", done, total)
 
-    with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
+    opened = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files)
+    with opened as checkpoint, host_layers(plan, spec, checkpoint) as loaded:
         weights = load_weights(
             spec,
             checkpoint,
@@ -244,8 +254,8 @@ def _load(
             experts=device_experts(plan, device, pinned),
             arrange=partial(arrange_layer, dtype=DTYPES[plan.dtype], device=device),
         )
-        if weights.experts is not None and (host := expert_host(plan, spec, checkpoint, device)) is not None:
-            weights.experts.compute_on_host(host)
+        if loaded is not None and weights.experts is not None:
+            weights.experts.compute_on_host(expert_host(plan, spec, loaded(), device))
         hosts = _host_mlps(config, plan, spec, files, weights)
         return weights if hosts is None else with_host_mlps(weights, spec, checkpoint, hosts)
 
@@ -292,9 +302,12 @@ def _host_mlps(
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:
     """By term, as the pool is sized by: with what no term accounts for, and what is still to come of graphs, and of
     kernels that the driver loads when they are first used. Those that the profile run has loaded are held already, and
-    no term accounts for them: they are not reserved a second time."""
+    no term accounts for them: they are not reserved a second time. Graphs that are captured later are reserved whole:
+    what else no term accounts for has nothing to do with them."""
     unaccounted = max(0, held - sum(measured.values()))
-    to_come = max(0, plan.terms.get("graphs", 0) - measured["graphs"] - unaccounted)
+    planned = plan.terms.get("graphs", 0)
+    code, later = min(planned, GRAPHS_BYTES), max(0, planned - GRAPHS_BYTES)
+    to_come = min(max(0, code - measured["graphs"] - unaccounted) + later, max(0, planned - measured["graphs"]))
     return {
         **measured,
         "context": max(measured["context"], plan.terms.get("context", 0)),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from holdfast.checkpoints.checkpoint import Checkpoint
-from holdfast.errors import DoesNotFitError
+from holdfast.engine.startup.streamed_layers import check_ram
 from holdfast.execution.device import DTYPES, Device
+from holdfast.execution.native import ExpertLayer
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.expert_host import ExpertHost
@@ -17,7 +20,7 @@ from holdfast.footprint.expert_places import ExpertPlaces, exchange_layout
 from holdfast.hardware import memory, processor
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan
-from holdfast.planner.serve.offload import RAM_IS_SHORT
+from holdfast.planner.fit.expert_placement import exchange_bytes
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
@@ -37,46 +40,46 @@ def device_experts(plan: Plan, device: Device, progress: Callable[[int, int], No
     return DeviceExperts(places, device, CudaCopies(device), PinnedMemory(places.pinned_sizes, device, progress))
 
 
-def expert_host(plan: Plan, spec: ModelSpec, checkpoint: Checkpoint | None, device: Device) -> ExpertHost | None:
-    """With the experts that wait once more; None: the host computes nothing."""
+@contextmanager
+def host_layers(
+    plan: Plan, spec: ModelSpec, checkpoint: Checkpoint | None
+) -> Iterator[Callable[[], list[ExpertLayer]] | None]:
+    """Of experts that wait, once more for the host's cores: they are loaded beside what is done within, and what this
+    gives waits for them. None: the host computes nothing."""
     places = plan.engine.expert_places
     if places is None or not places.host_sizes:
-        return None
+        yield None
+        return
     log.info("loading %s of experts for the host's cores", format_bytes(places.host_bytes))
-    dtype = DTYPES[plan.dtype]
+    with ThreadPoolExecutor(1, "host-experts") as thread:
+        yield thread.submit(load_host_experts, spec, checkpoint, places.layers, plan.engine.quantize).result
+
+
+def expert_host(plan: Plan, spec: ModelSpec, layers: list[ExpertLayer], device: Device) -> ExpertHost:
+    """`layers`: those of the plan's places."""
+    places, dtype = plan.engine.expert_places, DTYPES[plan.dtype]
+    assert places is not None
     layout = exchange_layout(spec, places, plan.limits.max_num_seqs, dtype.itemsize)
     size = -(-layout.nbytes // PAGE_BYTES) * PAGE_BYTES
-    layers = load_host_experts(spec, checkpoint, places.layers, plan.engine.quantize)
     # One core launches the GPU's kernels meanwhile.
     threads = max(1, processor().cores - 1)
     return ExpertHost(layers, layout, PinnedMemory([size], device), dtype, device, threads)
 
 
-def expert_tier(plan: Plan, places: ExpertPlaces, pinned_bytes: int) -> LowerTier:
-    """Once experts are in place. `pinned_bytes`: as measured, the exchange with the host included."""
-    host = memory()
-    terms = [MemoryTerm(tier="ram", term="experts", planned_bytes=places.pinned_bytes, measured_bytes=pinned_bytes)]
+def expert_tier(plan: Plan, places: ExpertPlaces, pinned_bytes: int, exchanged_bytes: int) -> LowerTier:
+    """Once experts are in place; as measured: of those that wait, and of the exchange with the host."""
+    host, planned = memory(), {"experts": places.pinned_bytes}
+    measured = {"experts": pinned_bytes, "exchange": exchanged_bytes}
     if places.host_sizes:
-        terms.append(MemoryTerm(tier="ram", term="experts_cpu", planned_bytes=places.host_bytes))
+        planned |= {"experts_cpu": places.host_bytes, "exchange": exchange_bytes(plan, places)}
+    terms = [
+        MemoryTerm(tier="ram", term=name, planned_bytes=size, measured_bytes=measured.get(name))
+        for name, size in planned.items()
+    ]
     return LowerTier(
         tier="ram",
         total_bytes=host.total_bytes,
-        free_bytes=host.available_bytes + pinned_bytes + places.host_bytes,
+        free_bytes=host.available_bytes + pinned_bytes + exchanged_bytes + places.host_bytes,
         limited_by=host.limited_by,
         terms=terms,
     )
-
-
-def check_ram(pinned_bytes: int, what: str) -> None:
-    """That it is there now: the plan may be of another day, before the engine slept or was started again."""
-    host = memory()
-    short = pinned_bytes - host.available_bytes
-    if short > 0:
-        raise DoesNotFitError(
-            "RAM no longer holds what does not fit on the GPU: pinned, it would leave the machine without memory",
-            code=RAM_IS_SHORT,
-            needed=f"{format_bytes(pinned_bytes)} of pinned RAM for {what}",
-            found=f"{format_bytes(host.available_bytes)} free ({host.limited_by}): {format_bytes(short)} short",
-            fix="stop what else takes RAM, or --nvme-path DIR on a fast disk with room for them",
-            field="nvme_path",
-        )

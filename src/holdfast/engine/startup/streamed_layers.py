@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.config import EngineConfig
-from holdfast.engine.startup.placed_experts import check_ram, expert_tier
+from holdfast.errors import DoesNotFitError
 from holdfast.execution.device import Device
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
@@ -18,6 +18,7 @@ from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.hardware import memory
 from holdfast.planner import Plan
+from holdfast.planner.serve.refusals import RAM_IS_SHORT
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
@@ -52,11 +53,24 @@ def device_layers(
     return DeviceLayers(streamed, device, CudaCopies(device), pinned, file)
 
 
+def check_ram(pinned_bytes: int, what: str) -> None:
+    """That it is there now: the plan may be of another day, before the engine slept or was started again."""
+    host = memory()
+    short = pinned_bytes - host.available_bytes
+    if short > 0:
+        raise DoesNotFitError(
+            "RAM no longer holds what does not fit on the GPU: pinned, it would leave the machine without memory",
+            code=RAM_IS_SHORT,
+            needed=f"{format_bytes(pinned_bytes)} of pinned RAM for {what}",
+            found=f"{format_bytes(host.available_bytes)} free ({host.limited_by}): {format_bytes(short)} short",
+            fix="stop what else takes RAM, or --nvme-path DIR on a fast disk with room for them",
+            field="nvme_path",
+        )
+
+
 def tiers_below_gpu(config: EngineConfig, plan: Plan, pinned_bytes: int, mlps_bytes: int = 0) -> list[LowerTier]:
     """Once layers are in place. `pinned_bytes`: as measured; `mlps_bytes`: of those that the host is to have too."""
-    streamed, experts = plan.engine.streamed, plan.engine.expert_places
-    if experts is not None:
-        return [expert_tier(plan, experts, pinned_bytes)]
+    streamed = plan.engine.streamed
     if streamed is None:
         return []
     host, planned = memory(), streamed.pinned_bytes

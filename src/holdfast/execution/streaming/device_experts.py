@@ -9,7 +9,8 @@ memory, a piece a layer. Products find an expert by its layer's table of places:
         the link   ─1─►│─2──────►│─3──────►│─0──────►           computed, in the order of layers, in the next step too
 
     few tokens     kernels fetch what was chosen over the link, to its place in the slot; or the host computes with it,
-                   see `expert_host`
+                   see `expert_host`. Before such a step one that waits may change places with one that stays, which
+                   was used less
 
 Knows nothing of products.
 """
@@ -17,6 +18,7 @@ Knows nothing of products.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -26,9 +28,9 @@ import torch
 
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies
-from holdfast.execution.streaming.expert_exchange import Exchange, FetchedPieces
+from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange
 from holdfast.execution.streaming.expert_host import ExpertHost
-from holdfast.execution.streaming.expert_uses import ExpertUses
+from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.expert_places import ExpertPlaces
 from holdfast.observability.decisions import Decision
@@ -38,6 +40,10 @@ from holdfast.units import format_bytes
 FEW_TOKENS = 16
 """Of a step for which only the experts come that it chose. With more, most of those that wait are chosen by some token:
 16 that choose 8 of 128 alike take 64% of them, 32 take 87%."""
+LINK_SHARE = 0.8
+"""Of the link's share by its speed, beside the host's, what it gets of the experts that a step chose and that wait."""
+SWAPS_A_STEP = 2
+"""Experts that change places before a step, at most: a tenth of a millisecond each on PCIe 5."""
 MEASURED_LAYERS = 8
 """Copied to see how fast the link is."""
 
@@ -51,7 +57,7 @@ class Apart(NamedTuple):
     """int32 [experts]: tokens that chose each, in steps with few, so far."""
     fetched: FetchedPieces | None = None
     """Those that wait are to be fetched; None: they are in their slot."""
-    exchange: Exchange | None = None
+    exchange: LayerExchange | None = None
     """With the host, which computes with those that wait, or some of them."""
 
 
@@ -70,17 +76,21 @@ class DeviceExperts:
         self.host: ExpertHost | None = None
         self._number = {layer: number for number, layer in enumerate(places.layers)}
         self._layers, self._resident, self._sizes = places.layers, places.resident, places.pinned_sizes
+        self._expert_sizes = places.sizes
         self._slots = [
             _ExpertSlot(torch.empty(places.slot_bytes, dtype=torch.uint8, device=device), copies)
             for _ in range(places.slots_used)
         ]
         self._mapped = [as_device_memory(piece, device) for piece in memory.pieces]
         self._fetched: dict[int, FetchedPieces] = {}
+        self._exchanged: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """By number: planes of those that stay, and of those that wait, where they do; bytes [experts, ..]."""
+        self._swaps: deque[Swap] = deque()
         first = [[*range(stay), *range(-1, stay - places.experts - 1, -1)] for stay in places.resident]
         self.places = torch.tensor(first, dtype=torch.int32, device=device).view(-1, places.experts)
         """[layers, experts]"""
         self._uses = torch.zeros_like(self.places)
-        self._counted = ExpertUses(self.places.cpu())
+        self._counted = ExpertUses(self.places.cpu().clone())
         self._paused, self._possible = False, 0.0
 
     @property
@@ -90,8 +100,8 @@ class DeviceExperts:
 
     @property
     def pinned_bytes(self) -> int:
-        """On the host, the exchange with it included."""
-        return self._memory.nbytes + (0 if self.host is None else self.host.pinned_bytes)
+        """On the host."""
+        return self._memory.nbytes
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._number
@@ -115,15 +125,21 @@ class DeviceExperts:
         self._copies.now(slot.tensor[: self._size(layer)], self._piece(layer))
         slot.layer = layer
 
-    def fetch(self, layer: int, planes: Sequence[torch.Tensor]) -> None:
-        """Says what is to be fetched of an expert; `planes`: all that waits, in the layer's slot."""
+    def know(self, layer: int, waiting: Sequence[torch.Tensor], resident: Sequence[torch.Tensor]) -> None:
+        """Its planes, with all of an expert in one piece of each: of those that wait, in the layer's slot, and of those
+        that stay, in the same order, if any."""
+        number, slot = self._number[layer], self._slot(layer).tensor
+        bounds = [(plane.data_ptr() - slot.data_ptr(), plane.nbytes) for plane in waiting]
+        mapped, piece = self._mapped[number], self._piece(layer)
         self._fetched[layer] = FetchedPieces.of(
-            planes, [self._over_link(layer, plane) for plane in planes], self.waiting(layer)
+            waiting, [mapped[first : first + nbytes] for first, nbytes in bounds], self.waiting(layer)
         )
-
-    def _over_link(self, layer: int, plane: torch.Tensor) -> torch.Tensor:
-        first = plane.data_ptr() - self._slot(layer).tensor.data_ptr()
-        return self._mapped[self._number[layer]][first : first + plane.nbytes]
+        if resident:
+            stay, wait = self.resident(layer), self.waiting(layer)
+            self._exchanged[number] = [
+                (plane.view(torch.uint8).view(stay, -1), piece[first : first + nbytes].view(wait, -1))
+                for plane, (first, nbytes) in zip(resident, bounds, strict=True)
+            ]
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
@@ -133,13 +149,30 @@ class DeviceExperts:
                 if slot.layer is not None:  # Its experts are overwritten.
                     self._copies.await_copy(slot.copied)
                     slot.layer = None
-            self._counted.look_at(self._uses)
+            self._swaps.extend(self._counted.look_at(self._uses))
+            for _ in range(min(SWAPS_A_STEP, len(self._swaps))):
+                self._swap(self._swaps.popleft())
         with nullcontext() if self.host is None or tokens > self.few_tokens else self.host.step(tokens):
             yield
 
     def compute_on_host(self, host: ExpertHost) -> None:
         """In steps with few tokens it computes with experts that wait. It is closed with this."""
         self.host, self.few_tokens = host, host.tokens
+
+    def _swap(self, swap: Swap) -> None:
+        """In the order of what is launched; slots hold nothing now, and nothing is on its way to them."""
+        if swap.number not in self._exchanged:
+            return
+        table = self._counted.places[swap.number]
+        waits, stays = -1 - int(table[swap.comes]), int(table[swap.leaves])
+        for resident, waiting in self._exchanged[swap.number]:
+            between = self._slots[0].tensor[: resident.shape[1]]
+            between.copy_(resident[stays])
+            resident[stays].copy_(waiting[waits], non_blocking=True)
+            waiting[waits].copy_(between, non_blocking=True)
+        self.places[swap.number, swap.comes].fill_(stays)
+        self.places[swap.number, swap.leaves].fill_(-1 - waits)
+        self._counted.swapped(swap)
 
     def check(self) -> None:
         """Raises what went wrong on the host, whose answers then mean nothing."""
@@ -203,6 +236,7 @@ class DeviceExperts:
             hits=self._counted.hits,
             host_pairs=0 if host is None else host.pairs,
             host_s=0.0 if host is None else host.computed_s,
+            swaps=self._counted.swaps,
         )
 
     def decisions(self) -> list[Decision]:
@@ -218,7 +252,15 @@ class DeviceExperts:
             f"a step of more than {self.few_tokens} tokens copies {format_bytes(size)} of experts from RAM and takes at"
             f" least {size / self._possible:.2f} s"
         )
-        return [Decision("link_copy", f"{self._possible / 1e9:.1f} GB/s", step, "measured")]
+        found = [Decision("link_copy", f"{self._possible / 1e9:.1f} GB/s", step, "measured")]
+        if self.host is not None:
+            # Both read the host's memory at the same time, and the GPU multiplies only what has come.
+            rate = self.host.measure(self._expert_sizes)
+            share = LINK_SHARE * self._possible / (self._possible + rate)
+            self.host.share_with_link(share)
+            why = f"in steps of up to {self.few_tokens} tokens; the GPU fetches {share:.0%} of those that wait itself"
+            found.append(Decision("host_experts", f"{rate / 1e9:.1f} GB/s", why, "measured"))
+        return found
 
     def _bring(self, layers: tuple[int, ...]) -> None:
         for layer in layers:
@@ -233,6 +275,7 @@ class DeviceExperts:
         self._copies.close()
         self._mapped.clear()
         self._fetched.clear()
+        self._exchanged.clear()
         self._memory.close()
         self._slots.clear()
 

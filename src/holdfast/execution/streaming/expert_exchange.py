@@ -39,7 +39,7 @@ class FetchedPieces(NamedTuple):
         return cls(torch.tensor(rows, dtype=torch.int64, device=planes[0].device), word, waiting)
 
 
-class Exchange(NamedTuple):
+class LayerExchange(NamedTuple):
     """Of one layer, as the GPU sees it, and of all its steps."""
 
     request: torch.Tensor

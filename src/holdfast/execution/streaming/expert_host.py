@@ -18,20 +18,20 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.native import ComputeThreads, ExpertLayer, HostExchange, HostExperts
-from holdfast.execution.streaming.expert_exchange import SHARES, Exchange
+from holdfast.execution.streaming.expert_exchange import SHARES, LayerExchange
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.experts import ExchangeLayout
 
 PATIENCE_S = 60.0
 """For a layer's request: kernels are compiled between layers when they are first used. The GPU waits as long."""
-LINK_SHARE = 0.0
+MEASURED_STEPS = 3
 LAST_STEP = 2**31 - 1
 """After it comes 1 again."""
 
 
 class ExpertHost:
     """`layers`: with all experts of each. `memory`: one piece of the layout's size at least, which is closed with this.
-    `link_share`: of the experts that wait, and that a step chose, what the GPU reads over the link itself."""
+    `link_share`: of the experts that wait, and that a step chose, what the GPU fetches over the link itself."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ExpertHost:
         dtype: torch.dtype,
         device: torch.device,
         threads: int,
-        link_share: float = LINK_SHARE,
+        link_share: float = 0.0,
     ) -> None:
         self._exchange = exchange = HostExchange(layout, memory.pieces[0], dtype)
         self._experts, self._memory, self._device = HostExperts(layers, exchange), memory, device
@@ -52,7 +52,7 @@ class ExpertHost:
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
         chosen = torch.zeros((layout.tokens, layout.per_token), dtype=torch.int32, device=device)
         self.exchanges = [
-            Exchange(
+            LayerExchange(
                 request=self._view(layout.request(layer), (1,), torch.int32),
                 reply=self._view(layout.reply(layer), (1,), torch.int32),
                 chosen=self._view(layout.chosen(layer), (layout.tokens, layout.per_token), torch.int32),
@@ -90,6 +90,26 @@ class ExpertHost:
     @property
     def pinned_bytes(self) -> int:
         return self._memory.nbytes
+
+    def measure(self, expert_bytes: Sequence[int]) -> float:
+        """Bytes of experts a second, as a step of one token reads them; `expert_bytes`: of one expert of each layer.
+        Before the first step."""
+        layout, fastest = self._exchange.layout, 0.0
+        for _ in range(MEASURED_STEPS):
+            self._number += 1
+            for layer in range(layout.layers):
+                first = (self._number * layout.per_token) % (len(self._experts.uses[layer]) - layout.per_token + 1)
+                self._exchange.chosen(layer)[0] = torch.arange(first, first + layout.per_token, dtype=torch.int32)
+                self._exchange.request(layer).fill_(self._number)
+            with self._threads.computing():
+                served = self._experts.serve(self._number, 1, PATIENCE_S)
+            fastest = max(fastest, layout.per_token * sum(expert_bytes) / served.computed_s)
+        return fastest
+
+    def share_with_link(self, link_share: float) -> None:
+        """Before anything is captured."""
+        over_link = round(link_share * SHARES)
+        self.exchanges[:] = [exchange._replace(over_link=over_link) for exchange in self.exchanges]
 
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:

@@ -22,7 +22,7 @@ import torch
 from holdfast.errors import HoldfastError
 from holdfast.execution.native import ComputeThreads, ExpertLayer, measure_layers
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.expert_exchange import Exchange
+from holdfast.execution.streaming.expert_exchange import LayerExchange
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.footprint.experts import ExchangeLayout
@@ -107,7 +107,7 @@ class Joined:
     """What the host computes from now on."""
 
     host: ExpertHost
-    exchanges: Mapping[int, Exchange]
+    exchanges: Mapping[int, LayerExchange]
     """By layer."""
     few_tokens: int
     reason: str
@@ -127,7 +127,7 @@ class HostMlps:
         self._offer, self._streamed, self._device, self._pinned = offer, streamed, device, pinned
         self.joined: Joined | None = None
         """None: the GPU computes all."""
-        self._now: Mapping[int, Exchange] = {}
+        self._now: Mapping[int, LayerExchange] = {}
         self._stopping, self._thread = (
             threading.Event(),
             threading.Thread(target=self._run, name="host-mlps", daemon=True),
@@ -157,7 +157,7 @@ class HostMlps:
         """Until it is decided."""
         self._thread.join(timeout_s)
 
-    def exchange(self, layer: int) -> Exchange | None:
+    def exchange(self, layer: int) -> LayerExchange | None:
         """With the host, for the step that is being launched; None: the GPU computes this layer's MLP in it."""
         return self._now.get(layer)
 

@@ -51,10 +51,17 @@ def other_ways(placed: ExpertPlacement) -> Iterator[str]:
     if layers is not None and layers.fits and (rate := _one(layers.plan)) is not None:
         yield f"{len(layers.streamed.layers)} whole layers streamed: about {rate} tokens/s of one sequence"
     if placed.places.host_sizes:
-        alone = replace(plan.question, settings=replace(plan.question.settings, host_experts=False))
-        rate, less = _one(replace(plan, question=alone, own=None)), placed.ram_bytes - placed.places.pinned_bytes
+        rate, less = _one(_with_host(plan, False)), placed.ram_bytes - placed.places.pinned_bytes
         if rate is not None:
             yield f"--cpu-compute off: about {rate} tokens/s of one sequence, for {format_bytes(less)} less of RAM"
+    elif placed.fits and placed.copy_short_bytes and (rate := _one(_with_host(plan, True))) is not None:
+        more = format_bytes(placed.copy_short_bytes)
+        yield f"{more} more of RAM: the CPU computes experts that wait, about {rate} tokens/s of one sequence"
+
+
+def _with_host(plan: Plan, computes: bool) -> Plan:
+    settings = replace(plan.question.settings, host_experts=computes)
+    return replace(plan, question=replace(plan.question, settings=settings), own=None)
 
 
 def _one(plan: Plan) -> str | None:

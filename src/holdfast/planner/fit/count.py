@@ -203,6 +203,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
         graphs=settings.graphs and streamed is None,
+        experts_apart=places is not None,
     )
     cost = layout_cost(layout, limits.max_num_batched_tokens)
     return tuple(found), cost, byte_terms.engine_gpu_loading(held, slots, largest)
@@ -261,7 +262,7 @@ def experts_on_gpu(question: Question) -> ExpertPlaces | None:
         return None  # A smaller model may be tried that has none.
     dtype, asked, spec = compute_dtype(question, 1), settings.offload, question.model.spec
     sizes = weights.expert_sizes(dtype=dtype)
-    host = weights.host_expert_sizes(dtype=dtype) if settings.host_experts else None
+    host = weights.host_expert_sizes() if settings.host_experts else None
     experts = kinds(spec)[0].count
     if asked.experts_by_hand:
         return all_wait(sizes, experts, expert_layers(asked, spec), host)

@@ -34,9 +34,8 @@ from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.expert_layers import check_expert_layers, expert_layers, moe_layers
 from holdfast.planner.inputs.question import Question
-from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
-from holdfast.planner.sizing.host_cores import ASSUMED, host_is_sooner
+from holdfast.planner.sizing.host_cores import host_is_sooner
 from holdfast.planner.sizing.host_ram import HOST_SHARE
 from holdfast.planner.sizing.kv_cost import largest
 from holdfast.units import counted, format_bytes
@@ -53,6 +52,8 @@ class ExpertPlacement:
     """What RAM lacks for experts that wait; 0: nothing, or it is not known what there is."""
     idle_reason: str = ""
     """Why the host's cores compute none, for people; empty: they do."""
+    copy_short_bytes: int = 0
+    """What RAM lacks for the copy that they would compute with; 0: nothing, or there is another reason."""
 
     @property
     def fits(self) -> bool:
@@ -180,14 +181,16 @@ def _over_host(plan: Plan) -> ExpertPlacement:
     """With the experts once more for the host's cores, where they compute sooner and RAM has room for them."""
     room, waiting = pinned_room(plan.question), experts_on_gpu(plan.question)
     assert waiting is not None
-    idle = _idle_reason(plan)
+    idle, copy_short = _idle_reason(plan), 0
     if not idle:
         computing = _with_host(plan)
-        short = 0 if room is None else computing.ram_bytes - room
-        if short <= 0:
+        copy_short = 0 if room is None else max(0, computing.ram_bytes - room)
+        if not copy_short:
             return computing
-        idle = f"RAM is {format_bytes(short)} short for a second copy of {format_bytes(computing.places.host_bytes)}"
-    return ExpertPlacement(plan, waiting, 0, 0 if room is None else max(0, waiting.pinned_bytes - room), idle)
+        copy = format_bytes(computing.places.host_bytes)
+        idle = f"RAM is {format_bytes(copy_short)} short for a second copy of {copy}"
+    short = 0 if room is None else max(0, waiting.pinned_bytes - room)
+    return ExpertPlacement(plan, waiting, 0, short, idle, copy_short)
 
 
 def _idle_reason(plan: Plan) -> str:
@@ -199,10 +202,10 @@ def _idle_reason(plan: Plan) -> str:
         return "--cpu-compute off"
     if not question.machine.host_computes:
         return "this installation has no compiled kernels for this CPU"
-    if weights.host_expert_sizes(dtype=compute_dtype(question, 1)) is None:
+    if weights.host_expert_sizes() is None:
         return f"compiled kernels do not read experts in {weights.format or plan.dtype}"
-    if gpu is not None and not host_is_sooner(host, gpu.host_link.gb_s):
-        return f"{counted((host or ASSUMED).cores, 'core')} would take longer than the GPU over {gpu.host_link.name}"
+    if host is not None and gpu is not None and not host_is_sooner(host, gpu.host_link.gb_s):
+        return f"{counted(host.cores, 'core')} would take longer than the GPU over {gpu.host_link.name}"
     return ""
 
 

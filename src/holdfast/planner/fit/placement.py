@@ -97,9 +97,10 @@ def check_can_stream(question: Question) -> None:
     asked = question.settings.offload
     if not can_stream(question):
         device = question.machine.devices[0]
+        what = "experts cannot wait in RAM" if asked.experts_by_hand else "layers cannot be streamed"
         of_machine = ", whose memory is the machine's" if device.unified else ""
         raise ConfigurationError(
-            f"{asked.flag}: layers cannot be streamed here",
+            f"{asked.flag}: {what} here",
             code=CANNOT_STREAM,
             needed="one GPU with memory of its own",
             found=f"{device.name}{of_machine}",

@@ -14,7 +14,7 @@ from holdfast.planner.fit.result import Plan
 from holdfast.planner.serve import refusals
 from holdfast.units import counted, format_bytes
 
-RAM_IS_SHORT, HAND_IS_SHORT = "HF114", "HF116"
+HAND_IS_SHORT = "HF116"
 
 
 def check_experts(
@@ -42,7 +42,7 @@ def check_experts(
         else "more RAM, or a quantized model",
         kept="first" if to_disk else None,
         field="nvme_path" if to_disk else "ram",
-        code=RAM_IS_SHORT,
+        code=refusals.RAM_IS_SHORT,
     )
 
 

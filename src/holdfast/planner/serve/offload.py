@@ -22,7 +22,7 @@ from holdfast.planner.fit.expert_placement import ExpertPlacement, place_larger,
 from holdfast.planner.fit.placement import Placement
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.serve import refusals
-from holdfast.planner.serve.expert_offload import RAM_IS_SHORT, check_experts, expert_decisions, too_few_by_hand
+from holdfast.planner.serve.expert_offload import check_experts, expert_decisions, too_few_by_hand
 from holdfast.planner.serve.streamed import disk_room
 from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_bytes
 from holdfast.units import MIB, counted, format_bytes
@@ -183,7 +183,7 @@ def _host_is_short(placed: Placement, host: HostShare, config: EngineConfig) -> 
             fix="--nvme-path DIR on a fast disk with room for them" if no_disk else "more RAM, or a quantized model",
             kept="first" if no_disk else None,
             field="nvme_path" if no_disk else "ram",
-            code=RAM_IS_SHORT,
+            code=refusals.RAM_IS_SHORT,
         )
     return refusals.PlanRefusal(
         f"{name} does not fit on {gpu}, and the layers that RAM does not hold do not fit in {config.nvme_path}",

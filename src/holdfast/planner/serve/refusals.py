@@ -30,6 +30,8 @@ SettingsChange = Mapping[str, object]
 Candidates = Callable[[EngineConfig, Attempt], Iterator[SettingsChange]]
 """Changes of these settings to be planned, cheapest first."""
 
+RAM_IS_SHORT = "HF114"
+"""Of what would be pinned."""
 MOST_REMEDIES = 3
 _WRITTEN = {"offload": "--no-offload"}
 """Settings that are only ever written as their opposite."""

@@ -68,9 +68,9 @@ class EngineWeights:
         """Of one expert of each layer that has some, on a GPU."""
         return _expert_sizes(Same(self.spec), Same(self.stored), dtype, self.quantize)
 
-    def host_expert_sizes(self, *, dtype: str) -> Mapping[int, int] | None:
+    def host_expert_sizes(self) -> Mapping[int, int] | None:
         """The same as the host's cores compute with it; None: they cannot."""
-        return _host_expert_sizes(Same(self.spec), Same(self.stored), dtype, self.quantize)
+        return _host_expert_sizes(Same(self.spec), Same(self.stored), self.quantize)
 
     @property
     def quantized(self) -> bool:
@@ -170,9 +170,9 @@ def _expert_sizes(
 
 @lru_cache(maxsize=64)
 def _host_expert_sizes(
-    spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], dtype: str, quantize: Quantize | None
+    spec: Same[ModelSpec], stored: Same[Mapping[str, StoredTensor] | None], quantize: Quantize | None
 ) -> Mapping[int, int] | None:
-    return expert_places.host_expert_sizes(spec.held, stored.held, dtype=dtype, quantize=quantize)
+    return expert_places.host_expert_sizes(spec.held, stored.held, quantize=quantize)
 
 
 @lru_cache(maxsize=64)

@@ -28,6 +28,6 @@ def host_flops(host: Processor | None) -> float:
     return known.cores * core_flops(known.features)
 
 
-def host_is_sooner(host: Processor | None, link_gb_s: float) -> bool:
-    """Whether cores compute an expert sooner than a GPU's kernels read it over the link, both bound by its bytes."""
+def host_is_sooner(host: Processor, link_gb_s: float) -> bool:
+    """Whether cores compute an expert sooner than a GPU's kernels fetch it over the link, both bound by its bytes."""
     return host_gb_s(host) > link_gb_s * COPY_SHARE * KERNEL_SHARE

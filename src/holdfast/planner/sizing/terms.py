@@ -148,10 +148,14 @@ def engine_gpu_terms(
     max_loras: int = 0,
     max_lora_rank: int = 16,
     graphs: bool = True,
+    experts_apart: bool = False,
 ) -> list[Term]:
     """Of a model that this engine runs on one GPU: what it allocates, by the declarations it allocates from. `slots`:
     that layers or experts take turns in which do not stay there."""
     captures = GRAPHS_WITH_ADAPTERS if max_loras else 1
+    kernels = gpu.graphs_bytes(
+        captures * len(spec.layers), limits.max_num_seqs, captured=graphs, experts_apart=experts_apart
+    )
     layout = cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=dtype)
     terms = [
         Term("context", ENGINE_CONTEXT_BYTES, 0.25),
@@ -160,7 +164,7 @@ def engine_gpu_terms(
         Term("activations", gpu.activations_bytes(spec, limits, dtype=dtype, quantized=quantized, rounded=rounded)),
         Term("logits", gpu.logits_bytes(spec, limits, dtype=dtype)),
         Term("buffers", gpu.buffers_bytes(layout, limits)),
-        Term("graphs", gpu.graphs_bytes(captures * len(spec.layers), limits.max_num_seqs, captured=graphs), 0.5),
+        Term("graphs", kernels, 0.5),
     ]
     if max_loras:
         held = lora.gpu_bytes(spec, limits, dtype=dtype, places=max_loras, max_rank=max_lora_rank)

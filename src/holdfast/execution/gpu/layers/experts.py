@@ -104,8 +104,10 @@ class ExpertGpuMlp:
         self._gate_up = [_products(stack, scratch) for stack in weights.gate_up]
         self._down = _products(weights.down, scratch)
         if placed is not None:
-            stacks = [stack.waiting for stack in (*weights.gate_up, weights.down) if isinstance(stack, PlacedStack)]
-            placed.experts.fetch(placed.layer, [plane for stack in stacks for plane in _planes(stack)])
+            stacks = [stack for stack in (*weights.gate_up, weights.down) if isinstance(stack, PlacedStack)]
+            waiting = [plane for stack in stacks for plane in _planes(stack.waiting)]
+            resident = [plane for stack in stacks if stack.resident is not None for plane in _planes(stack.resident)]
+            placed.experts.know(placed.layer, waiting, resident)
         self._router = gpu_linear(weights.router, scratch)
         self._shared = None if weights.shared is None else _Shared(weights.shared, activation, scratch)
 

@@ -87,15 +87,13 @@ def _group_scale(scales, row, first_row, group, scales_stride, GROUP_ROWS: tl.co
 @triton.jit
 def _product(
     x, weight, out, x_scales, scales, counts, pairs, x_stride, weight_stride, out_stride, x_scales_stride,
-    scales_stride, pairs_stride, outputs, places, waiting, waiting_scales, PLACED: tl.constexpr,
-    INPUTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATES: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, ALIKE: tl.constexpr, DECODED: tl.constexpr, ASSEMBLED: tl.constexpr,
-    DESCRIBED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
+    scales_stride, pairs_stride, outputs, places, waiting, waiting_scales, PLACED: tl.constexpr, INPUTS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SHARED_BY: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr,
+    ROUNDED: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, ALIKE: tl.constexpr, DECODED: tl.constexpr,
+    ASSEMBLED: tl.constexpr, DESCRIBED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """GROUP 0: scales are of rows. DECODED: both factors are e4m3's bits, which tensor cores do not take. PLACED: not
-    by descriptor."""
+    """GROUP 0: scales are of rows. DECODED: both factors are e4m3's bits, which tensor cores do not take."""
     GATED: tl.constexpr = GATES == GATES_IN_MATRIX
     GROUPED: tl.constexpr = ROUNDED and GROUP > 0
     KIND: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
@@ -115,8 +113,7 @@ def _product(
     first_row = kept * (2 * outputs if GATED else outputs) + first_output
     # Outputs beyond the last read the last one's row again: they are not written.
     row = first_row.to(tl.int64) + tl.minimum(tl.arange(0, OUTPUTS), outputs - 1 - first_output)
-    line = weight
-    up_line = weight
+    line, up_line = weight, weight
     if not DESCRIBED:
         line = weight + row[:, None] * weight_stride + column[None, :]
         up_line = line + tl.cast(outputs, tl.int64) * weight_stride

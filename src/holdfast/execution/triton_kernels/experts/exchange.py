@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.streaming.expert_exchange import FETCHED_BYTES, SHARES, Exchange, FetchedPieces
+from holdfast.execution.streaming.expert_exchange import FETCHED_BYTES, SHARES, FetchedPieces, LayerExchange
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.launch import SUMMED_COLUMNS, ExpertAssignments
 from holdfast.execution.triton_kernels.rounded.early import let_others_start, starts_early, wait_for_others
@@ -99,7 +99,7 @@ def send(
     lines: ExpertAssignments,
     places: torch.Tensor,
     uses: torch.Tensor,
-    exchange: Exchange,
+    exchange: LayerExchange,
 ) -> None:
     """Asks the host for the experts that wait, but for those that the GPU keeps: their lines are empty afterwards, and
     their pairs have no weight. x [tokens, columns]; `experts` int32 [tokens, per_token]: what each token chose; `uses`
@@ -198,7 +198,7 @@ def _add_replies(
 
 
 def add_replies(
-    rows: torch.Tensor, lines: ExpertAssignments, exchange: Exchange, out: torch.Tensor, *, add: bool
+    rows: torch.Tensor, lines: ExpertAssignments, exchange: LayerExchange, out: torch.Tensor, *, add: bool
 ) -> None:
     """out [tokens, columns] = (or +=) the rows [pairs, columns] of each token by their weights, and what the host makes
     of it: in float32, rounded once."""

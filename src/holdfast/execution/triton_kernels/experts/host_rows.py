@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from holdfast.execution.streaming.expert_exchange import Exchange
+from holdfast.execution.streaming.expert_exchange import LayerExchange
 from holdfast.execution.triton_kernels.experts.device import interpreted
 from holdfast.execution.triton_kernels.experts.exchange import _AWAIT, _SET, WAIT_NS
 
@@ -40,7 +40,7 @@ def _send_rows(
             tl.store(request + tl.arange(0, 1), number)
 
 
-def send_rows(x: torch.Tensor, exchange: Exchange) -> None:
+def send_rows(x: torch.Tensor, exchange: LayerExchange) -> None:
     """Asks the host for what its MLP makes of x [tokens, columns]."""
     tokens, columns = x.shape
     _send_rows[(tokens,)](
@@ -77,7 +77,7 @@ def _add_rows(
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_rows(exchange: Exchange, out: torch.Tensor, *, add: bool) -> None:
+def add_rows(exchange: LayerExchange, out: torch.Tensor, *, add: bool) -> None:
     """out [tokens, columns] = (or +=) what the host makes of the rows that were sent, once it is there."""
     tokens, columns = out.shape
     _add_rows[(tokens, triton.cdiv(columns, ADDED_COLUMNS))](
@@ -93,7 +93,7 @@ def load_host_rows(x: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
     numbers = [torch.zeros(1, dtype=torch.int32, device=x.device) for _ in range(5)]
     request, reply, step, arrived, failed = numbers
     pairs = torch.zeros((tokens, 1), dtype=torch.int32, device=x.device)
-    exchange = Exchange(
+    exchange = LayerExchange(
         request=request, reply=reply, chosen=pairs, weights=pairs.float(), x=torch.empty_like(x),
         y=torch.zeros((tokens, columns), device=x.device), experts=pairs, over_link=0, step=step, arrived=arrived,
         failed=failed,

@@ -57,6 +57,25 @@ def _of_same_segments(
 
 
 @triton.jit
+def _write(
+    sums, out, pairs, pairs_stride, out_stride, outputs, expert, first, length, first_output,
+    ACTIVATION: tl.constexpr, GATES: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums [lines, ROWS], gated where they are gates and ups, to the rows of its pairs."""
+    target: tl.constexpr = out.dtype.element_ty
+    pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
+    output = first_output + tl.arange(0, OUTPUTS)
+    index = pair[None, :] * out_stride + output[:, None]
+    inside = live[None, :] & (output < outputs)[:, None]
+    if GATES == GATES_IN_MATRIX:
+        gate, up = tl.split(sums.to(target).reshape(2, OUTPUTS, ROWS).permute(1, 2, 0))
+        sums = gated(gate, up, target, ACTIVATION)
+    elif GATES == GATES_IN_OUT:
+        sums = gated_by_out(out, index, inside, sums, ACTIVATION)
+    tl.store(out + index, sums.to(target), mask=inside)
+
+
+@triton.jit
 def _product(
     x, codes, scales, zeros, out, counts, pairs, x_stride, codes_stride, scales_stride, out_stride, pairs_stride,
     outputs, places, waiting_codes, waiting_scales, waiting_zeros, PLACED: tl.constexpr,
@@ -131,17 +150,8 @@ def _product(
         sums *= wide_scales(next_scale, POWERS)[:, None]
     if SEGMENTS > 1:
         sums = _of_same_segments(sums, left // LINES, right // ROWS, SEGMENTS, LINES, ROWS)
-    target: tl.constexpr = out.dtype.element_ty
-    pair, live = line_pairs(pairs, pairs_stride, expert, first, length, ROWS)
-    output = first_output + tl.arange(0, OUTPUTS)
-    index = pair[None, :] * out_stride + output[:, None]
-    inside = live[None, :] & (output < outputs)[:, None]
-    if GATED:
-        gate, up = tl.split(sums.to(target).reshape(2, OUTPUTS, ROWS).permute(1, 2, 0))
-        sums = gated(gate, up, target, ACTIVATION)
-    elif GATES == GATES_IN_OUT:
-        sums = gated_by_out(out, index, inside, sums, ACTIVATION)
-    tl.store(out + index, sums.to(target), mask=inside)
+    _write(sums, out, pairs, pairs_stride, out_stride, outputs, expert, first, length, first_output, ACTIVATION, GATES,
+           OUTPUTS, ROWS)  # fmt: skip
 
 
 def span_of(layout: ScaledLayout) -> int:
