@@ -207,7 +207,7 @@ class Runner:
             if not plan.rows:
                 return StepResult(step_id=plan.step_id, adapters=arrived)
             batch = self._buffers.form(plan, decoder.attention)
-            if len(batch.fresh_pages):
+            if batch.fresh_pages.shape[0]:
                 kv.clear(batch.fresh_pages)
             hidden = decoder.forward(batch, kv)
             masked = None if masks is None else masks.rows()
@@ -250,8 +250,9 @@ class Runner:
 
     def _turns(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Rows that are sampled at a time, and their logits; computed for several turns at once."""
-        for first in range(0, len(hidden), len(self._logits)):
-            computed = min(len(self._logits), len(hidden) - first)
+        rows, most = hidden.shape[0], self._logits.shape[0]
+        for first in range(0, rows, most):
+            computed = min(most, rows - first)
             self._decoder.logits(hidden[first : first + computed], self._logits[:computed])
             for start in range(0, computed, self._turn_rows):
                 end = min(start + self._turn_rows, computed)
@@ -260,7 +261,7 @@ class Runner:
     def _score(self, batch: StepBatch) -> Iterator[TokenLogprobs]:
         """Of the batch's scored tokens, in turns of the same few rows of logits."""
         rows = self._turn_rows
-        for first in range(0, len(batch.scored_tokens), rows):
+        for first in range(0, batch.scored_tokens.shape[0], rows):
             part = slice(first, first + rows)
             hidden = self._decoder.states(batch.scored_tokens[part])
             logits = self._logits[: len(hidden)]

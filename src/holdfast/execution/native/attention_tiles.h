@@ -110,7 +110,14 @@ KERNEL score_queries(const float *queries, long columns, vectors keys, vectors n
         long at = 0;
         for (; at + TILE_ROWS * LANES <= columns; at += TILE_ROWS * LANES)
             score_four_keys(TILE_ROWS, queries + at, columns, keys, key, dim, scores + at);
-        for (; at < columns; at += LANES) score_four_keys(1, queries + at, columns, keys, key, dim, scores + at);
+        /* What is left in one go: sums of one vector alone would wait for each other. */
+        switch ((columns - at) / LANES) {
+        case 1: score_four_keys(1, queries + at, columns, keys, key, dim, scores + at); break;
+#if TILE_ROWS == 4
+        case 2: score_four_keys(2, queries + at, columns, keys, key, dim, scores + at); break;
+        case 3: score_four_keys(3, queries + at, columns, keys, key, dim, scores + at); break;
+#endif
+        }
     }
 }
 

@@ -130,9 +130,9 @@ class BlockMatrix(CompiledMatrix):
     def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """The rows of these indices, int64, as float32 into out [len(rows), columns]."""
         self._check(out, self.columns, "out")
-        if rows.dtype != torch.int64 or rows.shape != (len(out),) or not rows.is_contiguous():
+        if rows.dtype != torch.int64 or rows.shape != out.shape[:1] or not rows.is_contiguous():
             raise ValueError(f"indices must be contiguous int64 [{len(out)}], not {_describe(rows)}")
-        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self.rows):
+        if rows.shape[0] and not (int(rows.min()) >= 0 and int(rows.max()) < self.rows):
             raise ValueError(f"an index lies outside the matrix of {self.rows} rows")
         self._expand(rows.data_ptr(), out)
 
@@ -140,7 +140,7 @@ class BlockMatrix(CompiledMatrix):
         self._kernels.expand(
             self._address,
             chosen,
-            len(out),
+            out.shape[0],
             self.rows,
             self.columns,
             self._number,

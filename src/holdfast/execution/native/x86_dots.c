@@ -112,7 +112,8 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int w
                                  int rows, vec *totals, enum layout plain) {
     const int blocks_together = blocks_of_32(plain) ? 1 : 8;
     vec scales[BUNDLES_AT_ONCE][KQUANT_GROUPS], added[BUNDLES_AT_ONCE][KQUANT_GROUPS];
-    shape_tiles();
+    tile_bench bench;
+    open_tiles(&bench);
     for (int i = 0; i < wide * rows; i++) totals[i] = (vec){0};
     for (long block = 0; block < blocks; block += blocks_together) {
         UNROLL for (int b = 0; b < wide; b++) read_scales(bundle + b * bundle_bytes, plain, scales[b], added[b]);
@@ -126,10 +127,10 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int w
                 fetch_ahead(here[b].codes, plain);
             }
             const row_head *heads = (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows);
-            add_by_tiles(here, wide, plain, with_minimum(plain), x, heads, rows, totals, rows);
+            add_by_tiles(&bench, here, wide, plain, with_minimum(plain), x, heads, rows, totals, rows);
         }
     }
-    _tile_release();
+    close_tiles(&bench, wide, with_minimum(plain), rows);
 }
 
 #endif

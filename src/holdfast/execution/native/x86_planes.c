@@ -113,7 +113,8 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int w
         scales[b] = scales_of(planes, bundle + b * bundle_bytes, bundle_bytes);
         here[b] = (weights_part){.scales = scale + b, .added = scale + b};
     }
-    shape_tiles();
+    tile_bench bench;
+    open_tiles(&bench);
     for (int i = 0; i < wide * rows; i++) totals[i] = (vec){0};
     for (long block = 0; block < blocks; block++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
         UNROLL for (int b = 0; b < wide; b++) {
@@ -125,9 +126,9 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int w
             }
             fetch_ahead(here[b].codes, plain);
         }
-        add_by_tiles(here, wide, plain, 0, x, (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows), rows, totals, rows);
+        add_by_tiles(&bench, here, wide, plain, 0, x, (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows), rows, totals, rows);
     }
-    _tile_release();
+    close_tiles(&bench, wide, 0, rows);
 }
 
 #endif

@@ -55,7 +55,7 @@ ALWAYS_INLINE void lay_out(const weights_part *part, enum layout plain, uint8_t 
 }
 
 /* Products of 16 rows of x, which begin at `x`, with what lies in tiles 6 and 7. */
-ALWAYS_INLINE void multiply_tiles(const uint8_t *x, int wide, tile_products *out) {
+ALWAYS_INLINE void multiply_tiles(const uint8_t *x, int wide) {
     const long step = 2 * BLOCK_ELEMENTS;
     _tile_zero(0);
     _tile_zero(1);
@@ -69,6 +69,9 @@ ALWAYS_INLINE void multiply_tiles(const uint8_t *x, int wide, tile_products *out
         _tile_dpbssd(2, 4, 7);
         _tile_dpbssd(3, 5, 7);
     }
+}
+
+ALWAYS_INLINE void store_products(int wide, tile_products *out) {
     _tile_stored(0, out->of[0], sizeof(ivec));
     _tile_stored(1, out->of[1], sizeof(ivec));
     if (wide == 2) {
@@ -83,38 +86,83 @@ ALWAYS_INLINE vec added_product(const tile_products *from, int pair, int row, ve
     return total + __builtin_convertvector(sum, vec) * worth;
 }
 
+/* 16 rows or fewer that were multiplied and whose products are still to be added. */
+typedef struct {
+    vec scales[BUNDLES_AT_ONCE], added[BUNDLES_AT_ONCE];
+    const row_head *heads;
+    vec *totals;
+    int rows; /* 0: nothing waits */
+} waiting_rows;
+
+/* What one panel is multiplied in. The products of 16 rows are added while the tiles of the next 16 are multiplied, those of
+ * the next 32 columns among them: a product takes longer to come out of its tile than to be added. */
+typedef struct {
+    tile_products products[2];
+    _Alignas(64) uint8_t laid[BUNDLES_AT_ONCE][LAID_BYTES];
+    waiting_rows waiting;
+    int turn; /* which products are written next */
+} tile_bench;
+
+ALWAYS_INLINE void open_tiles(tile_bench *here) {
+    here->waiting.rows = 0;
+    here->turn = 0;
+    shape_tiles();
+}
+
 /* The products of some rows to their totals, in the order of add_group. */
-ALWAYS_INLINE void add_products(const tile_products *from, const weights_part *parts, int wide, int minimum,
-                                const row_head *heads, int rows, vec *totals, long stride) {
+ALWAYS_INLINE void add_products(const tile_products *from, const waiting_rows *to, int wide, int minimum, int rows,
+                                long stride) {
     for (int r = 0; r < rows; r++) {
         UNROLL for (int b = 0; b < wide; b++) {
-            vec total = added_product(from, b, r, parts[b].scales[0], heads + r, totals[b * stride + r]);
-            if (minimum) total += parts[b].added[0] * heads[r].sum;
-            totals[b * stride + r] = total;
+            vec *place = to->totals + b * stride + r;
+            vec total = added_product(from, b, r, to->scales[b], to->heads + r, *place);
+            if (minimum) total += to->added[b] * to->heads[r].sum;
+            *place = total;
         }
     }
 }
 
-/* 32 columns with one scale, of `wide` bundles, with all rows of a panel. While the tiles of 16 rows are multiplied, the
- * products of the 16 before are added. */
-ALWAYS_INLINE void add_by_tiles(const weights_part *parts, int wide, enum layout plain, int minimum, const uint8_t *x,
-                                const row_head *heads, int rows, vec *totals, long stride) {
-    tile_products products[2];
-    _Alignas(64) uint8_t laid[BUNDLES_AT_ONCE][LAID_BYTES];
-    UNROLL for (int b = 0; b < wide; b++) lay_out(parts + b, plain, laid[b]);
+ALWAYS_INLINE void add_waiting(tile_bench *here, int wide, int minimum, long stride) {
+    const tile_products *from = here->products + (here->turn ^ 1);
+    if (here->waiting.rows == TILE_HEIGHT) /* so that the usual loop has a constant length */
+        add_products(from, &here->waiting, wide, minimum, TILE_HEIGHT, stride);
+    else
+        add_products(from, &here->waiting, wide, minimum, here->waiting.rows, stride);
+}
+
+/* 32 columns with one scale, of `wide` bundles, with all rows of a panel. */
+ALWAYS_INLINE void add_by_tiles(tile_bench *here, const weights_part *parts, int wide, enum layout plain, int minimum,
+                                const uint8_t *x, const row_head *heads, int rows, vec *totals, long stride) {
+    UNROLL for (int b = 0; b < wide; b++) lay_out(parts + b, plain, here->laid[b]);
     finish_stores();
-    _tile_loadd(6, laid[0], VECTOR_BYTES);
-    if (wide == 2) _tile_loadd(7, laid[1], VECTOR_BYTES);
-    multiply_tiles(x, wide, products);
-    for (int first = 0, turn = 0; first < rows; first += TILE_HEIGHT, turn ^= 1) {
-        const int count = rows - first < TILE_HEIGHT ? rows - first : TILE_HEIGHT;
-        if (first + TILE_HEIGHT < rows)
-            multiply_tiles(x + 2 * BLOCK_ELEMENTS * (first + TILE_HEIGHT), wide, products + (turn ^ 1));
-        if (count == TILE_HEIGHT) /* so that the usual loop has a constant length */
-            add_products(products + turn, parts, wide, minimum, heads + first, TILE_HEIGHT, totals + first, stride);
-        else
-            add_products(products + turn, parts, wide, minimum, heads + first, count, totals + first, stride);
+    _tile_loadd(6, here->laid[0], VECTOR_BYTES);
+    if (wide == 2) _tile_loadd(7, here->laid[1], VECTOR_BYTES);
+    for (int first = 0; first < rows; first += TILE_HEIGHT) {
+        multiply_tiles(x + 2 * BLOCK_ELEMENTS * first, wide);
+#if TILE_ORDER == 2
+        add_waiting(here, wide, minimum, stride);
+        finish_stores();
+        store_products(wide, here->products + here->turn);
+        finish_stores();
+#else
+        store_products(wide, here->products + here->turn);
+        add_waiting(here, wide, minimum, stride);
+#endif
+        here->turn ^= 1;
+        here->waiting.heads = heads + first;
+        here->waiting.totals = totals + first;
+        here->waiting.rows = rows - first < TILE_HEIGHT ? rows - first : TILE_HEIGHT;
+        if (first > 0) continue;
+        UNROLL for (int b = 0; b < wide; b++) {
+            here->waiting.scales[b] = parts[b].scales[0];
+            if (minimum) here->waiting.added[b] = parts[b].added[0];
+        }
     }
+}
+
+ALWAYS_INLINE void close_tiles(tile_bench *here, int wide, int minimum, long stride) {
+    add_waiting(here, wide, minimum, stride);
+    _tile_release();
 }
 
 #endif
