@@ -6,9 +6,7 @@
 #include "digits.h"
 #include "x86_codes.h"
 
-#ifndef AHEAD
 #define AHEAD 2048 /* bytes of weights that are asked for early */
-#endif
 #define PAIRS 16   /* vectors of 32 columns, two columns of each output in each */
 
 /* Sums of one output that are built side by side, because each waits for its last. */
