@@ -31,6 +31,7 @@ from holdfast.execution.sampling.sampler import Masks, Sampler
 from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.cpu import head_rows, logits_rows
+from holdfast.hardware.numa import numa_nodes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -131,8 +132,16 @@ class Runner:
 
     @property
     def decisions(self) -> list[Decision]:
-        """What is chosen here, not in the plan: nothing."""
-        return []
+        """What is chosen here, not in the plan: where pages of weights lie."""
+        nodes = numa_nodes()
+        if len(nodes.numbers) < 2:
+            return []
+        reason = "pages of quantized weights take turns among them"
+        if nodes.refused is not None:
+            reason = (
+                f"weights stay on the node that loaded them: the system does not spread their pages ({nodes.refused})"
+            )
+        return [Decision("numa_nodes", ", ".join(map(str, nodes.numbers)), reason, "hardware")]
 
     @property
     def kv(self) -> KVStore:

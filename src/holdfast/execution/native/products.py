@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import torch
 
 from holdfast.execution.native.loading import kernels, threads
+from holdfast.hardware.numa import numa_nodes, spread_pages
+
+log = logging.getLogger("holdfast")
 
 LAYOUT_NUMBERS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5} | {
     "Q5_0": 9,
@@ -114,6 +120,7 @@ class BlockMatrix(CompiledMatrix):
         super().__init__(blocks.shape[0], blocks.shape[1] // LAYOUT_BYTES[layout] * block_elements(layout), bias)
         self.layout, self.blocks = layout, blocks
         self._address = blocks.data_ptr()
+        spread_over_nodes(blocks)
         self._number = self._kernels.weave(self._address, self.rows, self.columns, LAYOUT_NUMBERS[layout])
 
     @property
@@ -148,6 +155,14 @@ class BlockMatrix(CompiledMatrix):
             out.stride(0),
             threads(),
         )
+
+
+def spread_over_nodes(weights: torch.Tensor) -> None:
+    """Their pages take turns among the NUMA nodes that this process computes on, where there are several and the system
+    lets it (`numa_nodes` says)."""
+    nodes = numa_nodes()
+    if nodes.spread and (failed := spread_pages(weights.data_ptr(), weights.nbytes, nodes.numbers)):
+        log.warning("%d bytes of weights stay on one NUMA node: mbind: %s", weights.nbytes, os.strerror(failed))
 
 
 def matmul_blocks(
