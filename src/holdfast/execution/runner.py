@@ -138,9 +138,7 @@ class Runner:
             return []
         reason = "pages of quantized weights take turns among them"
         if nodes.refused is not None:
-            reason = (
-                f"weights stay on the node that loaded them: the system does not spread their pages ({nodes.refused})"
-            )
+            reason = f"weights stay on the node that loaded them: pages cannot be spread ({nodes.refused})"
         return [Decision("numa_nodes", ", ".join(map(str, nodes.numbers)), reason, "hardware")]
 
     @property

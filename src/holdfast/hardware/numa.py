@@ -1,8 +1,8 @@
 """NUMA nodes that this process computes on, and pages spread over them. Knows addresses, no tensors.
 
 Rows of a matrix are handed to whichever thread asks next, so no page has a node that it is read from: pages take turns
-(mbind), and every node's memory is read at the same rate. A policy of the loading thread would not do: it would hold for
-whatever that thread allocates, and for nodes whose cores this process may not use.
+(mbind), and every node's memory is read at the same rate. A policy of the loading thread would not do: it would hold
+for whatever that thread allocates, and for nodes whose cores this process may not use.
 """
 
 from __future__ import annotations
