@@ -75,7 +75,7 @@ class StepBatch:
 
     @property
     def token_count(self) -> int:
-        return len(self.tokens)
+        return self.tokens.shape[0]  # `len` of a tensor is slow, and this is for every step.
 
 
 Places = numpy.typing.NDArray[numpy.int64]

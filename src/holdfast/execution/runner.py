@@ -31,6 +31,7 @@ from holdfast.execution.sampling.sampler import Masks, Sampler
 from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.cpu import head_rows, logits_rows
+from holdfast.hardware.numa import numa_nodes
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -131,8 +132,14 @@ class Runner:
 
     @property
     def decisions(self) -> list[Decision]:
-        """What is chosen here, not in the plan: nothing."""
-        return []
+        """What is chosen here, not in the plan: where pages of weights lie."""
+        nodes = numa_nodes()
+        if len(nodes.numbers) < 2:
+            return []
+        reason = "pages of quantized weights take turns among them"
+        if nodes.refused is not None:
+            reason = f"weights stay on the node that loaded them: pages cannot be spread ({nodes.refused})"
+        return [Decision("numa_nodes", ", ".join(map(str, nodes.numbers)), reason, "hardware")]
 
     @property
     def kv(self) -> KVStore:
@@ -207,7 +214,7 @@ class Runner:
             if not plan.rows:
                 return StepResult(step_id=plan.step_id, adapters=arrived)
             batch = self._buffers.form(plan, decoder.attention)
-            if len(batch.fresh_pages):
+            if batch.fresh_pages.shape[0]:
                 kv.clear(batch.fresh_pages)
             hidden = decoder.forward(batch, kv)
             masked = None if masks is None else masks.rows()
@@ -250,8 +257,9 @@ class Runner:
 
     def _turns(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Rows that are sampled at a time, and their logits; computed for several turns at once."""
-        for first in range(0, len(hidden), len(self._logits)):
-            computed = min(len(self._logits), len(hidden) - first)
+        rows, most = hidden.shape[0], self._logits.shape[0]
+        for first in range(0, rows, most):
+            computed = min(most, rows - first)
             self._decoder.logits(hidden[first : first + computed], self._logits[:computed])
             for start in range(0, computed, self._turn_rows):
                 end = min(start + self._turn_rows, computed)
@@ -260,7 +268,7 @@ class Runner:
     def _score(self, batch: StepBatch) -> Iterator[TokenLogprobs]:
         """Of the batch's scored tokens, in turns of the same few rows of logits."""
         rows = self._turn_rows
-        for first in range(0, len(batch.scored_tokens), rows):
+        for first in range(0, batch.scored_tokens.shape[0], rows):
             part = slice(first, first + rows)
             hidden = self._decoder.states(batch.scored_tokens[part])
             logits = self._logits[: len(hidden)]

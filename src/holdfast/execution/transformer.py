@@ -18,7 +18,7 @@ from holdfast.execution.layers.mlp import Mlp, make_mlps
 from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
-from holdfast.execution.ops import AttentionBackend, AttentionShape, Heads, Ops, StepBuffers
+from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import MLP_TILE, sums_apart
 from holdfast.footprint.experts import mlp_width
@@ -27,6 +27,8 @@ from holdfast.models import DecoderSpec, ModelSpec
 
 PROFILED_ROWS = 16
 """More of them copy no more of a matrix."""
+FEW_TOKENS, BYTES_AT_ONCE = 64, 256 << 20
+"""Of a step and of the weights of layers that run in one call: some tenths of a second between two beats."""
 
 
 class Transformer:
@@ -55,6 +57,7 @@ class Transformer:
         self._places = {
             layer: (group.index, place) for group in layout.groups for place, layer in enumerate(group.layers)
         }
+        self._place_of = [self._places[layer][1] for layer in range(len(spec.layers))]
         self.kv_scales = KVScales.ones(len(spec.layers))
         """How pages hold keys and values: of float8 pages alone anything but as they are."""
         self._rotaries, self._rotary_of = rotaries(spec, device, weights, context or spec.max_position)
@@ -90,6 +93,7 @@ class Transformer:
         self._branch = buffer(tile, spec.hidden_size) if sums_apart(spec) else None
         self._mlps = make_mlps(spec, weights, ops, self._gate_up, self._inner)
         self._cut: StepBuffers | None = None
+        self._runs_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def forward(self, batch: StepBatch, kv: KVStore, layers: int | None = None) -> torch.Tensor:
         """Normed hidden states [sampling rows, hidden] of the batch's sampling rows; writes KV pages.
@@ -104,23 +108,25 @@ class Transformer:
         # A fused layer knows no adapters; its parts give the same, bit for bit.
         fused = self._fused if batch.adapted is None else None
         if fused is not None:
-            fused.begin(step, kv)
+            fused.begin(step, kv, self._place_of, self.kv_scales)
         # A prompt's chunk: of the last layer, only sampling rows need more than their keys and values.
-        cut = layers is None and not len(batch.scored_tokens) and len(batch.sampling_tokens) < batch.token_count
+        scored, sampled = batch.scored_tokens.shape[0], batch.sampling_tokens.shape[0]
+        cut = layers is None and not scored and sampled < batch.token_count
+        count = len(self.weights.layers[:-1] if cut else self.weights.layers[:layers])
         slots = self.weights.slots
-        for index, layer in enumerate(self.weights.layers[:-1] if cut else self.weights.layers[:layers]):
+        for first, last in self._runs(count, batch.token_count, fused):
             if slots is not None:
-                slots.begin(index, self._beat)
+                slots.begin(first, self._beat)
             if fused is not None:
-                group, place = self._places[index]
-                scales, center = self.kv_scales.of(index), self.kv_scales.center(index)
-                fused.run(index, place, batch.token_rows[group], batch.attention_plans[group], scales, center)
+                group, _ = self._places[first]
+                fused.run(first, last, batch.token_rows[group], batch.attention_plans[group])
             else:
-                self._attend(index, step, batch, kv)
+                layer = self.weights.layers[first]
+                self._attend(first, step, batch, kv)
                 self._add_attended(layer, step.attended, step.stream, step)
-                self._feed_forward(layer, self._mlps[index], step.stream, step)
+                self._feed_forward(layer, self._mlps[first], step.stream, step)
             if slots is not None:
-                slots.end(index)
+                slots.end(first)
             if self._beat is not None:
                 self._beat()
         sampling = step.stream.index_select(0, batch.sampling_tokens)
@@ -128,6 +134,23 @@ class Transformer:
             self._finish(sampling, step, batch, kv)
         self._place(None)
         return self._norm(self.weights.final_norm, sampling, torch.empty_like(sampling))
+
+    def _runs(self, count: int, tokens: int, fused: FusedLayers | None) -> list[tuple[int, int]]:
+        """The first `count` layers, those together that run in one call: all of one KV group, few enough to beat in
+        time, and one by one where they are not fused or do not stay in memory."""
+        together = 1
+        if fused is not None and self.weights.slots is None and tokens <= FEW_TOKENS:
+            together = max(1, BYTES_AT_ONCE // fused.layer_bytes)
+        known = self._runs_of.get((count, together))
+        if known is None:
+            known = self._runs_of[count, together] = []
+            for layer in range(count):
+                first = known[-1][0] if known else layer
+                if known and layer - first < together and self._places[layer][0] == self._places[first][0]:
+                    known[-1] = first, layer + 1
+                else:
+                    known.append((layer, layer + 1))
+        return known
 
     def frequencies(self) -> list[torch.Tensor]:
         """Radians that a position turns each pair of dimensions by, of every layer."""
@@ -170,7 +193,7 @@ class Transformer:
     def _step(self, batch: StepBatch) -> StepBuffers:
         """Cut anew only where the step before had another number of tokens: most that decode have not."""
         angles = tuple(rotary.angles(batch.positions) for rotary in self._rotaries)
-        if self._cut is None or len(self._cut.stream) != batch.token_count:
+        if self._cut is None or self._cut.stream.shape[0] != batch.token_count:
             self._cut = self._buffers_of(batch.token_count)
         return replace(self._cut, angles=angles)
 

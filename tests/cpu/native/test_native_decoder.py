@@ -132,10 +132,40 @@ def test_a_layer_is_its_parts_in_order(dtype: torch.dtype, counts: list[int], pa
         epsilon=1e-5,
         scale=DIM**-0.5,
     )
-    layer.run(native.DecoderStep(**step.buffers), step.places, native.PoolPlace(step.pages, 1), step.rows)
+    stack = native.DecoderStack([native.PlacedLayer(layer, native.PoolPlace(step.pages, 1))])
+    stack.run(native.DecoderStep(**step.buffers), step.places, step.rows, 0, 1)
     assert torch.equal(step.buffers["stream"], wanted)
     assert torch.equal(step.pages, wanted_pages)
     assert bool(step.buffers["qkv"][-1].isnan().all())
+
+
+def test_layers_in_one_call_are_the_layers_one_by_one() -> None:
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "epsilon": 1e-5, "scale": DIM**-0.5}
+    layers = [
+        native.DecoderLayer(
+            attention_norm=torch.rand(HIDDEN) + 0.5,
+            qkv=[matrix(WIDTH, HIDDEN, seed)],
+            o=matrix(HIDDEN, HIDDEN, seed + 1),
+            mlp_norm=torch.rand(HIDDEN) + 0.5,
+            gate_up=[matrix(2 * INNER, HIDDEN, seed + 2)],
+            down=matrix(HIDDEN, INNER, seed + 3),
+            **sizes,
+        )
+        for seed in (20, 30)
+    ]
+    scales, centers = [(2.0, 0.5), (1.0, 1.0)], [torch.rand(KV_WIDTH), None]
+    steps = [make_step([1, 4, 1], torch.float16, mlp_tokens=16) for _ in range(2)]
+    for step, calls in zip(steps, ([(0, 2)], [(0, 1), (1, 2)]), strict=True):
+        placed = [
+            native.PlacedLayer(layer, native.PoolPlace(step.pages, 1 - index), scales[index], centers[index])
+            for index, layer in enumerate(layers)
+        ]
+        before = step.buffers["stream"].clone()
+        for first, last in calls:
+            native.DecoderStack(placed).run(native.DecoderStep(**step.buffers), step.places, step.rows, first, last)
+        assert not torch.equal(step.buffers["stream"], before)
+    assert torch.equal(steps[0].buffers["stream"], steps[1].buffers["stream"])
+    assert torch.equal(steps[0].pages, steps[1].pages)
 
 
 def test_misuse_is_refused() -> None:
@@ -149,11 +179,17 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit one another"):
         native.DecoderLayer(**parts, qkv=[down], gate_up=gate_up, **sizes)  # type: ignore[arg-type]
     layer = native.DecoderLayer(**parts, qkv=qkv, gate_up=gate_up, **sizes)  # type: ignore[arg-type]
-    pool = native.PoolPlace(step.pages, 0)
+    stack = native.DecoderStack([native.PlacedLayer(layer, native.PoolPlace(step.pages, 0))])
     with pytest.raises(ValueError, match="places"):
-        layer.run(native.DecoderStep(**step.buffers), step.places[:2], pool, step.rows)
+        stack.run(native.DecoderStep(**step.buffers), step.places[:2], step.rows, 0, 1)
+    with pytest.raises(ValueError, match="no layers 0 to 1"):
+        stack.run(native.DecoderStep(**step.buffers), step.places, step.rows, 0, 2)
     with pytest.raises(ValueError, match="too short"):
         native.DecoderStep(**{**step.buffers, "qkv": torch.empty(2, WIDTH)})
     narrow = native.DecoderStep(**{**step.buffers, "qkv": torch.empty(3, WIDTH - 4)})
     with pytest.raises(ValueError, match="do not fit the layer"):
-        layer.run(narrow, step.places, pool, step.rows)
+        stack.run(narrow, step.places, step.rows, 0, 1)
+    other = native.DecoderLayer(**parts, qkv=qkv, gate_up=gate_up, **{**sizes, "epsilon": 1e-6})  # type: ignore[arg-type]
+    pool = native.PoolPlace(step.pages, 0)
+    with pytest.raises(ValueError, match="equal sizes"):
+        native.DecoderStack([native.PlacedLayer(layer, pool), native.PlacedLayer(other, pool)])

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from holdfast.execution import native
+from holdfast.execution.native import products
 from holdfast.execution.native.loading import kernels
 from holdfast.hardware.kernels import runnable_variants
+from holdfast.hardware.numa import NumaNodes
 
 LAYOUTS = ("Q4_1", "Q4_0", "Q8_0", "F16", "BF16", "F32")
 WHOLE = ("Q4_1", "Q4_0", "Q8_0")
@@ -236,3 +238,14 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="outside the matrix"):
         matrix.select(torch.tensor([8]), torch.empty(1, 64))
     matrix.write(torch.zeros(0, 64), torch.zeros(0, 8))
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_pages_of_weights_take_turns_among_numa_nodes(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, tuple[int, ...]]] = []
+    nodes = NumaNodes((0, 3), None if spread else "mbind: Operation not permitted")
+    monkeypatch.setattr(products, "numa_nodes", lambda: nodes)
+    monkeypatch.setattr(products, "spread_pages", lambda *call: asked.append(call) or 0)
+    raw = torch.zeros(32, 4096 // 32 * 20, dtype=torch.uint8)
+    matrix = native.BlockMatrix(raw, "Q4_1")
+    assert asked == ([(matrix.blocks.data_ptr(), raw.nbytes, (0, 3))] if spread else [])

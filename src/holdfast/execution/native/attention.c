@@ -199,15 +199,25 @@ static void attend_many(const attention_work *work, bench *here, const piece *pa
 static void attend_one(const attention_work *work, bench *here, const piece *part) {
     const long group = work->group, padded = work->padded, count = part->last_key - part->first_key;
     if (count == 0) return;
+#if defined(READS_HALVES)
+    const int halves = work->wanted->stored == F16 && padded == work->wanted->dim;
+#endif
     find_keys(work, here, part, part->first_key, part->last_key, 0);
     for (long first = 0; first < count; first += TILE_KEYS) {
         const long last = shorter(first + TILE_KEYS, count);
         for (long i = first; i < last; i += STEP_KEYS) {
             for (long head = 0; head < part->heads; head++) {
-                vectors read = float_vectors(work, here, here->key + i, STEP_KEYS, head, 1);
                 vectors next = stored_vectors(work, here->key + i + STEP_KEYS, head);
                 float *scores = here->scores + head * group * TILE_KEYS + i - first;
-                score_group(here->query + head * group * padded, group, padded, read, next, scores);
+                const float *query = here->query + head * group * padded;
+#if defined(READS_HALVES)
+                if (halves) {
+                    score_group_halves(query, group, padded, stored_vectors(work, here->key + i, head), next, scores);
+                    continue;
+                }
+#endif
+                vectors read = float_vectors(work, here, here->key + i, STEP_KEYS, head, 1);
+                score_group(query, group, padded, read, next, scores);
             }
         }
         for (long i = 0; i < part->heads * group; i++) {
@@ -217,9 +227,16 @@ static void attend_one(const attention_work *work, bench *here, const piece *par
         for (long i = first; i < last; i += STEP_KEYS) {
             const long keys = shorter(STEP_KEYS, last - i);
             for (long head = 0; head < part->heads; head++) {
-                vectors read = float_vectors(work, here, here->value + i, round_up(keys, 4), head, 1);
                 vectors next = stored_vectors(work, here->value + i + STEP_KEYS, head);
                 const float *weights = here->scores + head * group * TILE_KEYS + i - first;
+#if defined(READS_HALVES)
+                if (halves) {
+                    vectors stored = stored_vectors(work, here->value + i, head);
+                    add_halves_to_group(&here->state, head * group, group, weights, stored, next, keys);
+                    continue;
+                }
+#endif
+                vectors read = float_vectors(work, here, here->value + i, round_up(keys, 4), head, 1);
                 add_values_to_group(&here->state, head * group, group, weights, read, next, keys);
             }
         }

@@ -10,7 +10,12 @@
 #include <float.h>
 #include <math.h>
 
+#include "plain_numbers.h"
 #include "vector.h"
+
+#if defined(__F16C__)
+#define READS_HALVES /* few queries read float16 where it lies */
+#endif
 
 #define TILE_KEYS 64
 #define STEP_KEYS 8    /* whose scores with few queries are made in one go, and their values added */
@@ -110,7 +115,14 @@ KERNEL score_queries(const float *queries, long columns, vectors keys, vectors n
         long at = 0;
         for (; at + TILE_ROWS * LANES <= columns; at += TILE_ROWS * LANES)
             score_four_keys(TILE_ROWS, queries + at, columns, keys, key, dim, scores + at);
-        for (; at < columns; at += LANES) score_four_keys(1, queries + at, columns, keys, key, dim, scores + at);
+        /* What is left in one go: sums of one vector alone would wait for each other. */
+        switch ((columns - at) / LANES) {
+        case 1: score_four_keys(1, queries + at, columns, keys, key, dim, scores + at); break;
+#if TILE_ROWS == 4
+        case 2: score_four_keys(2, queries + at, columns, keys, key, dim, scores + at); break;
+        case 3: score_four_keys(3, queries + at, columns, keys, key, dim, scores + at); break;
+#endif
+        }
     }
 }
 
@@ -182,9 +194,10 @@ KERNEL add_values_to_queries(const softmax *state, const float *weights, long co
 /* ---- keys in lanes ---- */
 
 /* Adds to the scores of `rows` queries with four keys what dimensions d.. of one vector give. */
-ALWAYS_INLINE void score_step(int rows, const float *queries, long padded, const float *const *keys, long d,
-                              vec (*total)[4]) {
-    vec k0 = load(keys[0] + d), k1 = load(keys[1] + d), k2 = load(keys[2] + d), k3 = load(keys[3] + d);
+ALWAYS_INLINE void score_step(int rows, const float *queries, long padded, const uint8_t *const *keys, long d,
+                              enum layout stored, vec (*total)[4]) {
+    vec k0 = load_numbers(keys[0], d, stored), k1 = load_numbers(keys[1], d, stored);
+    vec k2 = load_numbers(keys[2], d, stored), k3 = load_numbers(keys[3], d, stored);
     UNROLL for (int r = 0; r < rows; r++) {
         vec query = load(queries + r * padded + d);
         total[r][0] += query * k0;
@@ -196,37 +209,49 @@ ALWAYS_INLINE void score_step(int rows, const float *queries, long padded, const
 
 /* Scores of `rows` queries with keys key..key+3, `rows` a constant where inlined. */
 ALWAYS_INLINE void score_rows(int rows, const float *queries, long padded, vectors keys, vectors next, long key,
-                              float *scores) {
-    const float *from[4];
+                              enum layout stored, float *scores) {
+    const uint8_t *from[4];
     vec total[TILE_ROWS][4];
-    UNROLL for (int i = 0; i < 4; i++) from[i] = floats_of(keys, key + i);
+    UNROLL for (int i = 0; i < 4; i++) from[i] = keys.places[key + i] + keys.offset;
     UNROLL for (int r = 0; r < rows; r++) {
         UNROLL for (int i = 0; i < 4; i++) total[r][i] = (vec){0};
     }
     long d = 0;
     for (; d + LINE_FLOATS <= padded; d += LINE_FLOATS) {
         UNROLL for (int i = 0; i < 4; i++) fetch(next, key + i, d);
-        UNROLL for (int i = 0; i < LINE_FLOATS; i += LANES) score_step(rows, queries, padded, from, d + i, total);
+        UNROLL for (int i = 0; i < LINE_FLOATS; i += LANES) score_step(rows, queries, padded, from, d + i, stored, total);
     }
-    for (; d < padded; d += LANES) score_step(rows, queries, padded, from, d, total);
+    for (; d < padded; d += LANES) score_step(rows, queries, padded, from, d, stored, total);
     UNROLL for (int r = 0; r < rows; r++) sums_of_four(total[r], scores + r * TILE_KEYS + key);
 }
 
-/* Scores [group, TILE_KEYS] of one kv head's queries [group, padded] with STEP_KEYS keys; `next` are as many. */
-KERNEL score_group(const float *queries, long group, long padded, vectors keys, vectors next, float *scores) {
+ALWAYS_INLINE void score_group_of(const float *queries, long group, long padded, vectors keys, vectors next,
+                                  enum layout stored, float *scores) {
     for (; group > 0; group -= TILE_ROWS, queries += TILE_ROWS * padded, scores += TILE_ROWS * TILE_KEYS) {
         for (long key = 0; key < STEP_KEYS; key += 4) {
             switch (group) {
-            case 1: score_rows(1, queries, padded, keys, next, key, scores); break;
+            case 1: score_rows(1, queries, padded, keys, next, key, stored, scores); break;
 #if TILE_ROWS == 4
-            case 2: score_rows(2, queries, padded, keys, next, key, scores); break;
-            case 3: score_rows(3, queries, padded, keys, next, key, scores); break;
+            case 2: score_rows(2, queries, padded, keys, next, key, stored, scores); break;
+            case 3: score_rows(3, queries, padded, keys, next, key, stored, scores); break;
 #endif
-            default: score_rows(TILE_ROWS, queries, padded, keys, next, key, scores); break;
+            default: score_rows(TILE_ROWS, queries, padded, keys, next, key, stored, scores); break;
             }
         }
     }
 }
+
+/* Scores [group, TILE_KEYS] of one kv head's queries [group, padded] with STEP_KEYS keys; `next` are as many. */
+KERNEL score_group(const float *queries, long group, long padded, vectors keys, vectors next, float *scores) {
+    score_group_of(queries, group, padded, keys, next, F32, scores);
+}
+
+#if defined(READS_HALVES)
+/* The same with keys in float16. */
+KERNEL score_group_halves(const float *queries, long group, long padded, vectors keys, vectors next, float *scores) {
+    score_group_of(queries, group, padded, keys, next, F16, scores);
+}
+#endif
 
 /* Scores of one query become weights; beyond `count`, to AT_ONCE whole vectors, they become zero. */
 KERNEL weigh_keys(const softmax *state, long query, float *scores, long count) {
@@ -257,7 +282,7 @@ KERNEL weigh_keys(const softmax *state, long query, float *scores, long count) {
 /* Adds weight times value for `rows` queries over `width` vectors of dimensions, both constants where inlined. Takes
  * four keys at a time: beyond the last, weights are zero and values are those of any key. */
 ALWAYS_INLINE void add_row_values(int rows, int width, const float *weights, vectors values, vectors next, long count,
-                                  long at, float *sums, long padded) {
+                                  long at, enum layout stored, float *sums, long padded) {
     vec total[TILE_ROWS][WIDTH];
     UNROLL for (int r = 0; r < rows; r++) {
         UNROLL for (int w = 0; w < width; w++) total[r][w] = load(sums + r * padded + at + w * LANES);
@@ -266,9 +291,9 @@ ALWAYS_INLINE void add_row_values(int rows, int width, const float *weights, vec
         four weight[TILE_ROWS];
         UNROLL for (int r = 0; r < rows; r++) weight[r] = load_four(weights + r * TILE_KEYS + key);
         UNROLL for (int lane = 0; lane < 4; lane++) {
-            const float *from = floats_of(values, key + lane) + at;
+            const uint8_t *from = values.places[key + lane] + values.offset;
             vec value[WIDTH];
-            UNROLL for (int w = 0; w < width; w++) value[w] = load(from + w * LANES);
+            UNROLL for (int w = 0; w < width; w++) value[w] = load_numbers(from, at + w * LANES, stored);
             UNROLL for (int line = 0; line < width * LANES; line += LINE_FLOATS) fetch(next, key + lane, at + line);
             UNROLL for (int r = 0; r < rows; r++) {
                 UNROLL for (int w = 0; w < width; w++) total[r][w] += value[w] * weight[r][lane];
@@ -280,29 +305,43 @@ ALWAYS_INLINE void add_row_values(int rows, int width, const float *weights, vec
     }
 }
 
-ALWAYS_INLINE void add_values_of(int rows, const float *weights, vectors values, vectors next, long count, float *sums,
-                                 long padded) {
+ALWAYS_INLINE void add_values_of(int rows, const float *weights, vectors values, vectors next, long count,
+                                 enum layout stored, float *sums, long padded) {
     long at = 0;
     for (; at + WIDTH * LANES <= padded; at += WIDTH * LANES)
-        add_row_values(rows, WIDTH, weights, values, next, count, at, sums, padded);
-    for (; at < padded; at += LANES) add_row_values(rows, 1, weights, values, next, count, at, sums, padded);
+        add_row_values(rows, WIDTH, weights, values, next, count, at, stored, sums, padded);
+    for (; at < padded; at += LANES)
+        add_row_values(rows, 1, weights, values, next, count, at, stored, sums, padded);
+}
+
+ALWAYS_INLINE void add_group_values(const softmax *state, long query, long group, const float *weights, vectors values,
+                                    vectors next, long count, enum layout stored) {
+    const long padded = state->padded;
+    float *sums = state->sums + query * padded;
+    for (; group > 0; group -= TILE_ROWS, sums += TILE_ROWS * padded, weights += TILE_ROWS * TILE_KEYS) {
+        switch (group) {
+        case 1: add_values_of(1, weights, values, next, count, stored, sums, padded); break;
+#if TILE_ROWS == 4
+        case 2: add_values_of(2, weights, values, next, count, stored, sums, padded); break;
+        case 3: add_values_of(3, weights, values, next, count, stored, sums, padded); break;
+#endif
+        default: add_values_of(TILE_ROWS, weights, values, next, count, stored, sums, padded); break;
+        }
+    }
 }
 
 /* For the `group` queries of one kv head, of which the first is `query`. `next` are as many values, in fours. */
 KERNEL add_values_to_group(const softmax *state, long query, long group, const float *weights, vectors values,
                            vectors next, long count) {
-    const long padded = state->padded;
-    float *sums = state->sums + query * padded;
-    for (; group > 0; group -= TILE_ROWS, sums += TILE_ROWS * padded, weights += TILE_ROWS * TILE_KEYS) {
-        switch (group) {
-        case 1: add_values_of(1, weights, values, next, count, sums, padded); break;
-#if TILE_ROWS == 4
-        case 2: add_values_of(2, weights, values, next, count, sums, padded); break;
-        case 3: add_values_of(3, weights, values, next, count, sums, padded); break;
-#endif
-        default: add_values_of(TILE_ROWS, weights, values, next, count, sums, padded); break;
-        }
-    }
+    add_group_values(state, query, group, weights, values, next, count, F32);
 }
+
+#if defined(READS_HALVES)
+/* The same with values in float16. */
+KERNEL add_halves_to_group(const softmax *state, long query, long group, const float *weights, vectors values,
+                           vectors next, long count) {
+    add_group_values(state, query, group, weights, values, next, count, F16);
+}
+#endif
 
 #endif

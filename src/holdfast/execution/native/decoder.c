@@ -105,7 +105,26 @@ static int mlp_half(const decoder_layer *layer) {
     return 0;
 }
 
-int run_layer(decoder_layer *layer) {
-    if (layer->tokens == 0) return 0;
-    return attention_half(layer) || mlp_half(layer) ? -1 : 0;
+static void take_entry(decoder_layer *layer, const layer_entry *entry) {
+    layer->matrices = (const matrix *)entry->matrices;
+    layer->qkv_parts = entry->qkv_parts;
+    layer->gate_up_parts = entry->gate_up_parts;
+    layer->attention_norm = (const float *)entry->attention_norm;
+    layer->mlp_norm = (const float *)entry->mlp_norm;
+    layer->turn.keys = (uint8_t *)entry->keys;
+    layer->turn.values = (uint8_t *)entry->values;
+    layer->attention.keys = (const uint8_t *)entry->keys;
+    layer->attention.values = (const uint8_t *)entry->values;
+    layer->turn.center = (const float *)entry->center;
+    layer->key_scale = (float)entry->key_scale;
+    layer->value_scale = (float)entry->value_scale;
+}
+
+int run_layers(decoder_layer *shared, const layer_entry *entries, long count) {
+    if (shared->tokens == 0) return 0;
+    for (const layer_entry *entry = entries; entry < entries + count; entry++) {
+        take_entry(shared, entry);
+        if (attention_half(shared) || mlp_half(shared)) return -1;
+    }
+    return 0;
 }

@@ -1,4 +1,4 @@
-/* One decoder layer from end to end: the other kernels in their order, with nothing between them but calls. */
+/* Decoder layers from end to end: the other kernels in their order, with nothing between them but calls. */
 #ifndef HOLDFAST_DECODER_H
 #define HOLDFAST_DECODER_H
 
@@ -10,6 +10,15 @@ typedef struct {
     int64_t weights, bias; /* addresses */
     int64_t outputs, columns, layout;
 } matrix;
+
+/* What a layer has to itself, as decoder.py lists it. */
+typedef struct {
+    int64_t matrices, qkv_parts, gate_up_parts;
+    int64_t attention_norm, mlp_norm; /* addresses, like those that follow */
+    int64_t keys, values;
+    int64_t center; /* 0: none */
+    double key_scale, value_scale;
+} layer_entry;
 
 typedef struct {
     const matrix *matrices; /* qkv_parts, then o, then gate_up_parts, then down; the outputs of parts stand in a line */
@@ -29,7 +38,8 @@ typedef struct {
     int threads;
 } decoder_layer;
 
-/* 0, or -1 when there is no memory for scratch. */
-int run_layer(decoder_layer *layer);
+/* One after another; `shared` is what all of them have in common and is written over. 0, or -1 when there is no memory for
+ * scratch. */
+int run_layers(decoder_layer *shared, const layer_entry *entries, long count);
 
 #endif

@@ -1,12 +1,13 @@
-"""A decoder layer in one call: pre-norm attention and a gated MLP on a residual stream, all of it compiled.
+"""Decoder layers in one call: pre-norm attention and a gated MLP on a residual stream, all of it compiled.
 
-The parts are those of the other files here; joined, a step of few tokens no longer waits for Python between them.
+The parts are those of the other files here; joined, a step of few tokens does not wait for Python between them.
 Knows nothing of requests or models: addresses and sizes only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -15,6 +16,9 @@ from holdfast.execution.native.attention import AttentionRows, PoolPlace
 from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS, center_address
 from holdfast.execution.native.loading import kernels, threads
 from holdfast.execution.native.products import CompiledMatrix
+
+ENTRY_NUMBERS = 10
+"""Of 64 bits, in a layer's entry (decoder.h)."""
 
 
 class DecoderStep:
@@ -96,53 +100,75 @@ class DecoderLayer:
         matrices = (*qkv, o, *gate_up, down)
         described = numpy.array([matrix.description for matrix in matrices], dtype=numpy.int64)
         self._kept = (attention_norm, mlp_norm, matrices, described)
-        self._widths = (hidden, hidden, qkv_width, heads * dim, inner)
-        self._shape = (kv_heads, dim)
-        self._kernels = kernels()
-        self._addresses = (
+        self.nbytes = sum(matrix.nbytes for matrix in matrices)
+        self.widths = (hidden, hidden, qkv_width, heads * dim, inner)
+        self.shape = (kv_heads, dim)
+        self.addresses = (
             described.ctypes.data,
             len(qkv),
             len(gate_up),
             attention_norm.data_ptr(),
             mlp_norm.data_ptr(),
-            epsilon,
-            ACTIVATION_NUMBERS[activation],
-            hidden,
-            inner,
-            heads,
-            kv_heads,
-            dim,
-            scale,
         )
+        """What the layer has to itself, as the kernels take it."""
+        self.sizes = (epsilon, ACTIVATION_NUMBERS[activation], hidden, inner, heads, kv_heads, dim, scale)
+        """What it shares with others, likewise."""
 
-    def run(
-        self,
-        step: DecoderStep,
-        places: torch.Tensor,
-        pool: PoolPlace,
-        rows: AttentionRows,
-        scales: tuple[float, float] = (1.0, 1.0),
-        center: torch.Tensor | None = None,
-    ) -> None:
-        """Adds the layer to `step.stream`, and writes the step's keys and values to the pool: token i goes to row
-        places[i] (int64) of the pool seen as [rows, kv heads · dim] from its first key on; the caller has checked
-        them. Other buffers of the step are overwritten. `scales`: what the pool keeps keys and values divided by.
-        `center` [kv heads · dim], float32: what it keeps keys without, once they are divided."""
-        if step.widths != self._widths or step.inner_columns != self._widths[4] or 2 * step.half > pool.dim:
-            raise ValueError(f"the step's buffers {step.widths} do not fit the layer's {self._widths}")
-        if (pool.kv_heads, pool.dim) != self._shape or pool.block_tokens != rows.block_tokens:
-            raise ValueError(f"pages {list(pool.pages.shape)} do not fit the layer or the rows' blocks")
+
+@dataclass(frozen=True, slots=True)
+class PlacedLayer:
+    """A layer and where its keys and values are kept. `scales`: what the pool keeps keys and values divided by.
+    `center` [kv heads · dim], float32: what it keeps keys without, once they are divided."""
+
+    layer: DecoderLayer
+    pool: PoolPlace
+    scales: tuple[float, float] = (1.0, 1.0)
+    center: torch.Tensor | None = None
+
+
+class DecoderStack:
+    """Layers of equal sizes over one pool, checked once; any that follow each other run in one call."""
+
+    def __init__(self, placed: Sequence[PlacedLayer]) -> None:
+        first = placed[0]
+        if any(one.layer.sizes != first.layer.sizes for one in placed):
+            raise ValueError("the layers of a stack must have equal sizes")
+        if any(one.pool.pages is not first.pool.pages for one in placed):
+            raise ValueError("the layers of a stack must share one pool")
+        pool = first.pool
+        if (pool.kv_heads, pool.dim) != first.layer.shape:
+            raise ValueError(f"pages {list(pool.pages.shape)} do not fit the layers")
+        self._kept, self._pool, self._widths = tuple(placed), pool, first.layer.widths
+        self._sizes, self._pages = first.layer.sizes, pool.addresses[2:]
+        self._kernels = kernels()
+        self._entries = numpy.empty((len(placed), ENTRY_NUMBERS), dtype=numpy.int64)
+        for entry, one in zip(self._entries, placed, strict=True):
+            center = 0 if one.center is None else center_address(one.center, pool.kv_heads * pool.dim)
+            entry[:-2] = (*one.layer.addresses, *one.pool.addresses[:2], center)
+            entry[-2:].view(numpy.float64)[:] = one.scales
+        self._begin, self._step = self._entries.ctypes.data, self._entries.strides[0]
+
+    def run(self, step: DecoderStep, places: torch.Tensor, rows: AttentionRows, first: int, last: int) -> None:
+        """Adds layers first..last-1 to `step.stream`, and writes the step's keys and values to the pool: token i goes
+        to row places[i] (int64) of the pool seen as [rows, kv heads · dim] from a layer's first key on; the caller has
+        checked them. Other buffers of the step are overwritten."""
+        if step.widths != self._widths or step.inner_columns != self._widths[4] or 2 * step.half > self._pool.dim:
+            raise ValueError(f"the step's buffers {step.widths} do not fit the layers' {self._widths}")
+        if self._pool.block_tokens != rows.block_tokens:
+            raise ValueError(f"pages {list(self._pool.pages.shape)} do not fit the rows' blocks")
         if places.dtype is not torch.int64 or places.numel() != step.tokens or not places.is_contiguous():
             raise ValueError(f"places must be contiguous int64 [{step.tokens}]")
         if rows.tokens > step.tokens:
             raise ValueError(f"the rows need {rows.tokens} tokens, the step has {step.tokens}")
-        self._kernels.layer(
-            *self._addresses,
+        if not 0 <= first <= last <= len(self._kept):
+            raise ValueError(f"there are no layers {first} to {last - 1} of {len(self._kept)}")
+        self._kernels.layers(
+            self._begin + first * self._step,
+            last - first,
+            *self._sizes,
             *step.addresses,
             places.data_ptr(),
-            *pool.addresses,
+            *self._pages,
             *rows.addresses,
-            0 if center is None else center_address(center, pool.kv_heads * pool.dim),
-            *scales,
             threads(),
         )

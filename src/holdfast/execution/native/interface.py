@@ -131,8 +131,8 @@ class Kernels(Protocol):
         /,
     ) -> None: ...
 
-    def layer(self, *numbers: float) -> None:
-        """A whole decoder layer: what decoder.py puts together, in its order."""
+    def layers(self, *numbers: float) -> None:
+        """Whole decoder layers, one after another: what decoder.py puts together, in its order."""
 
     def experts(self, *numbers: int) -> None:
         """The MLP of a layer with experts: what launch.py puts together, in its order."""

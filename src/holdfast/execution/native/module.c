@@ -236,16 +236,11 @@ static PyObject *py_turn(PyObject *module, PyObject *const *values, Py_ssize_t c
     return finish(0);
 }
 
-/* What the weights of a layer are, the buffers and angles of a step, the pool, and the rows: in that order. */
-static decoder_layer read_layer(arguments *args) {
+/* What layers have in common: sizes, the buffers and angles of a step, the pool, and the rows: in that order. */
+static decoder_layer read_shared(arguments *args) {
     decoder_layer layer = {0};
     turning *turn = &layer.turn;
     attention *attend_to = &layer.attention;
-    layer.matrices = address(args);
-    layer.qkv_parts = whole(args);
-    layer.gate_up_parts = whole(args);
-    layer.attention_norm = address(args);
-    layer.mlp_norm = address(args);
     layer.epsilon = real(args);
     layer.activation = (enum activation)whole(args);
     layer.hidden = whole(args);
@@ -266,8 +261,6 @@ static decoder_layer read_layer(arguments *args) {
     turn->sines = address(args);
     turn->half = whole(args);
     turn->places = address(args);
-    turn->keys = address(args);
-    turn->values = address(args);
     attend_to->page_bytes = whole(args);
     turn->stored = attend_to->stored = (enum layout)whole(args);
     attend_to->block_tokens = whole(args);
@@ -279,23 +272,20 @@ static decoder_layer read_layer(arguments *args) {
     attend_to->firsts = address(args);
     attend_to->rows = whole(args);
     attend_to->window = whole(args);
-    turn->center = address(args);
-    layer.key_scale = real(args);
-    layer.value_scale = real(args);
     layer.threads = turn->threads = attend_to->threads = (int)whole(args);
-    attend_to->keys = turn->keys;
-    attend_to->values = turn->values;
     return layer;
 }
 
-static PyObject *py_layer(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+static PyObject *py_layers(PyObject *module, PyObject *const *values, Py_ssize_t count) {
     (void)module;
     arguments args = {values, count};
-    decoder_layer layer = read_layer(&args);
+    const layer_entry *entries = address(&args);
+    const long layers = whole(&args);
+    decoder_layer shared = read_shared(&args);
     if (!complete(&args)) return NULL;
     int failed;
     Py_BEGIN_ALLOW_THREADS
-    failed = run_layer(&layer);
+    failed = run_layers(&shared, entries, layers);
     Py_END_ALLOW_THREADS
     return finish(failed);
 }
@@ -391,7 +381,7 @@ static PyMethodDef METHODS[] = {
     FUNCTION("turn", py_turn,
              "(query, query_stride, key, key_stride, value, value_stride, cosines, sines, positions, places, center, "
              "keys, values, stored, tokens, heads, kv_heads, dim, half, threads)"),
-    FUNCTION("layer", py_layer, "Weights, buffers, pool and rows of a decoder layer, as read_layer reads them."),
+    FUNCTION("layers", py_layers, "(entries, count), then what decoder layers share, as read_shared reads it."),
     FUNCTION("experts", py_experts, "Matrices and buffers of a layer's experts, as py_experts reads them."),
     FUNCTION("host_room", py_host_room, "(layers, count, hidden, per_token, numbers, tokens): bytes that serve needs."),
     FUNCTION("serve", py_serve,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy
 import torch
 
-from holdfast.execution.native.products import CompiledMatrix
+from holdfast.execution.native.products import CompiledMatrix, spread_over_nodes
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
 CODE_NUMBERS = {"int4": 0, "int8": 1, "mxfp4": 2, "fp8": 3, "nf4": 4}
@@ -67,6 +67,8 @@ class ScaledBlockMatrix(CompiledMatrix):
             dtype=numpy.int64,
         )
         self._address = self._described.ctypes.data
+        for plane in self._planes:
+            spread_over_nodes(plane)
         self._number = self._kernels.weave_planes(self._address)
 
     @property

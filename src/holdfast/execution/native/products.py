@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import torch
 
 from holdfast.execution.native.loading import kernels, threads
 from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.hardware.numa import numa_nodes, spread_pages
+
+log = logging.getLogger("holdfast")
 
 LAYOUT_NUMBERS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5} | {
     "Q5_0": 9,
@@ -116,6 +122,7 @@ class BlockMatrix(CompiledMatrix):
         super().__init__(blocks.shape[0], blocks.shape[1] // LAYOUT_BYTES[layout] * block_elements(layout), bias)
         self.layout, self.blocks = layout, blocks
         self._address = blocks.data_ptr()
+        spread_over_nodes(blocks)
         self._number = self._kernels.weave(self._address, self.rows, self.columns, LAYOUT_NUMBERS[layout])
 
     @property
@@ -132,9 +139,9 @@ class BlockMatrix(CompiledMatrix):
     def select(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """The rows of these indices, int64, as float32 into out [len(rows), columns]."""
         self._check(out, self.columns, "out")
-        if rows.dtype != torch.int64 or rows.shape != (len(out),) or not rows.is_contiguous():
+        if rows.dtype != torch.int64 or rows.shape != out.shape[:1] or not rows.is_contiguous():
             raise ValueError(f"indices must be contiguous int64 [{len(out)}], not {_describe(rows)}")
-        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self.rows):
+        if rows.shape[0] and not (int(rows.min()) >= 0 and int(rows.max()) < self.rows):
             raise ValueError(f"an index lies outside the matrix of {self.rows} rows")
         self._expand(rows.data_ptr(), out)
 
@@ -142,7 +149,7 @@ class BlockMatrix(CompiledMatrix):
         self._kernels.expand(
             self._address,
             chosen,
-            len(out),
+            out.shape[0],
             self.rows,
             self.columns,
             self._number,
@@ -150,6 +157,14 @@ class BlockMatrix(CompiledMatrix):
             out.stride(0),
             threads(),
         )
+
+
+def spread_over_nodes(weights: torch.Tensor) -> None:
+    """Their pages take turns among the NUMA nodes that this process computes on, where there are several and the system
+    lets it (`numa_nodes` says)."""
+    nodes = numa_nodes()
+    if nodes.spread and (failed := spread_pages(weights.data_ptr(), weights.nbytes, nodes.numbers)):
+        log.warning("%d bytes of weights stay on one NUMA node: mbind: %s", weights.nbytes, os.strerror(failed))
 
 
 def matmul_blocks(

@@ -9,6 +9,7 @@
 #define VECTOR_BYTES (4 * LANES)
 
 typedef uint8_t bytes_vec __attribute__((vector_size(VECTOR_BYTES)));
+typedef int8_t signed_bytes __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t pairs_vec __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint8_t placed_bytes __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
 

@@ -71,36 +71,90 @@ ALWAYS_INLINE bundle_function function_of(const digit_kind *kind, int from_strip
     return rows <= SUB_ROWS ? kind->few[rows] : kind->many;
 }
 
-typedef int32_t eight_words __attribute__((vector_size(32)));
-typedef float eight_floats __attribute__((vector_size(32)));
-typedef int16_t eight_shorts __attribute__((vector_size(16)));
-typedef int8_t eight_bytes __attribute__((vector_size(8)));
+/* The 32 numbers of a block in as few vectors as there are. */
+#define PARTS (BLOCK_ELEMENTS / LANES)
 
-ALWAYS_INLINE int32_t sum_of_eight(eight_words value) {
-    __m128i half = _mm_add_epi32(_mm256_castsi256_si128((__m256i)value), _mm256_extracti128_si256((__m256i)value, 1));
-    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4E));
-    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1)));
+ALWAYS_INLINE ivec rounded(vec numbers) {
+#if LANES == 16
+    return (ivec)_mm512_cvtps_epi32((__m512)numbers);
+#else
+    return (ivec)_mm256_cvtps_epi32((__m256)numbers);
+#endif
+}
+
+/* The lowest byte of each. */
+ALWAYS_INLINE void put_bytes(ivec words, uint8_t *to) {
+#if LANES == 16
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)words));
+#else
+    typedef int8_t eight_bytes __attribute__((vector_size(8), aligned(1), may_alias));
+    *(eight_bytes *)to = __builtin_convertvector(words, eight_bytes);
+#endif
+}
+
+/* As 16-bit numbers, in the order of pairs: 0, 2, 1, 3 of every four. */
+ALWAYS_INLINE void put_pairs(ivec words, uint8_t *to) {
+#if LANES == 16
+    __m256i narrow = _mm512_cvtepi32_epi16((__m512i)words);
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm256_storeu_si256((__m256i *)to, _mm256_shuffle_epi8(narrow, _mm256_broadcastsi128_si256(order)));
+#else
+    typedef int16_t eight_shorts __attribute__((vector_size(16)));
+    eight_shorts narrow = __builtin_convertvector(words, eight_shorts);
+    narrow = __builtin_shuffle(narrow, (eight_shorts){0, 2, 1, 3, 4, 6, 5, 7});
+    _mm_storeu_si128((__m128i *)to, (__m128i)narrow);
+#endif
+}
+
+/* Sums of the first 16 numbers and of the last. */
+ALWAYS_INLINE void sums_of_halves(const ivec *whole, uint32_t *first, uint32_t *second) {
+#if LANES == 16
+    const __m256i a = _mm256_add_epi32(_mm512_castsi512_si256((__m512i)whole[0]),
+                                       _mm512_extracti64x4_epi64((__m512i)whole[0], 1));
+    const __m256i b = _mm256_add_epi32(_mm512_castsi512_si256((__m512i)whole[1]),
+                                       _mm512_extracti64x4_epi64((__m512i)whole[1], 1));
+#else
+    const __m256i a = (__m256i)(whole[0] + whole[1]), b = (__m256i)(whole[2] + whole[3]);
+#endif
+    __m256i both = _mm256_hadd_epi32(a, b); /* in each half: two of a, two of b */
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1));
+    *first = (uint32_t)_mm_cvtsi128_si32(four);
+    *second = (uint32_t)_mm_extract_epi32(four, 2);
+}
+
+/* The largest of numbers without their signs. Compared as whole numbers, what is no number is larger than all. */
+ALWAYS_INLINE float peak_of(const vec *part) {
+    const ivec without_sign = (ivec){0} + 0x7FFFFFFF;
+#if LANES == 16
+    const __m512i all = _mm512_max_epi32((__m512i)((ivec)part[0] & without_sign), (__m512i)((ivec)part[1] & without_sign));
+    const __m256i largest = _mm256_max_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+#else
+    __m256i largest = _mm256_setzero_si256();
+    UNROLL for (int i = 0; i < PARTS; i++) largest = _mm256_max_epi32(largest, (__m256i)((ivec)part[i] & without_sign));
+#endif
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4E));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xB1));
+    return _mm_cvtss_f32(_mm_castsi128_ps(most));
 }
 
 /* Whole numbers of a block and what they are worth, to their places. */
-ALWAYS_INLINE void put_block(const eight_words *whole, float scale, uint8_t *out, int row, int rows,
-                             const digit_kind *kind) {
-    int16_t *to = (int16_t *)out + BLOCK_ELEMENTS * row;
+ALWAYS_INLINE void put_block(const ivec *whole, float scale, uint8_t *out, int row, int rows, const digit_kind *kind) {
+    uint8_t *to = out + 2 * BLOCK_ELEMENTS * row;
     const int digits = kind->in_tiles && rows > SUB_ROWS;
-    UNROLL for (int i = 0; i < 4; i++) {
+    UNROLL for (int i = 0; i < PARTS; i++) {
         if (digits) {
-            eight_bytes *high = (eight_bytes *)to + i, *low = high + 4;
-            *high = __builtin_convertvector((whole[i] + 128) >> 8, eight_bytes);
-            *low = __builtin_convertvector(whole[i], eight_bytes);
-            continue;
+            put_bytes((whole[i] + 128) >> 8, to + LANES * i);
+            put_bytes(whole[i], to + BLOCK_ELEMENTS + LANES * i);
+        } else {
+            put_pairs(whole[i], to + 2 * LANES * i);
         }
-        eight_shorts narrow = __builtin_convertvector(whole[i], eight_shorts);
-        narrow = __builtin_shuffle(narrow, (eight_shorts){0, 2, 1, 3, 4, 6, 5, 7});
-        _mm_storeu_si128((__m128i *)(to + 8 * i), (__m128i)narrow);
     }
     /* What is no number has any total; its scale tells. */
-    const uint32_t first = (uint32_t)sum_of_eight(whole[0] + whole[1]), offset = (uint32_t)kind->offset;
-    const uint32_t second = (uint32_t)sum_of_eight(whole[2] + whole[3]), all = first + second;
+    uint32_t first, second;
+    sums_of_halves(whole, &first, &second);
+    const uint32_t offset = (uint32_t)kind->offset, all = first + second;
     row_head *head = (row_head *)(out + 2 * BLOCK_ELEMENTS * rows) + row;
     head->scale = scale;
     head->sum = (float)(int32_t)all * scale;
@@ -110,21 +164,13 @@ ALWAYS_INLINE void put_block(const eight_words *whole, float scale, uint8_t *out
 }
 
 ALWAYS_INLINE void split_block(const float *x, uint8_t *out, int row, int rows, const digit_kind *kind) {
-    eight_floats part[4];
-    __m256i largest = _mm256_setzero_si256(), without_sign = _mm256_set1_epi32(0x7FFFFFFF);
-    UNROLL for (int i = 0; i < 4; i++) {
-        part[i] = (eight_floats)_mm256_loadu_ps(x + 8 * i);
-        /* Compared as whole numbers, what is no number is larger than all. */
-        largest = _mm256_max_epi32(largest, _mm256_and_si256((__m256i)part[i], without_sign));
-    }
-    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4E));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xB1));
-    const float peak = _mm_cvtss_f32(_mm_castsi128_ps(most));
+    vec part[PARTS];
+    ivec whole[PARTS];
+    UNROLL for (int i = 0; i < PARTS; i++) part[i] = load(x + LANES * i);
+    const float peak = peak_of(part);
     /* Below this the inverse would overflow; such a block is nothing beside any other. NaN falls through. */
     const float inverse = peak < 1e-30f ? 0.0f : LARGEST / peak, scale = peak < 1e-30f ? 0.0f : peak / LARGEST;
-    eight_words whole[4];
-    UNROLL for (int i = 0; i < 4; i++) whole[i] = (eight_words)_mm256_cvtps_epi32((__m256)(part[i] * inverse));
+    UNROLL for (int i = 0; i < PARTS; i++) whole[i] = rounded(part[i] * inverse);
     put_block(whole, scale, out, row, rows, kind);
 }
 
@@ -137,8 +183,8 @@ ALWAYS_INLINE void put_prepared(const scaled_matrix *planes, const float *x, flo
     } else if (planes->input_type == PLAIN_INPUTS) {
         split_block(x, out, row, rows, kind);
     } else {
-        eight_words whole[4];
-        UNROLL for (int i = 0; i < 4; i++) whole[i] = (eight_words)_mm256_cvtps_epi32(_mm256_loadu_ps(x + 8 * i));
+        ivec whole[PARTS];
+        UNROLL for (int i = 0; i < PARTS; i++) whole[i] = rounded(load(x + LANES * i));
         put_block(whole, scale, out, row, rows, kind);
     }
 }

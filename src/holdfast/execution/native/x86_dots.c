@@ -108,28 +108,24 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
 
 /* The same by tiles, and any number of rows. Not for groups of 16 columns, each with a scale: tiles are then half as
  * deep, twice as many sums are taken from them, and pairs are faster (measured, Q6_K). */
-ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int wide, const uint8_t *x, long blocks,
-                                 int rows, vec *totals, enum layout plain) {
+ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, const uint8_t *x, long blocks, int rows, vec *totals,
+                                 enum layout plain) {
     const int blocks_together = blocks_of_32(plain) ? 1 : 8;
-    vec scales[BUNDLES_AT_ONCE][KQUANT_GROUPS], added[BUNDLES_AT_ONCE][KQUANT_GROUPS];
-    shape_tiles();
-    for (int i = 0; i < wide * rows; i++) totals[i] = (vec){0};
-    for (long block = 0; block < blocks; block += blocks_together) {
-        UNROLL for (int b = 0; b < wide; b++) read_scales(bundle + b * bundle_bytes, plain, scales[b], added[b]);
+    vec scales[KQUANT_GROUPS], added[KQUANT_GROUPS];
+    laid_weights laid = {.blocks = 0};
+    for (int i = 0; i < rows; i++) totals[i] = (vec){0};
+    for (long block = 0, first = 0; block < blocks;) {
+        read_scales(bundle, plain, scales, added);
         bundle += head_bytes(plain);
-        for (int part = 0; part < blocks_together; part++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
-            weights_part here[BUNDLES_AT_ONCE];
-            UNROLL for (int b = 0; b < wide; b++) {
-                here[b] = (weights_part){.codes = bundle + b * bundle_bytes,
-                                         .scales = scales[b] + part,
-                                         .added = added[b] + part};
-                fetch_ahead(here[b].codes, plain);
-            }
-            const row_head *heads = (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows);
-            add_by_tiles(here, wide, plain, with_minimum(plain), x, heads, rows, totals, rows);
+        for (int part = 0; part < blocks_together; part++, block++, bundle += code_bytes(plain)) {
+            const weights_part here = {.codes = bundle, .scales = scales + part, .added = added + part};
+            fetch_ahead(bundle, plain);
+            lay_out(&laid, &here, plain, with_minimum(plain));
         }
+        if (laid.blocks + blocks_together <= LAID_BLOCKS && block < blocks) continue;
+        multiply_laid(&laid, with_minimum(plain), x + first * panel_block_bytes(rows), rows, totals);
+        first = block;
     }
-    _tile_release();
 }
 
 #endif
@@ -151,6 +147,12 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int w
         else                                                                                       \
             multiply(bundle, bundle_bytes, 1, x, blocks, rows, totals, plain);                     \
     }
+#define TALL(plain)                                                                               \
+    static void plain##_many(PARAMETERS) {                                                        \
+        (void)planes;                                                                             \
+        for (int b = 0; b < wide; b++)                                                            \
+            multiply_tall(bundle + b * bundle_bytes, x, blocks, rows, totals + b * rows, plain);  \
+    }
 #if LANES == 16
 #define EACH(plain)                                                                             \
     FEW(plain, 1) FEW(plain, 2) FEW(plain, 3) FEW(plain, 4) FEW(plain, 5) FEW(plain, 6)          \
@@ -163,7 +165,7 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int w
 #endif
 #define KIND(plain) EACH(plain) MANY_BY(multiply_wide, plain)
 #if defined(X86_TILES)
-#define TILE_KIND(plain) EACH(plain) MANY_BY(multiply_tall, plain)
+#define TILE_KIND(plain) EACH(plain) TALL(plain)
 #define IN_TILES(plain) (!SHORT_GROUPS(plain))
 #else
 #define TILE_KIND KIND

@@ -104,30 +104,25 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
 #if defined(X86_TILES)
 
 /* The same by tiles, and any number of rows. */
-ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, int wide, const scaled_matrix *planes,
-                                 const uint8_t *x, long blocks, int rows, vec *totals, enum layout plain) {
-    bundle_scales scales[BUNDLES_AT_ONCE];
-    vec scale[BUNDLES_AT_ONCE];
-    weights_part here[BUNDLES_AT_ONCE];
-    UNROLL for (int b = 0; b < wide; b++) {
-        scales[b] = scales_of(planes, bundle + b * bundle_bytes, bundle_bytes);
-        here[b] = (weights_part){.scales = scale + b, .added = scale + b};
-    }
-    shape_tiles();
-    for (int i = 0; i < wide * rows; i++) totals[i] = (vec){0};
-    for (long block = 0; block < blocks; block++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
-        UNROLL for (int b = 0; b < wide; b++) {
-            here[b].codes = bundle + b * bundle_bytes;
-            if (block % scales[0].group_blocks == 0) {
-                const long group = block / scales[0].group_blocks;
-                scale[b] = group_scales(scales + b, group);
-                if (with_zeros(plain)) here[b].zeros = group_zeros(scales + b, group);
-            }
-            fetch_ahead(here[b].codes, plain);
+ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, const scaled_matrix *planes, const uint8_t *x,
+                                 long blocks, int rows, vec *totals, enum layout plain) {
+    const bundle_scales scales = scales_of(planes, bundle, bundle_bytes);
+    vec scale = {0};
+    weights_part here = {.scales = &scale, .added = &scale};
+    laid_weights laid = {.blocks = 0};
+    for (int i = 0; i < rows; i++) totals[i] = (vec){0};
+    for (long block = 0, first = 0; block < blocks; bundle += code_bytes(plain)) {
+        if (block % scales.group_blocks == 0) {
+            scale = group_scales(&scales, block / scales.group_blocks);
+            if (with_zeros(plain)) here.zeros = group_zeros(&scales, block / scales.group_blocks);
         }
-        add_by_tiles(here, wide, plain, 0, x, (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows), rows, totals, rows);
+        here.codes = bundle;
+        fetch_ahead(bundle, plain);
+        lay_out(&laid, &here, plain, 0);
+        if (++block < blocks && laid.blocks < LAID_BLOCKS) continue;
+        multiply_laid(&laid, 0, x + first * panel_block_bytes(rows), rows, totals);
+        first = block;
     }
-    _tile_release();
 }
 
 #endif
@@ -254,6 +249,12 @@ ALWAYS_INLINE void multiply_many_floats(const uint8_t *bundle, long bundle_bytes
         else                                                                                   \
             multiply(bundle, bundle_bytes, 2, planes, x, blocks, rows, totals, plain);         \
     }
+#define TALL(plain)                                                                                            \
+    static void plain##_many(PARAMETERS) {                                                                     \
+        for (int b = 0; b < wide; b++)                                                                         \
+            multiply_tall(bundle + b * bundle_bytes, bundle_bytes, planes, x, blocks, rows, totals + b * rows, \
+                          plain);                                                                              \
+    }
 #define FEW_FLOATS(type, number)                                                               \
     static void type##_##number(PARAMETERS) {                                                  \
         (void)wide, (void)rows;                                                                \
@@ -282,7 +283,7 @@ ALWAYS_INLINE void multiply_many_floats(const uint8_t *bundle, long bundle_bytes
 /* Of codes that are signed bytes once their zero is taken off. */
 #if defined(X86_TILES)
 #define TILE_KIND(plain)                             \
-    EACH(FEW, plain) MANY_BY(multiply_tall, plain)   \
+    EACH(FEW, plain) TALL(plain)                     \
     static const digit_kind plain##_KIND = {FUNCTIONS(plain), .offset = OFFSET(plain), .in_tiles = 1};
 #else
 #define TILE_KIND KIND

@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 
 from holdfast.errors import ConfigurationError
-from holdfast.execution.ops.interface import AttentionBackend, AttentionShape, Heads, Ops, StepBuffers, StepRows
+from holdfast.execution.ops.interface import (
+    AttentionBackend,
+    AttentionShape,
+    FusedLayers,
+    Heads,
+    Ops,
+    StepBuffers,
+    StepRows,
+)
 
-__all__ = ["AttentionBackend", "AttentionShape", "Heads", "Ops", "StepBuffers", "StepRows", "ops_for"]
+__all__ = ["AttentionBackend", "AttentionShape", "FusedLayers", "Heads", "Ops", "StepBuffers", "StepRows", "ops_for"]
 
 
 def ops_for(device: torch.device, *, reference: bool = False, compiled: bool = False) -> Ops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -22,6 +23,9 @@ from holdfast.execution.ops.interface import (
 )
 from holdfast.execution.weights.decoder_weights import GatedWeights, LayerWeights
 from holdfast.kvcache.groups import KVGroup
+
+if TYPE_CHECKING:
+    from holdfast.execution.kv_scales import KVScales
 
 
 class CompiledAttention:
@@ -85,18 +89,26 @@ def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> No
 
 
 class CompiledLayers:
-    """Whole layers in one call each: a step of few tokens no longer waits for Python between operations."""
+    """Whole layers, as many in one call as the caller wants: a step of few tokens does not wait for Python between
+    operations."""
 
     def __init__(self, layers: list[native.DecoderLayer]) -> None:
         self._layers = layers
         self._kv: KVStore | None = None
-        self._pools: list[native.PoolPlace] = []
+        self._scales: KVScales | None = None
+        self._stack: native.DecoderStack | None = None
         self._step: native.DecoderStep | None = None
+        self.layer_bytes = max(layer.nbytes for layer in layers)
 
-    def begin(self, step: StepBuffers, kv: KVStore) -> None:
-        if kv is not self._kv:
-            self._kv = kv
-            self._pools = [native.PoolPlace(kv.pages, place) for place in range(kv.layout.layers_per_page)]
+    def begin(self, step: StepBuffers, kv: KVStore, places: Sequence[int], scales: KVScales) -> None:
+        if kv is not self._kv or scales is not self._scales:
+            self._kv, self._scales = kv, scales
+            self._stack = native.DecoderStack(
+                [
+                    native.PlacedLayer(layer, native.PoolPlace(kv.pages, place), scales.of(index), scales.center(index))
+                    for index, (layer, place) in enumerate(zip(self._layers, places, strict=True))
+                ]
+            )
         self._step = native.DecoderStep(
             stream=step.stream,
             normed=step.normed,
@@ -108,17 +120,10 @@ class CompiledLayers:
             sin=step.angles[0][1],
         )
 
-    def run(
-        self,
-        layer: int,
-        place: int,
-        token_rows: torch.Tensor,
-        plan: native.AttentionRows,
-        scales: tuple[float, float] = (1.0, 1.0),
-        center: torch.Tensor | None = None,
-    ) -> None:
+    def run(self, first: int, last: int, token_rows: torch.Tensor, plan: native.AttentionRows) -> None:
         assert self._step is not None, "call begin first"
-        self._layers[layer].run(self._step, token_rows, self._pools[place], plan, scales, center)
+        assert self._stack is not None, "call begin first"
+        self._stack.run(self._step, token_rows, plan, first, last)
 
 
 def fuse(

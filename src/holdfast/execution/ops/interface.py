@@ -14,6 +14,7 @@ from holdfast.execution.kv_store import KVStore
 from holdfast.kvcache.groups import KVGroup
 
 if TYPE_CHECKING:
+    from holdfast.execution.kv_scales import KVScales
     from holdfast.execution.weights.decoder_weights import LayerWeights
 
 Integers = numpy.typing.NDArray[numpy.int64]
@@ -104,20 +105,15 @@ class StepBuffers:
 
 
 class FusedLayers(Protocol):
-    def begin(self, step: StepBuffers, kv: KVStore) -> None:
-        """The layers run next work on these; valid until the next call."""
+    layer_bytes: int
+    """Of the weights of one layer."""
 
-    def run(
-        self,
-        layer: int,
-        place: int,
-        token_rows: torch.Tensor,
-        plan: Any,
-        scales: tuple[float, float] = (1.0, 1.0),
-        center: torch.Tensor | None = None,
-    ) -> None:
-        """Adds one layer to the step's stream and writes its keys and values: divided by their scales, keys without
-        their center then."""
+    def begin(self, step: StepBuffers, kv: KVStore, places: Sequence[int], scales: KVScales) -> None:
+        """The layers run next work on these, each with its place in the pages; valid until the next call."""
+
+    def run(self, first: int, last: int, token_rows: torch.Tensor, plan: Any) -> None:
+        """Adds layers first..last-1, all of one KV group, to the step's stream and writes their keys and values:
+        divided by their scales, keys without their center then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
