@@ -44,7 +44,8 @@ def register(address: int, nbytes: int) -> int:
 
 
 def unregister(addresses: Sequence[int], device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # Something may still be copied from there.
+    if addresses:
+        torch.cuda.synchronize(device)  # Something may still be copied from there.
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -61,43 +62,59 @@ class PinnedMemory:
         pin: Pinning = register,
         unpin: Callable[[Sequence[int], torch.device], None] = unregister,
     ) -> None:
-        self.nbytes = sum(sizes)
+        self.nbytes, self._pin = 0, pin
         self.pieces: list[torch.Tensor] = []
-        if not self.nbytes:
+        self._pinned: list[int] = []
+        self._end = weakref.finalize(self, unpin, self._pinned, device)  # Loading may fail in the middle.
+        self._end.atexit = False  # The driver does it then.
+        try:
+            self._take(sizes, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, nbytes: int) -> torch.Tensor:
+        """One piece more. Raises EngineError where the system or the driver does not give it."""
+        self._take([nbytes], None)
+        return self.pieces[-1]
+
+    def _take(self, sizes: Sequence[int], progress: Progress | None) -> None:
+        total, done = sum(sizes), 0
+        if not total:
             return
-        memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # A fork must not share pages that the GPU reads.
             if hasattr(mmap, advice):
                 _advise(memory, getattr(mmap, advice))
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self.pieces = list(whole.split(list(sizes)))
-        pinned: list[int] = []
-        self._end = weakref.finalize(self, unpin, pinned, device)  # Loading may fail in the middle.
-        self._end.atexit = False  # The driver does it then.
-        with _touching(self.close) as threads:
-            touched = [[threads.submit(_touch, part) for part in piece.split(TOUCHED_BYTES)] for piece in self.pieces]
-            done = 0
-            for piece, parts in zip(self.pieces, touched, strict=True):
+        pieces = list(torch.frombuffer(memory, dtype=torch.uint8).split(list(sizes)))
+        with _touching() as threads:
+            touched = [[threads.submit(_touch, part) for part in piece.split(TOUCHED_BYTES)] for piece in pieces]
+            for piece, parts in zip(pieces, touched, strict=True):
                 for part in parts:
                     part.result()
-                if error := pin(piece.data_ptr(), piece.nbytes):
-                    raise EngineError(
-                        "the driver did not pin host memory for layers that do not fit in the GPU",
-                        code="HF444",
-                        needed=f"{format_bytes(self.nbytes)}, of which {format_bytes(done)} were pinned",
-                        found=f"CUDA error {error}",
-                        fix="--device cuda with a smaller --ram and --nvme-path, or a larger limit of the container",
-                    )
-                pinned.append(piece.data_ptr())
+                if error := self._pin(piece.data_ptr(), piece.nbytes):
+                    raise _not_pinned(total, done, error)
+                self._pinned.append(piece.data_ptr())
+                self.pieces.append(piece)
                 done += piece.nbytes
+                self.nbytes += piece.nbytes
                 if progress is not None:
-                    progress(done, self.nbytes)
+                    progress(done, total)
 
     def close(self) -> None:
         """When nothing copies from it any more."""
-        if self.nbytes:
-            self._end()
+        self._end()
         self.pieces = []
+
+
+def _not_pinned(total: int, done: int, error: int) -> EngineError:
+    return EngineError(
+        "the driver did not pin host memory for layers that do not fit in the GPU",
+        code="HF444",
+        needed=f"{format_bytes(total)}, of which {format_bytes(done)} were pinned",
+        found=f"CUDA error {error}",
+        fix="--device cuda with a smaller --ram and --nvme-path, or a larger limit of the container",
+    )
 
 
 def as_device_memory(piece: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -148,14 +165,13 @@ class _Mapped:
 
 
 @contextmanager
-def _touching(failed: Callable[[], None]) -> Iterator[ThreadPoolExecutor]:
+def _touching() -> Iterator[ThreadPoolExecutor]:
     """Threads for it. What they have not begun is not waited for when this is left early, by Ctrl-C too."""
     threads = ThreadPoolExecutor(min(MOST_THREADS, processor().cores), "pinned-memory")
     try:
         yield threads
     except BaseException:
         threads.shutdown(cancel_futures=True)
-        failed()
         raise
     threads.shutdown()
 

@@ -21,6 +21,7 @@ from holdfast.footprint.streamed import (
     GATHERS_EMBEDDING,
     StreamedLayers,
     all_apart,
+    beside_gpu,
     last_of_groups,
     streamed_layers,
 )
@@ -178,7 +179,8 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
     """Of this engine on one GPU; `held`: of all weights."""
     model, settings, spec = question.model, question.settings, question.model.spec
     dtype, streamed = compute_dtype(question, 1), streamed_on_gpu(question)
-    held -= 0 if streamed is None else streamed.weights_bytes + streamed.embedding_bytes
+    if streamed is not None:
+        held += streamed.resident_bytes - sum(_by_layer(question)) - streamed.embedding_bytes
     slots = 0 if streamed is None else streamed.slots_bytes
     layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
     weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
@@ -238,12 +240,19 @@ def streamed_on_gpu(question: Question) -> StreamedLayers | None:
     settings, weights = question.settings, engine_weights(Same(question.model))
     if not settings.streamed_layers or weights is None:
         return None
-    dtype, asked = compute_dtype(question, 1), settings.offload
-    by_layer = weights.by_layer(dtype=dtype)
+    asked, by_layer = settings.offload, _by_layer(question)
     chosen = settings.streamed_layers if asked.groups is None else last_of_groups(len(by_layer), *asked.groups)
     found = streamed_layers(by_layer, chosen, settings.layers_on_disk)
-    found = replace(found, ahead=0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead)
-    return replace(found, embedding_bytes=weights.gathered_bytes(dtype=dtype)) if GATHERS_EMBEDDING else found
+    ahead = 0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead
+    found = beside_gpu(replace(found, ahead=ahead), by_layer)
+    gathered = weights.gathered_bytes(dtype=compute_dtype(question, 1)) if GATHERS_EMBEDDING else 0
+    return replace(found, embedding_bytes=gathered)
+
+
+def _by_layer(question: Question) -> tuple[int, ...]:
+    weights = engine_weights(Same(question.model))
+    assert weights is not None, "asked of what this engine streams"
+    return weights.by_layer(dtype=compute_dtype(question, 1))
 
 
 def weights_as(question: Question, ranks: int) -> str:
