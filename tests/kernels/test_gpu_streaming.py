@@ -3,6 +3,7 @@ kernels run in the interpreter, and a simulated link brings layers late into poi
 
 from __future__ import annotations
 
+import random
 import re
 from contextlib import closing
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from aliased_memory import AliasedMemory
 from lora_adapters import merge, write_adapter
 from simulated_copies import SimulatedCopies, unpinned_memory
 from tiny_gpu import Tiny, prompt, run, tokens_of
@@ -24,6 +26,7 @@ from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.decoder import arrange_layer
+from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.copies import CudaCopies
@@ -31,27 +34,32 @@ from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
-from holdfast.footprint.streamed import streamed_layers
+from holdfast.footprint.streamed import beside_gpu, streamed_layers
 from holdfast.kvcache import KVCache
 from holdfast.planner.sizing.engine_weights import EngineWeights
-from holdfast.records import Request, SamplingParams, StructuredOutputsParams
+from holdfast.records import EngineOutput, Request, SamplingParams, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text.structured.client import GrammarService
 
 
 class Streamed(Tiny):
-    """All layers but the second come for every step, and rows of the embedding are gathered from the host."""
+    """All layers but the second come for every step, and rows of the embedding are gathered from the host. All of them
+    may come to stay, and leave."""
 
     def weights(self, device: torch.device) -> Weights:
         device = torch.empty(0, device=device).device  # With its number.
         known = EngineWeights(self.spec, None, None)
-        placed = streamed_layers(known.by_layer(dtype="float32"), len(self.spec.layers) - 1, 0)
+        by_layer = known.by_layer(dtype="float32")
+        placed = beside_gpu(streamed_layers(by_layer, len(self.spec.layers) - 1, 0), by_layer)
         placed = replace(placed, embedding_bytes=known.gathered_bytes(dtype="float32"))
         sizes = placed.pinned_sizes
         on_gpu = device.type == "cuda"
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
         memory = PinnedMemory(sizes, device) if on_gpu else unpinned_memory(sizes)
+        self.driver = None if on_gpu else AliasedMemory()
+        ranges = LayerRanges(placed.all_sizes, device, self.driver)
+        self.layers = DeviceLayers(placed, device, self.copies, memory, None, ranges, lambda: 1 << 40)
         dtype = torch.float32
         return load_weights(
             self.spec,
@@ -59,7 +67,7 @@ class Streamed(Tiny):
             dtype=dtype,
             device=device,
             expand=True,
-            slots=DeviceLayers(placed, device, self.copies, memory),
+            slots=self.layers,
             arrange=partial(arrange_layer, dtype=dtype, device=device),
         )
 
@@ -120,3 +128,28 @@ def test_experts_and_structured_output_are_those_of_a_model_that_stays(tmp_path:
             core.close()
     assert found[0] == found[1]
     assert re.fullmatch(b"[a-c]{2}", b"".join(tokens[token] for token in found[1][0][0] if token != 2))
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_tokens_are_the_same_while_layers_come_to_stay_and_leave(tmp_path: Path, device: torch.device) -> None:
+    """At random between steps, also while one is in flight."""
+    shape = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2}
+    params = [SamplingParams(temperature=0.7, seed=one, top_k=5, max_tokens=4, ignore_eos=True) for one in range(2)]
+    prompts, found = [prompt(1, 7), prompt(2, 3)], []
+    for kind in (Tiny, Streamed):
+        model = kind(tmp_path, "Llama", **shape)
+        core = model.core(device, gpu=True, slots=2)
+        if isinstance(model, Streamed):
+            dice, counts, step, layers = random.Random(5), set[int](), core.step, model.layers
+
+            def moved() -> list[EngineOutput]:
+                layers.change([layer for layer in range(4) if dice.random() < 0.6])
+                counts.add(len(layers.streamed))
+                return step()
+
+            core.step = moved  # type: ignore[method-assign]
+        found.append([tokens_of(outputs) for outputs in run(core, prompts, params)])
+        core.close()
+    assert found[0] == found[1]
+    assert len(counts) > 2
+    assert model.driver is None or (model.driver.handles, model.driver.mapped) == ({}, {})

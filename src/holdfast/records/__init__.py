@@ -1,7 +1,7 @@
 """The records that cross packages and processes. No behaviour beyond checking themselves, no torch."""
 
 from holdfast.records.lora import AdapterRef, LoRARequest
-from holdfast.records.memory import LinkUse, LowerTier, MemoryReport, MemoryTerm, VramBudget, VramGrant
+from holdfast.records.memory import LayersGrant, LinkUse, LowerTier, MemoryReport, MemoryTerm, VramBudget, VramGrant
 from holdfast.records.outputs import (
     AnswerDelta,
     CompletionOutput,
@@ -49,6 +49,7 @@ __all__ = [
     "Failure",
     "FinishReason",
     "GuidedDecodingParams",
+    "LayersGrant",
     "LinkUse",
     "LoRARequest",
     "Logprob",

@@ -93,7 +93,7 @@ class FakePool:
     """Pages that come and go one by one."""
 
     def __init__(self, gpu: FakeGpu, page: int) -> None:
-        self.gpu, self.page, self.nbytes = gpu, page, 0
+        self.gpu, self.page, self.nbytes, self.blocks = gpu, page, 0, 0
 
     def backed_bytes(self, blocks: int) -> int:
         return blocks * self.page
@@ -106,6 +106,7 @@ class FakePool:
         if more > self.gpu.free:
             raise RangeError(f"{more} bytes of memory", OUT_OF_MEMORY)
         self.nbytes += more
+        self.blocks = blocks
         self.gpu.pool += more
 
 
@@ -115,7 +116,8 @@ class FakeRunner:
     attention_backend = "fake"
     decisions = ()
     kv_dtype = torch.bfloat16
-    layer_slots_bytes = pinned_bytes = 0
+    layer_slots_bytes = pinned_bytes = mapped_bytes = 0
+    movable_layers = None
 
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page

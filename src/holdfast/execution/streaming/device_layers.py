@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -54,7 +54,7 @@ class DeviceLayers:
         room: Callable[[], int] = lambda: 0,
     ) -> None:
         self._streamed, self._copies, self._memory, self._file = streamed, copies, memory, file
-        self._ranges, self._room = ranges, room
+        self._device, self._ranges, self._room = device, ranges, room
         self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
         if ranges is not None:
             self._sizes = dict(enumerate(streamed.all_sizes))
@@ -102,6 +102,11 @@ class DeviceLayers:
     def moved_bytes(self) -> int:
         """In every step."""
         return sum(self._sizes[layer] for layer in self._order)
+
+    @property
+    def movable(self) -> bool:
+        """Whether layers may come to stay, and leave."""
+        return self._ranges is not None
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -303,6 +308,10 @@ class DeviceLayers:
         """These are streamed from the next step on, and the others stay. Where the device has no memory for one that
         was to stay it is streamed like before. Raises EngineError, and changes nothing, where RAM cannot be had for one
         that leaves. Between steps only; what was launched is waited for."""
+        with torch.inference_mode(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._change(layers)
+
+    def _change(self, layers: Sequence[int]) -> None:
         assert self._ranges is not None, "layers without ranges of addresses cannot change places"
         leaving = [layer for layer in layers if layer not in self._number]
         coming = [layer for layer in self._order if layer not in set(layers)]

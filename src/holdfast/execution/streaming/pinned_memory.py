@@ -27,6 +27,7 @@ TOUCHED_BYTES = 32 << 20
 MOST_THREADS = 16
 POPULATE_WRITE = 23
 """Of madvise, on Linux: the pages are there when it returns."""
+NOT_PINNED = "HF444"
 MAPPED = 2
 """cudaHostRegisterMapped: kernels may read it too."""
 
@@ -110,7 +111,7 @@ class PinnedMemory:
 def _not_pinned(total: int, done: int, error: int) -> EngineError:
     return EngineError(
         "the driver did not pin host memory for layers that do not fit in the GPU",
-        code="HF444",
+        code=NOT_PINNED,
         needed=f"{format_bytes(total)}, of which {format_bytes(done)} were pinned",
         found=f"CUDA error {error}",
         fix="--device cuda with a smaller --ram and --nvme-path, or a larger limit of the container",
@@ -142,7 +143,7 @@ def _told(result: tuple[Any, ...], piece: torch.Tensor) -> Any:
     if status:
         raise EngineError(
             "the driver did not say where the GPU finds pinned host memory",
-            code="HF444",
+            code=NOT_PINNED,
             needed=f"an address for {format_bytes(piece.nbytes)}",
             found=f"CUDA error {status}",
             fix="another GPU, or settings with which all layers and the embedding stay on it",
@@ -183,7 +184,7 @@ def _touch(part: torch.Tensor) -> None:
     if (error := ctypes.get_errno()) != errno.EINVAL:
         raise EngineError(
             "the system did not give host memory for layers that do not fit in the GPU",
-            code="HF444",
+            code=NOT_PINNED,
             needed=f"{format_bytes(part.nbytes)} more",
             found=os.strerror(error),
             fix="--device cuda with a smaller --ram and --nvme-path, or a larger memory limit of the container",
