@@ -1,5 +1,5 @@
-"""The driver's memory of a GPU over the system's: what is mapped at several addresses is the same memory at all of them,
-as on a GPU. What nothing lies behind reads as NaN, what is new as something else."""
+"""The driver's memory of a GPU over the system's: what is mapped at several addresses is the same memory at all of
+them, as on a GPU. What nothing lies behind reads as NaN, what is new as something else."""
 
 from __future__ import annotations
 

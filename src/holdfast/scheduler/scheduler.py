@@ -466,6 +466,15 @@ class Scheduler:
         """Pages, the null page included, that any request needs which was or will be taken."""
         return 1 + self.kv.layout.peak_blocks(self.limits.max_model_len, self.limits.max_num_batched_tokens)
 
+    def blocks_wanted(self, ahead_tokens: int) -> int:
+        """Pages, the null page included, with which as many as may run at once of those that run or wait would have
+        room for so many tokens more each."""
+        layout, step = self.kv.layout, self.limits.max_num_batched_tokens
+        several = (*self._running, *self._waiting)[: self.limits.max_num_seqs]
+        lengths = (min(one.longest, len(one.tokens) + ahead_tokens) for one in several)
+        set_aside = len(layout.groups) * (len(several) + 1)
+        return 1 + set_aside + sum(layout.peak_blocks(length, step) for length in lengths)
+
     def resize(self, blocks: int) -> StepPlan | None:
         """The pool has so many pages from now on, the null page included. A step without rows that moves what lies in
         pages that go, and tells runners of tables that still name such a page, because it left a window; None: there is

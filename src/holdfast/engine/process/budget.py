@@ -177,6 +177,12 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     return replace(now, config=config, plan=changed, info=info)
 
 
+def balanced(now: Serving, granted: VramGrant) -> Serving:
+    """With layers and pages as the engine process has balanced them, within the same budget."""
+    budget = VramBudget(budget_bytes=granted.budget_bytes, kv_bytes=now.config.kv_cache_memory_bytes)
+    return replace(with_vram(now, budget, now.config.vram, granted), config=now.config)
+
+
 def _with_layers(terms: Sequence[Term], layers: LayersGrant) -> tuple[Term, ...]:
     """With those of layers as they are now."""
     sizes = {"weights": layers.weights_bytes, "layer_slots": layers.slots_bytes}

@@ -353,6 +353,7 @@ def _build_on_gpu(
     plan: Plan,
     beat: Callable[[], None] | None,
 ) -> tuple[EngineCore, EngineInfo]:
+    from holdfast.engine.core.kv_balance import KVBalance
     from holdfast.engine.core.loop import EngineCore
     from holdfast.engine.startup.build_gpu import build_gpu_runner
 
@@ -372,8 +373,14 @@ def _build_on_gpu(
         steps_ahead=1,
         vram=vram,
         link_use=runner.link_use if plan.engine.streamed is not None else None,
+        kv_balance=KVBalance(vram) if runner.movable_layers is not None and _balances(config, plan) else None,
     )
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
+
+
+def _balances(config: EngineConfig, plan: Plan) -> bool:
+    """Whether KV and layers may change places by themselves: neither was set by hand."""
+    return config.kv_cache_memory_bytes is None and not plan.question.settings.offload.by_hand
 
 
 def _held() -> Resident:

@@ -206,7 +206,7 @@ def _settle(
     planned = sum(size for name, size in plan.terms.items() if name != "kv_pool")
     arbiter = VramArbiter(memory, runner.kv, plan.budget_bytes, taken, planned, runner.movable_layers)
     plan = _back(plan, runner, arbiter)
-    arbiter.wanted_kv_bytes = runner.kv.nbytes
+    arbiter.pool_is_backed()
     measured["kv_pool"] = runner.kv.nbytes
     return runner, plan, _report(plan, measured, loaded, memory.held(), below(plan)), arbiter
 

@@ -101,7 +101,7 @@ class DeviceLayers:
     @property
     def moved_bytes(self) -> int:
         """In every step."""
-        return sum(self._sizes[layer] for layer in self._order)
+        return self.moved_with(self._order)
 
     @property
     def movable(self) -> bool:
@@ -289,6 +289,10 @@ class DeviceLayers:
         apart = set(layers)
         stay = sum(self._ranges.bytes_of(layer) for layer in self._sizes if layer not in apart)
         return stay + self.slots_for(layers) * self._ranges.slot_bytes
+
+    def moved_with(self, layers: Sequence[int]) -> int:
+        """In every step, if these were streamed."""
+        return sum(self._sizes[layer] for layer in layers)
 
     def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None:
         """With one more streamed than these; None: there is none, or RAM has no room for it."""

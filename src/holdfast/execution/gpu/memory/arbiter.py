@@ -11,6 +11,7 @@ Shares are reserved, so what a step needs at its worst is there when it comes. M
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -19,8 +20,16 @@ from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.streaming.pinned_memory import NOT_PINNED
-from holdfast.records import LayersGrant, VramBudget, VramGrant
-from holdfast.units import format_bytes
+from holdfast.records import LayersGrant, LinkUse, VramBudget, VramGrant
+from holdfast.units import counted, format_bytes
+
+
+log = logging.getLogger("holdfast")
+
+LEAST_SPEED = 0.8
+"""Of what every step moves before layers leave for KV: no more is given up of the speed of one sequence."""
+LEAST_GAIN = 1.02
+"""In tokens a second of all, for which layers leave."""
 
 
 class MovableLayers(Protocol):
@@ -46,6 +55,11 @@ class MovableLayers(Protocol):
     def bytes_with(self, layers: Sequence[int]) -> int:
         """Of slots and of layers that stay, if these were streamed."""
 
+    def moved_with(self, layers: Sequence[int]) -> int:
+        """In every step, if these were streamed."""
+
+    def use(self) -> LinkUse: ...
+
     def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None: ...
 
     def one_less(self, layers: Sequence[int]) -> tuple[int, ...]: ...
@@ -57,7 +71,7 @@ class MovableLayers(Protocol):
 class VramArbiter:
     """`shares`: what each but the KV pool holds or may still take. `planned_bytes`: of all of them as a start would
     plan them; no budget is granted that the next start would refuse. `layers`: which may come and go, and are in
-    `shares` as weights and layer_slots; beside them the pool is `wanted_kv_bytes`, and what no layer has room in."""
+    `shares` as weights and layer_slots; beside them the pool is what is wanted, and what no layer has room in."""
 
     def __init__(
         self,
@@ -67,12 +81,18 @@ class VramArbiter:
         shares: Mapping[str, int],
         planned_bytes: int,
         layers: MovableLayers | None = None,
-        wanted_kv_bytes: int = 0,
     ) -> None:
         self.memory, self._kv, self._layers = memory, kv, layers
-        self.budget_bytes, self.shares, self.wanted_kv_bytes = budget_bytes, dict(shares), wanted_kv_bytes
+        self.budget_bytes, self.shares = budget_bytes, dict(shares)
+        self._base_kv = self._wanted_kv = 0
         self._planned_others = planned_bytes - self._layers_bytes()
         self._resident = 0 if layers is None else layers.resident_bytes
+        self._base_streamed: tuple[int, ...] = ()
+        """Those that were streamed before layers left for KV."""
+
+    def pool_is_backed(self) -> None:
+        """The KV pool is what it shall be beside layers, as long as requests do not want more."""
+        self._base_kv = self._wanted_kv = self._kv.nbytes
 
     def _layers_bytes(self) -> int:
         return 0 if self._layers is None else self._layers.resident_bytes + self._layers.nbytes
@@ -99,14 +119,16 @@ class VramArbiter:
         others = sum(self.shares.values()) + max(0, own - reserved) - self._layers_bytes()
         wanted = min(asked.budget_bytes, own + free) if asked.at_most_free else asked.budget_bytes
         least = max(others, self._planned_others) + self._kv.backed_bytes(least_blocks)
-        streamed = self._streamed_within(wanted - others, max(self.wanted_kv_bytes, self._kv.backed_bytes(least_blocks)))
+        streamed = self._streamed_within(wanted - others, max(self._wanted_kv, self._kv.backed_bytes(least_blocks)))
         budget = max(wanted, least + (0 if self._layers is None else self._layers.bytes_with(streamed)))
         if budget > max(own + free, self.budget_bytes):
             raise _not_there(budget, own, free)
 
         def blocks_beside(layers_bytes: int) -> int:
             room = budget - others - layers_bytes
-            return max(least_blocks, self._kv.blocks_within(room if asked.kv_bytes is None else min(room, asked.kv_bytes)))
+            return max(
+                least_blocks, self._kv.blocks_within(room if asked.kv_bytes is None else min(room, asked.kv_bytes))
+            )
 
         try:
             if self._layers is not None:
@@ -163,6 +185,57 @@ class VramArbiter:
         self.shares["layer_slots"] = layers.nbytes
         self._resident = layers.resident_bytes
 
+    # KV or layers
+
+    @property
+    def base_blocks(self) -> int:
+        """Pages of the pool for which no layer has left."""
+        return self._base_kv // self._kv.layout.page_bytes
+
+    def make_room(self, blocks: int, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant | None:
+        """Layers leave for a pool of so many pages, or of as many as are worth it; None: none, and nothing changes.
+        A step takes as long as its layers come, and as many answers go on in it as the pool holds: it is worth it while
+        the pool grows by a larger share than the bytes of a step."""
+        layers, needed = self._layers, self._kv.backed_bytes(min(blocks, self._kv.most_blocks))
+        if layers is None or not layers.streamed:
+            return None
+        streamed, held, kv = layers.streamed, self._layers_bytes(), self._kv.nbytes
+        most_moved = layers.moved_with(self._base_streamed or streamed) / LEAST_SPEED
+        best, chosen, wanted = kv / layers.moved_bytes * LEAST_GAIN, None, kv
+        while (found := layers.one_more(streamed)) is not None and wanted < needed:
+            streamed = found
+            wanted, moved = kv + held - layers.bytes_with(streamed), layers.moved_with(streamed)
+            if moved > most_moved:
+                break
+            if min(wanted, needed) / moved > best:
+                best, chosen = min(wanted, needed) / moved, wanted
+        if chosen is None:
+            return None
+        self._base_streamed = self._base_streamed or layers.streamed
+        return self._balance(chosen, least_blocks, resize_kv, "left for")
+
+    def take_back(self, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant | None:
+        """Layers that had left for KV come back; None: none had."""
+        if self._layers is None or self._wanted_kv <= self._base_kv:
+            return None
+        self._base_streamed = ()
+        return self._balance(self._base_kv, least_blocks, resize_kv, "came back, with")
+
+    def _balance(
+        self, kv_bytes: int, least_blocks: int, resize_kv: Callable[[int], None], said: str
+    ) -> VramGrant | None:
+        assert self._layers is not None
+        before, wanted = self.granted(), self._wanted_kv
+        self._wanted_kv = kv_bytes
+        try:
+            granted = self.change(VramBudget(budget_bytes=self.budget_bytes), least_blocks, resize_kv)
+        except DoesNotFitError as error:  # A neighbour, or what else takes RAM: it goes on as it is.
+            self._wanted_kv = wanted
+            log.warning("the KV pool stays at %s: %s", format_bytes(self._kv.nbytes), error.message)
+            return None
+        _say_price(before, granted, said, self._layers.use().possible_bytes_per_s)
+        return granted
+
     def granted(self) -> VramGrant:
         """What is kept to now."""
         layers, kv = self._layers, self._kv
@@ -180,6 +253,26 @@ class VramArbiter:
                 pinned_bytes=layers.pinned_bytes,
             ),
         )
+
+
+def _say_price(before: VramGrant, after: VramGrant, said: str, link_bytes_per_s: float) -> None:
+    if before.layers is None or after.layers is None:
+        return
+    layers = counted(abs(after.layers.streamed - before.layers.streamed), "layer")
+    moved = after.layers.moved_bytes - before.layers.moved_bytes
+    speed = ""
+    if link_bytes_per_s and before.layers.moved_bytes and after.layers.moved_bytes:
+        first, last = (link_bytes_per_s / one.layers.moved_bytes for one in (before, after) if one.layers is not None)
+        speed = f", at most {first:.2f} and now {last:.2f} steps/s"
+    log.info(
+        "%s %s a KV pool of %s (%s before): %+.2f GB a step%s",
+        layers,
+        said,
+        format_bytes(after.kv_bytes),
+        format_bytes(before.kv_bytes),
+        moved / 1e9,
+        speed,
+    )
 
 
 def _not_there(budget: int, own: int, free: int) -> DoesNotFitError:
