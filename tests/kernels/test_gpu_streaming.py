@@ -134,22 +134,22 @@ def test_experts_and_structured_output_are_those_of_a_model_that_stays(tmp_path:
 def test_tokens_are_the_same_while_layers_come_to_stay_and_leave(tmp_path: Path, device: torch.device) -> None:
     """At random between steps, also while one is in flight."""
     shape = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2}
-    params = [SamplingParams(temperature=0.7, seed=one, top_k=5, max_tokens=4, ignore_eos=True) for one in range(2)]
-    prompts, found = [prompt(1, 7), prompt(2, 3)], []
-    for kind in (Tiny, Streamed):
-        model = kind(tmp_path, "Llama", **shape)
-        core = model.core(device, gpu=True, slots=2)
-        if isinstance(model, Streamed):
-            dice, counts, step, layers = random.Random(5), set[int](), core.step, model.layers
+    params = [SamplingParams(temperature=0.7, seed=one, top_k=5, max_tokens=3, ignore_eos=True) for one in range(2)]
+    prompts, counts = [prompt(1, 7), prompt(2, 3)], set[int]()
+    plain = Tiny(tmp_path, "Llama", **shape).core(device, gpu=True, slots=2)
+    expected = [tokens_of(outputs) for outputs in run(plain, prompts, params)]
+    plain.close()
+    model = Streamed(tmp_path, "Llama", **shape)
+    core, dice = model.core(device, gpu=True, slots=2), random.Random(5)
+    step = core.step
 
-            def moved() -> list[EngineOutput]:
-                layers.change([layer for layer in range(4) if dice.random() < 0.6])
-                counts.add(len(layers.streamed))
-                return step()
+    def moved() -> list[EngineOutput]:
+        model.layers.change([layer for layer in range(4) if dice.random() < 0.6])
+        counts.add(len(model.layers.streamed))
+        return step()
 
-            core.step = moved  # type: ignore[method-assign]
-        found.append([tokens_of(outputs) for outputs in run(core, prompts, params)])
-        core.close()
-    assert found[0] == found[1]
+    core.step = moved  # type: ignore[method-assign]
+    assert [tokens_of(outputs) for outputs in run(core, prompts, params)] == expected
+    core.close()
     assert len(counts) > 2
     assert model.driver is None or (model.driver.handles, model.driver.mapped) == ({}, {})

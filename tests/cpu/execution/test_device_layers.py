@@ -54,9 +54,10 @@ def made(
     file = LayerFile(folder, len(streamed.on_disk), streamed.place_bytes, read) if streamed.on_disk else None
     memory = unpinned_memory(streamed.pinned_sizes)
     if driver is None:
-        layers, sizes = DeviceLayers(streamed, CPU, copies, memory, file), zip(streamed.layers, streamed.sizes)
+        layers = DeviceLayers(streamed, CPU, copies, memory, file)
+        sizes = list(zip(streamed.layers, streamed.sizes, strict=True))
     else:
-        sizes = enumerate(streamed.all_sizes)
+        sizes = list(enumerate(streamed.all_sizes))
         ranges = LayerRanges(streamed.all_sizes, CPU, driver)
         layers = DeviceLayers(streamed, CPU, copies, memory, file, ranges, room or (lambda: 1 << 40))
     for layer, size in sizes:

@@ -1,5 +1,5 @@
-"""KV or layers, while serving: beside layers that come for every step the KV pool begins small. Layers leave the GPU for
-more of it when requests want more pages than there are, and come back when these are gone for a while.
+"""KV or layers, while serving: beside layers that come for every step the KV pool begins small. Layers leave the GPU
+for more of it when requests want more pages than there are, and come back when these are gone for a while.
 
 Decides when. What is worth it, and at which price, the arbiter of the GPU's memory knows.
 """

@@ -53,7 +53,9 @@ def device_layers(
         log.info("writing %d layers, %s, to a file without a name in %s", count, size, config.nvme_path)
         file = LayerFile(Path(config.nvme_path), count, streamed.place_bytes)
     log.info("pinning %s of RAM for %d layers", format_bytes(streamed.pinned_bytes), len(streamed.layers))
-    pinned = PinnedMemory(streamed.pinned_sizes, device, progress)
+    sizes, layers = streamed.pinned_sizes, len(streamed.in_ram)
+    # What the first layers are loaded with comes first; the others are pinned while these are loaded.
+    pinned = PinnedMemory(sizes, device, progress, background=[*range(layers, len(sizes)), *range(layers)])
     ranges = None if streamed.resident_sizes is None else LayerRanges(streamed.all_sizes, device)
     most, held = plan.question.machine.pinned_bytes, weakref.ref(pinned)
 

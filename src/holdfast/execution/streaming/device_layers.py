@@ -60,7 +60,10 @@ class DeviceLayers:
             self._sizes = dict(enumerate(streamed.all_sizes))
         self._in_ram = dict(zip(streamed.in_ram, memory.pieces, strict=False))
         """What waits there; a layer that came to stay is still there, and may leave again at no cost."""
+        self._piece = {layer: number for number, layer in enumerate(self._in_ram)}
+        """Which may not be pinned yet."""
         buffers = memory.pieces[len(self._in_ram) :][: streamed.read_slots]
+        memory.wait(*range(len(self._in_ram), len(streamed.pinned_sizes)))
         self._embedding = as_device_memory(memory.pieces[-1], device) if streamed.embedding_bytes else None
         self._on_disk = None if file is None else ReadAhead(streamed.on_disk, file, buffers, copies)
         self._order: tuple[int, ...] = ()
@@ -149,6 +152,7 @@ class DeviceLayers:
         slot = self._slot(layer)
         whole = self.place(layer)[: self._sizes[layer]]
         if layer in self._in_ram:
+            self._memory.wait(self._piece[layer])
             self._copies.now(whole, self._in_ram[layer])
         else:
             assert self._on_disk is not None

@@ -23,7 +23,6 @@ from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.records import LayersGrant, LinkUse, VramBudget, VramGrant
 from holdfast.units import counted, format_bytes
 
-
 log = logging.getLogger("holdfast")
 
 LEAST_SPEED = 0.8

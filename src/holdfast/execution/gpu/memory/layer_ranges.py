@@ -1,5 +1,5 @@
-"""Addresses of layers on a GPU that stay theirs whether they stay there or come for every step. Behind a layer is memory
-of its own, or a slot's, which any number of layers have behind them at once:
+"""Addresses of layers on a GPU that stay theirs whether they stay there or come for every step. Behind a layer is
+memory of its own, or a slot's, which any number of layers have behind them at once:
 
     addresses   [ layer 0 ][ layer 1 ][ layer 2 ][ layer 3 ][ layer 4 ]       each as long as the largest
                      │          └────┐     │      ┌───┘          │
