@@ -36,7 +36,7 @@ from holdfast.scheduler.lora import LoraScheduler
 from holdfast.scheduler.outputs import AdvanceGrammar, make_output, refused, told_of_prompt, validate
 from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
-from holdfast.scheduler.stats import figures
+from holdfast.scheduler.stats import blocks_wanted, figures
 from holdfast.scheduler.step_builder import Draft, PlannedRow, StepInFlight, moving_plan
 
 
@@ -467,13 +467,8 @@ class Scheduler:
         return 1 + self.kv.layout.peak_blocks(self.limits.max_model_len, self.limits.max_num_batched_tokens)
 
     def blocks_wanted(self, ahead_tokens: int) -> int:
-        """Pages, the null page included, with which as many as may run at once of those that run or wait would have
-        room for so many tokens more each."""
-        layout, step = self.kv.layout, self.limits.max_num_batched_tokens
-        several = (*self._running, *self._waiting)[: self.limits.max_num_seqs]
-        lengths = (min(one.longest, len(one.tokens) + ahead_tokens) for one in several)
-        set_aside = len(layout.groups) * (len(several) + 1)
-        return 1 + set_aside + sum(layout.peak_blocks(length, step) for length in lengths)
+        """Pages, the null page included, with which all who may run at once have room for so many tokens more each."""
+        return blocks_wanted((*self._running, *self._waiting), self.kv.layout, self.limits, ahead_tokens)
 
     def resize(self, blocks: int) -> StepPlan | None:
         """The pool has so many pages from now on, the null page included. A step without rows that moves what lies in

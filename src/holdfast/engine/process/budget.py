@@ -177,10 +177,10 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     return replace(now, config=config, plan=changed, info=info)
 
 
-def balanced(now: Serving, granted: VramGrant) -> Serving:
+def balanced(now: Serving, granted: VramGrant) -> tuple[Plan, EngineInfo]:
     """With layers and pages as the engine process has balanced them, within the same budget."""
-    budget = VramBudget(budget_bytes=granted.budget_bytes, kv_bytes=now.config.kv_cache_memory_bytes)
-    return replace(with_vram(now, budget, now.config.vram, granted), config=now.config)
+    then = with_vram(now, VramBudget(budget_bytes=granted.budget_bytes), now.config.vram, granted)
+    return then.plan, then.info
 
 
 def _with_layers(terms: Sequence[Term], layers: LayersGrant) -> tuple[Term, ...]:
