@@ -69,6 +69,8 @@ class DeviceLayers:
         self._order: tuple[int, ...] = ()
         """Of those that are streamed now."""
         self._number: dict[int, int] = {}
+        self._coming: set[int] = set()
+        """Those that stay from now on, and are copied once more when they are computed next."""
         self._slots: list[_DeviceSlot] = []
         self._fixed: list[torch.Tensor] = []
         """Slots that are not those of ranges."""
@@ -171,8 +173,12 @@ class DeviceLayers:
 
     def begin(self, layer: int, beat: Callable[[], None] | None = None) -> None:
         """What is launched from now on finds its first half in its slot. `beat`: called while a disk is waited for."""
-        if layer in self._number and not self._paused:
+        if self._paused:
+            return
+        if layer in self._number:
             self._await(layer, 0, beat)
+        elif layer in self._coming:
+            self._arrive(layer)
 
     def halfway(self, layer: int, beat: Callable[[], None] | None = None) -> None:
         """All that reads its first half was launched; what comes now finds the second."""
@@ -326,6 +332,7 @@ class DeviceLayers:
         self._copies.settle()
         for layer in leaving:
             self._save(layer)
+        self._coming.difference_update(leaving)
         for layer in (*leaving, *coming):
             self._ranges.drop(layer)
         slots = self.slots_for(layers)
@@ -342,7 +349,11 @@ class DeviceLayers:
                     raise
                 self._stay_streamed(coming, number)
                 return
-            self._fetch(layer)
+            if layer in self._in_ram:
+                self._coming.add(layer)
+            else:
+                assert self._on_disk is not None
+                self._on_disk.fetch(layer, self.place(layer)[: self._sizes[layer]])
 
     def _stay_streamed(self, coming: Sequence[int], arrived: int) -> None:
         """All but the first `arrived` of them; one of these too where a slot finds memory no other way."""
@@ -355,6 +366,7 @@ class DeviceLayers:
                     raise
                 arrived -= 1
                 self._ranges.drop(coming[arrived])
+                self._coming.discard(coming[arrived])
         self._take_turns(sorted((*self._order, *coming[arrived:])), self._ranges.slots)
 
     def _save(self, layer: int) -> None:
@@ -365,14 +377,12 @@ class DeviceLayers:
             self._copies.now(whole, memory)
             self._in_ram[layer] = memory
 
-    def _fetch(self, layer: int) -> None:
-        """From where it waited, to stay."""
-        whole = self.place(layer)[: self._sizes[layer]]
-        if layer in self._in_ram:
-            self._copies.now(self._in_ram[layer], whole)
-        else:
-            assert self._on_disk is not None
-            self._on_disk.fetch(layer, whole)
+    def _arrive(self, layer: int) -> None:
+        """From where it waited, to stay: in its turn among those that are streamed, which is the order of need."""
+        never, copied = self._copies.mark(), self._copies.mark()
+        self._copies.copy(self._in_ram[layer], self.place(layer)[: self._sizes[layer]], never, [copied])
+        self._copies.await_copy(copied)
+        self._coming.discard(layer)
 
     def _take_turns(self, layers: Sequence[int], slots: int) -> None:
         """These in so many slots, which hold nothing yet; nothing may be on its way."""
