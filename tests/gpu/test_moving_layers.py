@@ -128,7 +128,7 @@ def test_the_budget_changes_at_random_while_layers_are_streamed(core: EngineCore
         assert abs((before - after) - changed) <= SLACK, "the driver has it back"
         assert core.stats().device_bytes <= granted.budget_bytes + SLACK
         assert granted.layers is not None
-        assert granted.layers.streamed == len(layers.streamed)
+        assert granted.layers.streamed == layers.streamed
         moved += len(set(streamed) ^ set(layers.streamed))
         counts.append(len(layers.streamed))
 
@@ -160,13 +160,13 @@ def test_layers_leave_for_kv_that_answers_want_and_come_back(
     with caplog.at_level("INFO"):
         assert run(core, lambda: counts.add(len(layers.streamed))) == plain
         assert before.layers is not None
-        assert max(counts) > before.layers.streamed
+        assert max(counts) > len(before.layers.streamed)
         deadline_s = time.monotonic() + 10
-        while len(layers.streamed) > before.layers.streamed and time.monotonic() < deadline_s:
+        while len(layers.streamed) > len(before.layers.streamed) and time.monotonic() < deadline_s:
             core.balance_kv()
     core._kv_balance = None
     print(caplog.text)
-    assert (len(layers.streamed), core.scheduler.kv.blocks_total + 1) == (before.layers.streamed, before.blocks)
+    assert (len(layers.streamed), core.scheduler.kv.blocks_total + 1) == (len(before.layers.streamed), before.blocks)
     assert core.stats().device_bytes <= budget + SLACK
 
 

@@ -138,6 +138,28 @@ def beside_gpu(streamed: StreamedLayers, by_layer: Sequence[int]) -> StreamedLay
     return replace(streamed, resident_sizes=others)
 
 
+def with_others_streamed(streamed: StreamedLayers, layers: Sequence[int]) -> StreamedLayers:
+    """With these streamed instead, where all may change places."""
+    sizes, chosen = streamed.all_sizes, set(layers)
+    return replace(
+        streamed,
+        layers=tuple(layers),
+        sizes=tuple(sizes[layer] for layer in layers),
+        weights_bytes=sum(sizes[layer] for layer in layers),
+        on_disk=tuple(layer for layer in streamed.on_disk if layer in chosen),
+        ahead=ahead_of(layers, streamed.ahead),
+        resident_sizes=tuple(size for layer, size in enumerate(sizes) if layer not in chosen),
+    )
+
+
+def ahead_of(layers: Sequence[int], asked: int) -> int:
+    """How many of these come while one is computed: none need to where others stay between any two, unless more were
+    set than usual."""
+    if asked > AHEAD:
+        return asked
+    return 0 if all_apart(layers) else AHEAD
+
+
 def driver_pages(nbytes: int) -> int:
     return -(-nbytes // DRIVER_PAGE_BYTES) * DRIVER_PAGE_BYTES
 

@@ -77,7 +77,7 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
 class LayersGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Of layers that may come to stay on a GPU, and leave it."""
 
-    streamed: int
+    streamed: tuple[int, ...]
     """That come for every step; the others stay."""
     moved_bytes: int
     """In every step."""

@@ -86,7 +86,7 @@ def test_a_larger_budget_takes_layers_in_and_a_smaller_one_sends_them_out() -> N
     more = gpu.change(gpu.budget + 3 * whole)
     assert len(gpu.layers.streamed) == STREAMED - 3
     assert gpu.told_bytes() == gpu.budget + 3 * whole
-    assert more.layers.streamed == STREAMED - 3
+    assert len(more.layers.streamed) == STREAMED - 3
     assert more.layers.moved_bytes == (STREAMED - 3) * gpu.size
     less = gpu.change(gpu.budget - 4 * whole)
     assert len(gpu.layers.streamed) == STREAMED + 5, "and one more for a second slot"
@@ -99,7 +99,7 @@ def test_a_larger_budget_takes_layers_in_and_a_smaller_one_sends_them_out() -> N
     gpu.change(gpu.budget)
     assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED, 40)
     all_of_it = gpu.change(gpu.total)
-    assert all_of_it.layers.streamed == 0
+    assert all_of_it.layers.streamed == ()
     assert gpu.told_bytes() == gpu.total
     assert all_of_it.kv_bytes > 300 * PAGE, "all layers stay, and KV has the rest"
     gpu.close()

@@ -19,6 +19,7 @@ from holdfast.engine.process import protocol
 from holdfast.engine.startup.build import FoundModel, plan_model
 from holdfast.engine.startup.plan_lines import concurrency, planned_terms
 from holdfast.errors import EngineError, UnsupportedOptionError
+from holdfast.footprint.streamed import with_others_streamed
 from holdfast.hardware import memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
@@ -170,7 +171,10 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     if asked.kv_bytes is not None:
         most = min(most, asked.kv_bytes // layout.page_bytes)
     planned = min(most, max(0, budget - others) // layout.page_bytes)
-    changed = replace(changed, own=replace(plan.engine, blocks=planned, most_blocks=most))
+    streamed = plan.engine.streamed
+    if layers is not None and streamed is not None:
+        streamed = with_others_streamed(streamed, layers.streamed)
+    changed = replace(changed, own=replace(plan.engine, blocks=planned, most_blocks=most, streamed=streamed))
     info = told(info, changed, granted.blocks, granted.kv_bytes)
     if layers is not None:
         info = _with_layers_told(info, layers)
@@ -191,11 +195,11 @@ def _with_layers(terms: Sequence[Term], layers: LayersGrant) -> tuple[Term, ...]
 
 def _streamed_decision(plan: Plan, layers: LayersGrant) -> Decision:
     count = len(plan.question.model.spec.layers)
-    value = f"{layers.streamed} of {count}, {format_bytes(layers.moved_bytes)}"
+    value = f"{len(layers.streamed)} of {count}, {format_bytes(layers.moved_bytes)}"
     reason = "the others stay in VRAM; these are copied to the GPU for every step"
     if not layers.streamed:
         reason = "all stay in VRAM with this budget"
-    return Decision("streamed_layers", value, reason, "measured", lowered=layers.streamed > 0)
+    return Decision("streamed_layers", value, reason, "measured", lowered=bool(layers.streamed))
 
 
 def _with_layers_told(info: EngineInfo, layers: LayersGrant) -> EngineInfo:

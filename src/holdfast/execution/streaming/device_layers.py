@@ -29,7 +29,7 @@ from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.layer_file import LayerFile
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.execution.streaming.read_ahead import ReadAhead
-from holdfast.footprint.streamed import AHEAD, StreamedLayers, all_apart, one_less, one_more
+from holdfast.footprint.streamed import StreamedLayers, ahead_of, one_less, one_more
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse
 from holdfast.units import format_bytes
@@ -287,11 +287,8 @@ class DeviceLayers:
     # Layers come to stay, and leave.
 
     def slots_for(self, layers: Sequence[int]) -> int:
-        """That these would take turns in: one is enough where others stay between any two, unless more were set."""
-        ahead = self._streamed.ahead
-        if ahead <= AHEAD:
-            ahead = 0 if all_apart(layers) else AHEAD
-        return min(1 + ahead, len(layers))
+        """That these would take turns in."""
+        return min(1 + ahead_of(layers, self._streamed.ahead), len(layers))
 
     def bytes_with(self, layers: Sequence[int]) -> int:
         """On the device, of slots and of all layers that would stay, if these were streamed."""

@@ -245,7 +245,7 @@ class VramArbiter:
             layers=None
             if layers is None
             else LayersGrant(
-                streamed=len(layers.streamed),
+                streamed=layers.streamed,
                 moved_bytes=layers.moved_bytes,
                 weights_bytes=self.shares["weights"],
                 slots_bytes=layers.nbytes,
@@ -257,7 +257,7 @@ class VramArbiter:
 def _say_price(before: VramGrant, after: VramGrant, said: str, link_bytes_per_s: float) -> None:
     if before.layers is None or after.layers is None:
         return
-    layers = counted(abs(after.layers.streamed - before.layers.streamed), "layer")
+    layers = counted(abs(len(after.layers.streamed) - len(before.layers.streamed)), "layer")
     moved = after.layers.moved_bytes - before.layers.moved_bytes
     speed = ""
     if link_bytes_per_s and before.layers.moved_bytes and after.layers.moved_bytes:
