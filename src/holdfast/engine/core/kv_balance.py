@@ -21,9 +21,8 @@ AHEAD_TOKENS = 256
 
 
 class LayersOrKV(Protocol):
-    @property
-    def base_blocks(self) -> int:
-        """Pages of the pool for which no layer has left."""
+    base_blocks: int
+    """Pages of the pool for which no layer has left."""
 
     def make_room(self, blocks: int, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant | None:
         """Layers leave for a pool of so many pages, or as many as are worth it; None: none."""

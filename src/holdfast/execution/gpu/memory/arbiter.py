@@ -27,6 +27,9 @@ log = logging.getLogger("holdfast")
 
 LEAST_SPEED = 0.8
 """Of what every step moves before layers leave for KV: no more is given up of the speed of one sequence."""
+WANTED_SHARE = 0.97
+"""Of the KV that a start has left over: for the rest (whole pieces of memory, kernels that were loaded since) no layer
+leaves."""
 LEAST_GAIN = 1.02
 """In tokens a second of all, for which layers leave."""
 
@@ -83,7 +86,8 @@ class VramArbiter:
     ) -> None:
         self.memory, self._kv, self._layers = memory, kv, layers
         self.budget_bytes, self.shares = budget_bytes, dict(shares)
-        self._base_kv = self._wanted_kv = 0
+        self._base_kv = self._wanted_kv = self.base_blocks = 0
+        """`base_blocks`: pages of the pool for which no layer has left."""
         self._planned_others = planned_bytes - self._layers_bytes()
         self._resident = 0 if layers is None else layers.resident_bytes
         self._base_streamed: tuple[int, ...] = ()
@@ -91,7 +95,8 @@ class VramArbiter:
 
     def pool_is_backed(self) -> None:
         """The KV pool is what it shall be beside layers, as long as requests do not want more."""
-        self._base_kv = self._wanted_kv = self._kv.nbytes
+        self.base_blocks = self._kv.blocks
+        self._base_kv = self._wanted_kv = int(WANTED_SHARE * self._kv.nbytes)
 
     def _layers_bytes(self) -> int:
         return 0 if self._layers is None else self._layers.resident_bytes + self._layers.nbytes
@@ -185,11 +190,6 @@ class VramArbiter:
         self._resident = layers.resident_bytes
 
     # KV or layers
-
-    @property
-    def base_blocks(self) -> int:
-        """Pages of the pool for which no layer has left."""
-        return self._base_kv // self._kv.layout.page_bytes
 
     def make_room(self, blocks: int, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant | None:
         """Layers leave for a pool of so many pages, or of as many as are worth it; None: none, and nothing changes.
