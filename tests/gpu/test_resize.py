@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 from fake_cuda_driver import POISON
+from many_streams import STREAMS, requests, run
 
 from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import EngineCore
@@ -24,49 +25,17 @@ from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import virtual_memory
 from holdfast.execution.gpu.memory.virtual_memory import PIECE_BYTES
-from holdfast.records import EngineOutput, Request, SamplingParams, VramBudget
+from holdfast.records import Request, VramBudget
 from holdfast.server.app import create_app
 from holdfast.server.settings import ServerSettings
 from holdfast.units import GIB, MIB
 
-STREAMS = 32
 SETTINGS: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda", "dtype": "float32", "max_model_len": 4096,
     "max_num_seqs": STREAMS, "max_num_batched_tokens": 512, "vram": "12GiB",
 }  # fmt: skip
 SLACK = 8 * MIB
 """Of what else may come or go meanwhile."""
-
-
-def requests() -> list[Request]:
-    """Of all lengths, so that chunks, mixed steps and graphs of many sizes alternate; some share their beginning."""
-    dice, shared = random.Random(3), list(range(500, 700))
-    found = list[Request]()
-    for number in range(STREAMS):
-        own = [dice.randrange(3, 100_000) for _ in range(dice.randrange(3, 500))]
-        params = SamplingParams(temperature=0.7, seed=number, top_k=3, max_tokens=60 + 4 * number, ignore_eos=True)
-        name, ids = str(number), [*(shared if number % 4 == 0 else []), *own]
-        found.append(Request(request_id=name, prompt_token_ids=ids, params=params))
-    return found
-
-
-Answers = dict[str, list[int]]
-
-
-def run(core: EngineCore, between: Callable[[], None] = lambda: None) -> Answers:
-    core.scheduler.reset_prefix_cache()
-    answers: Answers = {request.request_id: [] for request in requests()}
-    waiting = requests()
-    while waiting or core.has_work:
-        if waiting:
-            core.add(waiting.pop())
-        between()
-        outputs: list[EngineOutput] = core.step()
-        for output in outputs:
-            assert output.failure is None, output.failure
-            answers[output.request_id] += output.token_ids
-    core.scheduler.check_invariants()
-    return answers
 
 
 @pytest.fixture(scope="module")

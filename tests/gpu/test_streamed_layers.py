@@ -19,7 +19,7 @@ from holdfast.engine.startup import streamed_layers as startup
 from holdfast.engine.startup.build import build_core, find_model, plan_model
 from holdfast.errors import ModelAccessError
 from holdfast.execution.streaming.copies import CudaCopies
-from holdfast.footprint.streamed import all_apart, streamed_layers
+from holdfast.footprint.streamed import all_apart, beside_gpu, streamed_layers
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import Request, SamplingParams
 
@@ -57,7 +57,10 @@ def stored(kind: str, folder: Path) -> dict[str, Any]:
 Told = list[tuple[list[int], list[dict[int, float]]]]
 
 
-def answers(kind: str, folder: Path, streamed: int, on_disk: int = 0, *, embedding: bool = False) -> Told:
+def answers(
+    kind: str, folder: Path, streamed: int, on_disk: int = 0, *, embedding: bool = False, moving: bool = False
+) -> Told:
+    """`moving`: layers come to stay and leave at random between steps."""
     config = EngineConfig(
         device="cuda", skip_tokenizer_init=True, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512,
         kv_cache_memory_bytes=64 << 20, nvme_path=str(folder) if on_disk else None, **FORMATS[kind],
@@ -69,7 +72,8 @@ def answers(kind: str, folder: Path, streamed: int, on_disk: int = 0, *, embeddi
     if streamed:
         checkpoint = None if config.load_format == "dummy" else match(found.spec, open_checkpoint(found.files))
         weights = EngineWeights(found.spec, checkpoint, plan.engine.quantize)
-        placed = streamed_layers(weights.by_layer(dtype=plan.dtype), streamed, on_disk)
+        by_layer = weights.by_layer(dtype=plan.dtype)
+        placed = beside_gpu(streamed_layers(by_layer, streamed, on_disk), by_layer)
         placed = replace(placed, ahead=0 if all_apart(placed.layers) else 1)
         if embedding:
             placed = replace(placed, embedding_bytes=weights.gathered_bytes(dtype=plan.dtype))
@@ -83,7 +87,10 @@ def answers(kind: str, folder: Path, streamed: int, on_disk: int = 0, *, embeddi
         params = SamplingParams(max_tokens=12 + number, ignore_eos=True, logprobs=3, **sampled)
         core.add(Request(request_id=str(number), prompt_token_ids=ids, params=params))
     told: dict[str, tuple[list[int], list[dict[int, float]]]] = {}
+    dice, layers = random.Random(9), core.runner.movable_layers  # type: ignore[attr-defined]
     while core.has_work:
+        if moving and dice.random() < 0.4:
+            layers.change([layer for layer in range(len(found.spec.layers)) if dice.random() < 0.6])
         for output in core.step():
             tokens, logprobs = told.setdefault(output.request_id, ([], []))
             tokens.extend(output.token_ids)
@@ -119,7 +126,7 @@ def test_answers_are_those_of_a_model_that_stays(kind: str, tmp_path: Path, monk
     assert answers(kind, tmp_path, 3, embedding=True) == plain
     monkeypatch.setattr(startup, "CudaCopies", PoisonedCopies)
     assert answers(kind, tmp_path, layers // 2) == plain
-    assert answers(kind, tmp_path, layers - 2, 3) == plain
+    assert answers(kind, tmp_path, layers - 2, 3, moving=True) == plain
 
 
 def test_poison_is_seen_where_computing_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ kernels run in the interpreter, and a simulated link brings layers late into poi
 from __future__ import annotations
 
 import json
+import random
 import re
 from contextlib import closing
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from aliased_memory import AliasedMemory
 from lora_adapters import merge, write_adapter
 from quantized_files import Format, gptq, write_quantized
 from safetensors.torch import load_file, save_file
@@ -27,6 +29,7 @@ from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution.batch import RunnerLimits
 from holdfast.execution.gpu.decoder import arrange_layer
+from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.copies import CudaCopies
@@ -34,30 +37,35 @@ from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
-from holdfast.footprint.streamed import streamed_layers
+from holdfast.footprint.streamed import beside_gpu, streamed_layers
 from holdfast.kvcache import KVCache
 from holdfast.models import from_config
 from holdfast.planner.sizing.engine_weights import EngineWeights
-from holdfast.records import Request, SamplingParams, StructuredOutputsParams
+from holdfast.records import EngineOutput, Request, SamplingParams, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text.structured.client import GrammarService
 
 
 class Streamed(Tiny):
-    """All layers but the second come for every step, and rows of the embedding are gathered from the host."""
+    """All layers but the second come for every step, and rows of the embedding are gathered from the host. All of them
+    may come to stay, and leave."""
 
     expand = True
 
     def weights(self, device: torch.device) -> Weights:
         device = torch.empty(0, device=device).device  # With its number.
         known = EngineWeights(self.spec, None, None)
-        placed = streamed_layers(known.by_layer(dtype="float32"), len(self.spec.layers) - 1, 0)
+        by_layer = known.by_layer(dtype="float32")
+        placed = beside_gpu(streamed_layers(by_layer, len(self.spec.layers) - 1, 0), by_layer)
         placed = replace(placed, embedding_bytes=known.gathered_bytes(dtype="float32"))
         sizes = placed.pinned_sizes
         on_gpu = device.type == "cuda"
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
         memory = PinnedMemory(sizes, device) if on_gpu else unpinned_memory(sizes)
+        self.driver = None if on_gpu else AliasedMemory()
+        ranges = LayerRanges(placed.all_sizes, device, self.driver)
+        self.layers = DeviceLayers(placed, device, self.copies, memory, None, ranges, lambda: 1 << 40)
         dtype = torch.float32
         return load_weights(
             self.spec,
@@ -65,7 +73,7 @@ class Streamed(Tiny):
             dtype=dtype,
             device=device,
             expand=self.expand,
-            slots=DeviceLayers(placed, device, self.copies, memory),
+            slots=self.layers,
             arrange=partial(arrange_layer, dtype=dtype, device=device),
         )
 
@@ -96,7 +104,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, device: torch.device) 
     model.model = transformers.LlamaForCausalLM.from_pretrained(folder).float().eval()
     model.assert_greedy(prompt(1, 9), found["adapted"])
     assert found["adapted"] != found["plain"]
-    assert model.copies.use().copied_bytes > 3 * runner.layer_slots_bytes > 0
+    assert model.copies.use().copied_bytes > 2 * model.layers.moved_bytes > 0
     core.close()
 
 
@@ -122,7 +130,7 @@ def test_experts_and_structured_output_are_those_of_a_model_that_stays(tmp_path:
             entries = [entry for output in outputs for one in output for entry in one.logprobs or []]
             found.append(([tokens_of(one) for one in outputs], [(one.token_ids, one.logprobs) for one in entries]))
             if isinstance(model, Streamed):
-                assert model.copies.use().copied_bytes > 3 * core.runner.layer_slots_bytes > 0
+                assert model.copies.use().copied_bytes > 2 * model.layers.moved_bytes > 0
             core.close()
     assert found[0] == found[1]
     assert re.fullmatch(b"[a-c]{2}", b"".join(tokens[token] for token in found[1][0][0] if token != 2))
@@ -165,3 +173,28 @@ def _share_orders(file: Path, layer: str) -> None:
     for name in [name for name in tensors if name.startswith(layer) and name.endswith("up_proj.g_idx")]:
         tensors[name] = tensors[name.replace("up_proj", "gate_proj")].clone()
     save_file(tensors, file)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_tokens_are_the_same_while_layers_come_to_stay_and_leave(tmp_path: Path, device: torch.device) -> None:
+    """At random between steps, also while one is in flight."""
+    shape = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2}
+    params = [SamplingParams(temperature=0.7, seed=one, top_k=5, max_tokens=3, ignore_eos=True) for one in range(2)]
+    prompts, counts = [prompt(1, 7), prompt(2, 3)], set[int]()
+    plain = Tiny(tmp_path, "Llama", **shape).core(device, gpu=True, slots=2)
+    expected = [tokens_of(outputs) for outputs in run(plain, prompts, params)]
+    plain.close()
+    model = Streamed(tmp_path, "Llama", **shape)
+    core, dice = model.core(device, gpu=True, slots=2), random.Random(5)
+    step = core.step
+
+    def moved() -> list[EngineOutput]:
+        model.layers.change([layer for layer in range(4) if dice.random() < 0.6])
+        counts.add(len(model.layers.streamed))
+        return step()
+
+    core.step = moved  # type: ignore[method-assign]
+    assert [tokens_of(outputs) for outputs in run(core, prompts, params)] == expected
+    core.close()
+    assert len(counts) > 2
+    assert model.driver is None or (model.driver.handles, model.driver.mapped) == ({}, {})

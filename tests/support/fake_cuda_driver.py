@@ -112,7 +112,7 @@ class FakeRange(ReservedRange):
 
     def bytes_view(self) -> torch.Tensor:
         assert self._address is not None
-        return self._driver.bytes_at(self._address, self.reserved_bytes)  # type: ignore[no-any-return]
+        return self._memory._driver.bytes_at(self._address, self.reserved_bytes)  # type: ignore[no-any-return]
 
 
 def fake_kv_range(layout: KVLayout, most_blocks: int, dtype: torch.dtype, driver: FakeDriver) -> KVRange:

@@ -44,6 +44,7 @@ class SimulatedCopies:
         self._random = random.Random(seed)
         self.copied: list[int] = []
         """Bytes of each."""
+        self._late: list[_Copy] = []
 
     def mark(self) -> list[_Copy]:
         return []
@@ -53,6 +54,7 @@ class SimulatedCopies:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: list[_Copy], done: Sequence[list[_Copy]]) -> None:
         copy = _Copy(source, target)
+        self._late = [*(one for one in self._late if not one.arrived), copy]
         for mark in done:
             mark[:] = [copy]
         self.copied.append(source.nbytes)
@@ -71,6 +73,9 @@ class SimulatedCopies:
 
     def now(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target[: len(source)].copy_(source)
+
+    def settle(self) -> None:
+        self.wait(self._late)
 
     def close(self) -> None:
         return None
@@ -165,6 +170,9 @@ class QueuedCopies:
     def now(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self.run_all()
         target[: len(source)].copy_(source)
+
+    def settle(self) -> None:
+        self.run_all()
 
     def close(self) -> None:
         self.run_all()

@@ -8,8 +8,8 @@ Pure arithmetic: execution allocates by it, the planner counts by it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from holdfast.units import MIB
@@ -24,6 +24,8 @@ GATHERS_EMBEDDING = True
 """Whether a GPU takes rows of an embedding that is not the head as well from pinned RAM."""
 PLACE_GRAIN_BYTES = MIB // 16
 """A place is a whole number of these: whole pages of the disk and of memory, and room for the gaps between tensors."""
+DRIVER_PAGE_BYTES = 2 * MIB
+"""Of a GPU's memory that is put behind addresses: layers there have whole ones, so that they can come and go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,9 @@ class StreamedLayers:
     """Layers that come while one is computed."""
     embedding_bytes: int = 0
     """Of the embedding in pinned RAM, where rows of it are gathered; 0: it is where layers are computed."""
+    resident_sizes: tuple[int, ...] | None = None
+    """Beside a GPU: of the other layers, as `sizes`. They may change places with these while serving, so each has
+    memory of its own. None: they stay where they are."""
 
     @property
     def in_ram(self) -> tuple[int, ...]:
@@ -58,8 +63,28 @@ class StreamedLayers:
         return min(1 + self.ahead, len(self.layers))
 
     @property
+    def slot_bytes(self) -> int:
+        """Of the largest of all that may ever be in it."""
+        if self.resident_sizes is None:
+            return self.place_bytes
+        return driver_pages(max((*self.sizes, *self.resident_sizes), default=0))
+
+    @property
     def slots_bytes(self) -> int:
-        return self.slots * self.place_bytes
+        return self.slots * self.slot_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the other layers, where they may change places with these."""
+        return sum(driver_pages(size) for size in self.resident_sizes or ())
+
+    @property
+    def all_sizes(self) -> tuple[int, ...]:
+        """Of every layer, where all may change places."""
+        assert self.resident_sizes is not None
+        own, others = dict(zip(self.layers, self.sizes, strict=True)), iter(self.resident_sizes)
+        total = len(self.sizes) + len(self.resident_sizes)
+        return tuple(own[layer] if layer in own else next(others) for layer in range(total))
 
     @property
     def read_slots(self) -> int:
@@ -106,6 +131,39 @@ def streamed_layers(
     return StreamedLayers(chosen, sizes, sum(by_layer[layer] for layer in chosen), apart)
 
 
+def beside_gpu(streamed: StreamedLayers, by_layer: Sequence[int]) -> StreamedLayers:
+    """With the other layers able to change places with these while serving."""
+    chosen = set(streamed.layers)
+    others = tuple(with_gaps(size) for layer, size in enumerate(by_layer) if layer not in chosen)
+    return replace(streamed, resident_sizes=others)
+
+
+def with_others_streamed(streamed: StreamedLayers, layers: Sequence[int]) -> StreamedLayers:
+    """With these streamed instead, where all may change places."""
+    sizes, chosen = streamed.all_sizes, set(layers)
+    return replace(
+        streamed,
+        layers=tuple(layers),
+        sizes=tuple(sizes[layer] for layer in layers),
+        weights_bytes=sum(sizes[layer] for layer in layers),
+        on_disk=tuple(layer for layer in streamed.on_disk if layer in chosen),
+        ahead=ahead_of(layers, streamed.ahead),
+        resident_sizes=tuple(size for layer, size in enumerate(sizes) if layer not in chosen),
+    )
+
+
+def ahead_of(layers: Sequence[int], asked: int) -> int:
+    """How many of these come while one is computed: none need to where others stay between any two, unless more were
+    set than usual."""
+    if asked > AHEAD:
+        return asked
+    return 0 if all_apart(layers) else AHEAD
+
+
+def driver_pages(nbytes: int) -> int:
+    return -(-nbytes // DRIVER_PAGE_BYTES) * DRIVER_PAGE_BYTES
+
+
 def with_gaps(nbytes: int) -> int:
     """Of the one piece that tensors of so many bytes lie in, with room for the gaps between them."""
     return (nbytes // PLACE_GRAIN_BYTES + 2) * PLACE_GRAIN_BYTES
@@ -114,6 +172,28 @@ def with_gaps(nbytes: int) -> int:
 def all_apart(layers: Sequence[int]) -> bool:
     """Whether others stay between any two of them: while these are computed, one slot is filled again."""
     return all(second - first > 1 for first, second in pairwise(layers))
+
+
+def one_more(streamed: Collection[int], layers: int, able: Collection[int], cheap: Collection[int]) -> int | None:
+    """Which of the `able` ones is best streamed too: the farthest from the others, counted round and round, and of
+    equals one of the `cheap`. None: there is none."""
+
+    def apart(layer: int) -> int:
+        return min((min((layer - one) % layers, (one - layer) % layers) for one in streamed), default=layers)
+
+    return max(able, key=lambda layer: (apart(layer), layer in cheap, -layer), default=None)
+
+
+def one_less(streamed: Collection[int], layers: int, first: Collection[int]) -> int:
+    """Which of them is best no longer streamed: one of those that shall go `first`, and of these the one between the
+    closest neighbours."""
+    order = sorted(streamed)
+
+    def between(layer: int) -> int:
+        at = order.index(layer)
+        return (order[(at + 1) % len(order)] - order[at - 1]) % layers or layers
+
+    return min(order, key=lambda layer: (layer not in first, between(layer), layer))
 
 
 def last_of_groups(layers: int, group: int, streamed: int) -> tuple[int, ...]:

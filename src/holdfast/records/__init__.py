@@ -1,7 +1,16 @@
 """The records that cross packages and processes. No behaviour beyond checking themselves, no torch."""
 
 from holdfast.records.lora import AdapterRef, LoRARequest
-from holdfast.records.memory import ExpertUse, LinkUse, LowerTier, MemoryReport, MemoryTerm, VramBudget, VramGrant
+from holdfast.records.memory import (
+    ExpertUse,
+    LayersGrant,
+    LinkUse,
+    LowerTier,
+    MemoryReport,
+    MemoryTerm,
+    VramBudget,
+    VramGrant,
+)
 from holdfast.records.outputs import (
     AnswerDelta,
     CompletionOutput,
@@ -50,6 +59,7 @@ __all__ = [
     "Failure",
     "FinishReason",
     "GuidedDecodingParams",
+    "LayersGrant",
     "LinkUse",
     "LoRARequest",
     "Logprob",

@@ -94,6 +94,20 @@ class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
     """The size the KV pool was set to; None: what the budget leaves, as far as it is of use."""
 
 
+class LayersGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """Of layers that may come to stay on a GPU, and leave it."""
+
+    streamed: tuple[int, ...]
+    """That come for every step; the others stay."""
+    moved_bytes: int
+    """In every step."""
+    weights_bytes: int
+    """Of all that stays on the GPU."""
+    slots_bytes: int
+    pinned_bytes: int
+    """Of RAM."""
+
+
 class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """What it keeps to from now on."""
 
@@ -103,3 +117,5 @@ class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of the KV pool, the null page included."""
     kv_bytes: int
     """Memory behind them."""
+    layers: LayersGrant | None = None
+    """None: all stay, or none can come and go."""

@@ -36,7 +36,7 @@ from holdfast.scheduler.lora import LoraScheduler
 from holdfast.scheduler.outputs import AdvanceGrammar, make_output, refused, told_of_prompt, validate
 from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
-from holdfast.scheduler.stats import figures
+from holdfast.scheduler.stats import blocks_wanted, figures
 from holdfast.scheduler.step_builder import Draft, PlannedRow, StepInFlight, moving_plan
 
 
@@ -465,6 +465,10 @@ class Scheduler:
     def least_blocks(self) -> int:
         """Pages, the null page included, that any request needs which was or will be taken."""
         return 1 + self.kv.layout.peak_blocks(self.limits.max_model_len, self.limits.max_num_batched_tokens)
+
+    def blocks_wanted(self, ahead_tokens: int) -> int:
+        """Pages, the null page included, with which all who may run at once have room for so many tokens more each."""
+        return blocks_wanted((*self._running, *self._waiting), self.kv.layout, self.limits, ahead_tokens)
 
     def resize(self, blocks: int) -> StepPlan | None:
         """The pool has so many pages from now on, the null page included. A step without rows that moves what lies in

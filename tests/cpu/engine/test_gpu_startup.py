@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.engine.process.budget import Serving, asked_vram, with_vram
+from holdfast.engine.process.budget import Serving, asked_vram, balanced, with_vram
 from holdfast.engine.startup import build, build_gpu
 from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, build_gpu_runner
 from holdfast.engine.startup.engine_info import engine_info
@@ -20,12 +20,14 @@ from holdfast.execution.gpu.memory import accounting as gpu_memory
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
 from holdfast.footprint.gpu import GRAPHS_BYTES
+from holdfast.footprint.streamed import with_others_streamed
+from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.models import ModelSpec, from_config
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.records import MemoryReport, VramBudget
+from holdfast.records import LayersGrant, LowerTier, MemoryReport, MemoryTerm, VramBudget, VramGrant
 from holdfast.units import GIB, MIB
 
 UUID = "GPU-1"
@@ -94,7 +96,7 @@ class FakePool:
     """Pages that come and go one by one."""
 
     def __init__(self, gpu: FakeGpu, page: int) -> None:
-        self.gpu, self.page, self.nbytes = gpu, page, 0
+        self.gpu, self.page, self.nbytes, self.blocks = gpu, page, 0, 0
 
     def backed_bytes(self, blocks: int) -> int:
         return blocks * self.page
@@ -107,6 +109,7 @@ class FakePool:
         if more > self.gpu.free:
             raise RangeError(f"{more} bytes of memory", OUT_OF_MEMORY)
         self.nbytes += more
+        self.blocks = blocks
         self.gpu.pool += more
 
 
@@ -116,7 +119,8 @@ class FakeRunner:
     attention_backend = "fake"
     decisions = ()
     kv_dtype = torch.bfloat16
-    layer_slots_bytes = expert_slots_bytes = pinned_bytes = 0
+    layer_slots_bytes = expert_slots_bytes = pinned_bytes = mapped_bytes = 0
+    movable_layers = None
 
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page
@@ -408,6 +412,61 @@ def test_a_set_pool_holds_again_when_the_budget_is_no_longer_set(
     granted = arbiter.change(asked, least_blocks(plan), pool.resize)
     assert granted.kv_bytes == plan.terms["kv_pool"] <= 4 * GIB
     assert with_vram(now, asked, None, granted).plan.engine.blocks == granted.blocks
+
+
+def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: ModelSpec) -> None:
+    """And what is told of them follows."""
+    gpu = FakeGpu()
+    config = EngineConfig.from_arguments(device="cuda", load_format="dummy", vram="2600MiB", max_model_len=2048)
+    host = Memory(total_bytes=64 * GIB, available_bytes=60 * GIB, limited_by="machine")
+    plan = make_gpu_plan(spec, None, config, [gpu.probed()], host=host)
+    placed = plan.engine.streamed
+    assert placed is not None
+    assert 2 < len(placed.layers) < 16
+    runner = FakeRunner(gpu, plan, plan.engine.layout.page_bytes)
+    terms = [MemoryTerm(tier="vram", term=name, planned_bytes=size) for name, size in plan.terms.items()]
+    below = LowerTier(
+        tier="ram",
+        total_bytes=64 * GIB,
+        free_bytes=60 * GIB,
+        limited_by="machine",
+        terms=[MemoryTerm(tier="ram", term="weights", planned_bytes=placed.pinned_bytes)],
+    )
+    report = MemoryReport(
+        tier="vram", total_bytes=gpu.total, free_bytes=gpu.free, limited_by="GPU 0", budget_bytes=plan.budget_bytes,
+        terms=terms, page_bytes=plan.engine.layout.page_bytes, below=[below], loading_bytes=0, loading_peak_bytes=0,
+        held_bytes=0,
+    )  # fmt: skip
+    model: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=spec)
+    info = engine_info(config, model.files, spec, plan, runner, report)  # type: ignore[arg-type]
+    now = Serving(config=config, model=model, plan=plan, info=info, pid=1)
+    for streamed in (placed.layers[1:], (), tuple(range(16))):
+        then = with_others_streamed(placed, streamed)
+        weights = plan.terms["weights"] + then.resident_bytes - placed.resident_bytes
+        granted = VramGrant(
+            budget_bytes=3 * GIB,
+            blocks=90,
+            kv_bytes=90 * plan.engine.layout.page_bytes,
+            layers=LayersGrant(
+                streamed=streamed,
+                moved_bytes=then.moved_bytes,
+                weights_bytes=weights,
+                slots_bytes=then.slots_bytes,
+                pinned_bytes=77 * MIB,
+            ),
+        )
+        now = with_vram(now, VramBudget(budget_bytes=3 * GIB), 3 * GIB, granted)
+        assert now.plan.engine.streamed == then
+        assert now.plan.terms["weights"] == now.info.weights_bytes == weights
+        assert now.plan.terms.get("layer_slots", 0) == then.slots_bytes
+        measured = {term.term: term.measured_bytes for term in now.info.memory.terms}
+        assert (measured["weights"], measured["kv_pool"]) == (weights, granted.kv_bytes)
+        assert now.info.memory.below[0].terms[0].measured_bytes == 77 * MIB
+        (said,) = [line for line in now.info.decisions if line.startswith("streamed_layers = ")]
+        assert f"{len(streamed)} of 16" in said
+        assert any(line == said for line in now.info.lowered) == bool(streamed)
+        plan_told, info_told = balanced(now, granted)
+        assert (plan_told.engine.streamed, info_told.blocks) == (then, 89)
 
 
 def test_files_are_closed_when_loading_fails(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,20 +8,22 @@ import mmap
 import os
 import random
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from aliased_memory import AliasedMemory
 from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
+from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.streaming import layer_file
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
-from holdfast.footprint.streamed import StreamedLayers, all_apart, streamed_layers
+from holdfast.footprint.streamed import StreamedLayers, all_apart, beside_gpu, streamed_layers
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -43,12 +45,24 @@ def cut(layer: int) -> int:
 
 
 def made(
-    streamed: StreamedLayers, copies: QueuedCopies | SimulatedCopies, folder: Path, read: ReadInto | None = None
+    streamed: StreamedLayers,
+    copies: QueuedCopies | SimulatedCopies,
+    folder: Path,
+    read: ReadInto | None = None,
+    driver: AliasedMemory | None = None,
+    room: Callable[[], int] | None = None,
 ) -> DeviceLayers:
-    """With something else in each layer."""
+    """With something else in each layer. `driver`: all layers have ranges of it."""
     file = LayerFile(folder, len(streamed.on_disk), streamed.place_bytes, read) if streamed.on_disk else None
-    layers = DeviceLayers(streamed, CPU, copies, unpinned_memory(streamed.pinned_sizes), file)
-    for layer, size in zip(streamed.layers, streamed.sizes, strict=True):
+    memory = unpinned_memory(streamed.pinned_sizes)
+    if driver is None:
+        layers = DeviceLayers(streamed, CPU, copies, memory, file)
+        sizes = list(zip(streamed.layers, streamed.sizes, strict=True))
+    else:
+        sizes = list(enumerate(streamed.all_sizes))
+        ranges = LayerRanges(streamed.all_sizes, CPU, driver)
+        layers = DeviceLayers(streamed, CPU, copies, memory, file, ranges, room or (lambda: 1 << 40))
+    for layer, size in sizes:
         arena, (first, second) = layers.arena(layer), halves(layer, size)
         arena.tensor(first.shape, torch.uint8, CPU).copy_(first)
         layers.divide(layer)
@@ -63,7 +77,9 @@ class Reader:
     def __init__(self, layers: DeviceLayers, streamed: StreamedLayers, copies: QueuedCopies) -> None:
         self._layers, self._copies, self.read = layers, copies, 0
         self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
-        self._slots = {layer: layers._slot(layer).tensor for layer in streamed.layers}
+        if streamed.resident_sizes is not None:  # All of them, wherever they are.
+            self._sizes = dict(enumerate(streamed.all_sizes))
+        self._slots = {layer: layers.place(layer) for layer in self._sizes}
 
     def step(self, layers: int) -> None:
         self.compute(range(layers))
@@ -111,6 +127,91 @@ def test_a_layer_is_in_its_slot_while_it_is_computed(seed: int, tmp_path, monkey
             looked += 2 * (through in streamed.layers)
     copies.run_all()
     assert reader.read == looked
+    layers.close()
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_layers_come_to_stay_and_leave_between_steps(seed: int, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(layer_file, "PIECE_BYTES", PAGE)
+    rng = random.Random(seed)
+    by_layer = [rng.randint(1, 4 * PAGE) for _ in range(rng.randint(1, 9))]
+    several = rng.randint(1, len(by_layer))
+    streamed = streamed_layers(by_layer, several, rng.choice([0, 0, rng.randint(0, several)]))
+    streamed = replace(beside_gpu(streamed, by_layer), ahead=rng.choice([0, 1, 1, 2]))
+    copies, driver = QueuedCopies(seed), AliasedMemory()
+    layers = made(streamed, copies, tmp_path, driver=driver)
+    reader, counts = Reader(layers, streamed, copies), set[int]()
+    for _ in range(8):
+        reader.step(len(by_layer) if rng.random() < 0.8 else rng.randint(0, len(by_layer)))
+        wanted = layers.streamed
+        for _ in range(rng.randint(0, 4)):
+            fewer = rng.random() < 0.5 and wanted
+            wanted = layers.one_less(wanted) if fewer else layers.one_more(wanted) or wanted
+        if rng.random() < 0.2:  # Nobody who counts would choose these.
+            wanted = tuple(layer for layer in range(len(by_layer)) if rng.random() < 0.5)
+        foreseen = layers.bytes_with(wanted)
+        layers.change(wanted)
+        assert layers.streamed == wanted
+        assert layers.nbytes + layers.resident_bytes == foreseen == sum(driver.handles.values())
+        counts.add(len(wanted))
+    reader.step(len(by_layer))
+    copies.run_all()
+    assert reader.read > 0
+    assert len(counts) > 1
+    layers.close()
+    assert (driver.handles, driver.mapped, driver.reserved) == ({}, {}, {})
+
+
+def test_a_layer_that_finds_no_memory_to_stay_in_is_streamed_like_before(tmp_path) -> None:
+    by_layer = [PAGE] * 6
+    streamed = beside_gpu(streamed_layers(by_layer, 4, 0), by_layer)
+    copies, driver = QueuedCopies(3), AliasedMemory()
+    layers = made(streamed, copies, tmp_path, driver=driver)
+    reader = Reader(layers, streamed, copies)
+    driver.memory_bytes = sum(driver.handles.values()) + driver.whole(streamed.sizes[0])
+    layers.change(())
+    assert len(layers.streamed) == 2  # One of the two that were found memory became their slot.
+    reader.step(6)
+    layers.change(layers.one_more(layers.streamed) or ())
+    reader.step(6)
+    copies.run_all()
+    layers.close()
+
+
+def test_a_layer_leaves_only_for_ram_that_is_there(tmp_path) -> None:
+    by_layer, room = [PAGE] * 6, [0]
+    streamed = beside_gpu(streamed_layers(by_layer, 2, 0), by_layer)
+    copies, driver = SimulatedCopies(), AliasedMemory()
+    layers = made(streamed, copies, tmp_path, driver=driver, room=lambda: room[0])
+    assert layers.one_more(layers.streamed) is None
+    layers.change(layers.one_less(layers.streamed))
+    assert layers.one_more(layers.streamed) == streamed.layers, "its bytes still wait in RAM"
+    room[0] = streamed.sizes[0]
+    more = layers.one_more(streamed.layers)
+    assert more is not None
+    assert layers.one_more(more) is None
+    before = layers.pinned_bytes
+    layers.change(more)
+    assert layers.pinned_bytes == before + streamed.sizes[0]
+    layers.close()
+
+
+def test_few_change_places_and_they_stay_apart(tmp_path) -> None:
+    by_layer = [PAGE] * 80
+    streamed = beside_gpu(streamed_layers(by_layer, 30, 0), by_layer)
+    layers = made(streamed, SimulatedCopies(), tmp_path, driver=AliasedMemory())
+    found = layers.streamed
+    for count in range(29, 14, -1):
+        found = layers.one_less(found)
+        assert len(found) == count
+        assert all_apart(found)
+    for _ in range(15):
+        more = layers.one_more(found)
+        assert more is not None
+        found = more
+        assert all_apart(found)
+    assert layers.slots_for(found) == 1
+    assert layers.slots_for(range(10)) == 2
     layers.close()
 
 

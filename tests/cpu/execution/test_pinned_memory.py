@@ -148,3 +148,59 @@ def test_kernels_read_it_where_the_driver_says() -> None:
     assert device_address(piece, 1, FakeDriver(same=0)) == piece.data_ptr() + (1 << 40)
     with pytest.raises(EngineError, match="HF444"):
         device_address(piece, 1, FakeDriver(same=0, status=801))
+
+
+def test_pieces_are_pinned_in_the_background_in_the_order_of_need() -> None:
+    order, go = list[int](), threading.Event()
+
+    def pin(address: int, nbytes: int) -> int:
+        assert go.wait(10)
+        order.append(nbytes // PAGE)
+        return 0
+
+    freed = list[int]()
+    memory = PinnedMemory(
+        [PAGE, 2 * PAGE, 3 * PAGE],
+        GPU,
+        pin=pin,
+        unpin=lambda addresses, device: freed.extend(addresses),
+        background=[2, 0, 1],
+    )
+    assert order == []
+    go.set()
+    memory.wait(2)
+    assert order[0] == 3
+    memory.wait(0, 1)
+    assert order == [3, 1, 2]
+    assert len(memory.add(PAGE)) == PAGE
+    memory.close()
+    assert len(freed) == 4
+
+
+def test_what_fails_in_the_background_is_raised_by_who_waits_and_all_is_given_back() -> None:
+    freed = list[int]()
+    memory = PinnedMemory(
+        [PAGE] * 4,
+        GPU,
+        pin=lambda address, nbytes: 2 if address % (2 * PAGE) else 0,
+        unpin=lambda addresses, device: freed.extend(addresses),
+        background=range(4),
+    )
+    with pytest.raises(EngineError, match="HF444"):
+        memory.wait(*range(4))
+    memory.close()
+    assert len(freed) <= 1
+
+
+def test_closing_does_not_wait_for_what_is_not_begun() -> None:
+    begun, go = list[int](), threading.Event()
+
+    def pin(address: int, nbytes: int) -> int:
+        begun.append(address)
+        assert go.wait(10)
+        return 0
+
+    memory = PinnedMemory([PAGE] * 50, GPU, pin=pin, unpin=ignored, background=range(50))
+    threading.Timer(0.05, go.set).start()
+    memory.close()
+    assert len(begun) <= 2

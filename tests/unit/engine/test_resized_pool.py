@@ -160,3 +160,24 @@ def test_memory_for_more_pages_goes_again_when_the_resize_fails_after_it_came(st
     with pytest.raises(EngineError, match="the step failed"):
         core.resize_kv(15)
     assert (sizes, core.scheduler.kv.blocks_total) == ([15, 9], 8)
+
+
+def test_what_was_balanced_by_itself_is_told() -> None:
+    granted = VramGrant(budget_bytes=5, blocks=3, kv_bytes=2)
+    waiting, looked = [granted], list[int]()
+    core = SimpleNamespace(
+        has_work=False,
+        balance_kv=lambda: looked.append(1),
+        pop_balanced=lambda: waiting.pop() if waiting else None,
+    )
+
+    class Quiet(Socket):
+        def recv(self, flags: int) -> bytes:
+            if not looked:
+                raise zmq.Again
+            return super().recv(flags)
+
+    socket = Quiet()
+    main._serve(core, socket, SimpleNamespace(beat=lambda: None))
+    assert socket.heard == [protocol.Balanced(granted)]
+    assert looked == [1]

@@ -668,3 +668,18 @@ class TestUpkeep:
         assert fresh.stats().prefix_queries_total == 40
         fresh.add(ask("a", 20), 0.0)
         assert rows(plan_of(fresh)) == [(0, 0, 20, True)]
+
+
+def test_pages_that_are_wanted_let_all_who_may_run_go_on_for_a_while() -> None:
+    scheduler = make(blocks=60, max_num_seqs=2)
+    assert scheduler.blocks_wanted(8) == 2
+    scheduler.add(ask("a", 13, 100), 0.0)
+    scheduler.add(ask("b", 5, 3), 0.0)
+    scheduler.add(ask("c", 90, 3), 0.0)  # Has no slot as long as these have theirs.
+    wanted = 1 + 3 + 6 + 2  # Null, a block each and one more, 13 + 8 tokens, and 5 + 3: it grows no longer.
+    assert scheduler.blocks_wanted(8) == wanted
+    step(scheduler)
+    assert scheduler.blocks_wanted(8) == wanted, "14 + 8 tokens are in the same page"
+    scheduler.abort("a")
+    scheduler.abort("b")
+    assert scheduler.blocks_wanted(8) == 1 + 2 + 24

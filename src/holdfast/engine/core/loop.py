@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
 from holdfast.errors import DoesNotFitError, EngineError, HoldfastError
 from holdfast.records import (
@@ -68,7 +69,8 @@ class Vram(Protocol):
 class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
     `vram`: of the GPU that the model is computed on. `link_use`: of the layers that come to it for every step.
-    `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar."""
+    `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar.
+    `kv_balance`: lets layers leave the GPU for KV that is wanted."""
 
     def __init__(
         self,
@@ -80,12 +82,15 @@ class EngineCore:
         link_use: Callable[[], LinkUse | None] | None = None,
         expert_use: Callable[[], ExpertUse | None] | None = None,
         structured_output: StructuredOutputs | None = None,
+        kv_balance: KVBalance | None = None,
     ) -> None:
         self.structured_output = structured_output or NoStructuredOutput()
         self.scheduler = scheduler
         self.runner = runner
         self._steps_ahead = steps_ahead
         self._vram, self._link_use, self._expert_use = vram, link_use, expert_use
+        self._kv_balance = kv_balance
+        self._balanced: VramGrant | None = None
         self._in_flight: deque[StepHandle] = deque()
         self._undelivered: list[EngineOutput] = []
         """What the next step says besides its own: requests that ended at once, and steps applied before their turn."""
@@ -139,6 +144,7 @@ class EngineCore:
     def _step(self) -> list[EngineOutput]:
         if self.structured_output.compiling:
             self._enter_compiled()
+        self.balance_kv()
         outputs, self._undelivered = self._undelivered, []
         while self._in_flight and self._in_flight[-1].late:  # These have sampled nothing that a step could go on from.
             outputs += self._apply_oldest()
@@ -207,6 +213,19 @@ class EngineCore:
                 with contextlib.suppress(HoldfastError, RuntimeError):  # A device that is gone takes nothing back.
                     self.runner.resize_kv(before)
             raise
+
+    def balance_kv(self) -> None:
+        """Pages of the KV pool and layers on the GPU change places where that is worth it. Before a step, and while
+        there is nothing to do; of whatever stops it: as of a step."""
+        if self._kv_balance is None:
+            return
+        found = self._kv_balance.look(self.scheduler, time.monotonic(), self.resize_kv)
+        self._balanced = found or self._balanced
+
+    def pop_balanced(self) -> VramGrant | None:
+        """What `balance_kv` has changed since it was asked last; None: nothing."""
+        found, self._balanced = self._balanced, None
+        return found
 
     def set_vram(self, asked: VramBudget) -> VramGrant:
         """Raises DoesNotFitError, and changes nothing, where so much is not there."""

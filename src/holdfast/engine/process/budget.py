@@ -19,16 +19,18 @@ from holdfast.engine.process import protocol
 from holdfast.engine.startup.build import FoundModel, plan_model
 from holdfast.engine.startup.plan_lines import concurrency, planned_terms
 from holdfast.errors import EngineError, UnsupportedOptionError
+from holdfast.footprint.streamed import with_others_streamed
 from holdfast.hardware import memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.planner.fit.result import describe_budget
-from holdfast.records import EngineInfo, Failure, MemoryReport, VramBudget, VramGrant
+from holdfast.planner.sizing.terms import Term
+from holdfast.records import EngineInfo, Failure, LayersGrant, MemoryReport, VramBudget, VramGrant
 from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
 
-REPLACED = ("budget", "kv_pool")
+REPLACED = ("budget", "kv_pool", "streamed_layers")
 """Decisions that another budget makes anew."""
 
 
@@ -67,9 +69,11 @@ class MemoryBudget:
         """How it serves from then on: so does whatever process is started after this one. `send`: False when there is
         no process to be told."""
         refuse_tier(now.info.memory, tier)
-        if now.plan.engine.streamed is not None or now.plan.engine.expert_places is not None:
+        from_disk = now.plan.engine.streamed is not None and now.plan.engine.gpu is None
+        if from_disk or now.plan.engine.expert_places is not None:
+            what = "layers are streamed from a disk to the CPU" if from_disk else "experts wait in RAM"
             raise UnsupportedOptionError(
-                "the memory budget cannot be changed while layers are streamed, or experts are in RAM",
+                f"the memory budget cannot be changed while {what}",
                 fix=f"restart with another --{tier}",
                 field=tier,
             )
@@ -82,8 +86,7 @@ class MemoryBudget:
             granted = await self._ask(send, partial(protocol.SetVram, asked))
             assert granted is not None, "a SetVram is answered with what was granted"
             then = with_vram(now, asked, budget_bytes, granted)
-        pool, blocks = format_bytes(then.info.kv_pool_bytes), counted(then.info.blocks, "block")
-        log.info("memory budget changed to %s: KV pool %s (%s)", format_bytes(then.plan.budget_bytes), pool, blocks)
+        log.info("memory budget changed to %s: %s", format_bytes(then.plan.budget_bytes), _pool_and_layers(then))
         for line in then.info.lowered:
             if line.startswith("budget = "):
                 log.warning("%s", line)
@@ -106,6 +109,12 @@ class MemoryBudget:
     def died(self) -> None:
         error = EngineError("the engine process exited before its memory budget was changed")
         self.answered(protocol.Resized(self._asked, Failure.of(error)))
+
+
+def _pool_and_layers(now: Serving) -> str:
+    pool, blocks = format_bytes(now.info.kv_pool_bytes), counted(now.info.blocks, "block")
+    layers = [decision.value for decision in now.plan.decisions if decision.field == "streamed_layers"]
+    return f"KV pool {pool} ({blocks})" + "".join(f", layers streamed: {value}" for value in layers)
 
 
 def refuse_tier(report: MemoryReport | None, tier: str) -> None:
@@ -144,6 +153,9 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     if vram is not None:
         config = replace(config, kv_cache_memory_bytes=None)
     rank = replace(rank, budget_bytes=budget, device=replace(rank.device, budget_bytes=config.vram))
+    layers = granted.layers
+    if layers is not None:
+        rank = replace(rank, terms=_with_layers(rank.terms, layers))
     why = describe_budget(rank, plan.utilization)
     if short:
         kept = f"weights, workspaces and one sequence of {counted(limits.max_model_len, 'token')}"
@@ -151,17 +163,71 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     pool = f"{format_bytes(granted.blocks * layout.page_bytes)} ({counted(granted.blocks, 'block')})"
     decisions = (
         *(decision for decision in plan.decisions if decision.field not in REPLACED),
+        *([] if layers is None else [_streamed_decision(plan, layers)]),
         Decision("budget", format_bytes(budget), why, "measured" if short or vram is None else "set", lowered=short),
         Decision("kv_pool", pool, "what the budget leaves of what is measured", "measured"),
     )
-    others = sum(size for name, size in plan.terms.items() if name != "kv_pool")
+    others = sum(term.nbytes for term in rank.terms)
     changed = replace(plan, limits=limits, ranks=(rank,), decisions=decisions)
     most = largest_pool(changed, budget)
     if asked.kv_bytes is not None:
         most = min(most, asked.kv_bytes // layout.page_bytes)
     planned = min(most, max(0, budget - others) // layout.page_bytes)
-    changed = replace(changed, own=replace(plan.engine, blocks=planned, most_blocks=most))
-    return replace(now, config=config, plan=changed, info=told(info, changed, granted.blocks, granted.kv_bytes))
+    streamed = plan.engine.streamed
+    if layers is not None and streamed is not None:
+        streamed = with_others_streamed(streamed, layers.streamed)
+    changed = replace(changed, own=replace(plan.engine, blocks=planned, most_blocks=most, streamed=streamed))
+    info = told(info, changed, granted.blocks, granted.kv_bytes)
+    if layers is not None:
+        info = _with_layers_told(info, layers)
+    return replace(now, config=config, plan=changed, info=info)
+
+
+def balanced(now: Serving, granted: VramGrant) -> tuple[Plan, EngineInfo]:
+    """With layers and pages as the engine process has balanced them, within the same budget."""
+    then = with_vram(now, VramBudget(budget_bytes=granted.budget_bytes), now.config.vram, granted)
+    return then.plan, then.info
+
+
+def _with_layers(terms: Sequence[Term], layers: LayersGrant) -> tuple[Term, ...]:
+    """With those of layers as they are now."""
+    sizes = {"weights": layers.weights_bytes, "layer_slots": layers.slots_bytes}
+    return tuple(replace(term, nbytes=sizes.get(term.name, term.nbytes)) for term in terms)
+
+
+def _streamed_decision(plan: Plan, layers: LayersGrant) -> Decision:
+    count = len(plan.question.model.spec.layers)
+    value = f"{len(layers.streamed)} of {count}, {format_bytes(layers.moved_bytes)}"
+    reason = "the others stay in VRAM; these are copied to the GPU for every step"
+    if not layers.streamed:
+        reason = "all stay in VRAM with this budget"
+    return Decision("streamed_layers", value, reason, "measured", lowered=bool(layers.streamed))
+
+
+def _with_layers_told(info: EngineInfo, layers: LayersGrant) -> EngineInfo:
+    """What is measured of them, in VRAM and in RAM."""
+    report, sizes = info.memory, {"weights": layers.weights_bytes, "layer_slots": layers.slots_bytes}
+    assert report is not None
+    terms = [
+        msgspec.structs.replace(term, measured_bytes=sizes.get(term.term, term.measured_bytes)) for term in report.terms
+    ]
+    below = [
+        msgspec.structs.replace(
+            tier,
+            terms=[
+                msgspec.structs.replace(term, planned_bytes=layers.pinned_bytes, measured_bytes=layers.pinned_bytes)
+                for term in tier.terms
+            ],
+        )
+        if tier.tier == "ram"
+        else tier
+        for tier in report.below
+    ]
+    return msgspec.structs.replace(
+        info,
+        weights_bytes=layers.weights_bytes,
+        memory=msgspec.structs.replace(report, terms=terms, below=below),
+    )
 
 
 def with_budget(now: Serving, ram: int | None) -> tuple[EngineConfig, Plan]:

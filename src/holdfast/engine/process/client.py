@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
-from holdfast.engine.process.budget import MemoryBudget, Serving
+from holdfast.engine.process.budget import MemoryBudget, Serving, balanced
 from holdfast.engine.process.handle import Child, blamed, died, ready
 from holdfast.engine.process.heartbeat import hang_limit
 from holdfast.engine.process.quarantine import CrashQuarantine
@@ -64,8 +64,7 @@ class ProcessEngine:
         early: EarlyProcess | None = None,
     ) -> None:
         """`early`: a process that waits already, for the first start; it is taken over."""
-        self._early = early
-        self._config = with_located_model(config, model)
+        self._early, self._config = early, with_located_model(config, model)
         self._model, self._tokenizer = model, tokenizer
         self._defaults = served_sampling(config, model.files, model.spec)
         self._plan, self._on_progress = plan, on_progress
@@ -228,9 +227,8 @@ class ProcessEngine:
         while self._busy and self._failure is None and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         if self._busy:
-            self._end_all(
-                DrainingError(f"the server is shutting down and the request did not finish in {timeout_s:g} s")
-            )
+            said = f"the server is shutting down and the request did not finish in {timeout_s:g} s"
+            self._end_all(DrainingError(said))
 
     async def stop(self) -> None:
         was_ready, self._stopping, self._ready = self._ready, True, False
@@ -299,8 +297,7 @@ class ProcessEngine:
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         async with self._turning:
             self._refuse_if_closed("")
-            plan = self._plan if self._ready else None
-            now = Serving.of(self._config, self._model, plan, self.info, self.pid)
+            now = Serving.of(self._config, self._model, self._plan if self._ready else None, self.info, self.pid)
             then = await self._budget.change(now, tier, budget_bytes, self._send)
             self._config, self._plan, self._info = then.config, then.plan, then.info
             self.budgets = {**self.budgets, tier: budget_bytes}
@@ -391,6 +388,9 @@ class ProcessEngine:
                         self._take(message)
                     elif isinstance(message, protocol.Resized):
                         self._budget.answered(message)
+                    elif isinstance(message, protocol.Balanced) and self._plan is not None:
+                        now = Serving.of(self._config, self._model, self._plan, self.info, self.pid)
+                        self._plan, self._info = balanced(now, message.granted)
                     elif isinstance(message, protocol.Beat):
                         self._hand_over()  # Somebody may have come while it did not answer.
                 await self._bury(self._child)

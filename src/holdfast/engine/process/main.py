@@ -140,6 +140,10 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
         if core.has_work or changed:  # After the last request was aborted nothing steps, but the numbers have changed.
             outputs = core.step()
             socket.send(protocol.encode(protocol.StepOutputs(outputs, core.stats())))
+        else:
+            core.balance_kv()
+        if (balanced := core.pop_balanced()) is not None:
+            socket.send(protocol.encode(protocol.Balanced(balanced)))
 
 
 def _resized(core: EngineCore, asked: protocol.ResizeKV | protocol.SetVram) -> protocol.Resized:

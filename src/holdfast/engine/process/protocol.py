@@ -72,6 +72,12 @@ class Resized(msgspec.Struct, frozen=True, tag=True):
     """To a SetVram."""
 
 
+class Balanced(msgspec.Struct, frozen=True, tag=True):
+    """Layers on the GPU and pages of the KV pool have changed places by themselves."""
+
+    granted: VramGrant
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """The loop goes round: each second at least, also while there is nothing to do or a step is long."""
 
@@ -82,7 +88,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | SetVram | Stop
-FromEngine = Loading | Ready | StartFailed | Resized | Beat | StepOutputs
+FromEngine = Loading | Ready | StartFailed | Resized | Balanced | Beat | StepOutputs
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

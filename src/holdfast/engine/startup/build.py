@@ -357,6 +357,7 @@ def _build_on_gpu(
     plan: Plan,
     beat: Callable[[], None] | None,
 ) -> tuple[EngineCore, EngineInfo]:
+    from holdfast.engine.core.kv_balance import KVBalance
     from holdfast.engine.core.loop import EngineCore
     from holdfast.engine.startup.build_gpu import build_gpu_runner
 
@@ -377,8 +378,14 @@ def _build_on_gpu(
         vram=vram,
         link_use=None if plan.engine.streamed is None and plan.engine.expert_places is None else runner.link_use,
         expert_use=None if plan.engine.expert_places is None else runner.expert_use,
+        kv_balance=KVBalance(vram) if runner.movable_layers is not None and _balances(config, plan) else None,
     )
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
+
+
+def _balances(config: EngineConfig, plan: Plan) -> bool:
+    """Whether KV and layers may change places by themselves: neither was set by hand."""
+    return config.kv_cache_memory_bytes is None and not plan.question.settings.offload.by_hand
 
 
 def _held() -> Resident:

@@ -219,7 +219,7 @@ def _settle(
         # Whatever else torch held at the worst moment; what it keeps beyond that is nobody's, and shown as such.
         "activations": max(
             0,
-            tensors - runner.weights_bytes - runner.layer_slots_bytes - runner.expert_slots_bytes
+            tensors + runner.mapped_bytes - runner.weights_bytes - runner.layer_slots_bytes - runner.expert_slots_bytes
             - runner.buffers_bytes - runner.logits_bytes - runner.adapters_bytes,
         ),
         "adapters": runner.adapters_bytes,
@@ -228,8 +228,9 @@ def _settle(
     }  # fmt: skip
     taken = _taken(plan, measured, captured.own_bytes - runner.kv.nbytes)
     planned = sum(size for name, size in plan.terms.items() if name != "kv_pool")
-    arbiter = VramArbiter(memory, runner.kv, plan.budget_bytes, taken, planned)
+    arbiter = VramArbiter(memory, runner.kv, plan.budget_bytes, taken, planned, runner.movable_layers)
     plan = _back(plan, runner, arbiter)
+    arbiter.pool_is_backed()
     measured["kv_pool"] = runner.kv.nbytes
     return runner, plan, _report(plan, measured, loaded, memory.held(), below(plan)), arbiter
 

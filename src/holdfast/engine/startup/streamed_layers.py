@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.device import Device
+from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_file import LayerFile
@@ -19,6 +21,7 @@ from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.hardware import memory
 from holdfast.planner import Plan
 from holdfast.planner.serve.refusals import RAM_IS_SHORT
+from holdfast.planner.sizing.host_ram import host_budget
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
@@ -49,8 +52,18 @@ def device_layers(
         log.info("writing %d layers, %s, to a file without a name in %s", count, size, config.nvme_path)
         file = LayerFile(Path(config.nvme_path), count, streamed.place_bytes)
     log.info("pinning %s of RAM for %d layers", format_bytes(streamed.pinned_bytes), len(streamed.layers))
-    pinned = PinnedMemory(streamed.pinned_sizes, device, progress)
-    return DeviceLayers(streamed, device, CudaCopies(device), pinned, file)
+    sizes, layers = streamed.pinned_sizes, len(streamed.in_ram)
+    # What the first layers are loaded with comes first; the others are pinned while these are loaded.
+    pinned = PinnedMemory(sizes, device, progress, background=[*range(layers, len(sizes)), *range(layers)])
+    ranges = None if streamed.resident_sizes is None else LayerRanges(streamed.all_sizes, device)
+    most, held = plan.question.machine.pinned_bytes, weakref.ref(pinned)
+
+    def room() -> int:
+        """Of RAM that may still be pinned: of the server's share, and of what is free now."""
+        now, free = held(), host_budget(None, memory().available_bytes)
+        return free if most is None else max(0, min(free, most - (0 if now is None else now.nbytes)))
+
+    return DeviceLayers(streamed, device, CudaCopies(device), pinned, file, ranges, room)
 
 
 def check_ram(pinned_bytes: int, what: str) -> None:

@@ -92,7 +92,8 @@ class GpuRunner:
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
-        self.weights_bytes = weights.nbytes
+        movable = weights.slots.resident_bytes if isinstance(weights.slots, DeviceLayers) else 0
+        self._fixed_bytes = weights.nbytes - movable
         self._books = SlotBuffers(limits, layout, spec.vocab_size)
         self._slots = DeviceSlots(layout, limits, device)
         self._dtype = weights.dtype
@@ -138,6 +139,24 @@ class GpuRunner:
     @property
     def adapters_bytes(self) -> int:
         return 0 if self._adapters is None else self._adapters.nbytes
+
+    @property
+    def weights_bytes(self) -> int:
+        """On the GPU, at the moment."""
+        movable = self.movable_layers
+        return self._fixed_bytes + (0 if movable is None else movable.resident_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of weights and layers' slots, what is not a tensor of torch's."""
+        movable = self.movable_layers
+        return 0 if movable is None else movable.resident_bytes + movable.nbytes
+
+    @property
+    def movable_layers(self) -> DeviceLayers | None:
+        """None: none may come to stay on the GPU, or leave it."""
+        streamed = self.decoder.streamed
+        return streamed if streamed is not None and streamed.movable else None
 
     @property
     def layer_slots_bytes(self) -> int:

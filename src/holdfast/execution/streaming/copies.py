@@ -44,6 +44,9 @@ class Copies(Protocol):
     def wait(self, mark: Any) -> None:
         """On the host."""
 
+    def settle(self) -> None:
+        """When this returns all that was launched is computed, and nothing is on its way."""
+
     def close(self) -> None:
         """When this returns nothing is on its way."""
 
@@ -92,6 +95,9 @@ class CudaCopies:
 
     def wait(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -8,25 +8,28 @@
 With two slots both halves of the next layer come while one is computed. Layers wait in pinned memory, or in a file,
 from which they pass through pinned buffers. The host asks for everything ahead of the GPU; fences on it keep a copy
 behind the last reader of its place, and a reader behind its copy. The order is always the same, so nothing is ever
-guessed. Knows nothing of products.
+guessed. Between steps layers may come to stay, or leave, where all of them have ranges of addresses. Knows nothing of
+products, nor which layers should stay.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
 import torch
 
+from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
+from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.memory import ALIGNED_BYTES, Arena
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.layer_file import LayerFile
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.execution.streaming.read_ahead import ReadAhead
-from holdfast.footprint.streamed import StreamedLayers
+from holdfast.footprint.streamed import StreamedLayers, ahead_of, one_less, one_more
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse
 from holdfast.units import format_bytes
@@ -36,7 +39,9 @@ MEASURED_LAYERS = 8
 
 
 class DeviceLayers:
-    """`memory`: pieces of its `pinned_sizes`. It and `file` are closed with this."""
+    """`memory`: pieces of its `pinned_sizes`. It, `file` and `ranges` are closed with this. `ranges`: addresses of all
+    layers, which may then come and go; None: those that are streamed have slots here for good, and others are made
+    elsewhere. `room`: bytes of RAM that may still be pinned for layers that leave."""
 
     def __init__(
         self,
@@ -45,18 +50,38 @@ class DeviceLayers:
         copies: Copies,
         memory: PinnedMemory,
         file: LayerFile | None = None,
+        ranges: LayerRanges | None = None,
+        room: Callable[[], int] = lambda: 0,
     ) -> None:
         self._streamed, self._copies, self._memory, self._file = streamed, copies, memory, file
-        self._number = {layer: number for number, layer in enumerate(streamed.layers)}
+        self._device, self._ranges, self._room = device, ranges, room
         self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
+        if ranges is not None:
+            self._sizes = dict(enumerate(streamed.all_sizes))
         self._in_ram = dict(zip(streamed.in_ram, memory.pieces, strict=False))
+        """What waits there; a layer that came to stay is still there, and may leave again at no cost."""
+        self._piece = {layer: number for number, layer in enumerate(self._in_ram)}
+        """Which may not be pinned yet."""
         buffers = memory.pieces[len(self._in_ram) :][: streamed.read_slots]
+        memory.wait(*range(len(self._in_ram), len(streamed.pinned_sizes)))
         self._embedding = as_device_memory(memory.pieces[-1], device) if streamed.embedding_bytes else None
         self._on_disk = None if file is None else ReadAhead(streamed.on_disk, file, buffers, copies)
-        self._slots = [
-            _DeviceSlot(torch.empty(streamed.place_bytes, dtype=torch.uint8, device=device), copies)
-            for _ in range(streamed.slots)
-        ]
+        self._order: tuple[int, ...] = ()
+        """Of those that are streamed now."""
+        self._number: dict[int, int] = {}
+        self._coming: set[int] = set()
+        """Those that stay from now on, and are copied once more when they are computed next."""
+        self._slots: list[_DeviceSlot] = []
+        self._fixed: list[torch.Tensor] = []
+        """Slots that are not those of ranges."""
+        if ranges is None:
+            self._fixed = [
+                torch.empty(streamed.place_bytes, dtype=torch.uint8, device=device) for _ in range(streamed.slots)
+            ]
+        else:
+            for _ in range(streamed.slots):
+                ranges.add_slot()
+        self._take_turns(streamed.layers, streamed.slots)
         self._cuts: dict[int, int] = {}
         """Bytes of the first half, by layer."""
         self._arena: Arena | None = None
@@ -66,22 +91,53 @@ class DeviceLayers:
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
-        return sum(slot.tensor.nbytes for slot in self._slots)
+        """Of slots, on the device."""
+        fixed = sum(slot.nbytes for slot in self._fixed)
+        return fixed if self._ranges is None else self._ranges.slots_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of layers that were made here and stay on the device, beside slots."""
+        return 0 if self._ranges is None else self._ranges.own_bytes
 
     @property
     def pinned_bytes(self) -> int:
         """On the host."""
         return self._memory.nbytes
 
+    @property
+    def moved_bytes(self) -> int:
+        """In every step."""
+        return self.moved_with(self._order)
+
+    @property
+    def movable(self) -> bool:
+        """Whether layers may come to stay, and leave."""
+        return self._ranges is not None
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """In their order; the others stay."""
+        return self._order
+
     def __contains__(self, layer: int) -> bool:
-        return layer in self._number
+        """Whether its tensors are made here."""
+        return layer in self._sizes
+
+    def place(self, layer: int) -> torch.Tensor:
+        """Where it is computed from: always the same addresses."""
+        if self._ranges is not None:
+            return self._ranges.view(layer)
+        return self._fixed[self._number[layer] % len(self._fixed)]
 
     def arena(self, layer: int) -> Arena:
         """Where this layer's tensors are to be made: those of its first half, `divide`, then the others."""
-        for half in self._slot(layer).halves:
-            half.layer = None
-        self._arena = Arena(self._slot(layer).tensor[: self._sizes[layer]])
+        if layer in self._number:
+            for half in self._slot(layer).halves:
+                half.layer = None
+        elif self._ranges is not None:
+            self._ranges.own(layer)
+        self._arena = Arena(self.place(layer)[: self._sizes[layer]])
         return self._arena
 
     def divide(self, layer: int) -> None:
@@ -94,10 +150,13 @@ class DeviceLayers:
         return None if self._embedding is None else Arena(self._embedding)
 
     def keep(self, layer: int) -> None:
-        """What was made in its slot goes to where it waits from now on."""
+        """All of it was made. Of one that is streamed it goes to where it waits from now on."""
+        if layer not in self._number:
+            return
         slot = self._slot(layer)
-        whole = slot.tensor[: self._sizes[layer]]
+        whole = self.place(layer)[: self._sizes[layer]]
         if layer in self._in_ram:
+            self._memory.wait(self._piece[layer])
             self._copies.now(whole, self._in_ram[layer])
         else:
             assert self._on_disk is not None
@@ -116,8 +175,12 @@ class DeviceLayers:
 
     def begin(self, layer: int, beat: Callable[[], None] | None = None) -> None:
         """What is launched from now on finds its first half in its slot. `beat`: called while a disk is waited for."""
-        if layer in self._number and not self._paused:
+        if self._paused:
+            return
+        if layer in self._number:
             self._await(layer, 0, beat)
+        elif layer in self._coming:
+            self._arrive(layer)
 
     def halfway(self, layer: int, beat: Callable[[], None] | None = None) -> None:
         """All that reads its first half was launched; what comes now finds the second."""
@@ -149,7 +212,7 @@ class DeviceLayers:
     def _after(self, layer: int) -> int:
         """The next in the same slot."""
         number = self._number[layer] + len(self._slots)
-        return self._streamed.layers[number if number < len(self._number) else number % len(self._slots)]
+        return self._order[number if number < len(self._order) else number % len(self._slots)]
 
     def _second_after(self, layer: int) -> int:
         """The next in the same slot whose second half comes."""
@@ -181,7 +244,7 @@ class DeviceLayers:
         half.layer = None  # A disk may fail.
         first, last = (0, self._cuts[layer]) if half.number == 0 else (self._cuts[layer], self._sizes[layer])
         source, marks = self._source(layer, beat)
-        self._copies.copy(source[first:last], half.slot[first:last], half.read, [half.copied, *marks])
+        self._copies.copy(source[first:last], self.place(layer)[first:last], half.read, [half.copied, *marks])
         if self._on_disk is not None and marks and half.number == 1:
             self._on_disk.release()
         half.layer, half.waiting = layer, False
@@ -232,28 +295,138 @@ class DeviceLayers:
         for half in (half for slot in self._slots for half in slot.halves):
             self._copies.wait(half.copied)
 
+    # Layers come to stay, and leave.
+
+    def slots_for(self, layers: Sequence[int]) -> int:
+        """That these would take turns in."""
+        return min(1 + ahead_of(layers, self._streamed.ahead), len(layers))
+
+    def bytes_with(self, layers: Sequence[int]) -> int:
+        """On the device, of slots and of all layers that would stay, if these were streamed."""
+        assert self._ranges is not None
+        apart = set(layers)
+        stay = sum(self._ranges.bytes_of(layer) for layer in self._sizes if layer not in apart)
+        return stay + self.slots_for(layers) * self._ranges.slot_bytes
+
+    def moved_with(self, layers: Sequence[int]) -> int:
+        """In every step, if these were streamed."""
+        return sum(self._sizes[layer] for layer in layers)
+
+    def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None:
+        """With one more streamed than these; None: there is none, or RAM has no room for it."""
+        kept = {*self._in_ram, *self._streamed.on_disk}
+        room = self._room() - sum(self._sizes[layer] for layer in layers if layer not in kept)
+        others = [layer for layer in self._sizes if layer not in set(layers)]
+        able = [layer for layer in others if layer in kept or self._sizes[layer] <= room]
+        found = one_more(layers, len(self._sizes), able, kept)
+        return None if found is None else tuple(sorted((*layers, found)))
+
+    def one_less(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """With one fewer streamed than these: those of the disk come to stay first."""
+        gone = one_less(layers, len(self._sizes), self._streamed.on_disk)
+        return tuple(layer for layer in layers if layer != gone)
+
+    def change(self, layers: Sequence[int]) -> None:
+        """These are streamed from the next step on, and the others stay. Where the device has no memory for one that
+        was to stay it is streamed like before. Raises EngineError, and changes nothing, where RAM cannot be had for one
+        that leaves. Between steps only; what was launched is waited for."""
+        with torch.inference_mode(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._change(layers)
+
+    def _change(self, layers: Sequence[int]) -> None:
+        assert self._ranges is not None, "layers without ranges of addresses cannot change places"
+        leaving = [layer for layer in layers if layer not in self._number]
+        coming = [layer for layer in self._order if layer not in set(layers)]
+        self._copies.settle()
+        for layer in leaving:
+            self._save(layer)
+        self._coming.difference_update(leaving)
+        for layer in (*leaving, *coming):
+            self._ranges.drop(layer)
+        slots = self.slots_for(layers)
+        while self._ranges.slots < slots:
+            self._ranges.add_slot()
+        self._take_turns(layers, slots)
+        while self._ranges.slots > slots:
+            self._ranges.drop_slot()
+        for number, layer in enumerate(coming):
+            try:
+                self._ranges.own(layer)
+            except RangeError as error:
+                if not error.out_of_memory:
+                    raise
+                self._stay_streamed(coming, number)
+                return
+            if layer in self._in_ram:
+                self._coming.add(layer)
+            else:
+                assert self._on_disk is not None
+                self._on_disk.fetch(layer, self.place(layer)[: self._sizes[layer]])
+
+    def _stay_streamed(self, coming: Sequence[int], arrived: int) -> None:
+        """All but the first `arrived` of them; one of these too where a slot finds memory no other way."""
+        assert self._ranges is not None
+        while not self._ranges.slots:
+            try:
+                self._ranges.add_slot()
+            except RangeError as error:
+                if not error.out_of_memory or not arrived:
+                    raise
+                arrived -= 1
+                self._ranges.drop(coming[arrived])
+                self._coming.discard(coming[arrived])
+        self._take_turns(sorted((*self._order, *coming[arrived:])), self._ranges.slots)
+
+    def _save(self, layer: int) -> None:
+        """It is where it may wait."""
+        if layer not in self._in_ram and layer not in self._streamed.on_disk:
+            whole = self.place(layer)[: self._sizes[layer]]
+            memory = self._memory.add(whole.nbytes)
+            self._copies.now(whole, memory)
+            self._in_ram[layer] = memory
+
+    def _arrive(self, layer: int) -> None:
+        """From where it waited, to stay: in its turn among those that are streamed, which is the order of need."""
+        never, copied = self._copies.mark(), self._copies.mark()
+        self._copies.copy(self._in_ram[layer], self.place(layer)[: self._sizes[layer]], never, [copied])
+        self._copies.await_copy(copied)
+        self._coming.discard(layer)
+
+    def _take_turns(self, layers: Sequence[int], slots: int) -> None:
+        """These in so many slots, which hold nothing yet; nothing may be on its way."""
+        self._order = tuple(layers)
+        self._number = {layer: number for number, layer in enumerate(layers)}
+        self._slots = [_DeviceSlot(self._copies) for _ in range(slots)]
+        if self._ranges is not None:
+            for number, layer in enumerate(layers):
+                self._ranges.lend(layer, number % slots)
+        if self._on_disk is not None:
+            self._on_disk.follow([layer for layer in layers if layer not in self._in_ram])
+
     def close(self) -> None:
         if self._on_disk is not None:
             self._on_disk.close()
         self._copies.close()
         self._memory.close()
+        if self._ranges is not None:
+            self._ranges.close()
         self._slots.clear()
+        self._fixed.clear()
         self._in_ram.clear()
         self._cuts.clear()
         self._embedding = self._arena = None
 
 
 class _DeviceSlot:
-    def __init__(self, tensor: torch.Tensor, copies: Copies) -> None:
-        self.tensor = tensor
-        self.halves = tuple(_Half(tensor, number, copies) for number in (0, 1))
+    def __init__(self, copies: Copies) -> None:
+        self.halves = tuple(_Half(number, copies) for number in (0, 1))
 
 
 class _Half:
     """Of whichever layer is in the slot: its first bytes, which attention reads, or the others."""
 
-    def __init__(self, slot: torch.Tensor, number: int, copies: Copies) -> None:
-        self.slot, self.number = slot, number
+    def __init__(self, number: int, copies: Copies) -> None:
+        self.number = number
         self.layer: int | None = None
         """Whose bytes are in it, or asked for."""
         self.waiting = False

@@ -10,10 +10,12 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +27,11 @@ from holdfast.units import format_bytes
 TOUCHED_BYTES = 32 << 20
 """By one thread at a time."""
 MOST_THREADS = 16
+PROGRESS_S = 0.25
+"""Between two calls of it while pinning is waited for."""
 POPULATE_WRITE = 23
 """Of madvise, on Linux: the pages are there when it returns."""
+NOT_PINNED = "HF444"
 MAPPED = 2
 """cudaHostRegisterMapped: kernels may read it too."""
 
@@ -39,65 +44,146 @@ Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)"""
 
 
-def register(address: int, nbytes: int) -> int:
-    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, MAPPED))
+def register(address: int, nbytes: int, device: torch.device) -> int:
+    with torch.cuda.device(device):
+        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, MAPPED))
 
 
 def unregister(addresses: Sequence[int], device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # Something may still be copied from there.
+    if addresses:
+        torch.cuda.synchronize(device)  # Something may still be copied from there.
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class PinnedMemory:
-    """`sizes`: of pieces, each whole pages; `pieces` are tensors of bytes. `device`: which reads them. `pin` and
-    `unpin`: for tests."""
+    """`sizes`: of pieces, each whole pages; `pieces` are tensors of bytes. `device`: which reads them. `background`:
+    the numbers of all pieces in the order in which a thread pins them, and each may be used once it was waited for;
+    None: all are pinned when this returns. `pin` and `unpin`: for tests."""
 
     def __init__(
         self,
         sizes: Sequence[int],
         device: torch.device,
         progress: Progress | None = None,
-        pin: Pinning = register,
+        pin: Pinning | None = None,
         unpin: Callable[[Sequence[int], torch.device], None] = unregister,
+        background: Sequence[int] | None = None,
     ) -> None:
-        self.nbytes = sum(sizes)
-        self.pieces: list[torch.Tensor] = []
-        if not self.nbytes:
-            return
-        memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # A fork must not share pages that the GPU reads.
-            if hasattr(mmap, advice):
-                _advise(memory, getattr(mmap, advice))
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self.pieces = list(whole.split(list(sizes)))
-        pinned: list[int] = []
-        self._end = weakref.finalize(self, unpin, pinned, device)  # Loading may fail in the middle.
+        self.nbytes, self._progress = sum(sizes), progress
+        self._pin = partial(register, device=device) if pin is None else pin
+        self.pieces = _mapped(sizes)
+        self._pinned: list[int] = []
+        self._done = [Future[None]() for _ in sizes]
+        stop, threads = threading.Event(), list[threading.Thread]()
+        # Loading may fail in the middle.
+        self._end = weakref.finalize(self, _give_back, stop, threads, unpin, self._pinned, device)
         self._end.atexit = False  # The driver does it then.
-        with _touching(self.close) as threads:
-            touched = [[threads.submit(_touch, part) for part in piece.split(TOUCHED_BYTES)] for piece in self.pieces]
-            done = 0
-            for piece, parts in zip(self.pieces, touched, strict=True):
-                for part in parts:
-                    part.result()
-                if error := pin(piece.data_ptr(), piece.nbytes):
-                    raise EngineError(
-                        "the driver did not pin host memory for layers that do not fit in the GPU",
-                        code="HF444",
-                        needed=f"{format_bytes(self.nbytes)}, of which {format_bytes(done)} were pinned",
-                        found=f"CUDA error {error}",
-                        fix="--device cuda with a smaller --ram and --nvme-path, or a larger limit of the container",
-                    )
-                pinned.append(piece.data_ptr())
-                done += piece.nbytes
-                if progress is not None:
-                    progress(done, self.nbytes)
+        order = range(len(sizes)) if background is None else background
+        work = partial(_pin_all, self.pieces, list(order), self._pin, self._pinned, self._done, stop)
+        if background is not None and sizes:
+            threads.append(threading.Thread(target=work, name="pinning", daemon=True))
+            threads[0].start()
+            return
+        try:
+            work(self._tell)
+            self.wait(*range(len(sizes)))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self, *numbers: int) -> None:
+        """Until these pieces are pinned."""
+        for number in numbers:
+            while wait([self._done[number]], PROGRESS_S).not_done:
+                self._tell()
+            self._done[number].result()
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            done = sum(piece.nbytes for piece, one in zip(self.pieces, self._done, strict=False) if one.done())
+            self._progress(done, self.nbytes)
+
+    def add(self, nbytes: int) -> torch.Tensor:
+        """One piece more. Raises EngineError where the system or the driver does not give it."""
+        (piece,), done = _mapped([nbytes]), Future[None]()
+        _pin_all([piece], [0], self._pin, self._pinned, [done], threading.Event())
+        done.result()
+        self.pieces.append(piece)
+        self.nbytes += nbytes
+        return piece
 
     def close(self) -> None:
         """When nothing copies from it any more."""
-        if self.nbytes:
-            self._end()
+        self._end()
         self.pieces = []
+
+
+def _mapped(sizes: Sequence[int]) -> list[torch.Tensor]:
+    if not sum(sizes):
+        return []
+    memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # A fork must not share pages that the GPU reads.
+        if hasattr(mmap, advice):
+            _advise(memory, getattr(mmap, advice))
+    return list(torch.frombuffer(memory, dtype=torch.uint8).split(list(sizes)))
+
+
+def _pin_all(
+    pieces: Sequence[torch.Tensor],
+    order: Sequence[int],
+    pin: Pinning,
+    pinned: list[int],
+    done: Sequence[Future[None]],
+    stop: threading.Event,
+    tell: Callable[[], None] = lambda: None,
+) -> None:
+    """One by one, while threads touch those that come next. Whatever goes wrong is the result of all that are left;
+    an interruption is raised as well."""
+    finished = 0
+    try:
+        with _touching() as threads:
+            touched = [[threads.submit(_touch, part) for part in pieces[at].split(TOUCHED_BYTES)] for at in order]
+            for at, parts in zip(order, touched, strict=True):
+                for part in parts:
+                    part.result()
+                if stop.is_set():
+                    raise EngineError("pinning was given up")
+                if error := pin(pieces[at].data_ptr(), pieces[at].nbytes):
+                    raise _not_pinned(sum(piece.nbytes for piece in pieces), finished, error)
+                pinned.append(pieces[at].data_ptr())
+                finished += pieces[at].nbytes
+                done[at].set_result(None)
+                tell()
+    except BaseException as error:
+        for one in done:
+            if not one.done():
+                one.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
+
+
+def _give_back(
+    stop: threading.Event,
+    threads: Sequence[threading.Thread],
+    unpin: Callable[[Sequence[int], torch.device], None],
+    pinned: Sequence[int],
+    device: torch.device,
+) -> None:
+    stop.set()
+    for thread in threads:
+        thread.join()
+    unpin(pinned, device)
+
+
+def _not_pinned(total: int, done: int, error: int) -> EngineError:
+    return EngineError(
+        "the driver did not pin host memory for layers that do not fit in the GPU",
+        code=NOT_PINNED,
+        needed=f"{format_bytes(total)}, of which {format_bytes(done)} were pinned",
+        found=f"CUDA error {error}",
+        fix="--device cuda with a smaller --ram and --nvme-path, or a larger limit of the container",
+    )
 
 
 def as_device_memory(piece: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -125,7 +211,7 @@ def _told(result: tuple[Any, ...], piece: torch.Tensor) -> Any:
     if status:
         raise EngineError(
             "the driver did not say where the GPU finds pinned host memory",
-            code="HF444",
+            code=NOT_PINNED,
             needed=f"an address for {format_bytes(piece.nbytes)}",
             found=f"CUDA error {status}",
             fix="another GPU, or settings with which all layers and the embedding stay on it",
@@ -148,14 +234,13 @@ class _Mapped:
 
 
 @contextmanager
-def _touching(failed: Callable[[], None]) -> Iterator[ThreadPoolExecutor]:
+def _touching() -> Iterator[ThreadPoolExecutor]:
     """Threads for it. What they have not begun is not waited for when this is left early, by Ctrl-C too."""
     threads = ThreadPoolExecutor(min(MOST_THREADS, processor().cores), "pinned-memory")
     try:
         yield threads
     except BaseException:
         threads.shutdown(cancel_futures=True)
-        failed()
         raise
     threads.shutdown()
 
@@ -167,7 +252,7 @@ def _touch(part: torch.Tensor) -> None:
     if (error := ctypes.get_errno()) != errno.EINVAL:
         raise EngineError(
             "the system did not give host memory for layers that do not fit in the GPU",
-            code="HF444",
+            code=NOT_PINNED,
             needed=f"{format_bytes(part.nbytes)} more",
             found=os.strerror(error),
             fix="--device cuda with a smaller --ram and --nvme-path, or a larger memory limit of the container",

@@ -37,7 +37,8 @@ class ReadAhead:
     any two of its lines: what is taken next is right."""
 
     def __init__(self, layers: Sequence[int], file: LayerFile, buffers: Sequence[torch.Tensor], copies: Copies) -> None:
-        self._layers, self._file, self._copies = tuple(layers), file, copies
+        self._file, self._copies = file, copies
+        self._order = tuple(layers)
         self._place = {layer: place for place, layer in enumerate(layers)}
         self._buffers = [_Buffer(memory, copies.mark()) for memory in buffers]
         self._copied = deque(self._buffers)
@@ -45,6 +46,12 @@ class ReadAhead:
         self._reading: deque[_Buffer] = deque()
         """In the order of the layers."""
         self._next = 0
+        """In the order."""
+
+    def follow(self, layers: Sequence[int]) -> None:
+        """Those that are read from now on, in their order, round and round. Nothing may be on its way."""
+        self._drop()
+        self._order, self._next = tuple(layers), 0
 
     def write(self, layer: int, device: torch.Tensor) -> None:
         """What lies on the device goes to the file; nothing may be on its way."""
@@ -53,16 +60,24 @@ class ReadAhead:
         self._copies.now(device, memory)
         self._file.write(self._place[layer], _view(memory))
 
+    def fetch(self, layer: int, device: torch.Tensor) -> None:
+        """What is in the file goes to the device at once; nothing may be on its way."""
+        self._drop()
+        memory = self._copied[0].memory
+        for piece in list(self._file.read(self._place[layer], _view(memory))):
+            piece.result()
+        self._copies.now(memory[: len(device)], device)
+
     def go_on(self) -> None:
         """Begins to read as many as there are buffers that nobody copies from any more."""
         try:
-            while self._copied and self._copies.passed(self._copied[0].copied):
-                buffer, place = self._copied.popleft(), self._next
+            while self._order and self._copied and self._copies.passed(self._copied[0].copied):
+                buffer, at = self._copied.popleft(), self._next
                 buffer.layer, buffer.coming = None, []
                 self._reading.append(buffer)
-                buffer.coming = list(self._file.read(place, _view(buffer.memory)))
-                self._next = (place + 1) % len(self._layers)
-                buffer.layer = self._layers[place]
+                buffer.coming = list(self._file.read(self._place[self._order[at]], _view(buffer.memory)))
+                self._next = (at + 1) % len(self._order)
+                buffer.layer = self._order[at]
         except BaseException:
             self._drop()
             raise
@@ -98,7 +113,7 @@ class ReadAhead:
     def _restart(self, layer: int, beat: Callable[[], None] | None) -> None:
         """With this one: something else was expected, or did not come."""
         self._drop(beat)
-        self._next = self._place[layer]
+        self._next = self._order.index(layer)
         copied = self._copied[0].copied
         while beat is not None and not self._copies.passed(copied):
             beat()

@@ -115,7 +115,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Without what does not stay where it is computed."""
+        """Without what does not stay where it is computed, at the moment."""
         gathered = isinstance(self.slots, DeviceLayers) and self.slots.embedding is not None
         total = (0 if gathered else self.embed.nbytes) + self.final_norm.nbytes
         if self.head is not self.embed:
@@ -123,4 +123,6 @@ class Weights:
         if self.classifier is not None:
             total += self.classifier.nbytes
         slots = self.slots or ()
+        if isinstance(self.slots, DeviceLayers):
+            total += self.slots.resident_bytes
         return total + sum(layer.nbytes for index, layer in enumerate(self.layers) if index not in slots)

@@ -23,6 +23,7 @@ from holdfast.footprint.streamed import (
     GATHERS_EMBEDDING,
     StreamedLayers,
     all_apart,
+    beside_gpu,
     last_of_groups,
     streamed_layers,
 )
@@ -183,7 +184,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
     dtype, streamed, places = compute_dtype(question, 1), streamed_on_gpu(question), experts_on_gpu(question)
     slots: tuple[Term, ...] = ()
     if streamed is not None:
-        held -= streamed.weights_bytes + streamed.embedding_bytes
+        held += streamed.resident_bytes - sum(_by_layer(question)) - streamed.embedding_bytes
         slots = (Term("layer_slots", streamed.slots_bytes),)
     elif places is not None:
         held -= sum(places.waiting_bytes)
@@ -247,12 +248,19 @@ def streamed_on_gpu(question: Question) -> StreamedLayers | None:
     settings, weights = question.settings, engine_weights(Same(question.model))
     if not settings.streamed_layers or weights is None:
         return None
-    dtype, asked = compute_dtype(question, 1), settings.offload
-    by_layer = weights.by_layer(dtype=dtype)
+    asked, by_layer = settings.offload, _by_layer(question)
     chosen = settings.streamed_layers if asked.groups is None else last_of_groups(len(by_layer), *asked.groups)
     found = streamed_layers(by_layer, chosen, settings.layers_on_disk)
-    found = replace(found, ahead=0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead)
-    return replace(found, embedding_bytes=weights.gathered_bytes(dtype=dtype)) if GATHERS_EMBEDDING else found
+    ahead = 0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead
+    found = beside_gpu(replace(found, ahead=ahead), by_layer)
+    gathered = weights.gathered_bytes(dtype=compute_dtype(question, 1)) if GATHERS_EMBEDDING else 0
+    return replace(found, embedding_bytes=gathered)
+
+
+def _by_layer(question: Question) -> tuple[int, ...]:
+    weights = engine_weights(Same(question.model))
+    assert weights is not None, "asked of what this engine streams"
+    return weights.by_layer(dtype=compute_dtype(question, 1))
 
 
 def experts_on_gpu(question: Question) -> ExpertPlaces | None:

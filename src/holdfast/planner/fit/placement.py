@@ -130,7 +130,7 @@ def place(question: Question, kv_bytes: int = 0) -> Placement | None:
     most, length = roomiest
     # What is left with all of them streamed bounds how many may stay: few need to be planned.
     left = most.ranks[0].room_bytes - min(most.ranks[0].room_bytes, _pool_bytes(most, kv_bytes))
-    able = (count for count in range(1, layers + 1) if _freed(question, count) >= _freed(question, layers) - left)
+    able = (count for count in range(1, layers + 1) if _held(question, count) <= _held(question, layers) + left)
     streamed = next(count for count in able if leaves_enough(question, planned(count, length), most, kv_bytes))
     if asked is not None and question.settings.max_num_seqs is not None and not kv_bytes:
         counts = range(streamed, layers + 1)
@@ -182,11 +182,11 @@ def _moved(question: Question, streamed: int) -> int:
     return found.moved_bytes
 
 
-def _freed(question: Question, streamed: int) -> int:
-    """Of VRAM."""
+def _held(question: Question, streamed: int) -> int:
+    """Of VRAM, by layers."""
     found = streamed_on_gpu(with_streamed(question, streamed, 0, None))
     assert found is not None
-    return found.weights_bytes - found.slots_bytes
+    return found.resident_bytes + found.slots_bytes
 
 
 def place_by_hand(question: Question) -> Placement | None:

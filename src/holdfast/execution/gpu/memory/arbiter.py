@@ -1,33 +1,105 @@
-"""One arbiter of a GPU's memory: what every named share of the budget may take, and what is left for the KV pool.
+"""One arbiter of a GPU's memory: what every named share of the budget may take, and what is left for layers and KV.
 
     budget ┬ context, weights, buffers, activations, logits, adapters, graphs     as measured, with what may still come
            ├ unaccounted      what the driver counts as ours and no share does
+           ├ layers           those that stay, and slots of those that come for every step: as many stay as there is
+           │                  room for beside the KV that is wanted
            └ kv_pool          the rest: the share that gives way, and gets what others leave
 
-Shares are reserved, so what a step needs at its worst is there when it comes. Moves no pages: it is told how.
+Shares are reserved, so what a step needs at its worst is there when it comes. Moves nothing itself: it is told how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-from holdfast.errors import DoesNotFitError
+from holdfast.errors import DoesNotFitError, EngineError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
-from holdfast.records import VramBudget, VramGrant
-from holdfast.units import format_bytes
+from holdfast.execution.streaming.pinned_memory import NOT_PINNED
+from holdfast.records import LayersGrant, LinkUse, VramBudget, VramGrant
+from holdfast.units import counted, format_bytes
+
+log = logging.getLogger("holdfast")
+
+LEAST_SPEED = 0.8
+"""Of what every step moves before layers leave for KV: no more is given up of the speed of one sequence."""
+WANTED_SHARE = 0.97
+"""Of the KV that a start has left over: for the rest (whole pieces of memory, kernels that were loaded since) no layer
+leaves."""
+LEAST_GAIN = 1.02
+"""In tokens a second of all, for which layers leave."""
+
+
+class MovableLayers(Protocol):
+    """Layers that may come to stay on the GPU, and leave it."""
+
+    @property
+    def streamed(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of slots."""
+
+    @property
+    def resident_bytes(self) -> int: ...
+
+    @property
+    def pinned_bytes(self) -> int: ...
+
+    @property
+    def moved_bytes(self) -> int:
+        """In every step."""
+
+    def bytes_with(self, layers: Sequence[int]) -> int:
+        """Of slots and of layers that stay, if these were streamed."""
+
+    def moved_with(self, layers: Sequence[int]) -> int:
+        """In every step, if these were streamed."""
+
+    def use(self) -> LinkUse: ...
+
+    def one_more(self, layers: Sequence[int]) -> tuple[int, ...] | None: ...
+
+    def one_less(self, layers: Sequence[int]) -> tuple[int, ...]: ...
+
+    def change(self, layers: Sequence[int]) -> None:
+        """These are streamed from now on; more of them where memory for one that was to stay is not there."""
 
 
 class VramArbiter:
     """`shares`: what each but the KV pool holds or may still take. `planned_bytes`: of all of them as a start would
-    plan them; no budget is granted that the next start would refuse."""
+    plan them; no budget is granted that the next start would refuse. `layers`: which may come and go, and are in
+    `shares` as weights and layer_slots; beside them the pool is what is wanted, and what no layer has room in."""
 
     def __init__(
-        self, memory: GpuMemory, kv: KVRange, budget_bytes: int, shares: Mapping[str, int], planned_bytes: int
+        self,
+        memory: GpuMemory,
+        kv: KVRange,
+        budget_bytes: int,
+        shares: Mapping[str, int],
+        planned_bytes: int,
+        layers: MovableLayers | None = None,
     ) -> None:
-        self.memory, self._kv = memory, kv
-        self.budget_bytes, self.shares, self._planned = budget_bytes, dict(shares), planned_bytes
+        self.memory, self._kv, self._layers = memory, kv, layers
+        self.budget_bytes, self.shares = budget_bytes, dict(shares)
+        self._base_kv = self._wanted_kv = self.base_blocks = 0
+        """`base_blocks`: pages of the pool for which no layer has left."""
+        self._planned_others = planned_bytes - self._layers_bytes()
+        self._resident = 0 if layers is None else layers.resident_bytes
+        self._base_streamed: tuple[int, ...] = ()
+        """Those that were streamed before layers left for KV."""
+
+    def pool_is_backed(self) -> None:
+        """The KV pool is what it shall be beside layers, as long as requests do not want more."""
+        self.base_blocks = self._kv.blocks
+        self._base_kv = self._wanted_kv = int(WANTED_SHARE * self._kv.nbytes)
+
+    def _layers_bytes(self) -> int:
+        return 0 if self._layers is None else self._layers.resident_bytes + self._layers.nbytes
 
     def own_bytes(self) -> int:
         return self.memory.own_bytes()
@@ -41,28 +113,165 @@ class VramArbiter:
         return sum(self.shares.values()) + self._kv.nbytes
 
     def change(self, asked: VramBudget, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant:
-        """Another budget, the KV pool being what it leaves. Of one that is too small everything is given back that can
-        be: the pool keeps `least_blocks` pages. Raises DoesNotFitError, and changes nothing, where more was asked for
-        than is there. `resize_kv`: moves what must be kept, then resizes the pool."""
+        """Another budget: layers come to stay, or leave, beside the KV that is wanted, and the pool is what they leave.
+        Of one that is too small everything is given back that can be: the pool keeps `least_blocks` pages. Raises
+        DoesNotFitError, and changes nothing, where more was asked for than is there. `resize_kv`: moves what must be
+        kept, then resizes the pool."""
         reserved = self._reserved()
         # A driver that does not tell processes apart leaves our own count.
         own, free = self.memory.told_bytes() or reserved, self.memory.held().free_bytes
-        others = sum(self.shares.values()) + max(0, own - reserved)
+        others = sum(self.shares.values()) + max(0, own - reserved) - self._layers_bytes()
         wanted = min(asked.budget_bytes, own + free) if asked.at_most_free else asked.budget_bytes
-        budget = max(wanted, max(others, self._planned) + self._kv.backed_bytes(least_blocks))
+        least = max(others, self._planned_others) + self._kv.backed_bytes(least_blocks)
+        streamed = self._streamed_within(wanted - others, max(self._wanted_kv, self._kv.backed_bytes(least_blocks)))
+        budget = max(wanted, least + (0 if self._layers is None else self._layers.bytes_with(streamed)))
         if budget > max(own + free, self.budget_bytes):
             raise _not_there(budget, own, free)
-        room = budget - others if asked.kv_bytes is None else min(budget - others, asked.kv_bytes)
-        blocks = max(least_blocks, self._kv.blocks_within(room))
+
+        def blocks_beside(layers_bytes: int) -> int:
+            room = budget - others - layers_bytes
+            return max(
+                least_blocks, self._kv.blocks_within(room if asked.kv_bytes is None else min(room, asked.kv_bytes))
+            )
+
         try:
-            resize_kv(blocks)
+            if self._layers is not None:
+                self._move_layers(self._layers, streamed, blocks_beside, resize_kv)
+            resize_kv(blocks_beside(self._layers_bytes()))
         except RangeError as error:
             if not error.out_of_memory:
                 raise
             raise _not_there(budget, own, self.memory.held().free_bytes) from error
         self.budget_bytes = budget
         self.memory.look_again()
-        return VramGrant(budget_bytes=budget, blocks=blocks, kv_bytes=self._kv.nbytes)
+        return self.granted()
+
+    def _streamed_within(self, room: int, kv_bytes: int) -> tuple[int, ...]:
+        """As few layers as leave so much to KV of what there is; where RAM does not take enough of them, as many as
+        it takes."""
+        layers = self._layers
+        if layers is None:
+            return ()
+        found: tuple[int, ...] | None = layers.streamed
+        chosen = layers.streamed
+        while found is not None and layers.bytes_with(chosen := found) + kv_bytes > room:
+            found = layers.one_more(found)
+        while chosen and layers.bytes_with(fewer := layers.one_less(chosen)) + kv_bytes <= room:
+            chosen = fewer
+        return chosen
+
+    def _move_layers(
+        self,
+        layers: MovableLayers,
+        streamed: tuple[int, ...],
+        blocks_beside: Callable[[int], int],
+        resize_kv: Callable[[int], None],
+    ) -> None:
+        if set(streamed) == set(layers.streamed):
+            return
+        before = self._layers_bytes()
+        if layers.bytes_with(streamed) > before:  # The pool makes room first.
+            resize_kv(min(self._kv.blocks, blocks_beside(layers.bytes_with(streamed))))
+        try:
+            layers.change(streamed)
+        except EngineError as error:
+            if error.code != NOT_PINNED:
+                raise
+            raise DoesNotFitError(
+                "RAM does not hold the layers that would leave the GPU",
+                needed=error.needed,
+                found=error.found,
+                fix="POST /memory with more vram, or stop other processes that use RAM",
+                field="vram",
+            ) from error
+        # Weights are not all of layers.
+        self.shares["weights"] = self.shares.get("weights", 0) + layers.resident_bytes - self._resident
+        self.shares["layer_slots"] = layers.nbytes
+        self._resident = layers.resident_bytes
+
+    # KV or layers
+
+    def make_room(self, blocks: int, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant | None:
+        """Layers leave for a pool of so many pages, or of as many as are worth it; None: none, and nothing changes.
+        A step takes as long as its layers come, and as many answers go on in it as the pool holds: it is worth it while
+        the pool grows by a larger share than the bytes of a step."""
+        layers, needed = self._layers, self._kv.backed_bytes(min(blocks, self._kv.most_blocks))
+        if layers is None or not layers.streamed:
+            return None
+        streamed, held, kv = layers.streamed, self._layers_bytes(), self._kv.nbytes
+        most_moved = layers.moved_with(self._base_streamed or streamed) / LEAST_SPEED
+        best, chosen, wanted = kv / layers.moved_bytes * LEAST_GAIN, None, kv
+        while (found := layers.one_more(streamed)) is not None and wanted < needed:
+            streamed = found
+            wanted, moved = kv + held - layers.bytes_with(streamed), layers.moved_with(streamed)
+            if moved > most_moved:
+                break
+            if min(wanted, needed) / moved > best:
+                best, chosen = min(wanted, needed) / moved, wanted
+        if chosen is None:
+            return None
+        self._base_streamed = self._base_streamed or layers.streamed
+        return self._balance(chosen, least_blocks, resize_kv, "left for")
+
+    def take_back(self, least_blocks: int, resize_kv: Callable[[int], None]) -> VramGrant | None:
+        """Layers that had left for KV come back; None: none had."""
+        if self._layers is None or self._wanted_kv <= self._base_kv:
+            return None
+        self._base_streamed = ()
+        return self._balance(self._base_kv, least_blocks, resize_kv, "came back, with")
+
+    def _balance(
+        self, kv_bytes: int, least_blocks: int, resize_kv: Callable[[int], None], said: str
+    ) -> VramGrant | None:
+        assert self._layers is not None
+        before, wanted = self.granted(), self._wanted_kv
+        self._wanted_kv = kv_bytes
+        try:
+            granted = self.change(VramBudget(budget_bytes=self.budget_bytes), least_blocks, resize_kv)
+        except DoesNotFitError as error:  # A neighbour, or what else takes RAM: it goes on as it is.
+            self._wanted_kv = wanted
+            log.warning("the KV pool stays at %s: %s", format_bytes(self._kv.nbytes), error.message)
+            return None
+        _say_price(before, granted, said, self._layers.use().possible_bytes_per_s)
+        return granted
+
+    def granted(self) -> VramGrant:
+        """What is kept to now."""
+        layers, kv = self._layers, self._kv
+        return VramGrant(
+            budget_bytes=self.budget_bytes,
+            blocks=kv.blocks,
+            kv_bytes=kv.nbytes,
+            layers=None
+            if layers is None
+            else LayersGrant(
+                streamed=layers.streamed,
+                moved_bytes=layers.moved_bytes,
+                weights_bytes=self.shares["weights"],
+                slots_bytes=layers.nbytes,
+                pinned_bytes=layers.pinned_bytes,
+            ),
+        )
+
+
+def _say_price(before: VramGrant, after: VramGrant, said: str, link_bytes_per_s: float) -> None:
+    if before.layers is None or after.layers is None:
+        return
+    layers = counted(abs(len(after.layers.streamed) - len(before.layers.streamed)), "layer")
+    moved = after.layers.moved_bytes - before.layers.moved_bytes
+    speed = ""
+    if link_bytes_per_s and before.layers.moved_bytes and after.layers.moved_bytes:
+        first, last = (link_bytes_per_s / one.layers.moved_bytes for one in (before, after) if one.layers is not None)
+        speed = f", at most {first:.2f} and now {last:.2f} steps/s"
+    log.info(
+        "%s %s a KV pool of %s (%s before): %+.2f GB a step%s",
+        layers,
+        said,
+        format_bytes(after.kv_bytes),
+        format_bytes(before.kv_bytes),
+        moved / 1e9,
+        speed,
+    )
 
 
 def _not_there(budget: int, own: int, free: int) -> DoesNotFitError:

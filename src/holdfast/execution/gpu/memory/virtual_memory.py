@@ -54,10 +54,11 @@ PIECE_BYTES = 64 << 20
 in 200 ms with half of it (H200), and read as fast."""
 
 
-class ReservedRange:
-    """`nbytes`: of addresses. Nothing is backed at first. `driver`: CUDA's; a fake with the calls used here will do."""
+class DriverMemory:
+    """The driver's calls for addresses of a device and memory behind them. `driver`: CUDA's; a fake with the calls used
+    here will do."""
 
-    def __init__(self, nbytes: int, device: torch.device, driver: Any = None) -> None:
+    def __init__(self, device: torch.device, driver: Any = None) -> None:
         self._driver = driver = _driver(device) if driver is None else driver
         self._properties = driver.CUmemAllocationProp()
         self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -68,21 +69,65 @@ class ReservedRange:
             _check(driver.cuMemGetAllocationGranularity(self._properties, minimum), "to say its page size")
         )
         self.device = device
-        self.reserved_bytes = self._whole(nbytes)
+
+    def whole(self, nbytes: int) -> int:
+        """In whole pages of the driver."""
+        return -(-nbytes // self.granularity) * self.granularity
+
+    def reserve(self, nbytes: int) -> int:
+        return int(_check(self._driver.cuMemAddressReserve(nbytes, 0, 0, 0), "a range of addresses"))
+
+    def free_addresses(self, address: int, nbytes: int) -> None:
+        self._driver.cuMemAddressFree(address, nbytes)
+
+    def create(self, nbytes: int) -> Any:
+        """Memory, which may then be mapped at any number of addresses. It is gone when it is released and no longer
+        mapped."""
+        return _check(self._driver.cuMemCreate(nbytes, self._properties, 0), f"{nbytes:,} bytes of memory")
+
+    def release(self, handle: Any) -> None:
+        _check(self._driver.cuMemRelease(handle), "to take memory back")
+
+    def map(self, address: int, nbytes: int, handle: Any) -> None:
+        """All of it. Nothing can be read or written there before `allow`."""
+        _check(self._driver.cuMemMap(address, nbytes, 0, handle, 0), "to map memory")
+
+    def allow(self, address: int, nbytes: int) -> None:
+        access = self._driver.CUmemAccessDesc()
+        access.location = self._properties.location
+        access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        _check(self._driver.cuMemSetAccess(address, nbytes, [access], 1), "access to its memory")
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """What was mapped at once. Nothing that was launched may still use it."""
+        _check(self._driver.cuMemUnmap(address, nbytes), "to unmap memory")
+
+    def view(self, address: int, nbytes: int) -> torch.Tensor:
+        """These addresses as a tensor of bytes. It must not outlive them. torch takes none that nothing lies behind."""
+        return torch.as_tensor(_Addresses(address, nbytes), device=self.device)
+
+    def wait(self) -> None:
+        """For all that was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class ReservedRange:
+    """`nbytes`: of addresses. Nothing is backed at first. `driver`: CUDA's, or a fake."""
+
+    def __init__(self, nbytes: int, device: torch.device, driver: Any = None) -> None:
+        self._memory = DriverMemory(device, driver)
+        self.granularity, self.device = self._memory.granularity, device
+        self.reserved_bytes = self._memory.whole(nbytes)
         self.mapped_bytes = 0
-        self._address: int | None = int(
-            _check(driver.cuMemAddressReserve(self.reserved_bytes, 0, 0, 0), "a range of addresses")
-        )
+        self._address: int | None = self._memory.reserve(self.reserved_bytes)
         self._pieces: list[tuple[Any, int]] = []
         """(handle, bytes), side by side from the first address on."""
-
-    def _whole(self, nbytes: int) -> int:
-        return -(-nbytes // self.granularity) * self.granularity
 
     def mapped_for(self, nbytes: int) -> int:
         """Bytes that `back` or `cut` to `nbytes` would leave mapped."""
         if nbytes >= self.mapped_bytes:
-            return self._whole(nbytes)
+            return self._memory.whole(nbytes)
         return next(end for end in (0, *self._ends()) if end >= nbytes)
 
     def largest_within(self, nbytes: int) -> int:
@@ -96,7 +141,7 @@ class ReservedRange:
 
     def back(self, nbytes: int) -> None:
         """Memory behind at least the first `nbytes`. Raises RangeError and changes nothing when there is too little."""
-        first, end = self.mapped_bytes, self._whole(nbytes)
+        first, end = self.mapped_bytes, self._memory.whole(nbytes)
         if end <= first:
             return
         if self._address is None or end > self.reserved_bytes:
@@ -104,10 +149,7 @@ class ReservedRange:
         try:
             while self.mapped_bytes < end:
                 self._map(self._piece_bytes(end))
-            access = self._driver.CUmemAccessDesc()
-            access.location = self._properties.location
-            access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            _check(self._driver.cuMemSetAccess(self._address + first, end - first, [access], 1), "access to its memory")
+            self._memory.allow(self._address + first, end - first)
         except BaseException:
             self._unmap_to(first)  # Else its memory stays taken, and nothing can be mapped there again.
             raise
@@ -121,11 +163,11 @@ class ReservedRange:
 
     def _map(self, nbytes: int) -> None:
         assert self._address is not None
-        handle = _check(self._driver.cuMemCreate(nbytes, self._properties, 0), f"{nbytes:,} bytes of memory")
+        handle = self._memory.create(nbytes)
         try:
-            _check(self._driver.cuMemMap(self._address + self.mapped_bytes, nbytes, 0, handle, 0), "to map memory")
+            self._memory.map(self._address + self.mapped_bytes, nbytes, handle)
         except BaseException:
-            self._driver.cuMemRelease(handle)
+            self._memory.release(handle)
             raise
         self._pieces.append((handle, nbytes))
         self.mapped_bytes += nbytes
@@ -135,30 +177,29 @@ class ReservedRange:
         may still use it: it is waited for. Reading or writing there is a fault from then on."""
         if self._address is None or self.mapped_for(nbytes) >= self.mapped_bytes:
             return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._memory.wait()
         self._unmap_to(nbytes)
 
     def _unmap_to(self, nbytes: int) -> None:
         assert self._address is not None
         while self._pieces and self.mapped_bytes - self._pieces[-1][1] >= nbytes:
             handle, size = self._pieces[-1]
-            _check(self._driver.cuMemUnmap(self._address + self.mapped_bytes - size, size), "to unmap memory")
+            self._memory.unmap(self._address + self.mapped_bytes - size, size)
             self._pieces.pop()
             self.mapped_bytes -= size
-            _check(self._driver.cuMemRelease(handle), "to take memory back")
+            self._memory.release(handle)
 
     def bytes_view(self) -> torch.Tensor:
         """All addresses, the unbacked ones included, as one tensor of bytes. It must not outlive the range."""
         assert self._address is not None
-        return torch.as_tensor(_Addresses(self._address, self.reserved_bytes), device=self.device)
+        return self._memory.view(self._address, self.reserved_bytes)
 
     def close(self) -> None:
         if self._address is None:
             return
         with contextlib.suppress(RangeError):  # A device that has failed takes nothing back; it ends with the process.
             self.cut(0)
-        self._driver.cuMemAddressFree(self._address, self.reserved_bytes)
+        self._memory.free_addresses(self._address, self.reserved_bytes)
         self._address, self._pieces, self.mapped_bytes = None, [], 0
 
     def __del__(self) -> None:

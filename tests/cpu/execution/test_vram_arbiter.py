@@ -1,0 +1,174 @@
+"""One budget of a GPU over layers and KV: who gives way to whom, and that nobody takes more than there is."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from aliased_memory import AliasedMemory
+from fake_cuda_driver import FakeDriver, fake_kv_range
+from simulated_copies import SimulatedCopies, unpinned_memory
+
+from holdfast.engine.core.kv_balance import GONE_S, KVBalance
+from holdfast.errors import DoesNotFitError
+from holdfast.execution.gpu.memory.arbiter import LEAST_SPEED, VramArbiter
+from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
+from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.footprint.streamed import beside_gpu, streamed_layers
+from holdfast.kvcache import KVLayout, form_groups
+from holdfast.records import VramBudget
+
+CPU, PAGE = torch.device("cpu"), mmap.PAGESIZE
+LAYERS, STREAMED, LEAST_BLOCKS = 20, 8, 3
+OTHERS = 50 * PAGE
+
+
+class Gpu:
+    """Layers, pages of KV, and others that are always the same."""
+
+    def __init__(self, ram_layers: int = 100) -> None:
+        self.total = 1000 * PAGE
+        by_layer = [PAGE] * LAYERS
+        placed = replace(beside_gpu(streamed_layers(by_layer, STREAMED, 0), by_layer), ahead=0)
+        self.size = placed.sizes[0]
+        self.driver, self.kv_driver = AliasedMemory(), FakeDriver(PAGE)
+        memory, most = unpinned_memory(placed.pinned_sizes), placed.pinned_bytes + ram_layers * self.size
+        ranges = LayerRanges(placed.all_sizes, CPU, self.driver)
+        self.layers = DeviceLayers(placed, CPU, SimulatedCopies(), memory, None, ranges, lambda: most - memory.nbytes)
+        for layer in range(LAYERS):
+            self.layers.arena(layer).tensor((PAGE,), torch.uint8, CPU).fill_(layer)
+            self.layers.divide(layer)
+            self.layers.keep(layer)
+        groups, places = form_groups((None,))
+        layout = KVLayout(
+            groups=groups, block_tokens=4, layers_per_page=places, kv_heads=1, head_dim=PAGE // 32, element_bytes=4
+        )
+        self.kv = fake_kv_range(layout, 2000, torch.float32, self.kv_driver)
+        self.kv.resize(40)
+        held: dict[str, int] = {
+            "context": OTHERS, "weights": self.layers.resident_bytes, "layer_slots": self.layers.nbytes
+        }  # fmt: skip
+        self.budget = sum(held.values()) + self.kv.nbytes
+        self.arbiter = VramArbiter(self, self.kv, self.budget, held, sum(held.values()), self.layers)  # type: ignore[arg-type]
+        self.arbiter.pool_is_backed()
+        self.most_own = 0
+
+    def told_bytes(self) -> int:
+        return OTHERS + sum(self.driver.handles.values()) + sum(self.kv_driver.handles.values())
+
+    def held(self) -> SimpleNamespace:
+        return SimpleNamespace(free_bytes=self.total - self.told_bytes(), own_bytes=self.told_bytes())
+
+    def look_again(self) -> None:
+        pass
+
+    def resize_kv(self, blocks: int) -> None:
+        self.kv.resize(blocks)
+        self.most_own = max(self.most_own, self.told_bytes())
+
+    def change(self, budget: int) -> object:
+        return self.arbiter.change(VramBudget(budget_bytes=budget), LEAST_BLOCKS, self.resize_kv)
+
+    def close(self) -> None:
+        self.layers.close()
+        self.kv.close()
+        assert self.driver.handles == self.kv_driver.handles == {}
+
+
+def test_a_larger_budget_takes_layers_in_and_a_smaller_one_sends_them_out() -> None:
+    gpu = Gpu()
+    whole = gpu.driver.whole(gpu.size)
+    more = gpu.change(gpu.budget + 3 * whole)
+    assert len(gpu.layers.streamed) == STREAMED - 3
+    assert gpu.told_bytes() == gpu.budget + 3 * whole
+    assert len(more.layers.streamed) == STREAMED - 3
+    assert more.layers.moved_bytes == (STREAMED - 3) * gpu.size
+    less = gpu.change(gpu.budget - 4 * whole)
+    assert len(gpu.layers.streamed) == STREAMED + 5, "and one more for a second slot"
+    assert gpu.told_bytes() <= gpu.budget - 4 * whole == less.budget_bytes
+    assert less.kv_bytes >= 40 * PAGE, "layers go before KV that is wanted"
+    least = gpu.change(PAGE)
+    assert len(gpu.layers.streamed) == LAYERS
+    assert least.kv_bytes == gpu.kv.backed_bytes(LEAST_BLOCKS)
+    assert gpu.told_bytes() == least.budget_bytes == OTHERS + gpu.layers.nbytes + gpu.kv.nbytes
+    gpu.change(gpu.budget)
+    assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED, 40)
+    all_of_it = gpu.change(gpu.total)
+    assert all_of_it.layers.streamed == ()
+    assert gpu.told_bytes() == gpu.total
+    assert all_of_it.kv_bytes > 300 * PAGE, "all layers stay, and KV has the rest"
+    gpu.close()
+
+
+def test_layers_that_ram_does_not_hold_stay_and_the_budget_is_what_can_be_kept_to() -> None:
+    gpu = Gpu(ram_layers=2)
+    granted = gpu.change(PAGE)
+    assert len(gpu.layers.streamed) == STREAMED + 2
+    assert granted.kv_bytes == gpu.kv.backed_bytes(LEAST_BLOCKS)
+    assert granted.budget_bytes == gpu.told_bytes() > PAGE
+    gpu.close()
+
+
+def test_what_is_not_there_is_refused_and_nothing_changes() -> None:
+    gpu = Gpu()
+    before = gpu.layers.streamed, gpu.kv.blocks
+    with pytest.raises(DoesNotFitError, match="less is free"):
+        gpu.change(gpu.total + PAGE)
+    assert (gpu.layers.streamed, gpu.kv.blocks) == before
+    gpu.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_budgets_are_kept_to_and_every_layer_is_itself(seed: int) -> None:
+    gpu, dice = Gpu(), random.Random(seed)
+    for _ in range(12):
+        gpu.most_own, before = 0, gpu.arbiter.budget_bytes
+        granted = gpu.change(dice.randrange(gpu.total))
+        assert gpu.told_bytes() <= granted.budget_bytes
+        assert gpu.most_own <= max(before, granted.budget_bytes), "nor meanwhile"
+        for layer in range(LAYERS):
+            gpu.layers.begin(layer)
+            assert gpu.layers.place(layer)[:PAGE].eq(layer).all()
+            gpu.layers.halfway(layer)
+            gpu.layers.end(layer)
+    gpu.close()
+
+
+def wants(gpu: Gpu, blocks: int) -> SimpleNamespace:
+    kv = SimpleNamespace(blocks_total=gpu.kv.blocks - 1)
+    return SimpleNamespace(blocks_wanted=lambda ahead: blocks, least_blocks=LEAST_BLOCKS, kv=kv)
+
+
+def test_layers_leave_for_kv_that_is_wanted_and_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = Gpu()
+    balance, whole = KVBalance(gpu.arbiter), gpu.driver.whole(gpu.size) // PAGE
+    assert balance.look(wants(gpu, 40), 1.0, gpu.resize_kv) is None  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO):
+        granted = balance.look(wants(gpu, 35 + whole), 2.0, gpu.resize_kv)  # type: ignore[arg-type]
+    assert granted is not None
+    assert len(gpu.layers.streamed) == STREAMED + 1
+    assert granted.blocks == 40 + whole
+    assert "1 layer left for a KV pool of 288.00 KiB (160.00 KiB before)" in caplog.text
+    assert " GB a step" in caplog.text
+    assert gpu.told_bytes() <= gpu.budget
+    assert balance.look(wants(gpu, 2), 3.0, gpu.resize_kv) is None  # type: ignore[arg-type]
+    assert balance.look(wants(gpu, 2), 2.5 + GONE_S, gpu.resize_kv) is None  # type: ignore[arg-type]
+    granted = balance.look(wants(gpu, 2), 3.1 + GONE_S, gpu.resize_kv)  # type: ignore[arg-type]
+    assert granted is not None
+    assert (len(gpu.layers.streamed), gpu.kv.blocks) == (STREAMED, 40)
+    assert balance.look(wants(gpu, 2), 99.0, gpu.resize_kv) is None  # type: ignore[arg-type]
+    gpu.close()
+
+
+def test_no_more_speed_of_one_sequence_is_given_up_than_a_share() -> None:
+    gpu = Gpu()
+    balance = KVBalance(gpu.arbiter)
+    for look in range(4):  # However often, and however much is wanted.
+        balance.look(wants(gpu, 1000 + look), float(look), gpu.resize_kv)  # type: ignore[arg-type]
+    assert STREAMED < len(gpu.layers.streamed) <= STREAMED / LEAST_SPEED
+    gpu.close()
