@@ -35,7 +35,7 @@ from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
-from holdfast.footprint.gpu import GRAPHS_BYTES
+from holdfast.footprint.gpu import code_bytes
 from holdfast.hardware import memory as ram
 from holdfast.hardware import processor
 from holdfast.models import ModelSpec
@@ -311,7 +311,8 @@ def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]
     what else no term accounts for has nothing to do with them."""
     unaccounted = max(0, held - sum(measured.values()))
     planned = plan.terms.get("graphs", 0)
-    code, later = min(planned, GRAPHS_BYTES), max(0, planned - GRAPHS_BYTES)
+    code = min(planned, code_bytes(experts_apart=plan.engine.expert_places is not None))
+    later = planned - code
     to_come = min(max(0, code - measured["graphs"] - unaccounted) + later, max(0, planned - measured["graphs"]))
     if (
         plan.engine.streamed is not None
