@@ -60,7 +60,7 @@ class Hosted(Tiny):
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.long)])
 def test_tokens_are_those_of_a_model_that_the_gpu_computes(tmp_path: Path, device: torch.device, family: str) -> None:
     """Prompts of more than few tokens come between steps of few: all MLPs are copied then."""
     moved, found = [], []

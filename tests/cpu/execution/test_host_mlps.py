@@ -168,12 +168,12 @@ def test_as_many_as_are_worth_it_and_ram_holds(
     assert (tuple(hosts.joined.exchanges), hosts.joined.few_tokens) == ((1, 2, 4, 5, 7), 4)
     assert "the host computes the MLPs of 5 streamed layers in steps of up to 4 tokens" in caplog.text
     hosts.close()
-    fewer = decided(layers, 9 << 20, mlp)
+    fewer = decided(layers, (9 + 48) << 20, mlp)
     assert fewer.joined is not None
     assert tuple(fewer.joined.exchanges) == (1, 4)
     fewer.close()
     for room, one, said in (
-        (5 << 20, mlp, "RAM has room for 1 MLP"),
+        ((5 + 48) << 20, mlp, "RAM has room for 1 MLP"),
         (GIB, None, "compiled kernels do not read them"),
     ):
         none = decided(layers, room, one)

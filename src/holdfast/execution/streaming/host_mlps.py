@@ -36,8 +36,9 @@ MEASURED_MLPS = 2
 """Computed to see how fast the host's cores are: other bytes each time."""
 FEW_SIZES = (1, 2, 4, 8, 16, 32)
 """Steps of so many tokens are measured."""
-LOADERS = 8
-"""MLPs that are loaded for the host at a time."""
+LOADERS, WHILE_LOADED = 4, 3
+"""MLPs that are loaded for the host at a time, and how many times its bytes each takes meanwhile beside them: raw, and
+unpacked to a byte a code."""
 
 STOPPED = "the engine was stopped before they were copied"
 WORTH = 1.1
@@ -89,6 +90,11 @@ class MlpOffer:
     """Of RAM that is free for MLPs once more."""
     load: Callable[[int], ExpertLayer | None]
     """The MLP of a layer; None: compiled products do not read it."""
+
+    @property
+    def room(self) -> int:
+        """MLPs that RAM has room for."""
+        return max(0, self.room_bytes() // self.mlp_bytes - LOADERS * WHILE_LOADED)
 
     @property
     def candidates(self) -> tuple[int, ...]:
@@ -147,7 +153,7 @@ class HostMlps:
         most = max(
             len(hosted_layers(self._offer.order, row, len(self.candidates))) for row in range(1, MOST_IN_A_ROW + 1)
         )
-        return self._offer.mlp_bytes * max(0, min(most, self._offer.room_bytes() // self._offer.mlp_bytes))
+        return self._offer.mlp_bytes * min(most, self._offer.room)
 
     def begin(self) -> None:
         """Once the link was measured: copies are made, and the host joins when they are there."""
@@ -203,10 +209,10 @@ class HostMlps:
     def _measured(self) -> Joined | str:
         """As many as make steps fastest, by what the link and some MLPs are measured to take; or why there are none."""
         offer, link = self._offer, self._streamed.use().possible_bytes_per_s
-        room, trial = offer.room_bytes() // offer.mlp_bytes, hosted_layers(offer.order, MOST_IN_A_ROW, MEASURED_MLPS)
+        room, trial = offer.room, hosted_layers(offer.order, MOST_IN_A_ROW, MEASURED_MLPS)
         if room < len(trial) or not trial or not link:
             size = format_bytes(offer.mlp_bytes)
-            return f"RAM has room for {counted(max(0, room), 'MLP')} of {size} beside what is pinned"
+            return f"RAM has room for {counted(room, 'MLP')} of {size} beside what is pinned"
         kept = self._loaded(trial)
         if len(kept) < len(trial):
             return STOPPED if self._stopping.is_set() else "compiled kernels do not read them"
