@@ -16,6 +16,7 @@ from tiny_gpu import Tiny, prompt, run, tokens_of
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
+from holdfast.errors import EngineError
 from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_experts import DeviceExperts
@@ -126,6 +127,9 @@ def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torc
     model.link_share = share
     found = answers(model, device)
     assert model.host.pairs > 0
+    model.host._lost.fill_(1)  # As a GPU says that it waited in vain.
+    with pytest.raises(EngineError, match="did not get what the host was to compute"):
+        model.host.check()
     model.few = None
     wanted = answers(model, device)
     assert found[:2] == wanted[:2]
