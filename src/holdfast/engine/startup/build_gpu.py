@@ -35,7 +35,7 @@ from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
-from holdfast.footprint.gpu import GRAPHS_BYTES
+from holdfast.footprint.gpu import EXPERTS_APART_BYTES, GRAPHS_BYTES
 from holdfast.hardware import memory as ram
 from holdfast.hardware import processor
 from holdfast.models import ModelSpec
@@ -185,8 +185,8 @@ def _build(
 def _below(config: EngineConfig, plan: Plan, runner: GpuRunner, hosts: HostMlps | None) -> list[LowerTier]:
     """Where layers or experts wait."""
     places = plan.engine.expert_places
-    if places is not None:
-        return [expert_tier(plan, places, runner.pinned_bytes, runner.exchange_bytes)]
+    if places is not None and (experts := runner.decoder.experts) is not None:
+        return [expert_tier(plan, places, experts.pinned_bytes, experts.exchange_bytes)]
     return tiers_below_gpu(config, plan, runner.pinned_bytes, 0 if hosts is None else hosts.most_bytes)
 
 
@@ -309,8 +309,10 @@ def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]
     no term accounts for them: they are not reserved a second time. Graphs that are captured later are reserved whole:
     what else no term accounts for has nothing to do with them."""
     unaccounted = max(0, held - sum(measured.values()))
-    planned = plan.terms.get("graphs", 0)
-    code, later = min(planned, GRAPHS_BYTES), max(0, planned - GRAPHS_BYTES)
+    planned, code = plan.terms.get("graphs", 0), GRAPHS_BYTES
+    if plan.engine.expert_places is not None:
+        code += EXPERTS_APART_BYTES
+    later = max(0, planned - code)
     to_come = min(max(0, code - measured["graphs"] - unaccounted) + later, max(0, planned - measured["graphs"]))
     if (
         plan.engine.streamed is not None
