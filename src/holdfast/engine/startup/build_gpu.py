@@ -314,7 +314,7 @@ def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]
     later = planned - code
     to_come = min(max(0, code - measured["graphs"] - unaccounted) + later, max(0, planned - measured["graphs"]))
     if plan.engine.streamed is not None:
-        # No graph is captured then, and what was planned for them is the other code's.
+        # No graph is captured then: what was planned for them is for other code.
         to_come = max(to_come, min(planned, LATER_BYTES))
     return {
         **measured,
