@@ -185,8 +185,8 @@ def _build(
 def _below(config: EngineConfig, plan: Plan, runner: GpuRunner, hosts: HostMlps | None) -> list[LowerTier]:
     """Where layers or experts wait."""
     places = plan.engine.expert_places
-    if places is not None:
-        return [expert_tier(plan, places, runner.pinned_bytes, runner.exchange_bytes)]
+    if places is not None and (experts := runner.decoder.experts) is not None:
+        return [expert_tier(plan, places, experts.pinned_bytes, experts.exchange_bytes)]
     return tiers_below_gpu(config, plan, runner.pinned_bytes, 0 if hosts is None else hosts.most_bytes)
 
 
@@ -314,9 +314,8 @@ def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]
     code = min(planned, code_bytes(experts_apart=plan.engine.expert_places is not None))
     later = planned - code
     to_come = min(max(0, code - measured["graphs"] - unaccounted) + later, max(0, planned - measured["graphs"]))
-    if (
-        plan.engine.streamed is not None
-    ):  # No graph is captured then, and what was planned for them is the other code's.
+    if plan.engine.streamed is not None:
+        # No graph is captured then: what was planned for them is for other code.
         to_come = max(to_come, min(planned, LATER_BYTES))
     return {
         **measured,

@@ -173,12 +173,6 @@ class GpuRunner:
         return 0 if self._coming is None else self._coming.pinned_bytes
 
     @property
-    def exchange_bytes(self) -> int:
-        """Of RAM, through which the host computes experts."""
-        host = None if self.decoder.experts is None else self.decoder.experts.host
-        return 0 if host is None else host.pinned_bytes
-
-    @property
     def _coming(self) -> DeviceLayers | DeviceExperts | None:
         """What does not all stay on the GPU."""
         return self.decoder.streamed or self.decoder.experts

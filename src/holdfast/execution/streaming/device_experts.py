@@ -103,6 +103,11 @@ class DeviceExperts:
         """On the host."""
         return self._memory.nbytes
 
+    @property
+    def exchange_bytes(self) -> int:
+        """Of RAM, through which the host computes experts."""
+        return 0 if self.host is None else self.host.pinned_bytes
+
     def __contains__(self, layer: int) -> bool:
         return layer in self._number
 

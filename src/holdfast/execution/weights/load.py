@@ -50,8 +50,7 @@ EXPAND_BYTES = 8 << 20
 """Of float32 rows expanded at a time."""
 AHEAD_BYTES, READERS = 32 << 20, 4
 """Of experts' matrices that are read before their turn, and threads that read them: experts are many and small."""
-HOST_READERS = 8
-"""Threads that load experts for the host, each a layer: most of the time the system makes pages for them."""
+HOST_READERS = 8  # Each loads a layer's experts for the host: most of the time the system makes pages for them.
 WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
 
@@ -114,9 +113,9 @@ def load_host_experts(
     """All experts of these layers once more, as the host computes with them for a GPU; several layers at a time."""
 
     def load(layer: int) -> ExpertLayer:
-        loader = Loader(spec, checkpoint, torch.float32, torch.device("cpu"), False, True, False, None, quantize)
-        with torch.inference_mode(), loader.readers:
-            return load_host_layer(loader, spec.layers[layer], spec.activation)
+        one = Loader(spec, checkpoint, torch.float32, torch.device("cpu"), False, True, False, None, quantize)
+        with torch.inference_mode(), one.readers:
+            return load_host_layer(one, spec.layers[layer], spec.activation)
 
     with ThreadPoolExecutor(HOST_READERS, "host-experts") as threads:
         return list(threads.map(load, layers))
