@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from aliased_memory import AliasedMemory
 from simulated_copies import SimulatedCopies
 
 from holdfast.config import EngineConfig
 from holdfast.engine.startup import streamed_layers
 from holdfast.engine.startup.build_gpu import start_with_room
 from holdfast.errors import DoesNotFitError
+from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
@@ -42,6 +44,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     unpinned = partial(PinnedMemory, pin=lambda address, nbytes: 0, unpin=lambda addresses, device: None)
     monkeypatch.setattr(streamed_layers, "PinnedMemory", unpinned)
     monkeypatch.setattr(streamed_layers, "CudaCopies", lambda device: SimulatedCopies())
+    monkeypatch.setattr(streamed_layers, "LayerRanges", lambda sizes, on: LayerRanges(sizes, on, AliasedMemory()))
 
 
 @pytest.fixture

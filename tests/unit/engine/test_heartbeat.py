@@ -34,6 +34,12 @@ class Core:
     def stats(self) -> EngineStats:
         return EngineStats()
 
+    def balance_kv(self) -> None:
+        pass
+
+    def pop_balanced(self) -> None:
+        return None
+
 
 class Loop:
     def __init__(self) -> None:
