@@ -71,7 +71,8 @@ CASES = {
         basis="usual", confidence="medium", why="a newer Ollama",
     ),
     "an architecture of newer builds, in a file that those do not read either": Case(
-        lines=(UNKNOWN.format("gemma4"), "llama_model_load: error loading model: wrong number of tensors; expected 9, got 7"),
+        lines=(UNKNOWN.format("gemma4"),
+               "llama_model_load: error loading model: wrong number of tensors; expected 9, got 7"),
         basis="usual", confidence="medium", cause_confidence="medium", why="another copy of the model",
     ),
     "an architecture of no build": Case(
@@ -92,6 +93,10 @@ CASES = {
     ),
     "a flag that may be of a newer release": Case(
         lines=(FLAGS.format("--speculative-adaptive"),), basis="first_try", confidence="medium",
+    ),
+    "a flag that took the next one, in a message of two lines": Case(
+        lines=('error while handling argument "-fa":', "error: unknown value for --flash-attn: '-ctk'"),
+        basis="stated", confidence="high", command="--flash-attn on",
     ),
     "one of the values that the message lists": Case(
         lines=("vllm serve: error: argument --block-size: invalid choice: 256 (choose from 1, 8, 16)",),
