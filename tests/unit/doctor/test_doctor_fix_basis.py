@@ -66,6 +66,15 @@ CASES = {
     "an architecture of newer builds": Case(
         lines=(UNKNOWN.format("gemma4"),), basis="stated", confidence="high", why="a newer build serves it",
     ),
+    "an architecture that Ollama's runner may read otherwise": Case(
+        lines=("time=2026-05-01T10:00:00Z level=INFO source=server.go:1 msg=starting", UNKNOWN.format("gemma4")),
+        basis="usual", confidence="medium", why="a newer Ollama",
+    ),
+    "an architecture of newer builds, in a file that those do not read either": Case(
+        lines=(UNKNOWN.format("gemma4"),
+               "llama_model_load: error loading model: wrong number of tensors; expected 9, got 7"),
+        basis="usual", confidence="medium", cause_confidence="medium", why="another copy of the model",
+    ),
     "an architecture of no build": Case(
         lines=(UNKNOWN.format("qwen_image"),), basis="usual", confidence="medium", why="not in llama.cpp",
     ),
@@ -84,6 +93,10 @@ CASES = {
     ),
     "a flag that may be of a newer release": Case(
         lines=(FLAGS.format("--speculative-adaptive"),), basis="first_try", confidence="medium",
+    ),
+    "a flag that took the next one, in a message of two lines": Case(
+        lines=('error while handling argument "-fa":', "error: unknown value for --flash-attn: '-ctk'"),
+        basis="stated", confidence="high", command="--flash-attn on",
     ),
     "one of the values that the message lists": Case(
         lines=("vllm serve: error: argument --block-size: invalid choice: 256 (choose from 1, 8, 16)",),

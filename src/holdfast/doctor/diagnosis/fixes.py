@@ -282,7 +282,7 @@ def _replaced(facts: Facts, changes: Changes) -> tuple[str, bool] | None:
     if not rows or refused_too:
         return None
     left_out = [f"{flag}: {row}" for flag, row in rows.items() if row.startswith(_LEFT_OUT)]
-    others = [row for row in rows.values() if not row.startswith(_LEFT_OUT)]
+    others = list(dict.fromkeys(row for row in rows.values() if not row.startswith(_LEFT_OUT)))
     why = "; ".join([*left_out, *([f"in its place newer releases have {', '.join(others)}"] if others else [])])
     at = release(facts.version or "")
     last = [of.flag(flag.lstrip("-")).until for flag, row in rows.items() if not row.startswith(_LEFT_OUT)]
