@@ -85,9 +85,9 @@ def pytest_collection() -> Generator[None, object, object]:
 WAITING = ("e2e", "faults", "hostile")
 """Folders whose tests wait for processes and limits, for much of their time."""
 DEAR = (
-    "unit/checkpoints/test_agreement.py", "unit/checkpoints/test_remote.py", "unit/planner/test_commands.py",
-    "unit/planner/test_one_planner.py", "unit/planner/test_ways_out.py", "unit/project/test_house_rules.py",
-    "unit/scheduler/test_simulated_time.py", "unit/text/test_grammar_checker.py",
+    "unit/checkpoints/test_remote.py", "unit/doctor_rescue/test_judge_command.py",
+    "unit/engine/test_plan_before_loading.py", "unit/planner/test_commands.py", "unit/planner/test_one_planner.py",
+    "unit/planner/test_ways_out.py", "unit/project/test_house_rules.py", "unit/scheduler/test_simulated_time.py",
 )  # fmt: skip
 """Files of tests/unit that take ten seconds or nearly."""
 

@@ -15,7 +15,7 @@ from holdfast.execution.native import loading
 from holdfast.hardware import kernels
 
 KINDS = (*OLD_KINDS, *NEW_KINDS)
-ROWS = (1, 2, 3, 5, 8, 9, 17, 64, 71)
+ROWS = (1, 3, 8, 9, 17, 71)
 IN_INTEGERS = [name for name in kernels.runnable_variants() if name != "portable"]
 
 
