@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -17,15 +16,13 @@ from holdfast.execution.ops.interface import (
     AttentionShape,
     Heads,
     Integers,
+    LayerScales,
     Ops,
     StepBuffers,
     StepRows,
 )
 from holdfast.execution.weights.decoder_weights import GatedWeights, LayerWeights
 from holdfast.kvcache.groups import KVGroup
-
-if TYPE_CHECKING:
-    from holdfast.execution.kv_scales import KVScales
 
 
 class CompiledAttention:
@@ -95,12 +92,12 @@ class CompiledLayers:
     def __init__(self, layers: list[native.DecoderLayer]) -> None:
         self._layers = layers
         self._kv: KVStore | None = None
-        self._scales: KVScales | None = None
+        self._scales: LayerScales | None = None
         self._stack: native.DecoderStack | None = None
         self._step: native.DecoderStep | None = None
         self.layer_bytes = max(layer.nbytes for layer in layers)
 
-    def begin(self, step: StepBuffers, kv: KVStore, places: Sequence[int], scales: KVScales) -> None:
+    def begin(self, step: StepBuffers, kv: KVStore, places: Sequence[int], scales: LayerScales) -> None:
         if kv is not self._kv or scales is not self._scales:
             self._kv, self._scales = kv, scales
             self._stack = native.DecoderStack(

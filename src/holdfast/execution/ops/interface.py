@@ -14,7 +14,6 @@ from holdfast.execution.kv_store import KVStore
 from holdfast.kvcache.groups import KVGroup
 
 if TYPE_CHECKING:
-    from holdfast.execution.kv_scales import KVScales
     from holdfast.execution.weights.decoder_weights import LayerWeights
 
 Integers = numpy.typing.NDArray[numpy.int64]
@@ -104,11 +103,21 @@ class StepBuffers:
     """cos and sin, each [tokens, 1, dim / 2], of every rotation that layers have."""
 
 
+class LayerScales(Protocol):
+    """How pages hold the keys and values of each layer."""
+
+    def of(self, layer: int) -> tuple[float, float]:
+        """What keys and values are divided by."""
+
+    def center(self, layer: int) -> torch.Tensor | None:
+        """[kv heads · dim]: what keys are without, once they are divided; None: nothing."""
+
+
 class FusedLayers(Protocol):
     layer_bytes: int
     """Of the weights of one layer."""
 
-    def begin(self, step: StepBuffers, kv: KVStore, places: Sequence[int], scales: KVScales) -> None:
+    def begin(self, step: StepBuffers, kv: KVStore, places: Sequence[int], scales: LayerScales) -> None:
         """The layers run next work on these, each with its place in the pages; valid until the next call."""
 
     def run(self, first: int, last: int, token_rows: torch.Tensor, plan: Any) -> None:
