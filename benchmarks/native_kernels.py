@@ -124,15 +124,13 @@ def make_layer() -> native.DecoderLayer:
 
 
 def run_step(
-    layers: list[native.DecoderLayer],
-    pools: list[native.PoolPlace],
+    stack: native.DecoderStack,
     step: native.DecoderStep,
     places: torch.Tensor,
     rows: native.AttentionRows,
     head: Callable[[], None],
 ) -> None:
-    for layer, pool in zip(layers, pools, strict=True):
-        layer.run(step, places, pool, rows)
+    stack.run(step, places, rows, 0, LAYERS)
     head()
 
 
@@ -144,7 +142,8 @@ def steps(repeats: int) -> None:
         tokens = rows * count
         row_set, pages_needed = rows_of([context] * rows, [count] * rows)
         pages = torch.randn(pages_needed, LAYERS, 2, BLOCK, KV_HEADS, DIM)
-        pools = [native.PoolPlace(pages, place) for place in range(LAYERS)]
+        placed = [native.PlacedLayer(layer, native.PoolPlace(pages, at)) for at, layer in enumerate(layers)]
+        stack = native.DecoderStack(placed)
         places = torch.arange(tokens) % BLOCK + 2 * LAYERS * BLOCK
         step = native.DecoderStep(
             stream=torch.randn(tokens, HIDDEN),
@@ -158,7 +157,7 @@ def steps(repeats: int) -> None:
         )
         last, logits = torch.randn(rows, HIDDEN), torch.empty(rows, VOCABULARY)
 
-        run = partial(run_step, layers, pools, step, places, row_set, partial(head.write, last, logits))
+        run = partial(run_step, stack, step, places, row_set, partial(head.write, last, logits))
         (seconds,) = alternate([run], max(3, repeats // 3))
         print(f"{f'{rows} x {context} context':<24}{tokens:>8}{seconds * 1e3:>9.1f}{tokens / seconds:>10.1f}")
 

@@ -69,7 +69,7 @@ class ExpertGpuMaker:
         self._tokens = min(len(like), GPU_TOKENS)
         self._buffers: dict[ExpertsSpec, GpuExpertBuffers] = {}
 
-    def make(self, weights: ExpertWeights, placed: PlacedLayer | None = None) -> ExpertGpuMlp:
+    def make(self, weights: ExpertWeights, placed: LayerExperts | None = None) -> ExpertGpuMlp:
         """`placed`: of a layer whose experts do not all stay on the GPU."""
         spec = weights.spec
         if spec not in self._buffers:
@@ -88,7 +88,7 @@ class ExpertGpuMaker:
         )
 
 
-class PlacedLayer(NamedTuple):
+class LayerExperts(NamedTuple):
     experts: DeviceExperts
     layer: int
 
@@ -100,7 +100,7 @@ class ExpertGpuMlp:
         activation: Activation,
         buffers: GpuExpertBuffers,
         scratch: Scratch,
-        placed: PlacedLayer | None,
+        placed: LayerExperts | None,
     ) -> None:
         self._spec, self._activation, self._buffers, self._placed = weights.spec, activation, buffers, placed
         self._gate_up = [_products(stack, scratch) for stack in weights.gate_up]

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from holdfast.errors import EngineError
-from holdfast.execution.gpu.layers.experts import ExpertGpuMaker, PlacedLayer
+from holdfast.execution.gpu.layers.experts import ExpertGpuMaker, LayerExperts
 from holdfast.execution.gpu.layers.host_mlp import HostedGpuMlp
 from holdfast.execution.gpu.layers.linear import DenseGpuLinear, GpuLinear, Scratch, gpu_linear
 from holdfast.execution.gpu.layers.quantized_linear import QuantizedGpuLinear
@@ -132,7 +132,7 @@ def make_mlps(
         adapted = partial(beside, layer)
         if isinstance(part, ExpertWeights):
             placed = weights.experts
-            return experts.make(part, None if placed is None or layer not in placed else PlacedLayer(placed, layer))
+            return experts.make(part, None if placed is None or layer not in placed else LayerExperts(placed, layer))
         if isinstance(part, GatedWeights):
             return GatedGpuMlp(part, spec.activation, buffers, scratch, adapted)
         if isinstance(part, PlainWeights):
