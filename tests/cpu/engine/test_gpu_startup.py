@@ -270,7 +270,7 @@ def test_beside_streamed_layers_some_bytes_stay_free_for_what_serving_takes() ->
     """However much the profile run has taken that no term accounts for."""
     measured, terms = {"context": 1, "activations": 1, "graphs": 0}, {"context": 1, "graphs": GRAPHS_BYTES}
     for streamed, kept in ((object(), build_gpu.LATER_BYTES), (None, 0)):
-        plan: Any = SimpleNamespace(terms=terms, engine=SimpleNamespace(streamed=streamed))
+        plan: Any = SimpleNamespace(terms=terms, engine=SimpleNamespace(streamed=streamed, expert_places=None))
         assert build_gpu._taken(plan, measured, GIB)["graphs"] == kept
 
 
