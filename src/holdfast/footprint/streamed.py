@@ -26,6 +26,16 @@ PLACE_GRAIN_BYTES = MIB // 16
 """A place is a whole number of these: whole pages of the disk and of memory, and room for the gaps between tensors."""
 
 
+PAGE_BYTES, ENTRY_BYTES, TABLE_BYTES = 4096, 8, 2 * MIB
+"""Of host memory, its entry in a GPU's page tables, and what tables grow by."""
+
+
+def page_tables_bytes(pinned_bytes: int) -> int:
+    """Of VRAM, by which the GPU finds pinned memory. The driver counts them as no process's: 36 MiB more were in use on
+    an H200 once 18.65 GiB were pinned."""
+    return -(-pinned_bytes // PAGE_BYTES * ENTRY_BYTES // TABLE_BYTES) * TABLE_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class StreamedLayers:
     layers: tuple[int, ...]

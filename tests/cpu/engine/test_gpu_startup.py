@@ -266,14 +266,6 @@ def test_terms_that_took_less_pay_for_what_no_term_accounts_for(spec: ModelSpec)
     assert build_gpu._taken(plan, measured, held + GIB)["graphs"] == measured["graphs"] + later > measured["graphs"]
 
 
-def test_beside_streamed_layers_some_bytes_stay_free_for_what_serving_takes() -> None:
-    """However much the profile run has taken that no term accounts for."""
-    measured, terms = {"context": 1, "activations": 1, "graphs": 0}, {"context": 1, "graphs": GRAPHS_BYTES}
-    for streamed, kept in ((object(), build_gpu.LATER_BYTES), (None, 0)):
-        plan: Any = SimpleNamespace(terms=terms, engine=SimpleNamespace(streamed=streamed, expert_places=None))
-        assert build_gpu._taken(plan, measured, GIB)["graphs"] == kept
-
-
 class FakeMemory:
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu, self.given_back = gpu, 0

@@ -185,18 +185,6 @@ def test_as_many_as_are_worth_it_and_ram_holds(
     assert "steps would be 0." in caplog.text
 
 
-def test_several_tokens_count_as_much_as_one(
-    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For one token two in a row would be sooner done, for four and eight they would hold up the link."""
-    taken_s = {1: 1e-4, 2: 3e-4, 4: 5e-4, 8: 6e-4}
-    monkeypatch.setattr(host_mlps, "measure_layers", lambda made, per_token, tokens, dtype: taken_s[tokens])
-    hosts = decided(layers, GIB, mlp)
-    assert hosts.joined is not None
-    assert (tuple(hosts.joined.exchanges), hosts.joined.few_tokens) == ((1, 3, 5, 7), 8)
-    hosts.close()
-
-
 def test_a_step_of_few_tokens_leaves_second_halves_where_they_are(
     layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

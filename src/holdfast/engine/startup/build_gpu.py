@@ -36,13 +36,14 @@ from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
 from holdfast.footprint.gpu import code_bytes
+from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.hardware import memory as ram
 from holdfast.hardware import processor
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.records import LowerTier, MemoryReport, MemoryTerm
-from holdfast.units import GIB, MIB, format_bytes
+from holdfast.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
@@ -53,10 +54,6 @@ BACK_TRIES = 4
 """A neighbour may take memory between the look at what is free and the taking of it."""
 
 START_TRIES = 4
-
-LATER_BYTES = 64 * MIB
-"""That are taken beside streamed layers once requests are served, at least: segments of torch's for steps of other
-sizes than the profile run's, and code. On an H200 35 MiB more than what the profile run had taken."""
 
 RAM_SHARE, RAM_KEPT_BYTES = 0.9, 3 * GIB
 """Of what is free once layers are pinned, and how much of that stays free: as plans leave it."""
@@ -214,11 +211,13 @@ def _settle(
     runner.capture()
     captured = memory.held()
     tensors = memory.most_allocated()
+    tables = page_tables_bytes(runner.pinned_bytes)
     measured = {
         "context": context.own_bytes,
         "weights": runner.weights_bytes,
         **({"layer_slots": runner.layer_slots_bytes} if runner.layer_slots_bytes else {}),
         **({"expert_slots": runner.expert_slots_bytes} if runner.expert_slots_bytes else {}),
+        **({"page_tables": tables} if tables else {}),
         "buffers": runner.buffers_bytes,
         # Whatever else torch held at the worst moment; what it keeps beyond that is nobody's, and shown as such.
         "activations": max(
@@ -230,7 +229,9 @@ def _settle(
         "logits": runner.logits_bytes,
         "graphs": captured.own_bytes - profiled.own_bytes,
     }  # fmt: skip
-    taken = _taken(plan, measured, captured.own_bytes - runner.kv.nbytes)
+    # A driver that tells processes apart counts them as nobody's.
+    uncounted = 0 if memory.told_bytes() is None else tables
+    taken = _taken(plan, measured, captured.own_bytes + uncounted - runner.kv.nbytes)
     planned = sum(size for name, size in plan.terms.items() if name != "kv_pool")
     arbiter = VramArbiter(memory, runner.kv, plan.budget_bytes, taken, planned)
     plan = _back(plan, runner, arbiter)
@@ -313,9 +314,6 @@ def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]
     code = min(planned, code_bytes(experts_apart=plan.engine.expert_places is not None))
     later = planned - code
     to_come = min(max(0, code - measured["graphs"] - unaccounted) + later, max(0, planned - measured["graphs"]))
-    if plan.engine.streamed is not None:
-        # No graph is captured then: what was planned for them is for other code.
-        to_come = max(to_come, min(planned, LATER_BYTES))
     return {
         **measured,
         "context": max(measured["context"], plan.terms.get("context", 0)),

@@ -24,6 +24,7 @@ from holdfast.footprint.streamed import (
     StreamedLayers,
     all_apart,
     last_of_groups,
+    page_tables_bytes,
     streamed_layers,
 )
 from holdfast.models import ModelSpec
@@ -184,10 +185,12 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
     slots: tuple[Term, ...] = ()
     if streamed is not None:
         held -= streamed.weights_bytes + streamed.embedding_bytes
-        slots = (Term("layer_slots", streamed.slots_bytes),)
+        tables = Term("page_tables", page_tables_bytes(streamed.pinned_bytes))
+        slots = (Term("layer_slots", streamed.slots_bytes), tables)
     elif places is not None:
         held -= sum(places.waiting_bytes)
-        slots = (Term("expert_slots", places.slots_bytes + places.tables_bytes),)
+        tables = Term("page_tables", page_tables_bytes(places.pinned_bytes))
+        slots = (Term("expert_slots", places.slots_bytes + places.tables_bytes), tables)
     layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))
     weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
     capability = None if device.gpu is None else device.gpu.compute_capability

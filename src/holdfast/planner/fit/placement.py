@@ -37,7 +37,7 @@ LEAST_SPEED = 0.8
 """Of one sequence, of what it has beside that KV: no more is given up for sequences that were set."""
 LEAST_HELD = 0.75
 """Of these, at full length side by side: for fewer nothing is given up."""
-POOL_SHARE = 0.97
+POOL_SHARE = 0.95
 """Of that KV, which does: for the rest no layer goes that would otherwise stay."""
 SPARE_BYTES = 64 * MIB
 """Left in the pool beyond the KV that must fit: a start may take more than its plan (H200: kernels and libraries took
