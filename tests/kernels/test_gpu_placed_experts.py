@@ -16,9 +16,11 @@ from tiny_gpu import Tiny, prompt, run, tokens_of
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
+from holdfast.errors import EngineError
 from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.streaming.expert_exchange import SHARES
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
@@ -126,9 +128,22 @@ def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torc
     model.link_share = share
     found = answers(model, device)
     assert model.host.pairs > 0
+    model.host._lost.fill_(1)  # As a GPU says that it waited in vain.
+    with pytest.raises(EngineError, match="did not get what the host was to compute"):
+        model.host.check()
     model.few = None
     wanted = answers(model, device)
     assert found[:2] == wanted[:2]
     for (tokens, logprobs), (same, expected) in zip(found[2:], wanted[2:], strict=True):
         assert tokens == same
         assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_host_and_link_are_measured_and_share_what_waits(tmp_path: Path, device: torch.device) -> None:
+    model = Experts(tmp_path, 4)
+    model.link_share = 0.0
+    experts = model.weights(device).experts
+    assert experts is not None
+    assert [decision.field for decision in experts.decisions()] == ["link_copy", "host_experts"]
+    assert all(0 < exchange.over_link < SHARES for exchange in model.host.exchanges)
+    experts.close()

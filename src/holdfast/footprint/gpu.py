@@ -76,14 +76,16 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < most), most)
 
 
+def code_bytes(*, experts_apart: bool) -> int:
+    """Of kernels and libraries, with what the first capture sets up. `experts_apart`: not all stay on the GPU."""
+    return GRAPHS_BYTES + experts_apart * EXPERTS_APART_BYTES
+
+
 def graphs_bytes(layers: int, sequences: int, *, captured: bool = True, experts_apart: bool = False) -> int:
     """With all graphs captured that there can be; or with none, for kernels are loaded all the same. `experts_apart`:
     experts do not all stay on the GPU."""
-    return (
-        GRAPHS_BYTES
-        + experts_apart * EXPERTS_APART_BYTES
-        + captured * KINDS_OF_WORK * len(padded_sizes(sequences)) * layers * GRAPH_LAYER_BYTES
-    )
+    graphs = captured * KINDS_OF_WORK * len(padded_sizes(sequences)) * layers * GRAPH_LAYER_BYTES
+    return code_bytes(experts_apart=experts_apart) + graphs
 
 
 def whole_lines(words: int) -> int:

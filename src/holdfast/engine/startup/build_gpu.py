@@ -35,7 +35,7 @@ from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
-from holdfast.footprint.gpu import EXPERTS_APART_BYTES, GRAPHS_BYTES
+from holdfast.footprint.gpu import code_bytes
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.hardware import memory as ram
 from holdfast.hardware import processor
@@ -310,10 +310,9 @@ def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]
     no term accounts for them: they are not reserved a second time. Graphs that are captured later are reserved whole:
     what else no term accounts for has nothing to do with them."""
     unaccounted = max(0, held - sum(measured.values()))
-    planned, code = plan.terms.get("graphs", 0), GRAPHS_BYTES
-    if plan.engine.expert_places is not None:
-        code += EXPERTS_APART_BYTES
-    later = max(0, planned - code)
+    planned = plan.terms.get("graphs", 0)
+    code = min(planned, code_bytes(experts_apart=plan.engine.expert_places is not None))
+    later = planned - code
     to_come = min(max(0, code - measured["graphs"] - unaccounted) + later, max(0, planned - measured["graphs"]))
     return {
         **measured,

@@ -64,3 +64,5 @@ class LayerExchange(NamedTuple):
     """int32 [1] on the device: programs that are done. 0 between launches."""
     failed: torch.Tensor
     """int32 [1] on the device: not 0 once a reply did not come."""
+    lost: torch.Tensor | None = None
+    """int32 [1] that both see: the same, for the host to look at."""

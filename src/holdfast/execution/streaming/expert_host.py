@@ -49,6 +49,8 @@ class ExpertHost:
         self._shared = as_device_memory(memory.pieces[0], device)
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         self._failed = torch.zeros(1, dtype=torch.int32, device=device)
+        self._lost = torch.zeros(4, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        lost = as_device_memory(self._lost, device).view(torch.int32)
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
         chosen = torch.zeros((layout.tokens, layout.per_token), dtype=torch.int32, device=device)
         self.exchanges = [
@@ -64,6 +66,7 @@ class ExpertHost:
                 step=self._step,
                 arrived=arrived,
                 failed=self._failed,
+                lost=lost,
             )
             for layer in range(layout.layers)
         ]
@@ -151,9 +154,17 @@ class ExpertHost:
                 self.waited_s += served.waited_s
 
     def check(self) -> None:
-        """Once a step is computed: raises what kept the host from answering."""
+        """Once a step is computed: raises what kept the host from answering, or the GPU from waiting for it."""
         if self._error is not None:
             raise self._error
+        if self._lost.any():
+            raise EngineError(
+                "the GPU did not get what the host was to compute for it",
+                code="HF445",
+                needed=f"an answer within {PATIENCE_S:g} s",
+                found="none: the host's cores are stopped, or busy with something else",
+                fix="--cpu-compute off, or leave the server its cores",
+            )
 
     def close(self) -> None:
         self._asked.put(None)

@@ -162,8 +162,9 @@ def fetch(
 
 @triton.jit
 def _add_replies(
-    rows, weights, out, y, reply, step, failed, rows_stride, out_stride, columns, PER_TOKEN: tl.constexpr,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, WAIT_NS: tl.constexpr, ASSEMBLED: tl.constexpr, EARLY: tl.constexpr,
+    rows, weights, out, y, reply, step, failed, lost, rows_stride, out_stride, columns, PER_TOKEN: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, WAIT_NS: tl.constexpr, TOLD: tl.constexpr, ASSEMBLED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -193,6 +194,9 @@ def _add_replies(
         number, found = tl.load(step), tl.load(reply)
         while found != number:
             found = tl.load(reply)
+    if TOLD:
+        never = tl.load(failed + tl.arange(0, 1))
+        tl.store(lost + tl.arange(0, 1), never, mask=never > 0)
     total += tl.load(y + token * columns + column, mask=inside, other=0.0, cache_modifier=".cv")
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
@@ -204,7 +208,8 @@ def add_replies(
     of it: in float32, rounded once."""
     (tokens, columns), early = out.shape, starts_early()
     _add_replies[(tokens, triton.cdiv(columns, SUMMED_COLUMNS))](
-        rows, lines.weights, out, exchange.y, exchange.reply, exchange.step, exchange.failed, rows.stride(0),
-        out.stride(0), columns, PER_TOKEN=lines.weights.shape[1], ADD=add, BLOCK=SUMMED_COLUMNS, WAIT_NS=WAIT_NS,
-        ASSEMBLED=not interpreted(), EARLY=early, num_warps=4, launch_pdl=early,
+        rows, lines.weights, out, exchange.y, exchange.reply, exchange.step, exchange.failed, exchange.lost,
+        rows.stride(0), out.stride(0), columns, PER_TOKEN=lines.weights.shape[1], ADD=add, BLOCK=SUMMED_COLUMNS,
+        WAIT_NS=WAIT_NS, TOLD=exchange.lost is not None, ASSEMBLED=not interpreted(), EARLY=early, num_warps=4,
+        launch_pdl=early,
     )  # fmt: skip
