@@ -1,4 +1,4 @@
-"""Which errors mean that a GPU, or the pinned memory beside it, had too little left, and what torch may give back then."""
+"""Which errors mean that a GPU, or pinned memory, had too little left, and what torch may give back then."""
 
 from __future__ import annotations
 
