@@ -10,6 +10,7 @@ import torch
 from simulated_copies import QueuedCopies, unpinned_memory
 
 from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.footprint.expert_places import ExpertPlaces, expert_places
 
 CPU = torch.device("cpu")
@@ -70,6 +71,38 @@ def test_all_experts_are_where_their_table_says(seed: int) -> None:
         looked += 2 * through if tokens > 4 else 0
     copies.run_all()
     assert placed.read == looked
+    placed.experts.close()
+
+
+def in_threes(layers: int) -> ExpertPlaces:
+    return expert_places(dict.fromkeys(range(layers), SIZE), EXPERTS, dict.fromkeys(range(layers), 3))
+
+
+def test_what_kernels_were_loaded_with_is_no_layers() -> None:
+    """Steps of few tokens are among what is computed then: what they fetch lies in slots, over others' experts."""
+    copies = QueuedCopies(3)
+    placed = Placed(in_threes(4), copies)
+    placed.step(4, 9)
+    with placed.experts.as_they_are():
+        assert placed.experts.begin(3, 2).fetched is not None
+        for layer in (2, 3):
+            copies.launch(lambda layer=layer: placed.slots[layer].fill_(layer))
+    placed.step(4, 9)
+    copies.run_all()
+    assert placed.read == 16
+    placed.experts.close()
+
+
+def test_nothing_changes_places_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would do so again whenever the graph is launched."""
+    monkeypatch.setattr(ExpertUses, "look_at", lambda uses, counted: [Swap(0, 4, 1)] if uses.swaps == 0 else [])
+    placed = Placed(in_threes(2), QueuedCopies(0))
+    monkeypatch.setattr(QueuedCopies, "capturing", lambda copies: True)
+    placed.step(2, 2)
+    assert placed.experts.expert_use().swaps == 0
+    monkeypatch.setattr(QueuedCopies, "capturing", lambda copies: False)
+    placed.step(2, 2)
+    assert placed.experts.expert_use().swaps == 1
     placed.experts.close()
 
 

@@ -149,16 +149,21 @@ class DeviceExperts:
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
         """Around all that launches or captures a step of so many tokens."""
-        if tokens <= self.few_tokens and not self._paused:
-            for slot in self._slots:
-                if slot.layer is not None:  # Its experts are overwritten.
-                    self._copies.await_copy(slot.copied)
-                    slot.layer = None
+        # A graph would do once more, whenever it is launched, what is done here.
+        if tokens <= self.few_tokens and not self._paused and not self._copies.capturing():
+            self._empty_slots()
             self._swaps.extend(self._counted.look_at(self._uses))
             for _ in range(min(SWAPS_A_STEP, len(self._swaps))):
                 self._swap(self._swaps.popleft())
         with nullcontext() if self.host is None or tokens > self.few_tokens else self.host.step(tokens):
             yield
+
+    def _empty_slots(self) -> None:
+        """What is launched from now on may write to them."""
+        for slot in self._slots:
+            if slot.layer is not None:
+                self._copies.await_copy(slot.copied)
+                slot.layer = None
 
     def compute_on_host(self, host: ExpertHost) -> None:
         """In steps with few tokens it computes with experts that wait. It is closed with this."""
@@ -188,6 +193,7 @@ class DeviceExperts:
     def as_they_are(self) -> Iterator[None]:
         """Within, layers are computed from whatever is in their slots: to load kernels, whose results nobody reads."""
         self._paused = True
+        self._empty_slots()  # Steps of few tokens are among what is computed.
         try:
             yield
         finally:
