@@ -20,7 +20,7 @@ from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_copies import load_host_mlp, with_host_mlps
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.execution.triton_kernels.experts.host_rows import add_rows, send_rows
+from holdfast.execution.triton_kernels.host.mlp_rows import add_rows, send_rows
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.streamed import streamed_layers

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -25,6 +26,7 @@ from holdfast.footprint.experts import ExchangeLayout
 PATIENCE_S = 60.0
 """For a layer's request: kernels are compiled between layers when they are first used. The GPU waits as long."""
 MEASURED_STEPS = 3
+GIVEN_UP_LOOK_S = 0.001
 LAST_STEP = 2**31 - 1
 """After it comes 1 again."""
 
@@ -75,9 +77,10 @@ class ExpertHost:
         """Whether the step that is being launched has the host beside it."""
         self.pairs, self.computed_s, self.waited_s = 0, 0.0, 0.0
         """That were computed here so far, and how long that and waiting for requests took."""
-        self._number = 0
-        self._error: EngineError | None = None
-        self._asked: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._number = self._answered = 0
+        """Of the last step that was launched, and of the last that this thread is done with."""
+        self._error: Exception | None = None
+        self._asked: queue.SimpleQueue[tuple[int, int, tuple[int, ...] | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="expert-host", daemon=True)
         self._thread.start()
 
@@ -115,8 +118,9 @@ class ExpertHost:
         self.exchanges[:] = [exchange._replace(over_link=over_link) for exchange in self.exchanges]
 
     @contextmanager
-    def step(self, tokens: int) -> Iterator[None]:
-        """Around what launches a step of so many tokens, or captures it: that is computed when it is launched."""
+    def step(self, tokens: int, layers: tuple[int, ...] | None = None) -> Iterator[None]:
+        """Around what launches a step of so many tokens, or captures it: that is computed when it is launched.
+        `layers`: the numbers of those that it asks for; None: all."""
         self.beside = True
         try:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -124,7 +128,7 @@ class ExpertHost:
                 return
             self._number = self._number % LAST_STEP + 1
             self._step.fill_(self._number)
-            self._asked.put((self._number, tokens))
+            self._asked.put((self._number, tokens, layers))
             try:
                 yield
             except BaseException:
@@ -134,24 +138,37 @@ class ExpertHost:
             self.beside = False
 
     def _give_up(self, number: int) -> None:
-        """Of a step that was not launched to its end: nobody asks for its other layers, nor reads the answers."""
+        """Of a step that was not launched to its end: nobody asks for its other layers, nor reads the answers. The next
+        one must not write what is still read for this one."""
         if self._device.type == "cuda":
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
         for layer in range(self._exchange.layout.layers):
             self._exchange.request(layer).fill_(number)
+        while self._answered != number and self._thread.is_alive():
+            time.sleep(GIVEN_UP_LOOK_S)
 
     def _serve(self) -> None:
         with self._threads.computing():
             while (asked := self._asked.get()) is not None:
-                try:
-                    served = self._experts.serve(*asked, PATIENCE_S)
-                except EngineError as error:
-                    self._error = error
-                    return
-                self.pairs += served.pairs
-                self.computed_s += served.computed_s
-                self.waited_s += served.waited_s
+                number, tokens, layers = asked
+                if self._error is None:
+                    self._compute(number, tokens, layers)
+                if self._error is not None:
+                    # Whoever reads the step looks at the error first; the GPU shall not wait until then.
+                    for layer in range(self._exchange.layout.layers):
+                        self._exchange.reply(layer).fill_(number)
+                self._answered = number
+
+    def _compute(self, number: int, tokens: int, layers: tuple[int, ...] | None) -> None:
+        try:
+            served = self._experts.serve(number, tokens, PATIENCE_S, layers)
+        except Exception as error:
+            self._error = error
+            return
+        self.pairs += served.pairs
+        self.computed_s += served.computed_s
+        self.waited_s += served.waited_s
 
     def check(self) -> None:
         """Once a step is computed: raises what kept the host from answering, or the GPU from waiting for it."""

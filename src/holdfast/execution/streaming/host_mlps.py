@@ -118,6 +118,10 @@ class Joined:
     few_tokens: int
     reason: str
 
+    def numbers(self, streamed: Sequence[int]) -> tuple[int, ...]:
+        """Of its layers, those that come for every step now. One that came to stay is the GPU's."""
+        return tuple(number for number, layer in enumerate(self.exchanges) if layer in streamed)
+
 
 class HostMlps:
     """Closed before the streamed layers are."""
@@ -171,13 +175,16 @@ class HostMlps:
     def step(self, tokens: int) -> Iterator[None]:
         """Around all that launches a step of so many tokens."""
         joined = self.joined
-        if joined is None or tokens > joined.few_tokens:
+        numbers = () if joined is None or tokens > joined.few_tokens else joined.numbers(self._streamed.streamed)
+        if joined is None or not numbers:
             self._streamed.hosted = frozenset()
             yield
             return
-        self._streamed.hosted, self._now = frozenset(joined.exchanges), joined.exchanges
+        every = list(joined.exchanges.items())
+        self._now = dict(every[number] for number in numbers)
+        self._streamed.hosted = frozenset(self._now)
         try:
-            with joined.host.step(tokens):
+            with joined.host.step(tokens, numbers):
                 yield
         finally:
             self._now = {}
