@@ -4,6 +4,7 @@ with, whatever order the GPU does things in, after steps with few tokens too."""
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,20 @@ def test_nothing_changes_places_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
     placed.step(2, 2)
     assert placed.experts.expert_use().swaps == 1
     placed.experts.close()
+
+
+def test_what_was_used_only_grows() -> None:
+    """The host counts at once, the GPU's counts are looked at now and then."""
+    placed = Placed(in_threes(1), QueuedCopies(0))
+    experts, counted = placed.experts, placed.experts._counted
+    experts.host = host = SimpleNamespace(pairs=0, computed_s=0.0, close=lambda: None)
+    told = []
+    for pairs, hits, on_host in ((0, 0, 40), (100, 40, 42), (100, 40, 90), (200, 80, 92), (200, 80, 140)):
+        counted.pairs, counted.hits, host.pairs = pairs, hits, on_host
+        use = experts.expert_use()
+        told.append((use.host_pairs, use.pairs - use.hits - use.host_pairs))
+    assert told == [(0, 0), (42, 18), (42, 18), (92, 28), (92, 28)]
+    experts.close()
 
 
 @pytest.mark.parametrize("lost", ["await_copy", "after_launched"])

@@ -91,6 +91,8 @@ class DeviceExperts:
         """[layers, experts]"""
         self._uses = torch.zeros_like(self.places)
         self._counted = ExpertUses(self.places.cpu().clone())
+        self._over_link = 0
+        """Pairs that were computed with what came over the link, as told last."""
         self._paused, self._possible = False, 0.0
 
     @property
@@ -241,11 +243,14 @@ class DeviceExperts:
         return msgspec.structs.replace(self._copies.use(), possible_bytes_per_s=self._possible)
 
     def expert_use(self) -> ExpertUse:
-        host = self.host
+        host, waited = self.host, self._counted.pairs - self._counted.hits
+        # The host counts at once, and the GPU's counts are looked at later: what it has not told of is left out.
+        on_host = 0 if host is None else min(host.pairs, waited - self._over_link)
+        self._over_link = waited - on_host
         return ExpertUse(
             pairs=self._counted.pairs,
             hits=self._counted.hits,
-            host_pairs=0 if host is None else host.pairs,
+            host_pairs=on_host,
             host_s=0.0 if host is None else host.computed_s,
             swaps=self._counted.swaps,
         )
