@@ -88,6 +88,8 @@ class DeviceLayers:
         self._paused, self._possible = False, 0.0
         self.hosted: frozenset[int] = frozenset()
         """Whose second halves stay where they wait, in the step that is launched: the host computes from them."""
+        self.host_bytes = 0
+        """Of RAM, for what it computes from."""
 
     @property
     def nbytes(self) -> int:

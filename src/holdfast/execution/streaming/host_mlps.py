@@ -206,9 +206,11 @@ class HostMlps:
             found = self._measured()
         except (HoldfastError, OSError, MemoryError, RuntimeError) as error:
             log.warning("cpu_compute: the GPU computes all MLPs (%s)", error)
+            self._streamed.host_bytes = 0
             return
         if isinstance(found, str):
             log.info("cpu_compute: the GPU computes all MLPs (%s)", found)
+            self._streamed.host_bytes = 0
             return
         log.info("cpu_compute: %s", found.reason)
         self.joined = found
@@ -237,6 +239,7 @@ class HostMlps:
         if not few:
             return f"{said}: steps would be {gains[1]:.2f}x as fast"
         layers = hosted_layers(offer.order, in_a_row, room)
+        self._streamed.host_bytes = len(layers) * offer.mlp_bytes
         kept |= self._loaded([layer for layer in layers if layer not in kept])
         if self._stopping.is_set() or not all(layer in kept for layer in layers):
             return STOPPED
