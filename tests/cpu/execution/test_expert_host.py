@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -17,8 +19,7 @@ from holdfast.footprint.experts import ExchangeLayout
 LAYERS, HIDDEN, INNER = 3, 64, 64
 
 
-@pytest.fixture
-def host() -> Iterator[ExpertHost]:
+def made() -> ExpertHost:
     if not native.available():
         pytest.skip(str(native.why_not()))
     gate_up, down = (torch.zeros(rows, 4 * HIDDEN, dtype=torch.uint8) for rows in (2 * INNER, HIDDEN))
@@ -30,9 +31,14 @@ def host() -> Iterator[ExpertHost]:
         activation="silu",
     )
     layout = ExchangeLayout(LAYERS, 1, 1, HIDDEN, 4)
-    made = ExpertHost([mlp] * LAYERS, layout, unpinned_memory([4096]), torch.float32, torch.device("cpu"), 1)
-    yield made
-    made.close()
+    return ExpertHost([mlp] * LAYERS, layout, unpinned_memory([4096]), torch.float32, torch.device("cpu"), 1)
+
+
+@pytest.fixture
+def host() -> Iterator[ExpertHost]:
+    host = made()
+    yield host
+    host.close()
 
 
 def replies(host: ExpertHost) -> list[int]:
@@ -78,3 +84,19 @@ def test_layers_that_are_not_asked_for_are_left_out(host: ExpertHost) -> None:
                     time.sleep(0.001)
     assert replies(host) == [2, 3, 2]
     assert host.pairs == 6
+
+
+def test_nothing_is_kept_of_one_that_nobody_has() -> None:
+    """As after a start that failed and is tried again."""
+    host = made()
+    thread, kept = host._thread, weakref.ref(host)
+    with host.step(1):
+        for exchange in host.exchanges:
+            exchange.request.fill_(1)
+            while int(exchange.reply) != 1:
+                time.sleep(0.001)
+    del host, exchange
+    gc.collect()
+    thread.join(30)
+    assert kept() is None
+    assert not thread.is_alive()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -29,6 +30,10 @@ MEASURED_STEPS = 3
 GIVEN_UP_LOOK_S = 0.001
 LAST_STEP = 2**31 - 1
 """After it comes 1 again."""
+
+
+Asked = queue.SimpleQueue[tuple[int, int, tuple[int, ...] | None] | None]
+"""Steps: number, tokens, and the layers that it asks for; None: it is over."""
 
 
 class ExpertHost:
@@ -80,9 +85,12 @@ class ExpertHost:
         self._number = self._answered = 0
         """Of the last step that was launched, and of the last that this thread is done with."""
         self._error: Exception | None = None
-        self._asked: queue.SimpleQueue[tuple[int, int, tuple[int, ...] | None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="expert-host", daemon=True)
+        self._asked: Asked = queue.SimpleQueue()
+        given = weakref.ref(self), self._asked, self._threads
+        self._thread = threading.Thread(target=_serve, args=given, name="expert-host", daemon=True)
         self._thread.start()
+        # A start may fail before anybody closes this: it ends with whoever has it.
+        self._end = weakref.finalize(self, self._asked.put, None)
 
     def _view(self, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = dtype.itemsize * torch.Size(shape).numel()
@@ -148,17 +156,15 @@ class ExpertHost:
         while self._answered != number and self._thread.is_alive():
             time.sleep(GIVEN_UP_LOOK_S)
 
-    def _serve(self) -> None:
-        with self._threads.computing():
-            while (asked := self._asked.get()) is not None:
-                number, tokens, layers = asked
-                if self._error is None:
-                    self._compute(number, tokens, layers)
-                if self._error is not None:
-                    # Whoever reads the step looks at the error first; the GPU shall not wait until then.
-                    for layer in range(self._exchange.layout.layers):
-                        self._exchange.reply(layer).fill_(number)
-                self._answered = number
+    def answer(self, number: int, tokens: int, layers: tuple[int, ...] | None) -> None:
+        """A step's layers; by the thread alone."""
+        if self._error is None:
+            self._compute(number, tokens, layers)
+        if self._error is not None:
+            # Whoever reads the step looks at the error first; the GPU shall not wait until then.
+            for layer in range(self._exchange.layout.layers):
+                self._exchange.reply(layer).fill_(number)
+        self._answered = number
 
     def _compute(self, number: int, tokens: int, layers: tuple[int, ...] | None) -> None:
         try:
@@ -184,8 +190,16 @@ class ExpertHost:
             )
 
     def close(self) -> None:
-        self._asked.put(None)
+        self._end()
         self._thread.join()
         self.exchanges.clear()
         del self._shared
         self._memory.close()
+
+
+def _serve(host: weakref.ref[ExpertHost], asked: Asked, threads: ComputeThreads) -> None:
+    with threads.computing():
+        while (step := asked.get()) is not None:
+            if (there := host()) is not None:
+                there.answer(*step)
+            del there
