@@ -28,6 +28,8 @@ EXPERT_SLOTS = 2
 follow the last one's at once, so that with one slot the link would wait for every layer to be computed."""
 HOST_DTYPE = "float32"
 """That the host computes in."""
+HOST_ACTIVATIONS = "silu", "gelu_tanh"
+"""That its compiled kernels have."""
 FEW_TOKENS = 32
 """At most, in a step for which no experts are copied: there is room for so many between the GPU and the host. Which
 steps have few is decided by calibration at the start."""
