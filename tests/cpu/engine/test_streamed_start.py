@@ -3,6 +3,7 @@ is refused where others have taken RAM since. The GPU's link is simulated."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,12 +15,14 @@ from aliased_memory import AliasedMemory
 from simulated_copies import SimulatedCopies
 
 from holdfast.config import EngineConfig
-from holdfast.engine.startup import build_gpu, streamed_layers
+from holdfast.engine.startup import build_gpu, placed_experts, streamed_layers
 from holdfast.engine.startup.build_gpu import start_with_room
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.layers.experts import ExpertWeights
+from holdfast.execution.streaming import host_copies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.footprint.expert_places import expert_places
 from holdfast.footprint.streamed import with_others_streamed
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
@@ -140,3 +143,28 @@ def test_ram_for_layers_that_leave_is_what_mlps_of_the_host_leave(config: Engine
     layers.host_bytes = 5 * MIB
     assert layers._room() == room - 5 * MIB
     layers.close()
+
+
+def test_experts_are_not_loaded_for_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take minutes for nothing, and RAM from the next attempt."""
+    begun, loaded = threading.Event(), list[int]()
+
+    def load(loader: Any, layer: Any, activation: str) -> Any:
+        loaded.append(layer.index)
+        begun.set()
+        failed.wait(30)
+
+    failed = threading.Event()
+    monkeypatch.setattr(host_copies, "load_host_layer", load)
+    monkeypatch.setattr(host_copies, "HOST_READERS", 1)
+    places = expert_places(dict.fromkeys(range(4), 8), 4, dict.fromkeys(range(4), 1), dict.fromkeys(range(4), 8))
+    plan: Any = SimpleNamespace(engine=SimpleNamespace(expert_places=places, quantize=None))
+    with pytest.raises(KeyError), placed_experts.host_layers(plan, from_config(UNTIED), None):
+        fail(begun, failed)
+    assert loaded == [0]
+
+
+def fail(begun: threading.Event, failed: threading.Event) -> None:
+    assert begun.wait(30)
+    threading.Timer(0.1, failed.set).start()
+    raise KeyError
