@@ -205,6 +205,25 @@ def test_a_step_of_few_tokens_leaves_second_halves_where_they_are(
         hosts.check()
 
 
+def test_an_mlp_in_another_format_leaves_all_to_the_gpu(
+    layers: DeviceLayers,
+    mlp: native.ExpertLayer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of the last layer, say."""
+    caplog.set_level("INFO", "holdfast")
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
+    offer = replace(offered(range(8), GIB, mlp), load=lambda layer: None if layer == 7 else mlp)
+    hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    hosts.begin()
+    hosts.wait(30)
+    assert hosts.joined is None
+    assert layers.host_bytes == 0
+    assert "the GPU computes all MLPs (compiled kernels do not read them)" in caplog.text
+    hosts.close()
+
+
 def test_a_layer_that_came_to_stay_is_the_gpus(
     layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

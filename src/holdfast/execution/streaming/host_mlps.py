@@ -40,7 +40,7 @@ LOADERS, WHILE_LOADED = 4, 3
 """MLPs that are loaded for the host at a time, and how many times its bytes each takes meanwhile beside them: raw, and
 unpacked to a byte a code."""
 
-STOPPED = "the engine was stopped before they were copied"
+STOPPED, NOT_READ = "the engine was stopped before they were copied", "compiled kernels do not read them"
 WORTH = 1.1
 """What steps must become faster by, as they are estimated, for the host to compute beside them."""
 MOST_IN_A_ROW = 2
@@ -224,7 +224,7 @@ class HostMlps:
             return f"RAM has room for {counted(room, 'MLP')} of {size} beside what is pinned"
         kept = self._loaded(trial)
         if len(kept) < len(trial):
-            return STOPPED if self._stopping.is_set() else "compiled kernels do not read them"
+            return STOPPED if self._stopping.is_set() else NOT_READ
         sizes = [size for size in FEW_SIZES if size <= offer.tokens]
         with ComputeThreads(offer.threads, own=True).computing():
             taken_s = {size: measure_layers(list(kept.values()), 1, size, offer.dtype) for size in sizes}
@@ -241,8 +241,8 @@ class HostMlps:
         layers = hosted_layers(offer.order, in_a_row, room)
         self._streamed.host_bytes = len(layers) * offer.mlp_bytes
         kept |= self._loaded([layer for layer in layers if layer not in kept])
-        if self._stopping.is_set() or not all(layer in kept for layer in layers):
-            return STOPPED
+        if not all(layer in kept for layer in layers):
+            return STOPPED if self._stopping.is_set() else NOT_READ
         reason = (
             f"the host computes the MLPs of {counted(len(layers), 'streamed layer')} in steps of up to"
             f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gains[1]:.2f}x as fast:"
