@@ -13,12 +13,14 @@ from tiny_gpu import Tiny, prompt, run, tokens_of, told_of
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
+from holdfast.errors import EngineError
 from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_copies import load_host_mlp, with_host_mlps
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.execution.triton_kernels.host.mlp_rows import add_rows, send_rows
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.streamed import streamed_layers
@@ -98,3 +100,23 @@ def test_log_probabilities_in_bfloat16_are_close(tmp_path: Path, device: torch.d
     assert found[0].shape == (8,)
     torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0)
     assert not torch.equal(found[1], found[0])
+
+
+def test_a_host_that_did_not_answer_is_an_error(tmp_path: Path, device: torch.device) -> None:
+    """What was added in place of its answer means nothing, in all steps from then on."""
+    model = Hosted(tmp_path, "Llama", num_hidden_layers=3)
+    model.hosted = (2,)
+    model.weights(device)
+    hosts, x = model.hosts, torch.ones((1, model.spec.hidden_size), device=device)
+    assert hosts.joined is not None
+    hosts.joined.host._failed.fill_(1)  # As the GPU leaves it when it has waited in vain.
+    with hosts.step(1):
+        exchange = hosts.exchange(2)
+        assert exchange is not None
+        send_rows(x, exchange)
+        add_rows(exchange, x, add=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    with pytest.raises(EngineError, match="did not get what the host was to compute"):
+        hosts.check()
+    hosts.close()

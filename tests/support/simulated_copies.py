@@ -62,6 +62,9 @@ class SimulatedCopies:
     def await_copy(self, mark: list[_Copy]) -> None:
         self.wait(mark)
 
+    def capturing(self) -> bool:
+        return False
+
     def passed(self, mark: list[_Copy]) -> bool:
         if self._random.random() < 0.5:
             self.wait(mark)
@@ -158,6 +161,9 @@ class QueuedCopies:
 
     def await_copy(self, mark: _Mark) -> None:
         self._await(self._computing, mark)
+
+    def capturing(self) -> bool:
+        return False
 
     def passed(self, mark: _Mark) -> bool:
         self.run_some()

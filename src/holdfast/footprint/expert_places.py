@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from holdfast.checkpoints import StoredTensor
 from holdfast.footprint.cpu import ELEMENT_BYTES, held_tensors
 from holdfast.footprint.experts import ExchangeLayout, kinds
+from holdfast.footprint.gpu import padded_sizes
 from holdfast.footprint.layouts import BLOCK_COLUMNS, Quantize
 from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.footprint.streamed import with_gaps
@@ -27,6 +28,8 @@ EXPERT_SLOTS = 2
 follow the last one's at once, so that with one slot the link would wait for every layer to be computed."""
 HOST_DTYPE = "float32"
 """That the host computes in."""
+HOST_ACTIVATIONS = "silu", "gelu_tanh"
+"""That its compiled kernels have."""
 FEW_TOKENS = 32
 """At most, in a step for which no experts are copied: there is room for so many between the GPU and the host. Which
 steps have few is decided by calibration at the start."""
@@ -196,10 +199,11 @@ def _bytes_of_one(tensor: TensorSpec, kept: StoredTensor | None, layout: str | S
 
 
 def exchange_layout(spec: ModelSpec, places: ExpertPlaces, sequences: int, element_bytes: int) -> ExchangeLayout:
-    """Between a GPU with so many sequences and the host that computes with its waiting experts."""
+    """Between a GPU with so many sequences and the host that computes with its waiting experts: a token of each, with
+    what that is padded by."""
     return ExchangeLayout(
         layers=len(places.layers),
-        tokens=min(FEW_TOKENS, sequences),
+        tokens=next((size for size in padded_sizes(FEW_TOKENS) if size >= sequences), FEW_TOKENS),
         per_token=kinds(spec)[0].per_token,
         hidden=spec.hidden_size,
         element_bytes=element_bytes,

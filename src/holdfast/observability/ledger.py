@@ -242,12 +242,11 @@ def _link_line(link: LinkUse) -> str:
 
 
 def _experts_line(use: ExpertUse) -> str:
-    """Hit rate, what the host computed and at what rate, and what changed places."""
+    """Hit rate, what the host computed, and what changed places."""
     if not use.pairs:
         return "experts: no step with few tokens so far"
     host = f"; {use.host_pairs / use.pairs:.0%} computed by the CPU" if use.host_pairs else ""
-    rate = f" at {use.host_bytes / use.host_s / 1e9:.1f} GB/s" if use.host_pairs and use.host_s else ""
-    return f"experts: {use.hits / use.pairs:.0%} of uses found in VRAM{host}{rate}; {use.swaps:,} changed places"
+    return f"experts: {use.hits / use.pairs:.0%} of uses found in VRAM{host}; {use.swaps:,} changed places"
 
 
 def ledger_lines(ledger: Ledger) -> list[str]:

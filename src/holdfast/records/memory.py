@@ -41,12 +41,8 @@ class ExpertUse(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, whose expert was in VRAM."""
     host_pairs: int = 0
     """That the host's cores computed; the GPU read what is in neither over the link."""
-    host_bytes: int = 0
-    """Of experts that they read for it."""
     host_s: float = 0.0
     """That they computed."""
-    stalled_s: float = 0.0
-    """That the GPU waited for them; 0: not measured."""
     swaps: int = 0
     """Experts that came to VRAM in the place of others, which were used less."""
 

@@ -20,7 +20,7 @@ from holdfast.execution.gpu.memory import accounting as gpu_memory
 from holdfast.execution.gpu.memory.arbiter import VramArbiter
 from holdfast.execution.gpu.memory.virtual_memory import OUT_OF_MEMORY, RangeError
 from holdfast.footprint.gpu import GRAPHS_BYTES
-from holdfast.footprint.streamed import with_others_streamed
+from holdfast.footprint.streamed import page_tables_bytes, with_others_streamed
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.models import ModelSpec, from_config
@@ -430,7 +430,10 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
         total_bytes=64 * GIB,
         free_bytes=60 * GIB,
         limited_by="machine",
-        terms=[MemoryTerm(tier="ram", term="weights", planned_bytes=placed.pinned_bytes)],
+        terms=[
+            MemoryTerm(tier="ram", term="weights", planned_bytes=placed.pinned_bytes),
+            MemoryTerm(tier="ram", term="mlps_cpu", planned_bytes=5 * MIB),
+        ],
     )
     report = MemoryReport(
         tier="vram", total_bytes=gpu.total, free_bytes=gpu.free, limited_by="GPU 0", budget_bytes=plan.budget_bytes,
@@ -461,7 +464,9 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
         assert now.plan.terms.get("layer_slots", 0) == then.slots_bytes
         measured = {term.term: term.measured_bytes for term in now.info.memory.terms}
         assert (measured["weights"], measured["kv_pool"]) == (weights, granted.kv_bytes)
-        assert now.info.memory.below[0].terms[0].measured_bytes == 77 * MIB
+        pinned, mlps = now.info.memory.below[0].terms
+        assert (pinned.measured_bytes, mlps.planned_bytes, mlps.measured_bytes) == (77 * MIB, 5 * MIB, None)
+        assert now.plan.terms["page_tables"] == page_tables_bytes(77 * MIB)
         (said,) = [line for line in now.info.decisions if line.startswith("streamed_layers = ")]
         assert f"{len(streamed)} of 16" in said
         assert any(line == said for line in now.info.lowered) == bool(streamed)

@@ -3,8 +3,10 @@ is refused where others have taken RAM since. The GPU's link is simulated."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,15 @@ from aliased_memory import AliasedMemory
 from simulated_copies import SimulatedCopies
 
 from holdfast.config import EngineConfig
-from holdfast.engine.startup import streamed_layers
+from holdfast.engine.startup import build_gpu, placed_experts, streamed_layers
 from holdfast.engine.startup.build_gpu import start_with_room
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
+from holdfast.execution.layers.experts import ExpertWeights
+from holdfast.execution.streaming import host_copies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.footprint.expert_places import expert_places
+from holdfast.footprint.streamed import with_others_streamed
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import from_config
@@ -102,3 +108,63 @@ def test_ram_that_others_have_taken_since_the_plan_is_not_pinned(
     found.close()
     assert tried == [3, 1]
     assert "memory ran short during startup (RAM no longer holds" in caplog.text
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_the_host_has_mlps_where_two_layers_or_more_are_streamed(
+    config: EngineConfig, count: int, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one the link brings nothing meanwhile; of none, as a process is started again with, there is none to compute.
+    Experts are another matter."""
+    monkeypatch.setattr(build_gpu.native, "available", lambda: True)
+    plan = planned(config)
+    assert plan.engine.streamed is not None
+    placed = with_others_streamed(plan.engine.streamed, plan.engine.streamed.layers[:count])
+    plan = replace(plan, own=replace(plan.engine, streamed=placed))
+    layers = started(config, plan)
+    mlp: Any = SimpleNamespace(nbytes=7)
+    every: list[Any] = [SimpleNamespace(nbytes=9, mlp=mlp) for _ in range(4)]
+    if mixed and placed.layers:
+        every[placed.layers[-1]].mlp = ExpertWeights.__new__(ExpertWeights)
+    norm = SimpleNamespace(weight=torch.zeros(1))
+    weights: Any = SimpleNamespace(slots=layers, layers=every, dtype=torch.bfloat16, final_norm=norm)
+    hosts = build_gpu._host_mlps(config, plan, from_config(UNTIED), None, weights)  # type: ignore[arg-type]
+    assert (hosts is not None) == (count > 1 and not mixed)
+    layers.close()
+
+
+@pytest.mark.usefixtures("simulated")
+def test_ram_for_layers_that_leave_is_what_mlps_of_the_host_leave(config: EngineConfig) -> None:
+    plan = planned(replace(config, ram=8 * GIB))
+    layers = started(config, plan)
+    room = layers._room()
+    layers.host_bytes = 5 * MIB
+    assert layers._room() == room - 5 * MIB
+    layers.close()
+
+
+def test_experts_are_not_loaded_for_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take minutes for nothing, and RAM from the next attempt."""
+    begun, loaded = threading.Event(), list[int]()
+
+    def load(loader: Any, layer: Any, activation: str) -> Any:
+        loaded.append(layer.index)
+        begun.set()
+        failed.wait(30)
+
+    failed = threading.Event()
+    monkeypatch.setattr(host_copies, "load_host_layer", load)
+    monkeypatch.setattr(host_copies, "HOST_READERS", 1)
+    places = expert_places(dict.fromkeys(range(4), 8), 4, dict.fromkeys(range(4), 1), dict.fromkeys(range(4), 8))
+    plan: Any = SimpleNamespace(engine=SimpleNamespace(expert_places=places, quantize=None))
+    with pytest.raises(KeyError), placed_experts.host_layers(plan, from_config(UNTIED), None):
+        fail(begun, failed)
+    assert loaded == [0]
+
+
+def fail(begun: threading.Event, failed: threading.Event) -> None:
+    assert begun.wait(30)
+    threading.Timer(0.1, failed.set).start()
+    raise KeyError

@@ -4,12 +4,14 @@ with, whatever order the GPU does things in, after steps with few tokens too."""
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from simulated_copies import QueuedCopies, unpinned_memory
 
 from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.footprint.expert_places import ExpertPlaces, expert_places
 
 CPU = torch.device("cpu")
@@ -71,6 +73,52 @@ def test_all_experts_are_where_their_table_says(seed: int) -> None:
     copies.run_all()
     assert placed.read == looked
     placed.experts.close()
+
+
+def in_threes(layers: int) -> ExpertPlaces:
+    return expert_places(dict.fromkeys(range(layers), SIZE), EXPERTS, dict.fromkeys(range(layers), 3))
+
+
+def test_what_kernels_were_loaded_with_is_no_layers() -> None:
+    """Steps of few tokens are among what is computed then: what they fetch lies in slots, over others' experts."""
+    copies = QueuedCopies(3)
+    placed = Placed(in_threes(4), copies)
+    placed.step(4, 9)
+    with placed.experts.as_they_are():
+        assert placed.experts.begin(3, 2).fetched is not None
+        for layer in (2, 3):
+            copies.launch(lambda layer=layer: placed.slots[layer].fill_(layer))
+    placed.step(4, 9)
+    copies.run_all()
+    assert placed.read == 16
+    placed.experts.close()
+
+
+def test_nothing_changes_places_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would do so again whenever the graph is launched."""
+    monkeypatch.setattr(ExpertUses, "look_at", lambda uses, counted: [Swap(0, 4, 1)] if uses.swaps == 0 else [])
+    placed = Placed(in_threes(2), QueuedCopies(0))
+    monkeypatch.setattr(QueuedCopies, "capturing", lambda copies: True)
+    placed.step(2, 2)
+    assert placed.experts.expert_use().swaps == 0
+    monkeypatch.setattr(QueuedCopies, "capturing", lambda copies: False)
+    placed.step(2, 2)
+    assert placed.experts.expert_use().swaps == 1
+    placed.experts.close()
+
+
+def test_what_was_used_only_grows() -> None:
+    """The host counts at once, the GPU's counts are looked at now and then."""
+    placed = Placed(in_threes(1), QueuedCopies(0))
+    experts, counted = placed.experts, placed.experts._counted
+    experts.host = host = SimpleNamespace(pairs=0, computed_s=0.0, close=lambda: None)
+    told = []
+    for pairs, hits, on_host in ((0, 0, 40), (100, 40, 42), (100, 40, 90), (200, 80, 92), (200, 80, 140)):
+        counted.pairs, counted.hits, host.pairs = pairs, hits, on_host
+        use = experts.expert_use()
+        told.append((use.host_pairs, use.pairs - use.hits - use.host_pairs))
+    assert told == [(0, 0), (42, 18), (42, 18), (92, 28), (92, 28)]
+    experts.close()
 
 
 @pytest.mark.parametrize("lost", ["await_copy", "after_launched"])

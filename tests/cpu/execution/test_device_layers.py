@@ -178,6 +178,24 @@ def test_a_layer_that_finds_no_memory_to_stay_in_is_streamed_like_before(tmp_pat
     layers.close()
 
 
+def test_layers_take_turns_in_fewer_slots_where_somebody_took_the_memory(tmp_path) -> None:
+    """That others have left: they go on, a little slower."""
+    by_layer = [PAGE] * 6
+    streamed = beside_gpu(streamed_layers(by_layer, 1, 0), by_layer)
+    copies, driver = QueuedCopies(5), AliasedMemory()
+    layers = made(streamed, copies, tmp_path, driver=driver)
+    reader = Reader(layers, streamed, copies)
+    more = tuple(sorted({*streamed.layers, 0, 1, 2}))
+    assert layers.slots_for(more) == 2
+    left = len(more) - 1
+    driver.memory_bytes = sum(driver.handles.values()) - left * driver.whole(streamed.sizes[0])
+    layers.change(more)
+    assert (layers.streamed, layers.nbytes) == (more, driver.whole(streamed.sizes[0]))
+    reader.step(6)
+    copies.run_all()
+    layers.close()
+
+
 def test_a_layer_leaves_only_for_ram_that_is_there(tmp_path) -> None:
     by_layer, room = [PAGE] * 6, [0]
     streamed = beside_gpu(streamed_layers(by_layer, 2, 0), by_layer)

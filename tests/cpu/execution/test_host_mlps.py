@@ -47,7 +47,7 @@ def test_the_others_are_in_their_slots(seed: int) -> None:
     looked: list[tuple[int, int]] = []
 
     def look(layer: int, half: int) -> None:
-        place = layers._slot(layer).tensor[: sizes[layer]].split((cuts[layer], sizes[layer] - cuts[layer]))[half]
+        place = layers.place(layer)[: sizes[layer]].split((cuts[layer], sizes[layer] - cuts[layer]))[half]
         assert place.eq(layer + 100 * half).all(), (layer, half)
         looked.append((layer, half))
 
@@ -203,6 +203,44 @@ def test_a_step_of_few_tokens_leaves_second_halves_where_they_are(
     hosts.close()
     with pytest.raises(EngineError, match="HF445"):
         hosts.check()
+
+
+def test_an_mlp_in_another_format_leaves_all_to_the_gpu(
+    layers: DeviceLayers,
+    mlp: native.ExpertLayer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of the last layer, say."""
+    caplog.set_level("INFO", "holdfast")
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
+    offer = replace(offered(range(8), GIB, mlp), load=lambda layer: None if layer == 7 else mlp)
+    hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    hosts.begin()
+    hosts.wait(30)
+    assert hosts.joined is None
+    assert layers.host_bytes == 0
+    assert "the GPU computes all MLPs (compiled kernels do not read them)" in caplog.text
+    hosts.close()
+
+
+def test_a_layer_that_came_to_stay_is_the_gpus(
+    layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
+    hosts = decided(layers, GIB, mlp)
+    assert hosts.joined is not None
+    assert tuple(hosts.joined.exchanges) == (1, 2, 4, 5, 7)
+    for streamed, hosted in (((0, 1, 2, 3), {1, 2}), ((0, 3), set())):
+        monkeypatch.setattr(layers, "_order", streamed)
+        with hosts.step(1):
+            assert layers.hosted == hosted
+            asked = [exchange for layer in range(8) if (exchange := hosts.exchange(layer)) is not None]
+            assert len(asked) == len(hosted)
+            for exchange in asked:
+                exchange.request.copy_(exchange.step)
+    hosts.close()
+    hosts.check()
 
 
 def test_an_engine_that_is_closed_waits_for_no_copies(layers: DeviceLayers, mlp: native.ExpertLayer) -> None:

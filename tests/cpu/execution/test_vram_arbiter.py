@@ -105,6 +105,18 @@ def test_a_larger_budget_takes_layers_in_and_a_smaller_one_sends_them_out() -> N
     gpu.close()
 
 
+def test_page_tables_of_what_is_pinned_for_layers_that_leave_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.execution.gpu.memory.arbiter.page_tables_bytes", lambda pinned: pinned // 16)
+    gpu = Gpu()
+    before = gpu.layers.pinned_bytes
+    gpu.arbiter.shares["page_tables"] = before // 16
+    budget = gpu.budget + before // 16 - 4 * gpu.driver.whole(gpu.size)
+    gpu.change(budget)
+    assert gpu.layers.pinned_bytes > before
+    assert gpu.told_bytes() + gpu.layers.pinned_bytes // 16 <= budget
+    gpu.close()
+
+
 def test_layers_that_ram_does_not_hold_stay_and_the_budget_is_what_can_be_kept_to() -> None:
     gpu = Gpu(ram_layers=2)
     granted = gpu.change(PAGE)

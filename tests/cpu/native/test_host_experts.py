@@ -17,8 +17,10 @@ from torch.nn.functional import silu
 from holdfast.errors import EngineError
 from holdfast.execution import native
 from holdfast.execution.layers.rounding import rounded_inputs
+from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS
 from holdfast.execution.native.planes import ScaledBlockMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.expert_places import HOST_ACTIVATIONS
 from holdfast.footprint.experts import ExchangeLayout
 from holdfast.footprint.scaled_layouts import ScaledLayout
 
@@ -268,3 +270,7 @@ def test_what_does_not_fit_is_refused() -> None:
         native.HostExchange(layout, torch.empty(layout.nbytes - 1, dtype=torch.uint8), torch.float32)
     with pytest.raises(ValueError, match="bytes an element"):
         native.HostExchange(layout, torch.empty(layout.nbytes, dtype=torch.uint8), torch.bfloat16)
+
+
+def test_plans_know_its_activations() -> None:
+    assert set(HOST_ACTIVATIONS) == set(ACTIVATION_NUMBERS)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from holdfast.footprint.expert_places import all_wait, expert_places, spread_experts
+from holdfast.footprint.expert_places import FEW_TOKENS, all_wait, exchange_layout, expert_places, spread_experts
+from holdfast.footprint.gpu import padded_sizes
 from holdfast.footprint.streamed import with_gaps
+from holdfast.models import ExpertsSpec
 from holdfast.units import MIB
 
 SIZES = {1: 3 * MIB, 2: 2 * MIB, 4: 3 * MIB}
@@ -45,3 +50,13 @@ def test_by_hand_all_experts_of_named_layers_wait(layers: list[int]) -> None:
     assert set(places.resident) == {0}
     assert places.host_bytes == len(layers) * 8 * 5 * MIB
     assert places.resident_bytes == 0
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 6, 20, 32, 33, 256])
+def test_a_token_of_each_sequence_passes_to_the_host_however_it_is_padded(sequences: int) -> None:
+    layer = SimpleNamespace(experts=ExpertsSpec(count=8, per_token=2, intermediate_size=64))
+    spec: Any = SimpleNamespace(layers=[layer], hidden_size=64)
+    layout = exchange_layout(spec, spread_experts(SIZES, 8, resident=0), sequences, 2)
+    assert layout.tokens <= FEW_TOKENS
+    padded = next(size for size in padded_sizes(2048) if size >= min(sequences, FEW_TOKENS))
+    assert padded <= layout.tokens

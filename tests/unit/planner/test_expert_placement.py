@@ -162,6 +162,14 @@ def test_the_host_computes_nothing(settings: dict[str, object], why: str) -> Non
     assert why in said(plan)["cpu_compute"]
 
 
+def test_the_host_computes_nothing_that_its_kernels_have_no_activation_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = replace(spec_of(MODEL), activation="gelu")
+    monkeypatch.setitem(globals(), "spec_of", lambda name: exact)
+    plan = served(8)
+    assert places_of(plan).host_sizes == ()
+    assert "compiled kernels have no gelu" in said(plan)["cpu_compute"]
+
+
 def test_pinned_memory_does_not_starve_the_host(tmp_path: Path) -> None:
     error = refused(8, ram_gib=12)
     assert isinstance(error, DoesNotFitError)

@@ -19,7 +19,7 @@ from holdfast.engine.process import protocol
 from holdfast.engine.startup.build import FoundModel, plan_model
 from holdfast.engine.startup.plan_lines import concurrency, planned_terms
 from holdfast.errors import EngineError, UnsupportedOptionError
-from holdfast.footprint.streamed import with_others_streamed
+from holdfast.footprint.streamed import page_tables_bytes, with_others_streamed
 from holdfast.hardware import memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
@@ -191,8 +191,14 @@ def balanced(now: Serving, granted: VramGrant) -> tuple[Plan, EngineInfo]:
 
 def _with_layers(terms: Sequence[Term], layers: LayersGrant) -> tuple[Term, ...]:
     """With those of layers as they are now."""
-    sizes = {"weights": layers.weights_bytes, "layer_slots": layers.slots_bytes}
+    sizes = _sizes(layers)
     return tuple(replace(term, nbytes=sizes.get(term.name, term.nbytes)) for term in terms)
+
+
+def _sizes(layers: LayersGrant) -> dict[str, int]:
+    """Of terms that go by them."""
+    tables = page_tables_bytes(layers.pinned_bytes)
+    return {"weights": layers.weights_bytes, "layer_slots": layers.slots_bytes, "page_tables": tables}
 
 
 def _streamed_decision(plan: Plan, layers: LayersGrant) -> Decision:
@@ -206,7 +212,7 @@ def _streamed_decision(plan: Plan, layers: LayersGrant) -> Decision:
 
 def _with_layers_told(info: EngineInfo, layers: LayersGrant) -> EngineInfo:
     """What is measured of them, in VRAM and in RAM."""
-    report, sizes = info.memory, {"weights": layers.weights_bytes, "layer_slots": layers.slots_bytes}
+    report, sizes = info.memory, _sizes(layers)
     assert report is not None
     terms = [
         msgspec.structs.replace(term, measured_bytes=sizes.get(term.term, term.measured_bytes)) for term in report.terms
@@ -216,6 +222,8 @@ def _with_layers_told(info: EngineInfo, layers: LayersGrant) -> EngineInfo:
             tier,
             terms=[
                 msgspec.structs.replace(term, planned_bytes=layers.pinned_bytes, measured_bytes=layers.pinned_bytes)
+                if term.term == "weights"
+                else term
                 for term in tier.terms
             ],
         )

@@ -274,19 +274,21 @@ def _host_mlps(
     streamed = plan.engine.streamed
     if streamed is None or config.cpu_compute == "off" or not isinstance(weights.slots, DeviceLayers):
         return None
+    if not streamed.layers:  # All came to stay before this process was started.
+        return None
     if streamed.on_disk or config.enable_lora or not native.available() or spec.decoder.mlp != "gated":
         why = "there are no compiled kernels for it"
         if streamed.on_disk or config.enable_lora:
             why = "layers come from a disk, which is slower" if streamed.on_disk else "LoRA is added on the GPU"
         log.info("cpu_compute: the GPU computes all MLPs (%s)", native.why_not() or why)
         return None
-    like, pinned = weights.layers[streamed.layers[0]], streamed.pinned_bytes
-    if isinstance(like.mlp, ExpertWeights):
+    like, slots = weights.layers[streamed.layers[0]], weights.slots
+    if any(isinstance(weights.layers[layer].mlp, ExpertWeights) for layer in streamed.layers):
         return None
 
     def room_bytes() -> int:
         free = int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES
-        return free if config.ram is None else min(free, config.ram - pinned - RAM_KEPT_BYTES)
+        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - RAM_KEPT_BYTES)
 
     def load(layer: int) -> native.ExpertLayer | None:
         with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
@@ -303,7 +305,8 @@ def _host_mlps(
         room_bytes=room_bytes,
         load=load,
     )
-    return HostMlps(offer, weights.slots, weights.final_norm.weight.device)
+    hosts = HostMlps(offer, slots, weights.final_norm.weight.device)
+    return hosts if hosts.candidates else None
 
 
 def _taken(plan: Plan, measured: Mapping[str, int], held: int) -> dict[str, int]:

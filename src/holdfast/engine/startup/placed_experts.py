@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -51,8 +52,14 @@ def host_layers(
         yield None
         return
     log.info("loading %s of experts for the host's cores", format_bytes(places.host_bytes))
+    given_up = threading.Event()
     with ThreadPoolExecutor(1, "host-experts") as thread:
-        yield thread.submit(load_host_experts, spec, checkpoint, places.layers, plan.engine.quantize).result
+        loaded = thread.submit(load_host_experts, spec, checkpoint, places.layers, plan.engine.quantize, given_up)
+        try:
+            yield loaded.result
+        except BaseException:  # Nobody needs the others.
+            given_up.set()
+            raise
 
 
 def expert_host(plan: Plan, spec: ModelSpec, layers: list[ExpertLayer], device: Device) -> ExpertHost:

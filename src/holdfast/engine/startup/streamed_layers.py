@@ -56,14 +56,17 @@ def device_layers(
     # What the first layers are loaded with comes first; the others are pinned while these are loaded.
     pinned = PinnedMemory(sizes, device, progress, background=[*range(layers, len(sizes)), *range(layers)])
     ranges = None if streamed.resident_sizes is None else LayerRanges(streamed.all_sizes, device)
-    most, held = plan.question.machine.pinned_bytes, weakref.ref(pinned)
+    most, held = plan.question.machine.pinned_bytes, list[weakref.ref[DeviceLayers]]()
 
     def room() -> int:
         """Of RAM that may still be pinned: of the server's share, and of what is free now."""
-        now, free = held(), host_budget(None, memory().available_bytes)
-        return free if most is None else max(0, min(free, most - (0 if now is None else now.nbytes)))
+        now, free = held[0](), host_budget(None, memory().available_bytes)
+        taken = 0 if now is None else now.pinned_bytes + now.host_bytes
+        return free if most is None else max(0, min(free, most - taken))
 
-    return DeviceLayers(streamed, device, CudaCopies(device), pinned, file, ranges, room)
+    made = DeviceLayers(streamed, device, CudaCopies(device), pinned, file, ranges, room)
+    held.append(weakref.ref(made))
+    return made
 
 
 def check_ram(pinned_bytes: int, what: str) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
-from holdfast.execution.gpu.batch_sizes import padded_sizes
+from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order, no_memory
@@ -106,8 +106,9 @@ class GpuRunner:
         # Streamed layers are waited for one by one, and launching takes less time than they take to come; so do all
         # experts of a layer for a step with many tokens.
         experts = self._decoder.experts
-        few = rows if experts is None else experts.few_tokens
-        self._most_captured = max((size for size in padded_sizes(rows) if size <= few), default=0)
+        most = limits.max_num_batched_tokens
+        few = most if experts is None else experts.few_tokens
+        self._most_captured = max((size for size in padded_sizes(rows) if padded(size, most) <= few), default=0)
         graphs = graphs and self._decoder.streamed is None
         around = None if experts is None else self._decoder.step
         self._graphs = DecodeGraphs(rows, self._run_decode, device, around) if graphs and pin else None

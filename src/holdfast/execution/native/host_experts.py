@@ -114,6 +114,8 @@ class HostExperts:
             ],
             dtype=numpy.int64,
         )
+        self._asked: tuple[int, ...] | None = None
+        self._described_asked = self._described[:0]
         self._kept = (layers, exchange)
         self._tokens, self._kernels = layout.tokens, kernels()
         self._numbers = (
@@ -132,13 +134,21 @@ class HostExperts:
         """Beside weights and exchange."""
         return self._room.nbytes + self._described.nbytes + sum(uses.nbytes for uses in self.uses)
 
-    def serve(self, step: int, tokens: int, patience_s: float = PATIENCE_S) -> Served:
+    def serve(
+        self, step: int, tokens: int, patience_s: float = PATIENCE_S, layers: tuple[int, ...] | None = None
+    ) -> Served:
         """Computes for all layers of a step as they are asked for, and returns after the last reply. An EngineError
-        when a layer is not asked for in time: the step cannot be finished then, nor can another be served."""
+        when a layer is not asked for in time: the step cannot be finished then, nor can another be served. `layers`:
+        the numbers of those that it asks for; None: all."""
         if not 1 <= step <= LAST_STEP or not 1 <= tokens <= self._tokens:
             raise ValueError(f"step {step} of {tokens} tokens; there is room for {self._tokens}")
+        if layers != self._asked:
+            self._asked, self._described_asked = layers, self._described[list(layers or ())]
+        described = self._described if layers is None else self._described_asked
         result, layer, waited_ns, computed_ns, pairs = self._kernels.serve(
-            *self._numbers,
+            described.ctypes.data,
+            len(described),
+            *self._numbers[2:],
             self._room.data_ptr(),
             self._room.nbytes,
             step,

@@ -38,6 +38,9 @@ class Copies(Protocol):
     def passed(self, mark: Any) -> bool:
         """Without waiting."""
 
+    def capturing(self) -> bool:
+        """What is launched now is captured, to be computed as often as it is launched later."""
+
     def now(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """In either direction, after all that was launched; it has arrived when this returns."""
 
@@ -87,6 +90,9 @@ class CudaCopies:
 
     def passed(self, mark: torch.cuda.Event) -> bool:
         return bool(mark.query())
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def now(self, source: torch.Tensor, target: torch.Tensor) -> None:
         torch.cuda.synchronize(self._device)

@@ -91,6 +91,8 @@ class DeviceExperts:
         """[layers, experts]"""
         self._uses = torch.zeros_like(self.places)
         self._counted = ExpertUses(self.places.cpu().clone())
+        self._over_link = 0
+        """Pairs that were computed with what came over the link, as told last."""
         self._paused, self._possible = False, 0.0
 
     @property
@@ -149,16 +151,21 @@ class DeviceExperts:
     @contextmanager
     def step(self, tokens: int) -> Iterator[None]:
         """Around all that launches or captures a step of so many tokens."""
-        if tokens <= self.few_tokens and not self._paused:
-            for slot in self._slots:
-                if slot.layer is not None:  # Its experts are overwritten.
-                    self._copies.await_copy(slot.copied)
-                    slot.layer = None
+        # A graph would do once more, whenever it is launched, what is done here.
+        if tokens <= self.few_tokens and not self._paused and not self._copies.capturing():
+            self._empty_slots()
             self._swaps.extend(self._counted.look_at(self._uses))
             for _ in range(min(SWAPS_A_STEP, len(self._swaps))):
                 self._swap(self._swaps.popleft())
         with nullcontext() if self.host is None or tokens > self.few_tokens else self.host.step(tokens):
             yield
+
+    def _empty_slots(self) -> None:
+        """What is launched from now on may write to them."""
+        for slot in self._slots:
+            if slot.layer is not None:
+                self._copies.await_copy(slot.copied)
+                slot.layer = None
 
     def compute_on_host(self, host: ExpertHost) -> None:
         """In steps with few tokens it computes with experts that wait. It is closed with this."""
@@ -188,6 +195,7 @@ class DeviceExperts:
     def as_they_are(self) -> Iterator[None]:
         """Within, layers are computed from whatever is in their slots: to load kernels, whose results nobody reads."""
         self._paused = True
+        self._empty_slots()  # Steps of few tokens are among what is computed.
         try:
             yield
         finally:
@@ -235,11 +243,14 @@ class DeviceExperts:
         return msgspec.structs.replace(self._copies.use(), possible_bytes_per_s=self._possible)
 
     def expert_use(self) -> ExpertUse:
-        host = self.host
+        host, waited = self.host, self._counted.pairs - self._counted.hits
+        # The host counts at once, and the GPU's counts are looked at later: what it has not told of is left out.
+        on_host = 0 if host is None else min(host.pairs, waited - self._over_link)
+        self._over_link = waited - on_host
         return ExpertUse(
             pairs=self._counted.pairs,
             hits=self._counted.hits,
-            host_pairs=0 if host is None else host.pairs,
+            host_pairs=on_host,
             host_s=0.0 if host is None else host.computed_s,
             swaps=self._counted.swaps,
         )

@@ -88,6 +88,8 @@ class DeviceLayers:
         self._paused, self._possible = False, 0.0
         self.hosted: frozenset[int] = frozenset()
         """Whose second halves stay where they wait, in the step that is launched: the host computes from them."""
+        self.host_bytes = 0
+        """Of RAM, for what it computes from."""
 
     @property
     def nbytes(self) -> int:
@@ -343,9 +345,7 @@ class DeviceLayers:
         self._coming.difference_update(leaving)
         for layer in (*leaving, *coming):
             self._ranges.drop(layer)
-        slots = self.slots_for(layers)
-        while self._ranges.slots < slots:
-            self._ranges.add_slot()
+        slots = self._make_slots(self.slots_for(layers))
         self._take_turns(layers, slots)
         while self._ranges.slots > slots:
             self._ranges.drop_slot()
@@ -362,6 +362,18 @@ class DeviceLayers:
             else:
                 assert self._on_disk is not None
                 self._on_disk.fetch(layer, self.place(layer)[: self._sizes[layer]])
+
+    def _make_slots(self, wanted: int) -> int:
+        """As many, or those that there are where somebody else took the memory that layers have left."""
+        assert self._ranges is not None
+        while self._ranges.slots < wanted:
+            try:
+                self._ranges.add_slot()
+            except RangeError as error:
+                if not error.out_of_memory or not self._ranges.slots:
+                    raise
+                return self._ranges.slots
+        return wanted
 
     def _stay_streamed(self, coming: Sequence[int], arrived: int) -> None:
         """All but the first `arrived` of them; one of these too where a slot finds memory no other way."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -25,8 +27,13 @@ from holdfast.footprint.experts import ExchangeLayout
 PATIENCE_S = 60.0
 """For a layer's request: kernels are compiled between layers when they are first used. The GPU waits as long."""
 MEASURED_STEPS = 3
+GIVEN_UP_LOOK_S = 0.001
 LAST_STEP = 2**31 - 1
 """After it comes 1 again."""
+
+
+Asked = queue.SimpleQueue[tuple[int, int, tuple[int, ...] | None] | None]
+"""Steps: number, tokens, and the layers that it asks for; None: it is over."""
 
 
 class ExpertHost:
@@ -75,11 +82,15 @@ class ExpertHost:
         """Whether the step that is being launched has the host beside it."""
         self.pairs, self.computed_s, self.waited_s = 0, 0.0, 0.0
         """That were computed here so far, and how long that and waiting for requests took."""
-        self._number = 0
-        self._error: EngineError | None = None
-        self._asked: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="expert-host", daemon=True)
+        self._number = self._answered = 0
+        """Of the last step that was launched, and of the last that this thread is done with."""
+        self._error: Exception | None = None
+        self._asked: Asked = queue.SimpleQueue()
+        given = weakref.ref(self), self._asked, self._threads
+        self._thread = threading.Thread(target=_serve, args=given, name="expert-host", daemon=True)
         self._thread.start()
+        # A start may fail before anybody closes this: it ends with whoever has it.
+        self._end = weakref.finalize(self, self._asked.put, None)
 
     def _view(self, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = dtype.itemsize * torch.Size(shape).numel()
@@ -115,8 +126,9 @@ class ExpertHost:
         self.exchanges[:] = [exchange._replace(over_link=over_link) for exchange in self.exchanges]
 
     @contextmanager
-    def step(self, tokens: int) -> Iterator[None]:
-        """Around what launches a step of so many tokens, or captures it: that is computed when it is launched."""
+    def step(self, tokens: int, layers: tuple[int, ...] | None = None) -> Iterator[None]:
+        """Around what launches a step of so many tokens, or captures it: that is computed when it is launched.
+        `layers`: the numbers of those that it asks for; None: all."""
         self.beside = True
         try:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -124,7 +136,7 @@ class ExpertHost:
                 return
             self._number = self._number % LAST_STEP + 1
             self._step.fill_(self._number)
-            self._asked.put((self._number, tokens))
+            self._asked.put((self._number, tokens, layers))
             try:
                 yield
             except BaseException:
@@ -134,24 +146,35 @@ class ExpertHost:
             self.beside = False
 
     def _give_up(self, number: int) -> None:
-        """Of a step that was not launched to its end: nobody asks for its other layers, nor reads the answers."""
+        """Of a step that was not launched to its end: nobody asks for its other layers, nor reads the answers. The next
+        one must not write what is still read for this one."""
         if self._device.type == "cuda":
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self._device)
         for layer in range(self._exchange.layout.layers):
             self._exchange.request(layer).fill_(number)
+        while self._answered != number and self._thread.is_alive():
+            time.sleep(GIVEN_UP_LOOK_S)
 
-    def _serve(self) -> None:
-        with self._threads.computing():
-            while (asked := self._asked.get()) is not None:
-                try:
-                    served = self._experts.serve(*asked, PATIENCE_S)
-                except EngineError as error:
-                    self._error = error
-                    return
-                self.pairs += served.pairs
-                self.computed_s += served.computed_s
-                self.waited_s += served.waited_s
+    def answer(self, number: int, tokens: int, layers: tuple[int, ...] | None) -> None:
+        """A step's layers; by the thread alone."""
+        if self._error is None:
+            self._compute(number, tokens, layers)
+        if self._error is not None:
+            # Whoever reads the step looks at the error first; the GPU shall not wait until then.
+            for layer in range(self._exchange.layout.layers):
+                self._exchange.reply(layer).fill_(number)
+        self._answered = number
+
+    def _compute(self, number: int, tokens: int, layers: tuple[int, ...] | None) -> None:
+        try:
+            served = self._experts.serve(number, tokens, PATIENCE_S, layers)
+        except Exception as error:
+            self._error = error
+            return
+        self.pairs += served.pairs
+        self.computed_s += served.computed_s
+        self.waited_s += served.waited_s
 
     def check(self) -> None:
         """Once a step is computed: raises what kept the host from answering, or the GPU from waiting for it."""
@@ -167,8 +190,16 @@ class ExpertHost:
             )
 
     def close(self) -> None:
-        self._asked.put(None)
+        self._end()
         self._thread.join()
         self.exchanges.clear()
         del self._shared
         self._memory.close()
+
+
+def _serve(host: weakref.ref[ExpertHost], asked: Asked, threads: ComputeThreads) -> None:
+    with threads.computing():
+        while (step := asked.get()) is not None:
+            if (there := host()) is not None:
+                there.answer(*step)
+            del there

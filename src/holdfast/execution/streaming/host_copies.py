@@ -5,6 +5,7 @@ In the layout that compiled products read; what the GPU multiplies is loaded by 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoints import Checkpoint
+from holdfast.errors import EngineError
 from holdfast.execution.native import ExpertLayer
 from holdfast.execution.streaming.host_mlps import HostMlps
 from holdfast.execution.weights.decoder_weights import Weights
@@ -25,11 +27,18 @@ HOST_READERS = 8  # Each loads a layer's experts for the host: most of the time 
 
 
 def load_host_experts(
-    spec: ModelSpec, checkpoint: Checkpoint | None, layers: Sequence[int], quantize: Quantize | None = None
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    layers: Sequence[int],
+    quantize: Quantize | None = None,
+    given_up: threading.Event | None = None,
 ) -> list[ExpertLayer]:
-    """All experts of these layers once more, as the host computes with them for a GPU; several layers at a time."""
+    """All experts of these layers once more, as the host computes with them for a GPU; several layers at a time. An
+    EngineError once it is `given_up`."""
 
     def load(layer: int) -> ExpertLayer:
+        if given_up is not None and given_up.is_set():
+            raise EngineError("loading was given up")
         one = Loader(spec, checkpoint, torch.float32, torch.device("cpu"), False, True, False, None, quantize)
         with torch.inference_mode(), one.readers:
             return load_host_layer(one, spec.layers[layer], spec.activation)

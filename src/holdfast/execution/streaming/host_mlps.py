@@ -40,7 +40,7 @@ LOADERS, WHILE_LOADED = 4, 3
 """MLPs that are loaded for the host at a time, and how many times its bytes each takes meanwhile beside them: raw, and
 unpacked to a byte a code."""
 
-STOPPED = "the engine was stopped before they were copied"
+STOPPED, NOT_READ = "the engine was stopped before they were copied", "compiled kernels do not read them"
 WORTH = 1.1
 """What steps must become faster by, as they are estimated, for the host to compute beside them."""
 MOST_IN_A_ROW = 2
@@ -118,6 +118,10 @@ class Joined:
     few_tokens: int
     reason: str
 
+    def numbers(self, streamed: Sequence[int]) -> tuple[int, ...]:
+        """Of its layers, those that come for every step now. One that came to stay is the GPU's."""
+        return tuple(number for number, layer in enumerate(self.exchanges) if layer in streamed)
+
 
 class HostMlps:
     """Closed before the streamed layers are."""
@@ -171,13 +175,16 @@ class HostMlps:
     def step(self, tokens: int) -> Iterator[None]:
         """Around all that launches a step of so many tokens."""
         joined = self.joined
-        if joined is None or tokens > joined.few_tokens:
+        numbers = () if joined is None or tokens > joined.few_tokens else joined.numbers(self._streamed.streamed)
+        if joined is None or not numbers:
             self._streamed.hosted = frozenset()
             yield
             return
-        self._streamed.hosted, self._now = frozenset(joined.exchanges), joined.exchanges
+        every = list(joined.exchanges.items())
+        self._now = dict(every[number] for number in numbers)
+        self._streamed.hosted = frozenset(self._now)
         try:
-            with joined.host.step(tokens):
+            with joined.host.step(tokens, numbers):
                 yield
         finally:
             self._now = {}
@@ -199,9 +206,11 @@ class HostMlps:
             found = self._measured()
         except (HoldfastError, OSError, MemoryError, RuntimeError) as error:
             log.warning("cpu_compute: the GPU computes all MLPs (%s)", error)
+            self._streamed.host_bytes = 0
             return
         if isinstance(found, str):
             log.info("cpu_compute: the GPU computes all MLPs (%s)", found)
+            self._streamed.host_bytes = 0
             return
         log.info("cpu_compute: %s", found.reason)
         self.joined = found
@@ -215,7 +224,7 @@ class HostMlps:
             return f"RAM has room for {counted(room, 'MLP')} of {size} beside what is pinned"
         kept = self._loaded(trial)
         if len(kept) < len(trial):
-            return STOPPED if self._stopping.is_set() else "compiled kernels do not read them"
+            return STOPPED if self._stopping.is_set() else NOT_READ
         sizes = [size for size in FEW_SIZES if size <= offer.tokens]
         with ComputeThreads(offer.threads, own=True).computing():
             taken_s = {size: measure_layers(list(kept.values()), 1, size, offer.dtype) for size in sizes}
@@ -230,9 +239,10 @@ class HostMlps:
         if not few:
             return f"{said}: steps would be {gains[1]:.2f}x as fast"
         layers = hosted_layers(offer.order, in_a_row, room)
+        self._streamed.host_bytes = len(layers) * offer.mlp_bytes
         kept |= self._loaded([layer for layer in layers if layer not in kept])
-        if self._stopping.is_set() or not all(layer in kept for layer in layers):
-            return STOPPED
+        if not all(layer in kept for layer in layers):
+            return STOPPED if self._stopping.is_set() else NOT_READ
         reason = (
             f"the host computes the MLPs of {counted(len(layers), 'streamed layer')} in steps of up to"
             f" {counted(few, 'token')} on {counted(offer.threads, 'thread')}, expected {gains[1]:.2f}x as fast:"

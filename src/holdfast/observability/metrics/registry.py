@@ -434,9 +434,7 @@ class _MemoryCollector(Collector):
             pairs.add_metric([self._model_name, where], count)
         yield pairs
         counters = (
-            ("expert_cpu_bytes", "Bytes of experts that the CPU read to compute with.", use.host_bytes),
             ("expert_cpu_seconds", "Seconds that the CPU computed experts.", use.host_s),
-            ("expert_stalled_seconds", "Seconds that the GPU waited for experts of the CPU.", use.stalled_s),
             ("expert_swaps", "Experts that came to VRAM in the place of others.", use.swaps),
         )
         for name, text, value in counters:

@@ -15,7 +15,7 @@ from functools import cache
 
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.cpu import ELEMENT_BYTES
-from holdfast.footprint.expert_places import ExpertPlaces, exchange_layout
+from holdfast.footprint.expert_places import HOST_ACTIVATIONS, ExpertPlaces, exchange_layout
 from holdfast.footprint.experts import kinds
 from holdfast.footprint.identity_key import Same
 from holdfast.planner.fit.count import experts_on_gpu
@@ -222,6 +222,8 @@ def _idle_reason(plan: Plan) -> str:
         return "this installation has no compiled kernels for this CPU"
     if weights.host_expert_sizes() is None:
         return f"compiled kernels do not read experts in {weights.format or plan.dtype}"
+    if question.model.spec.activation not in HOST_ACTIVATIONS:
+        return f"compiled kernels have no {question.model.spec.activation}"
     if host is not None and gpu is not None and not host_is_sooner(host, gpu.host_link.gb_s):
         return f"{counted(host.cores, 'core')} would take longer than the GPU over {gpu.host_link.name}"
     return ""

@@ -20,6 +20,7 @@ from holdfast.execution.gpu.memory.accounting import GpuMemory
 from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.streaming.pinned_memory import NOT_PINNED
+from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.records import LayersGrant, LinkUse, VramBudget, VramGrant
 from holdfast.units import counted, format_bytes
 
@@ -109,6 +110,10 @@ class VramArbiter:
         held = self.memory.held()
         return held.free_bytes - max(0, self._reserved() - held.own_bytes)
 
+    def _others(self) -> int:
+        """Of shares, what is neither of layers nor of the pool."""
+        return sum(self.shares.values()) - self._layers_bytes()
+
     def _reserved(self) -> int:
         return sum(self.shares.values()) + self._kv.nbytes
 
@@ -120,7 +125,8 @@ class VramArbiter:
         reserved = self._reserved()
         # A driver that does not tell processes apart leaves our own count.
         own, free = self.memory.told_bytes() or reserved, self.memory.held().free_bytes
-        others = sum(self.shares.values()) + max(0, own - reserved) - self._layers_bytes()
+        unaccounted = max(0, own - reserved)
+        others = self._others() + unaccounted
         wanted = min(asked.budget_bytes, own + free) if asked.at_most_free else asked.budget_bytes
         least = max(others, self._planned_others) + self._kv.backed_bytes(least_blocks)
         streamed = self._streamed_within(wanted - others, max(self._wanted_kv, self._kv.backed_bytes(least_blocks)))
@@ -129,7 +135,7 @@ class VramArbiter:
             raise _not_there(budget, own, free)
 
         def blocks_beside(layers_bytes: int) -> int:
-            room = budget - others - layers_bytes
+            room = budget - self._others() - unaccounted - layers_bytes
             return max(
                 least_blocks, self._kv.blocks_within(room if asked.kv_bytes is None else min(room, asked.kv_bytes))
             )
@@ -187,6 +193,8 @@ class VramArbiter:
         # Weights are not all of layers.
         self.shares["weights"] = self.shares.get("weights", 0) + layers.resident_bytes - self._resident
         self.shares["layer_slots"] = layers.nbytes
+        if "page_tables" in self.shares:  # More is pinned where a layer left for the first time.
+            self.shares["page_tables"] = page_tables_bytes(layers.pinned_bytes)
         self._resident = layers.resident_bytes
 
     # KV or layers

@@ -51,8 +51,8 @@ def send_rows(x: torch.Tensor, exchange: LayerExchange) -> None:
 
 @triton.jit
 def _add_rows(
-    out, y, reply, step, failed, out_stride, columns, ADD: tl.constexpr, BLOCK: tl.constexpr, WAIT_NS: tl.constexpr,
-    ASSEMBLED: tl.constexpr,
+    out, y, reply, step, failed, lost, out_stride, columns, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    WAIT_NS: tl.constexpr, TOLD: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -71,6 +71,9 @@ def _add_rows(
         number, found = tl.load(step), tl.load(reply)
         while found != number:
             found = tl.load(reply)
+    if TOLD:
+        never = tl.load(failed + tl.arange(0, 1))
+        tl.store(lost + tl.arange(0, 1), never, mask=never > 0)
     total = tl.load(y + token * columns + column, mask=inside, other=0.0, cache_modifier=".cv")
     if ADD:
         total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
@@ -81,8 +84,8 @@ def add_rows(exchange: LayerExchange, out: torch.Tensor, *, add: bool) -> None:
     """out [tokens, columns] = (or +=) what the host makes of the rows that were sent, once it is there."""
     tokens, columns = out.shape
     _add_rows[(tokens, triton.cdiv(columns, ADDED_COLUMNS))](
-        out, exchange.y, exchange.reply, exchange.step, exchange.failed, out.stride(0), columns, ADD=add,
-        BLOCK=ADDED_COLUMNS, WAIT_NS=WAIT_NS, ASSEMBLED=not interpreted(), num_warps=4,
+        out, exchange.y, exchange.reply, exchange.step, exchange.failed, exchange.lost, out.stride(0), columns, ADD=add,
+        BLOCK=ADDED_COLUMNS, WAIT_NS=WAIT_NS, TOLD=exchange.lost is not None, ASSEMBLED=not interpreted(), num_warps=4,
     )  # fmt: skip
 
 
@@ -90,13 +93,13 @@ def load_host_rows(x: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
     """Launches both once, on memory of the device and with a host that has answered: what the driver takes for them is
     taken then."""
     tokens, columns = x.shape
-    numbers = [torch.zeros(1, dtype=torch.int32, device=x.device) for _ in range(5)]
-    request, reply, step, arrived, failed = numbers
+    numbers = [torch.zeros(1, dtype=torch.int32, device=x.device) for _ in range(6)]
+    request, reply, step, arrived, failed, lost = numbers
     pairs = torch.zeros((tokens, 1), dtype=torch.int32, device=x.device)
     exchange = LayerExchange(
         request=request, reply=reply, chosen=pairs, weights=pairs.float(), x=torch.empty_like(x),
         y=torch.zeros((tokens, columns), device=x.device), experts=pairs, over_link=0, step=step, arrived=arrived,
-        failed=failed,
+        failed=failed, lost=lost,
     )  # fmt: skip
     send_rows(x, exchange)
     add_rows(exchange, out, add=add)
