@@ -32,7 +32,9 @@ class FakeSettings:
     error_every: int = 0
     stall_at_s: float = 0.0
     stall_s: float = 0.0
-    """Nothing is sent for so long, from that many seconds after the first request on."""
+    """Nothing is sent for so long, from that many seconds after the first streamed request on."""
+    ends_after_s: float = 0.0
+    """After the first streamed request; 0: it stays."""
     leak_bytes_per_s: float = 0.0
     slower_per_s: float = 0.0
     """Time between tokens grows by this share of itself with every second."""
@@ -53,6 +55,7 @@ class FakeServer:
         self.sent: list[Sent] = []
         self.asked: list[dict[str, Any]] = []
         self.began_s = 0.0
+        self.ended = asyncio.Event()
         self.leaked = bytearray()
         self.count = 0
         self.room = asyncio.Semaphore(settings.slots or 1 << 30)
@@ -95,12 +98,15 @@ class FakeServer:
         ).encode()
 
     async def _answer(self, asked: dict[str, Any], writer: asyncio.StreamWriter, received_s: float) -> None:
-        self.began_s = self.began_s or received_s
         self.asked.append(asked)
         if not asked.get("stream"):
             usage = {"prompt_tokens": _prompt_tokens(asked), "completion_tokens": 1}
             self._page(writer, json.dumps({"choices": [], "usage": usage}).encode(), b"application/json")
             return
+        if not self.began_s:  # The load begins, however long after what was asked to prepare it.
+            self.began_s = received_s
+            if self.settings.ends_after_s:
+                asyncio.get_running_loop().call_later(self.settings.ends_after_s, self.ended.set)
         self.count += 1
         number = self.count
         if self.settings.error_every and number % self.settings.error_every == 0:
@@ -163,15 +169,17 @@ def _chunk(data: bytes) -> bytes:
 
 
 async def main(settings: FakeSettings) -> None:
-    fake, loop, ended = FakeServer(settings), asyncio.get_running_loop(), asyncio.Event()
+    fake, loop = FakeServer(settings), asyncio.get_running_loop()
     server = await asyncio.start_server(fake.serve, "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     threading.Thread(
-        target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(ended.set)),  # type: ignore[func-returns-value]
+        target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(fake.ended.set)),  # type: ignore[func-returns-value]
         daemon=True,
     ).start()
-    await ended.wait()
-    print(json.dumps({"sent": [asdict(sent) for sent in fake.sent], "asked": fake.asked}), flush=True)
+    await fake.ended.wait()
+    # Where it ends by itself nobody reads yet, and more than a pipe holds would keep it alive.
+    noted = [] if settings.ends_after_s else [asdict(sent) for sent in fake.sent]
+    print(json.dumps({"sent": noted, "asked": [] if settings.ends_after_s else fake.asked}), flush=True)
 
 
 class RunningFake:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -252,11 +251,8 @@ def test_ctrl_c_gives_the_figures_until_then(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_during_the_run_has_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    with running_fake() as fake:
-        ending = threading.Timer(1.5, fake.close)
-        ending.start()
+    with running_fake(FakeSettings(ends_after_s=1.0)) as fake:
         code, found = bench(fake.url, "--up", "0", "--peak", "3s", "--down", "0", "--output", "4", capsys=capsys)
-        ending.join()
     assert code == 3
     assert "server process" in [check["name"] for check in found["verdict"]["checks"] if not check["passed"]]
 

@@ -136,12 +136,10 @@ def with_host_mlps(weights: Weights, spec: ModelSpec, checkpoint: Checkpoint | N
     device, layers = weights.final_norm.weight.device, list(weights.layers)
     loader = Loader(spec, checkpoint, weights.dtype, device, False, False, False, None, None)
     with torch.inference_mode(), loader.readers:
-        for index in hosts.candidates:
+        for index, kept in [(index, layers[index]) for index in hosts.candidates]:
             norms = {name: f"layers.{index}.{name}" for name in ("mlp_norm", "post_mlp_norm")}
-            own: dict[str, Any] = {
-                name: loader.norm(stored) for name, stored in norms.items() if getattr(layers[index], name)
-            }
-            layers[index] = replace(layers[index], **own)
+            own: dict[str, Any] = {name: loader.norm(norms[name]) for name in norms if getattr(kept, name)}
+            layers[index] = replace(kept, **own)
     return replace(weights, layers=tuple(layers), host_mlps=hosts)
 
 
