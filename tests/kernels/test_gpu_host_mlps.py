@@ -16,10 +16,11 @@ from holdfast.checkpoints.formats import safetensors
 from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.host_copies import load_host_mlp, with_host_mlps
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
-from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
+from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.streamed import streamed_layers
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import SamplingParams

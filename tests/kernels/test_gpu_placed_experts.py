@@ -23,9 +23,10 @@ from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.expert_exchange import SHARES
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
+from holdfast.execution.streaming.host_copies import load_host_experts
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
-from holdfast.execution.weights.load import load_host_experts, load_weights
+from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.expert_places import ExpertPlaces, exchange_layout, expert_places
 from holdfast.records import SamplingParams
 

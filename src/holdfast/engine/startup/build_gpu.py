@@ -32,9 +32,10 @@ from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.host_copies import load_host_mlp, with_host_mlps
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.weights.decoder_weights import Weights
-from holdfast.execution.weights.load import load_host_mlp, load_weights, with_host_mlps
+from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.gpu import code_bytes
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.hardware import memory as ram

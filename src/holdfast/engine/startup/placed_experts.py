@@ -14,8 +14,8 @@ from holdfast.execution.native import ExpertLayer
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.expert_host import ExpertHost
+from holdfast.execution.streaming.host_copies import load_host_experts
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.execution.weights.load import load_host_experts
 from holdfast.footprint.expert_places import ExpertPlaces, exchange_layout
 from holdfast.hardware import memory, processor
 from holdfast.models import ModelSpec

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.errors import StepMemoryError
 from holdfast.execution.gpu.sampling import FoundLogprobs, FoundScores
 from holdfast.execution.gpu.step import DeviceStep
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
-from holdfast.records import AdapterArrival, StepFailure, StepPlan, StepResult, TokenLogprobs
+from holdfast.records import AdapterArrival, Failure, Row, StepFailure, StepPlan, StepResult, TokenLogprobs
 
 Sampled = list[tuple[int, TokenLogprobs | None]]
 """A token for each row that samples, in the order of the rows."""
@@ -76,3 +77,17 @@ class GpuStep:
             late=self.late,
             adapters=self.adapters,
         )
+
+
+def no_memory(row: Row, said: str) -> StepFailure:
+    error = StepMemoryError(
+        "out of GPU memory in a step of one token",
+        found=said,
+        fix="send it again; stop other processes that use the GPU, or lower --gpu-memory-utilization",
+    )
+    return StepFailure(slot=row.slot, failure=Failure.of(error))
+
+
+def in_order(rows: Sequence[Row], found: dict[int, bytes]) -> list[bytes]:
+    """For every row that samples; none at all where nobody asked."""
+    return [found.get(row.slot, b"") for row in rows if row.samples] if found else []

@@ -19,15 +19,15 @@ from dataclasses import replace
 import numpy
 import torch
 
-from holdfast.errors import EngineError, StepMemoryError
+from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.batch_sizes import padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
-from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told
+from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order, no_memory
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
-from holdfast.execution.gpu.memory.oom import is_shortage
+from holdfast.execution.gpu.memory.oom import give_back_cached, is_shortage
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, halves, is_decode
@@ -47,7 +47,6 @@ from holdfast.observability.decisions import Decision
 from holdfast.records import (
     AdapterArrival,
     ExpertUse,
-    Failure,
     LinkUse,
     Row,
     StepFailure,
@@ -60,20 +59,6 @@ from holdfast.records import (
 log = logging.getLogger("holdfast")
 
 STEPS_AHEAD = 1
-
-
-def _no_memory(row: Row, said: str) -> StepFailure:
-    error = StepMemoryError(
-        "out of GPU memory in a step of one token",
-        found=said,
-        fix="send it again; stop other processes that use the GPU, or lower --gpu-memory-utilization",
-    )
-    return StepFailure(slot=row.slot, failure=Failure.of(error))
-
-
-def _in_order(rows: Sequence[Row], found: dict[int, bytes]) -> list[bytes]:
-    """For every row that samples; none at all where nobody asked."""
-    return [found.get(row.slot, b"") for row in rows if row.samples] if found else []
 
 
 class GpuRunner:
@@ -199,10 +184,9 @@ class GpuRunner:
 
     def measure_link(self) -> list[Decision]:
         """Of layers or experts that do not stay on the GPU; nothing where all do."""
+        hosts = [] if self.decoder.host_mlps is None else [self.decoder.host_mlps.decision]
         with self._here():
-            found = [] if self._coming is None else self._coming.decisions()
-        hosts = self.decoder.host_mlps
-        return found if hosts is None else [*found, hosts.decision]
+            return hosts if self._coming is None else [*self._coming.decisions(), *hosts]
 
     def link_use(self) -> LinkUse | None:
         """Of the link over which layers or experts come; None where all stay on the GPU."""
@@ -289,7 +273,7 @@ class GpuRunner:
         try:
             self._slots.apply(plan)
             launched = self._launch(plan.rows, place, masks) if plan.rows else None
-            embeddings = _in_order(plan.rows, launched.embeddings) if launched is not None else []
+            embeddings = in_order(plan.rows, launched.embeddings) if launched is not None else []
             return GpuStep(self.read, plan, launched=launched, embeddings=embeddings)
         except RuntimeError as error:
             if not is_shortage(error):
@@ -328,15 +312,15 @@ class GpuRunner:
                     scores[row.slot] += entries
                 continue
             if not smaller and given_back:
-                failures[part[0].slot] = _no_memory(part[0], said)
+                failures[part[0].slot] = no_memory(part[0], said)
                 continue
             if not smaller:
-                self._give_back_cached()
+                give_back_cached(self.device)
                 given_back = True
             parts.extendleft(reversed(smaller or [part]))
         sampled = [found.get(row.slot, (0, None)) for row in plan.rows if row.samples]
         told = [[] if slot in failures else entries for slot, entries in scores.items()]
-        embeddings = _in_order(plan.rows, embedded)
+        embeddings = in_order(plan.rows, embedded)
         return GpuStep(
             self.read,
             plan,
@@ -346,10 +330,6 @@ class GpuRunner:
             failures=list(failures.values()),
             late=late,
         )
-
-    def _give_back_cached(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _launch(self, rows: Sequence[Row], place: int, masks: TokenMasks | None = None) -> Launched:
         stream, embeds = None, any(row.samples and self._embeds[row.slot] for row in rows)
@@ -516,4 +496,4 @@ class GpuRunner:
             gc.collect()
             if self.device.type == "cuda":
                 torch._C._cuda_clearCublasWorkspaces()
-            self._give_back_cached()
+            give_back_cached(self.device)

@@ -22,10 +22,9 @@ from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
-from holdfast.execution.native import BlockMatrix, ExpertLayer
+from holdfast.execution.native import BlockMatrix
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.host_mlps import HostMlps
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.weights.decoder_weights import (
     GatedWeights,
@@ -36,7 +35,7 @@ from holdfast.execution.weights.decoder_weights import (
     Weights,
 )
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
-from holdfast.execution.weights.experts import expert_rows, host_mlp, load_experts, load_host_layer, reorder_rows
+from holdfast.execution.weights.experts import expert_rows, load_experts, reorder_rows
 from holdfast.execution.weights.gguf_blocks import STORED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
 from holdfast.execution.weights.packed import PackedSource, fill_mxfp4, require_mxfp4_scales
 from holdfast.execution.weights.quantize import fill_quantized
@@ -50,7 +49,6 @@ EXPAND_BYTES = 8 << 20
 """Of float32 rows expanded at a time."""
 AHEAD_BYTES, READERS = 32 << 20, 4
 """Of experts' matrices that are read before their turn, and threads that read them: experts are many and small."""
-HOST_READERS = 8  # Each loads a layer's experts for the host: most of the time the system makes pages for them.
 WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
 
@@ -105,42 +103,6 @@ def load_weights(
     if PeakMemory.resident_bytes() - before - here > WORTH_TRIMMING_BYTES:
         trim_memory()
     return weights
-
-
-def load_host_experts(
-    spec: ModelSpec, checkpoint: Checkpoint | None, layers: Sequence[int], quantize: Quantize | None = None
-) -> list[ExpertLayer]:
-    """All experts of these layers once more, as the host computes with them for a GPU; several layers at a time."""
-
-    def load(layer: int) -> ExpertLayer:
-        one = Loader(spec, checkpoint, torch.float32, torch.device("cpu"), False, True, False, None, quantize)
-        with torch.inference_mode(), one.readers:
-            return load_host_layer(one, spec.layers[layer], spec.activation)
-
-    with ThreadPoolExecutor(HOST_READERS, "host-experts") as threads:
-        return list(threads.map(load, layers))
-
-
-def load_host_mlp(
-    spec: ModelSpec, checkpoint: Checkpoint | None, layer: int, dtype: torch.dtype, quantize: Quantize | None = None
-) -> ExpertLayer | None:
-    """The MLP of a layer once more, as the host computes with it for a GPU; None: its kernels do not read it. Several
-    may be loaded at a time, each by a thread."""
-    loader = Loader(spec, checkpoint, dtype, torch.device("cpu"), False, True, False, None, quantize)
-    with torch.inference_mode(), loader.readers:
-        return host_mlp(loader.mlp(spec.layers[layer]), spec.activation)
-
-
-def with_host_mlps(weights: Weights, spec: ModelSpec, checkpoint: Checkpoint | None, hosts: HostMlps) -> Weights:
-    """The norms of their halves, which are not copied to the GPU for steps of few tokens, stay there from now on."""
-    device, layers = weights.final_norm.weight.device, list(weights.layers)
-    loader = Loader(spec, checkpoint, weights.dtype, device, False, False, False, None, None)
-    with torch.inference_mode(), loader.readers:
-        for index, kept in [(index, layers[index]) for index in hosts.candidates]:
-            norms = {name: f"layers.{index}.{name}" for name in ("mlp_norm", "post_mlp_norm")}
-            own: dict[str, Any] = {name: loader.norm(norms[name]) for name in norms if getattr(kept, name)}
-            layers[index] = replace(kept, **own)
-    return replace(weights, layers=tuple(layers), host_mlps=hosts)
 
 
 class Loader:

@@ -34,11 +34,11 @@ from holdfast.execution.triton_kernels import layer as layer_kernels
 from holdfast.execution.triton_kernels.experts import launch as kernels
 from holdfast.execution.triton_kernels.experts.blocks import multiply_blocks
 from holdfast.execution.triton_kernels.experts.direct import ROUNDED_GROUP, multiply_dense, multiply_rounded
-from holdfast.execution.triton_kernels.experts.exchange import add_replies, fetch, send
 from holdfast.execution.triton_kernels.experts.ordering import gather_expert_columns
 from holdfast.execution.triton_kernels.experts.planes import RoundedRows, ScaledPlanes
 from holdfast.execution.triton_kernels.experts.rounding import round_rows
 from holdfast.execution.triton_kernels.experts.scaled import multiply_scaled
+from holdfast.execution.triton_kernels.host.exchange import add_replies, fetch, send
 from holdfast.execution.triton_kernels.quantized.blocks import BlockPlanes
 from holdfast.execution.weights.gguf_blocks import QuantizedMatrix
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.execution.streaming.host_mlps import HostMlps
 from holdfast.execution.triton_kernels import layer as kernels
-from holdfast.execution.triton_kernels.experts.host_rows import add_rows, load_host_rows, send_rows
+from holdfast.execution.triton_kernels.host.mlp_rows import add_rows, load_host_rows, send_rows
 
 
 class OwnMlp(Protocol):

@@ -1,4 +1,4 @@
-"""Which errors mean that a GPU, or the pinned memory beside it, had too little left. Not what to do then."""
+"""Which errors mean that a GPU, or pinned memory, had too little left, and what torch may give back then."""
 
 from __future__ import annotations
 
@@ -30,3 +30,9 @@ def is_shortage(error: BaseException) -> bool:
     if any(phrase in said for phrase in _PHRASES):
         return True
     return any(phrase in said for phrase in _VAGUE_PHRASES) and torch.cuda.mem_get_info()[0] < LITTLE_BYTES
+
+
+def give_back_cached(device: torch.device) -> None:
+    """What torch keeps for itself and no tensor uses."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

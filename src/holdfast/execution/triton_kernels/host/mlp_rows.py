@@ -10,7 +10,7 @@ import triton.language as tl
 
 from holdfast.execution.streaming.expert_exchange import LayerExchange
 from holdfast.execution.triton_kernels.experts.device import interpreted
-from holdfast.execution.triton_kernels.experts.exchange import _AWAIT, _SET, WAIT_NS
+from holdfast.execution.triton_kernels.host.exchange import _AWAIT, _SET, WAIT_NS
 
 ADDED_COLUMNS = 1024
 """By a program."""
