@@ -128,6 +128,16 @@ CASES = {
         lines=(VLLM, "OSError: You are trying to access a gated repo."), basis="stated", confidence="high",
         command="hf auth whoami",
     ),
+    "a gated model that the message names": Case(
+        lines=(VLLM, "huggingface_hub.errors.GatedRepoError: 401 Client Error.",
+               "Cannot access gated repo for url https://huggingface.co/an/other/resolve/main/config.json."),
+        basis="stated", confidence="high", command="hf download an/other config.json",
+    ),
+    "a gated model whose authors have not answered": Case(
+        lines=(VLLM, "OSError: You are trying to access a gated repo.",
+               "Your request to access model an/other is awaiting a review from the repo authors."),
+        basis="stated", confidence="medium", cause_confidence="medium", why="wait until",
+    ),
     "a port that the log does not name": Case(
         lines=("E srv    start: couldn't bind HTTP server socket",), basis="first_try", confidence="medium",
     ),
