@@ -63,8 +63,8 @@ def answers(
     """`moving`: layers come to stay and leave at random between steps."""
     config = EngineConfig(
         device="cuda", skip_tokenizer_init=True, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512,
-        kv_cache_memory_bytes=64 << 20, nvme_path=str(folder) if on_disk else None, **FORMATS[kind],
-        **stored(kind, folder),
+        kv_cache_memory_bytes=64 << 20, nvme_path=str(folder) if on_disk else None, cpu_compute="off",
+        **FORMATS[kind], **stored(kind, folder),
     )  # fmt: skip
     found = find_model(config)
     plan = plan_model(config, found)

@@ -37,8 +37,9 @@ LEAST_SPEED = 0.8
 """Of one sequence, of what it has beside that KV: no more is given up for sequences that were set."""
 LEAST_HELD = 0.75
 """Of these, at full length side by side: for fewer nothing is given up."""
-POOL_SHARE = 0.95
-"""Of that KV, which does: for the rest no layer goes that would otherwise stay."""
+POOL_SHARE = 0.9
+"""Of that KV, which does: for the rest no layer goes that would otherwise stay. Layers leave for it when requests want
+it (`engine.core.kv_balance`)."""
 SPARE_BYTES = 64 * MIB
 """Left in the pool beyond the KV that must fit: a start may take more than its plan (H200: kernels and libraries took
 up to 57 MiB more than their term has), and a context that was set is not shortened for it."""
