@@ -7,4 +7,9 @@ import hypothesis
 
 
 def examples(count: int) -> int:
-    return max(5, count // 3) if hypothesis.settings.default.derandomize else count
+    return max(5, count // 3) if in_quick_run() else count
+
+
+def in_quick_run() -> bool:
+    """Of `make test`; asked for when a file of tests is read."""
+    return hypothesis.settings.default.derandomize

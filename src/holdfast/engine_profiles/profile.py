@@ -197,8 +197,15 @@ class Profile:
 
     def serves_since(self, architecture: str) -> str | None:
         """The first release with it; None: it is not known."""
-        rows = _architectures().get(self.engine, {}).get("since", {})
-        return next((since for since, names in rows.items() if architecture in names.split()), None)
+        return self._listed("since", architecture)
+
+    def served_until(self, architecture: str) -> str | None:
+        """The last release with it; None: the newest that was read has it, or it is not known."""
+        return self._listed("until", architecture)
+
+    def _listed(self, table: str, architecture: str) -> str | None:
+        rows = _architectures().get(self.engine, {}).get(table, {})
+        return next((at for at, names in rows.items() if architecture in names.split()), None)
 
     def since(self, table: str, name: str) -> Release | None:
         """The first release with it, of a table of such: architectures, stages, quantization-stored."""

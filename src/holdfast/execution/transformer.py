@@ -27,8 +27,9 @@ from holdfast.models import DecoderSpec, ModelSpec
 
 PROFILED_ROWS = 16
 """More of them copy no more of a matrix."""
-FEW_TOKENS, BYTES_AT_ONCE = 64, 256 << 20
-"""Of a step and of the weights of layers that run in one call: some tenths of a second between two beats."""
+BYTES_AT_ONCE = 1 << 30
+"""Of the weights of layers that run in one call, times a step's tokens: less than a second between two beats, with the
+portable kernels too."""
 
 
 class Transformer:
@@ -139,8 +140,8 @@ class Transformer:
         """The first `count` layers, those together that run in one call: all of one KV group, few enough to beat in
         time, and one by one where they are not fused or do not stay in memory."""
         together = 1
-        if fused is not None and self.weights.slots is None and tokens <= FEW_TOKENS:
-            together = max(1, BYTES_AT_ONCE // fused.layer_bytes)
+        if fused is not None and self.weights.slots is None:
+            together = max(1, min(count, BYTES_AT_ONCE // (fused.layer_bytes * tokens)))
         known = self._runs_of.get((count, together))
         if known is None:
             known = self._runs_of[count, together] = []

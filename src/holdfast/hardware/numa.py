@@ -49,11 +49,14 @@ def allowed_nodes(root: Path = Path("/"), processors: frozenset[int] | None = No
 
 
 def spread_pages(address: int, length: int, nodes: tuple[int, ...]) -> int:
-    """The whole pages of these bytes take turns among the nodes, those that are there already too. 0, or the error's
-    number."""
+    """The pages of these bytes take turns among the nodes, those that are there already too. 0, or the error's number.
+
+    Pages at the ends that are shared with neighbours are among them: matrices that lie side by side, as experts do,
+    then have one policy. With pages between them that have another, each would be two areas of memory, and a process
+    may have some 65,000. Fewer bytes than a page are left alone."""
     page = mmap.PAGESIZE
-    first, last = -(-address // page) * page, (address + length) // page * page
-    return _mbind(first, last - first, nodes) if last > first else 0
+    first, last = address // page * page, -(-(address + length) // page) * page
+    return _mbind(first, last - first, nodes) if length >= page else 0
 
 
 @cache

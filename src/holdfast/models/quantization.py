@@ -326,7 +326,10 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
     stored_as = table.text("scale_fmt", default="float") if table.values.get("scale_fmt") is not None else "float"
     if stored_as not in ("float", "ue8m0"):
         raise table.wrong("scale_fmt", "float or ue8m0", stored_as)
-    fp4 = table.values.get("expert_dtype") == "fp4"
+    lacking = ["experts in FP4 (expert_dtype)"] if table.values.get("expert_dtype") == "fp4" else []
+    powers = stored_as == "ue8m0"
+    if powers and block == (0, 0) and scheme == "dynamic":
+        lacking.append("scales of whole rows of inputs in powers of two (scale_fmt without weight_block_size)")
     return QuantSpec(
         method="fp8",
         bits=8,
@@ -336,8 +339,8 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
         input_group=block[1] if scheme == "dynamic" else 0,
         static_activations=scheme == "static",
         not_converted=skipped,
-        input_powers=stored_as == "ue8m0" and block != (0, 0),
-        lacking=("experts in FP4 (expert_dtype)",) if fp4 else (),
+        input_powers=powers and block != (0, 0),
+        lacking=tuple(lacking),
         reach_field="weight_block_size",
     )
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from holdfast.execution import native, transformer
 from holdfast.records import SamplingParams
+
+from .conftest import Oracle, make_driver
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("Llama", {}),
@@ -155,3 +159,24 @@ def test_one_poisoned_request_leaves_its_neighbours_alone(
     driver.start(0, prompts[1])
     driver.generate(0, 4)
     oracle.assert_greedy(driver.tokens[0], 20)
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiled kernels here")
+def test_layers_run_in_one_call_only_where_that_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[int] = []
+    oracle = Oracle(tmp_path, "Llama")
+    oracle.model.half().save_pretrained(tmp_path)  # What compiled products read as it is stored.
+    oracle.model.float()
+    driver = make_driver(oracle, compiled=True, beat=lambda: beats.append(len(beats)))
+    fused = driver.runner._decoder._fused
+    assert fused is not None
+    monkeypatch.setattr(transformer, "BYTES_AT_ONCE", 8 * fused.layer_bytes)
+    driver.start(0, list(range(3, 12)))
+    found = []
+    for tokens in (9, 1, 1):
+        beats.clear()
+        driver.step({0: tokens})
+        found.append(len(beats))
+    # One at the end of a step; of the last layer of a prompt only one token is computed, apart.
+    assert found == [3, 2, 2]
+    oracle.assert_greedy(driver.tokens[0], 9)

@@ -127,6 +127,21 @@ def test_gguf_models_equal_transformers_with_the_same_numbers(
         torch.testing.assert_close(found[known], expected[known], atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize(("name", "expand"), [("token_embd.weight", False), ("blk.1.ffn_down_exps.weight", True)])
+def test_scales_of_mxfp4_that_are_no_numbers_are_refused_where_they_are_expanded(
+    name: str, expand: bool, oracles: Callable[..., Any], tmp_path: Path
+) -> None:
+    oracle, path = oracles(QWEN3[0], **QWEN3[1]), tmp_path / "model.gguf"
+    write_expert_gguf(oracle.spec, oracle.checkpoint(), path, "qwen3moe", KINDS["MXFP4"])
+    header = gguf_files.read_header(path)
+    with path.open("r+b") as file:
+        file.seek(header.tensors[name].offset + 17)
+        file.write(b"\xff")
+    spec = from_gguf(header.metadata, header.tensors)
+    with Checkpoint(header.tensors, "gguf") as checkpoint, pytest.raises(CheckpointError, match=name):
+        load_weights(spec, checkpoint, dtype=torch.float32, device=CPU, expand=expand)
+
+
 def experts_of(weights: Weights) -> ExpertWeights:
     part = weights.layers[-1].mlp
     assert isinstance(part, ExpertWeights)

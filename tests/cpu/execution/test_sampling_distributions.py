@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy
 import pytest
 from distributions import CASES, OUTPUT, PROMPT, VOCABULARY, Case, p_value, reference, some_logits
+from examples import examples
 
 from holdfast.execution.sampling.sampler import Sampler
 from holdfast.records import SequenceStart
 
-DRAWS, DRAWS_OF_ALL = 10_000, 4_000
+DRAWS, DRAWS_OF_ALL = examples(30_000), 4_000
 """Of one option, and of all at once, which take far longer."""
 LENGTH = len(PROMPT) + len(OUTPUT)
 

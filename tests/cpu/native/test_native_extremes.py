@@ -8,6 +8,7 @@ import gguf
 import numpy
 import pytest
 import torch
+from examples import in_quick_run
 from quantized_blocks import NEW_KINDS, OLD_KINDS, Bytes, Floats, block_shape, drawn, read, scales_at
 
 from holdfast.execution import native
@@ -15,7 +16,8 @@ from holdfast.execution.native import loading
 from holdfast.hardware import kernels
 
 KINDS = (*OLD_KINDS, *NEW_KINDS)
-ROWS = (1, 3, 8, 9, 17, 71)
+ROWS = (1, 3, 8, 9, 17, 71) if in_quick_run() else (*range(1, 10), 17, 64, 71)
+"""Up to eight, each count has a function of its own."""
 IN_INTEGERS = [name for name in kernels.runnable_variants() if name != "portable"]
 
 

@@ -63,6 +63,24 @@ CASES = {
     "a class that no release has": Case(
         lines=(VLLM, REFUSED.format("LlavaQwenForCausalLM")), basis="usual", confidence="medium", why="is not in vllm",
     ),
+    "a class that newer releases have no more": Case(
+        lines=(OLD_VLLM, REFUSED.format("MllamaForConditionalGeneration")), basis="usual", confidence="medium",
+        command="vllm==0.10.2",
+    ),
+    "a class of which the message tells the last release": Case(
+        lines=(VLLM, "ValueError: Model architecture MllamaForConditionalGeneration was supported in vLLM until"
+               " v0.10.2, and is not supported anymore. Please use an older version of vLLM."),
+        basis="stated", confidence="medium", cause_confidence="medium", command="vllm==0.10.2",
+    ),
+    "a class of a plugin": Case(
+        lines=(VLLM, "ValueError: Model architecture BartForConditionalGeneration is not supported in-tree anymore."
+               " Please install the plugin at https://github.com/vllm-project/bart-plugin if you want to use it."),
+        basis="stated", confidence="medium", cause_confidence="medium", command="vllm-project/bart-plugin",
+    ),
+    "a class of a plugin, refused by a release before it": Case(
+        lines=(OLD_VLLM, REFUSED.format("BartForConditionalGeneration")), basis="usual", confidence="medium",
+        why="its fork or plugin",
+    ),
     "an architecture of newer builds": Case(
         lines=(UNKNOWN.format("gemma4"),), basis="stated", confidence="high", why="a newer build serves it",
     ),
@@ -109,6 +127,16 @@ CASES = {
     "a gated model": Case(
         lines=(VLLM, "OSError: You are trying to access a gated repo."), basis="stated", confidence="high",
         command="hf auth whoami",
+    ),
+    "a gated model that the message names": Case(
+        lines=(VLLM, "huggingface_hub.errors.GatedRepoError: 401 Client Error.",
+               "Cannot access gated repo for url https://huggingface.co/an/other/resolve/main/config.json."),
+        basis="stated", confidence="high", command="hf download an/other config.json",
+    ),
+    "a gated model whose authors have not answered": Case(
+        lines=(VLLM, "OSError: You are trying to access a gated repo.",
+               "Your request to access model an/other is awaiting a review from the repo authors."),
+        basis="stated", confidence="medium", cause_confidence="medium", why="wait until",
     ),
     "a port that the log does not name": Case(
         lines=("E srv    start: couldn't bind HTTP server socket",), basis="first_try", confidence="medium",
@@ -175,5 +203,6 @@ def test_engines_name_the_architectures_they_serve() -> None:
     vllm = profile("vllm")
     assert (vllm.serves("Qwen3ForCausalLM"), vllm.serves_since("Qwen3ForCausalLM")) == (True, "0.8.4")
     assert (vllm.serves("NoSuchForCausalLM"), vllm.serves_since("NoSuchForCausalLM")) == (False, None)
+    assert (vllm.serves("QWenLMHeadModel"), vllm.served_until("QWenLMHeadModel")) == (False, "0.23.0")
     assert profile("llama.cpp").serves("qwen3moe")
     assert profile("tgi").serves("LlamaForCausalLM") is None

@@ -61,11 +61,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, tupl
     numa.numa_nodes.cache_clear()
 
 
-def test_whole_pages_alone_are_spread(calls: list[tuple[int, int, tuple[int, ...]]]) -> None:
+def test_pages_at_the_ends_are_spread_too(calls: list[tuple[int, int, tuple[int, ...]]]) -> None:
     assert numa.spread_pages(10 * PAGE + 1, 3 * PAGE, (0, 1)) == 0
     assert numa.spread_pages(10 * PAGE, 3 * PAGE, (0, 1)) == 0
-    assert numa.spread_pages(10 * PAGE + 1, PAGE, (0, 1)) == 0
-    assert calls == [(11 * PAGE, 2 * PAGE, (0, 1)), (10 * PAGE, 3 * PAGE, (0, 1))]
+    assert numa.spread_pages(10 * PAGE + 1, PAGE - 1, (0, 1)) == 0
+    assert calls == [(10 * PAGE, 4 * PAGE, (0, 1)), (10 * PAGE, 3 * PAGE, (0, 1))]
 
 
 @pytest.mark.parametrize(("nodes", "asked"), [((), False), ((1,), False), ((0, 2), True)])
@@ -106,3 +106,22 @@ def test_the_system_spreads_pages() -> None:
         del place
         assert memory[:] == b"x" * len(memory)
     assert policies[address].startswith("interleave")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mbind is Linux's")
+def test_matrices_side_by_side_are_one_area_of_memory() -> None:
+    """A process may have some 65,000 of them, and a model more experts' planes than half of that."""
+    nodes, matrices, size = numa.allowed_nodes(), 16, 5 * PAGE // 2
+    if not nodes:
+        pytest.skip("the system tells of no nodes")
+    with mmap.mmap(-1, matrices * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        place = ctypes.c_char.from_buffer(memory)
+        address = ctypes.addressof(place)
+        failed = {numa.spread_pages(address + number * size, size, nodes) for number in range(matrices)}
+        if failed & {errno.EPERM, errno.ENOSYS}:
+            pytest.skip("this sandbox refuses mbind")
+        bounds = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        del place
+    within = [int(last, 16) for first, last in bounds if address <= int(first, 16) < address + matrices * size]
+    assert failed == {0}
+    assert len(within) <= 1

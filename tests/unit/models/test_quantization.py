@@ -205,7 +205,9 @@ def test_scales_of_inputs_that_are_bounded_or_powers_of_two() -> None:
     assert quantized(**blocks, scale_fmt="ue8m0").input_powers
     assert not quantized(**blocks, scale_fmt="float").input_powers
     assert not quantized(**blocks).input_powers
-    assert not quantized(quant_method="fp8", scale_fmt="ue8m0").input_powers, "of blocks alone"
+    assert not quantized(**blocks, scale_fmt="ue8m0").lacking
+    assert "scale_fmt" in quantized(quant_method="fp8", scale_fmt="ue8m0").lacking[0], "of blocks alone"
+    assert not quantized(quant_method="fp8", scale_fmt="ue8m0", activation_scheme="static").lacking
 
 
 def test_nvfp4_is_planned_for_engines_that_read_it() -> None:

@@ -80,8 +80,10 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     if "card_gib" in told:
         told.setdefault("total_gib", told["card_gib"])
     told["unified"] = float(UNIFIED_GIB[0] <= told.get("total_gib", 0) < UNIFIED_GIB[1] or "unified" in log.run.tags)
-    served = _served(log, event.words.get("architecture"))
-    if served is not None:
+    architecture = event.words.get("architecture")
+    if profile(log.engine or "vllm").served_until(architecture or "") is not None:
+        told["architecture_removed"] = 1.0
+    elif (served := _served(log, architecture)) is not None:
         told["architecture_served"] = served
     if told.keys() & _OF_KV:
         told |= room_for_kv(log.engine or "vllm", told, kv_token_gib(log.settings.model))
@@ -138,6 +140,7 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
         "fetch_again": _fetch_again(log.engine, log.settings.model or "MODEL"),
         "package": profile(log.engine or "vllm").package,
         "since": profile(log.engine or "vllm").serves_since(event.words.get("architecture", "")) or "",
+        "until": profile(log.engine or "vllm").served_until(event.words.get("architecture", "")) or "",
         "newest": profile(_FAMILY.get(log.engine or "", log.engine or "vllm")).newest_read,
         "command": "" if command is None else command.with_changes({}),
         **log.words,

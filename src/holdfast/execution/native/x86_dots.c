@@ -112,7 +112,8 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, const uint8_t *x, long b
                                  enum layout plain) {
     const int blocks_together = blocks_of_32(plain) ? 1 : 8;
     vec scales[KQUANT_GROUPS], added[KQUANT_GROUPS];
-    laid_weights laid = {.blocks = 0};
+    laid_weights laid; /* 30 KB, which an initializer would clear for every bundle */
+    laid.blocks = 0;
     for (int i = 0; i < rows; i++) totals[i] = (vec){0};
     for (long block = 0, first = 0; block < blocks;) {
         read_scales(bundle, plain, scales, added);

@@ -109,7 +109,8 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, const
     const bundle_scales scales = scales_of(planes, bundle, bundle_bytes);
     vec scale = {0};
     weights_part here = {.scales = &scale, .added = &scale};
-    laid_weights laid = {.blocks = 0};
+    laid_weights laid; /* 30 KB, which an initializer would clear for every bundle */
+    laid.blocks = 0;
     for (int i = 0; i < rows; i++) totals[i] = (vec){0};
     for (long block = 0, first = 0; block < blocks; bundle += code_bytes(plain)) {
         if (block % scales.group_blocks == 0) {

@@ -282,11 +282,16 @@ class PackedSource:
 def fill_mxfp4(matrix: ScaledMatrix, first: int, stored: torch.Tensor, name: str) -> None:
     """Rows of GGUF's MXFP4 [rows, bytes] to rows first, first+1, ...: of every 32 elements the scale, then the codes of
     elements i and i + 16 in the halves of a byte, as they lie in memory too. `name`: of the tensor."""
+    require_mxfp4_scales(stored, name)
     blocks, rows = stored.view(len(stored), -1, 1 + PIECE // 2), slice(first, first + len(stored))
-    if bool((blocks[..., 0] == _E8M0_NAN).any()):
-        raise _broken(name, "powers of two, 0 to 254, as scales", f"{_E8M0_NAN}, which is no number")
     matrix.scales[rows] = blocks[..., 0]
     matrix.codes[rows] = blocks[..., 1:]
+
+
+def require_mxfp4_scales(stored: torch.Tensor, name: str) -> None:
+    """Of GGUF's MXFP4, whichever way it is then read: expanded, a scale that is no number would spoil all answers."""
+    if bool((stored.view(-1, 1 + PIECE // 2)[:, 0] == _E8M0_NAN).any()):
+        raise _broken(name, "powers of two, 0 to 254, as scales", f"{_E8M0_NAN}, which is no number")
 
 
 def order_part(parts: Mapping[str, StoredTensor]) -> StoredTensor | None:
