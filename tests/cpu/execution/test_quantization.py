@@ -12,8 +12,13 @@ from holdfast.errors import CheckpointError
 from holdfast.execution.layers.linear import DenseLinear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.native.products import LAYOUT_BYTES, LAYOUT_NUMBERS, block_elements
 from holdfast.execution.weights.gguf_block_types import KINDS
-from holdfast.execution.weights.gguf_blocks import QUANTIZED_LAYOUTS, QuantizedMatrix, dequantize_stored
-from holdfast.execution.weights.load import expand_into
+from holdfast.execution.weights.gguf_blocks import (
+    QUANTIZED_LAYOUTS,
+    STORED_LAYOUTS,
+    QuantizedMatrix,
+    dequantize_stored,
+    expand_into,
+)
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 70, 512
@@ -87,7 +92,7 @@ def test_rows_can_be_reordered_while_quantized(layout: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_stored_bytes_expand_to_any_type(layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several tiles, with and without a new order of rows."""
-    monkeypatch.setattr("holdfast.execution.weights.load.EXPAND_BYTES", 4 * COLUMNS * 9)
+    monkeypatch.setattr("holdfast.execution.weights.gguf_blocks.EXPAND_BYTES", 4 * COLUMNS * 9)
     raw, expected = stored(layout)
     flat = raw.contiguous().view(torch.uint8).reshape(-1)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
@@ -128,9 +133,9 @@ def test_products_are_near_float64(tokens: int, biased: bool, kind: str, monkeyp
 def test_what_the_engine_reads_is_known_everywhere() -> None:
     """A layout is expanded by torch and multiplied by compiled kernels and on GPUs, in blocks of the same size."""
     quantized = {name for name in ENGINE_LAYOUTS if LAYOUTS[name].quantized}
-    assert quantized == QUANTIZED_LAYOUTS
-    assert set(LAYOUT_NUMBERS) == ENGINE_LAYOUTS
-    for name in quantized:
+    assert quantized == STORED_LAYOUTS
+    assert set(LAYOUT_NUMBERS) == ENGINE_LAYOUTS - {"MXFP4"}, "which is kept as codes with scales"
+    for name in QUANTIZED_LAYOUTS:
         known = LAYOUTS[name]
         assert (known.block_elements, known.block_bytes) == (KINDS[name].elements, KINDS[name].nbytes)
         assert (known.block_elements, known.block_bytes) == (block_elements(name), LAYOUT_BYTES[name])

@@ -14,7 +14,7 @@ import torch
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.lora.adapter import Adapter, changed, not_finite, read_adapter, stamp
 from holdfast.errors import CheckpointError
-from holdfast.execution.weights.load import expand_into
+from holdfast.execution.weights.gguf_blocks import expand_into
 from holdfast.footprint.lora import Site, place_elements, places_rank, sites
 from holdfast.models import ModelSpec
 from holdfast.records.lora import AdapterRef

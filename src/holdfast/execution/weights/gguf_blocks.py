@@ -42,6 +42,9 @@ QUANTIZED_LAYOUTS = frozenset(KINDS)
 STORED_LAYOUTS = QUANTIZED_LAYOUTS | {"MXFP4"}
 """That `dequantize_stored` reads. MXFP4 has a power of two where others have a half: in memory it is no
 `QuantizedMatrix`, but the codes and scales of a `ScaledMatrix`."""
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+EXPAND_BYTES = 8 << 20
+"""Of float32 rows expanded at a time."""
 
 
 class QuantizedMatrix:
@@ -235,3 +238,26 @@ def _expand(
     fill_elements(kind, codes.view(shape), group, added, wide.view(shape))
     if wide is not out:
         out.copy_(wide)
+
+
+def expand_into(target: torch.Tensor, raw: torch.Tensor, layout: str, order: torch.Tensor | None = None) -> None:
+    """Stored bytes as numbers into `target`, in tiles of rows; `order` picks the stored row for each row."""
+    if layout not in PLAIN_TYPES and layout not in STORED_LAYOUTS:
+        raise CheckpointError(
+            f"tensors stored as {layout} cannot be expanded", needed=", ".join(PLAIN_TYPES), found=layout
+        )
+    rows = target.shape[0]
+    stored = raw.view(rows, -1)
+    tile_rows = max(1, EXPAND_BYTES // (4 * max(1, target.numel() // rows)))
+    for first in range(0, rows, tile_rows):
+        last = min(first + tile_rows, rows)
+        part = stored[first:last] if order is None else stored.index_select(0, order[first:last])
+        if layout in PLAIN_TYPES:
+            target[first:last].copy_(part.view(PLAIN_TYPES[layout]).view(target[first:last].shape))
+        elif target.dim() == 1:
+            wide = torch.empty((1, rows), dtype=torch.float32)
+            dequantize_stored(layout, raw, wide)
+            target.copy_(wide[0])
+            return
+        else:
+            dequantize_stored(layout, part.contiguous(), target[first:last])
