@@ -325,7 +325,7 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
     if stored_as not in ("float", "ue8m0"):
         raise table.wrong("scale_fmt", "float or ue8m0", stored_as)
     powers, whole = stored_as == "ue8m0", block == (0, 0)
-    lacking = ("experts in FP4 (expert_dtype)",) if table.values.get("expert_dtype") == "fp4" else ()
+    lacking: tuple[str, ...] = ("experts in FP4 (expert_dtype)",) if table.values.get("expert_dtype") == "fp4" else ()
     if powers and whole and scheme == "dynamic":
         lacking += ("scales of whole rows of inputs in powers of two (scale_fmt without weight_block_size)",)
     return QuantSpec(
