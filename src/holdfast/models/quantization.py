@@ -321,14 +321,12 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
     block, scheme = _block(table, "weight_block_size"), table.text("activation_scheme", default="dynamic")
     if scheme not in ("dynamic", "static"):
         raise table.wrong("activation_scheme", "dynamic or static", scheme)
-    # DeepSeek's ue8m0: the scale of every 128 inputs is a power of two, the next above largest / 448. Those of weights
-    # are stored, as numbers or as exponents.
+    # DeepSeek's ue8m0: scales of 128 inputs are powers of two, the next above largest / 448; weights' may be exponents.
     stored_as = table.text("scale_fmt", default="float") if table.values.get("scale_fmt") is not None else "float"
     if stored_as not in ("float", "ue8m0"):
         raise table.wrong("scale_fmt", "float or ue8m0", stored_as)
     lacking = ["experts in FP4 (expert_dtype)"] if table.values.get("expert_dtype") == "fp4" else []
-    powers = stored_as == "ue8m0"
-    if powers and block == (0, 0) and scheme == "dynamic":
+    if stored_as == "ue8m0" and block == (0, 0) and scheme == "dynamic":
         lacking.append("scales of whole rows of inputs in powers of two (scale_fmt without weight_block_size)")
     return QuantSpec(
         method="fp8",
@@ -339,7 +337,7 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
         input_group=block[1] if scheme == "dynamic" else 0,
         static_activations=scheme == "static",
         not_converted=skipped,
-        input_powers=powers and block != (0, 0),
+        input_powers=stored_as == "ue8m0" and block != (0, 0),
         lacking=tuple(lacking),
         reach_field="weight_block_size",
     )

@@ -14,7 +14,7 @@ import torch
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.lora.adapter import Adapter, changed, not_finite, read_adapter, stamp
 from holdfast.errors import CheckpointError
-from holdfast.execution.weights.load import expand_into
+from holdfast.execution.weights.gguf_blocks import expand_into
 from holdfast.footprint.lora import Site, place_elements, places_rank, sites
 from holdfast.models import ModelSpec
 from holdfast.records.lora import AdapterRef
@@ -60,7 +60,7 @@ class AdapterFiles:
             def numbers(name: str) -> torch.Tensor:
                 stored = tensors[name]
                 wide = torch.empty(stored.shape, dtype=torch.float32)
-                expand_into(wide, torch.from_numpy(checkpoint.read(name)), stored.layout)
+                expand_into(wide, torch.from_numpy(checkpoint.read(name)), stored)
                 return wide
 
             for site, a, b in self.views(target.unsqueeze(0)):

@@ -1,8 +1,8 @@
 """Brings a model's tensors into memory, one at a time, fused and turned as the decoder multiplies them.
 
 Peak while loading: the final bytes, the raw bytes of one tensor (of a quantized matrix: of all that hold it), and one
-tile of its expansion (EXPAND_BYTES); in the host's memory, where the weights are for a GPU, also AHEAD_BYTES of experts
-(or one expert), which threads read meanwhile. Knows nothing of files beyond `Checkpoint.read`.
+tile of its expansion (gguf_blocks.EXPAND_BYTES); in the host's memory, where the weights are for a GPU, also
+AHEAD_BYTES of experts (or one expert), which threads read meanwhile. Knows nothing of files beyond `Checkpoint.read`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from holdfast.execution.weights.decoder_weights import (
 )
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import expert_rows, load_experts, reorder_rows
-from holdfast.execution.weights.gguf_blocks import STORED_LAYOUTS, QuantizedMatrix, dequantize_stored, read_rows
-from holdfast.execution.weights.packed import PackedSource, fill_mxfp4, require_mxfp4_scales
+from holdfast.execution.weights.gguf_blocks import PLAIN_TYPES, QuantizedMatrix, expand_into, read_rows
+from holdfast.execution.weights.packed import PackedSource, fill_mxfp4
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
@@ -45,16 +45,13 @@ from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.quantization import INSTEAD
 
-EXPAND_BYTES = 8 << 20
-"""Of float32 rows expanded at a time."""
 AHEAD_BYTES, READERS = 32 << 20, 4
 """Of experts' matrices that are read before their turn, and threads that read them: experts are many and small."""
 WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = {
-    **_PLAIN,
+    **PLAIN_TYPES,
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
     "U8": torch.uint8,
@@ -308,7 +305,7 @@ class Loader:
             if self.stored[name].layout == "MXFP4":
                 fill_mxfp4(matrix, first, raw.view(rows, -1).to(self.device), self.stored[name].name)
             else:
-                plain = raw.view(_PLAIN[self.stored[name].layout]).view(rows, columns)
+                plain = raw.view(PLAIN_TYPES[self.stored[name].layout]).view(rows, columns)
                 file_name = self.stored[name].name.replace("{expert}", str(expert))
                 fill_quantized(matrix, first, plain.to(self.device), file_name)
         order = self.row_order(tensor) if expert is None else expert_rows(self, tensor, expert)
@@ -440,7 +437,7 @@ class Loader:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             self.packed(tensor.name, layout).expand(target)
         else:
-            self.expand_stored(target, self.read(tensor.name), tensor.name, self.row_order(tensor))
+            expand_into(target, self.read(tensor.name), self.stored[tensor.name], self.row_order(tensor))
             if tensor.plus_one and self.checkpoint.format == "safetensors":
                 target += 1
         self.step()
@@ -463,18 +460,10 @@ class Loader:
                     matrix.copy_(matrix.index_select(0, order))
         else:
             for expert, matrix in zip(self.experts_in_turn(tensor.name), matrices, strict=True):
-                self.expand_stored(matrix, self.read_expert(tensor.name, expert), tensor.name)
+                expand_into(matrix, self.read_expert(tensor.name, expert), self.stored[tensor.name])
                 if (order := expert_rows(self, tensor, expert)) is not None:
                     matrix.copy_(matrix.index_select(0, order))
         self.step()
-
-    def expand_stored(
-        self, target: torch.Tensor, raw: torch.Tensor, name: str, order: torch.Tensor | None = None
-    ) -> None:
-        stored = self.stored[name]
-        if stored.layout == "MXFP4":
-            require_mxfp4_scales(raw, stored.name)
-        expand_into(target, raw, stored.layout, order)
 
     def step(self) -> None:
         self.done += 1
@@ -485,24 +474,3 @@ class Loader:
 def _of_stack(part: StoredTensor, expert: int) -> str:
     """What one expert's of it is called while it is being read."""
     return f"{part.name}[{expert}]"
-
-
-def expand_into(target: torch.Tensor, raw: torch.Tensor, layout: str, order: torch.Tensor | None = None) -> None:
-    """Stored bytes as numbers into `target`, in tiles of rows; `order` picks the stored row for each row."""
-    if layout not in _PLAIN and layout not in STORED_LAYOUTS:
-        raise CheckpointError(f"tensors stored as {layout} cannot be expanded", needed=", ".join(_PLAIN), found=layout)
-    rows = target.shape[0]
-    stored = raw.view(rows, -1)
-    tile_rows = max(1, EXPAND_BYTES // (4 * max(1, target.numel() // rows)))
-    for first in range(0, rows, tile_rows):
-        last = min(first + tile_rows, rows)
-        part = stored[first:last] if order is None else stored.index_select(0, order[first:last])
-        if layout in _PLAIN:
-            target[first:last].copy_(part.view(_PLAIN[layout]).view(target[first:last].shape))
-        elif target.dim() == 1:
-            wide = torch.empty((1, rows), dtype=torch.float32)
-            dequantize_stored(layout, raw, wide)
-            target.copy_(wide[0])
-            return
-        else:
-            dequantize_stored(layout, part.contiguous(), target[first:last])
