@@ -107,6 +107,17 @@ def test_nothing_changes_places_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
     placed.experts.close()
 
 
+def test_a_change_that_was_wanted_twice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExpertUses, "look_at", lambda uses, counted: [Swap(0, 4, 1), Swap(0, 4, 2)])
+    copies = QueuedCopies(0)
+    placed = Placed(in_threes(2), copies)
+    placed.step(2, 2)
+    placed.step(2, 9)
+    copies.run_all()
+    assert (placed.experts.expert_use().swaps, placed.read) == (1, 4)
+    placed.experts.close()
+
+
 def test_what_was_used_only_grows() -> None:
     """The host counts at once, the GPU's counts are looked at now and then."""
     placed = Placed(in_threes(1), QueuedCopies(0))

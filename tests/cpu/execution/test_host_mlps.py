@@ -14,6 +14,7 @@ from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
 from holdfast.execution import native
+from holdfast.execution.gpu.batch_sizes import padded
 from holdfast.execution.streaming import host_mlps
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer, hosted_layers, speedup
@@ -203,6 +204,20 @@ def test_a_step_of_few_tokens_leaves_second_halves_where_they_are(
     hosts.close()
     with pytest.raises(EngineError, match="HF445"):
         hosts.check()
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 6, 20])
+def test_a_step_of_all_sequences_is_one_of_few_however_it_is_padded(
+    sequences: int, layers: DeviceLayers, mlp: native.ExpertLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_mlps, "measure_layers", lambda *given: 1e-9)
+    offer = replace(offered(range(8), GIB, mlp), tokens=sequences)
+    hosts = HostMlps(offer, layers, CPU, lambda sizes, device: unpinned_memory(sizes))
+    hosts.begin()
+    hosts.wait(30)
+    assert hosts.joined is not None
+    assert padded(sequences, 2048) <= hosts.joined.few_tokens < 2 * sequences
+    hosts.close()
 
 
 def test_an_mlp_in_another_format_leaves_all_to_the_gpu(

@@ -177,6 +177,8 @@ class DeviceExperts:
             return
         table = self._counted.places[swap.number]
         waits, stays = -1 - int(table[swap.comes]), int(table[swap.leaves])
+        if min(waits, stays) < 0:  # It was wanted twice, before it was done.
+            return
         for resident, waiting in self._exchanged[swap.number]:
             between = self._slots[0].tensor[: resident.shape[1]]
             between.copy_(resident[stays])

@@ -225,7 +225,7 @@ class HostMlps:
         kept = self._loaded(trial)
         if len(kept) < len(trial):
             return STOPPED if self._stopping.is_set() else NOT_READ
-        sizes = [size for size in FEW_SIZES if size <= offer.tokens]
+        sizes = [size for size in FEW_SIZES if size < 2 * offer.tokens]  # Steps are padded, at most so far.
         with ComputeThreads(offer.threads, own=True).computing():
             taken_s = {size: measure_layers(list(kept.values()), 1, size, offer.dtype) for size in sizes}
         # For eight tokens one seems better than two, but is not: copies are slower beside cores that compute so much.
