@@ -105,7 +105,8 @@ class QuantSpec:
         if not any(rule.tells_numbers for rule in rules):
             return first
         for expert in range(1, experts):
-            other = self._scheme(name := hf_name.replace("{expert}", str(expert)))
+            name = hf_name.replace("{expert}", str(expert))
+            other = self._scheme(name)
             if other is not first and _itself(other) != _itself(first):
                 raise CheckpointError(
                     "experts of one layer are quantized in different ways: this engine keeps them as one stack",
@@ -320,25 +321,24 @@ def _fp8(table: Fields, method: str) -> QuantSpec:
     block, scheme = _block(table, "weight_block_size"), table.text("activation_scheme", default="dynamic")
     if scheme not in ("dynamic", "static"):
         raise table.wrong("activation_scheme", "dynamic or static", scheme)
-    # DeepSeek's ue8m0: the scale of every 128 inputs is a power of two, the next above largest / 448.
+    # DeepSeek's ue8m0: scales of 128 inputs are powers of two, the next above largest / 448; weights' may be exponents.
     stored_as = table.text("scale_fmt", default="float") if table.values.get("scale_fmt") is not None else "float"
     if stored_as not in ("float", "ue8m0"):
         raise table.wrong("scale_fmt", "float or ue8m0", stored_as)
-    powers, whole = stored_as == "ue8m0", block == (0, 0)
-    lacking: tuple[str, ...] = ("experts in FP4 (expert_dtype)",) if table.values.get("expert_dtype") == "fp4" else ()
-    if powers and whole and scheme == "dynamic":
-        lacking += ("scales of whole rows of inputs in powers of two (scale_fmt without weight_block_size)",)
+    lacking = ["experts in FP4 (expert_dtype)"] if table.values.get("expert_dtype") == "fp4" else []
+    if stored_as == "ue8m0" and block == (0, 0) and scheme == "dynamic":
+        lacking.append("scales of whole rows of inputs in powers of two (scale_fmt without weight_block_size)")
     return QuantSpec(
         method="fp8",
         bits=8,
-        granularity="tensor" if whole else "block",
+        granularity="tensor" if block == (0, 0) else "block",
         block=block,
         inputs="fp8",
         input_group=block[1] if scheme == "dynamic" else 0,
         static_activations=scheme == "static",
         not_converted=skipped,
-        input_powers=powers and not whole,
-        lacking=lacking,
+        input_powers=stored_as == "ue8m0" and block != (0, 0),
+        lacking=tuple(lacking),
         reach_field="weight_block_size",
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import gguf
 import numpy
 import pytest
 import torch
 from quantized_blocks import WRITTEN, drawn, written
 
-from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS
+from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
 from holdfast.errors import CheckpointError
 from holdfast.execution.layers.linear import DenseLinear, PackedLinear, QuantizedLinear, StackedLinear
 from holdfast.execution.native.products import LAYOUT_BYTES, LAYOUT_NUMBERS, block_elements
@@ -88,6 +91,18 @@ def test_rows_can_be_reordered_while_quantized(layout: str) -> None:
     assert torch.equal(whole, torch.from_numpy(expected)[order])
 
 
+def test_every_code_and_scale_of_mxfp4_means_what_gguf_says() -> None:
+    """But for 255, which is no number."""
+    codes = torch.randint(0, 256, (255, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    codes[:, 0], codes[:, 1] = torch.arange(255), 255
+    raw = torch.cat([torch.arange(255, dtype=torch.uint8)[:, None], codes], 1)
+    found = torch.empty(255, 32)
+    dequantize_stored("MXFP4", raw, found)
+    with numpy.errstate(over="ignore"):
+        expected = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    assert torch.equal(found, torch.from_numpy(expected))
+
+
 @pytest.mark.parametrize("layout", [*sorted(QUANTIZED_LAYOUTS), "F32", "F16", "BF16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_stored_bytes_expand_to_any_type(layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +111,10 @@ def test_stored_bytes_expand_to_any_type(layout: str, dtype: torch.dtype, monkey
     raw, expected = stored(layout)
     flat = raw.contiguous().view(torch.uint8).reshape(-1)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+    tensor = StoredTensor("any", (ROWS, COLUMNS), layout, Path(), 0, flat.nbytes)
     for picked in (None, order):
         found = torch.empty(ROWS, COLUMNS, dtype=dtype)
-        expand_into(found, flat, layout, picked)
+        expand_into(found, flat, tensor, picked)
         wanted = torch.from_numpy(expected) if picked is None else torch.from_numpy(expected)[picked]
         assert torch.equal(found, wanted.to(dtype))
 
@@ -134,7 +150,7 @@ def test_what_the_engine_reads_is_known_everywhere() -> None:
     """A layout is expanded by torch and multiplied by compiled kernels and on GPUs, in blocks of the same size."""
     quantized = {name for name in ENGINE_LAYOUTS if LAYOUTS[name].quantized}
     assert quantized == STORED_LAYOUTS
-    assert set(LAYOUT_NUMBERS) == ENGINE_LAYOUTS - {"MXFP4"}, "which is kept as codes with scales"
+    assert set(LAYOUT_NUMBERS) == ENGINE_LAYOUTS - {"MXFP4"}, "which becomes codes and scales of a ScaledMatrix"
     for name in QUANTIZED_LAYOUTS:
         known = LAYOUTS[name]
         assert (known.block_elements, known.block_bytes) == (KINDS[name].elements, KINDS[name].nbytes)

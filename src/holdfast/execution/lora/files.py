@@ -60,7 +60,7 @@ class AdapterFiles:
             def numbers(name: str) -> torch.Tensor:
                 stored = tensors[name]
                 wide = torch.empty(stored.shape, dtype=torch.float32)
-                expand_into(wide, torch.from_numpy(checkpoint.read(name)), stored.layout)
+                expand_into(wide, torch.from_numpy(checkpoint.read(name)), stored)
                 return wide
 
             for site, a, b in self.views(target.unsqueeze(0)):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy
 import torch
 
+from holdfast.checkpoints import StoredTensor
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.errors import CheckpointError
 from holdfast.execution.memory import MakeTensor, exact_tensor
@@ -31,6 +32,7 @@ from holdfast.execution.weights.gguf_fragments import (
     unwoven,
     woven,
 )
+from holdfast.execution.weights.packed import require_mxfp4_scales
 from holdfast.execution.weights.scaled_matrix import MXFP4_VALUES
 
 BLOCK_ELEMENTS = 32
@@ -38,13 +40,14 @@ BLOCK_ELEMENTS = 32
 PIECE_ELEMENTS = 1 << 20
 """Of codes that are split at a time."""
 
+EXPAND_BYTES = 8 << 20
+"""Of float32 rows expanded at a time."""
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 QUANTIZED_LAYOUTS = frozenset(KINDS)
 STORED_LAYOUTS = QUANTIZED_LAYOUTS | {"MXFP4"}
 """That `dequantize_stored` reads. MXFP4 has a power of two where others have a half: in memory it is no
 `QuantizedMatrix`, but the codes and scales of a `ScaledMatrix`."""
-PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-EXPAND_BYTES = 8 << 20
-"""Of float32 rows expanded at a time."""
 
 
 class QuantizedMatrix:
@@ -152,6 +155,34 @@ class QuantizedMatrix:
         _expand(self._kind, codes, scales.reshape(-1, 1), lows, None if small is None else small.flatten(0, 1), out)
 
 
+def expand_into(
+    target: torch.Tensor, raw: torch.Tensor, tensor: StoredTensor, order: torch.Tensor | None = None
+) -> None:
+    """Bytes of a tensor as numbers into `target`, in tiles of rows; `order` picks the stored row for each row. They may
+    be plain too, and those of one expert."""
+    layout = tensor.layout
+    if layout not in PLAIN_TYPES and layout not in STORED_LAYOUTS:
+        needed = ", ".join(PLAIN_TYPES)
+        raise CheckpointError(f"tensors stored as {layout} cannot be expanded", needed=needed, found=layout)
+    if layout == "MXFP4":
+        require_mxfp4_scales(raw, tensor.name)
+    rows = target.shape[0]
+    stored = raw.view(rows, -1)
+    tile_rows = max(1, EXPAND_BYTES // (4 * max(1, target.numel() // rows)))
+    for first in range(0, rows, tile_rows):
+        last = min(first + tile_rows, rows)
+        part = stored[first:last] if order is None else stored.index_select(0, order[first:last])
+        if layout in PLAIN_TYPES:
+            target[first:last].copy_(part.view(PLAIN_TYPES[layout]).view(target[first:last].shape))
+        elif target.dim() == 1:
+            wide = torch.empty((1, rows), dtype=torch.float32)
+            dequantize_stored(layout, raw, wide)
+            target.copy_(wide[0])
+            return
+        else:
+            dequantize_stored(layout, part.contiguous(), target[first:last])
+
+
 def dequantize_stored(layout: str, stored: torch.Tensor, out: torch.Tensor) -> None:
     """Stored bytes of whole rows, as the file has them, into `out` [rows, columns]."""
     if layout == "MXFP4":
@@ -238,26 +269,3 @@ def _expand(
     fill_elements(kind, codes.view(shape), group, added, wide.view(shape))
     if wide is not out:
         out.copy_(wide)
-
-
-def expand_into(target: torch.Tensor, raw: torch.Tensor, layout: str, order: torch.Tensor | None = None) -> None:
-    """Stored bytes as numbers into `target`, in tiles of rows; `order` picks the stored row for each row."""
-    if layout not in PLAIN_TYPES and layout not in STORED_LAYOUTS:
-        raise CheckpointError(
-            f"tensors stored as {layout} cannot be expanded", needed=", ".join(PLAIN_TYPES), found=layout
-        )
-    rows = target.shape[0]
-    stored = raw.view(rows, -1)
-    tile_rows = max(1, EXPAND_BYTES // (4 * max(1, target.numel() // rows)))
-    for first in range(0, rows, tile_rows):
-        last = min(first + tile_rows, rows)
-        part = stored[first:last] if order is None else stored.index_select(0, order[first:last])
-        if layout in PLAIN_TYPES:
-            target[first:last].copy_(part.view(PLAIN_TYPES[layout]).view(target[first:last].shape))
-        elif target.dim() == 1:
-            wide = torch.empty((1, rows), dtype=torch.float32)
-            dequantize_stored(layout, raw, wide)
-            target.copy_(wide[0])
-            return
-        else:
-            dequantize_stored(layout, part.contiguous(), target[first:last])

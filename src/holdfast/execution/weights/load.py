@@ -1,8 +1,8 @@
 """Brings a model's tensors into memory, one at a time, fused and turned as the decoder multiplies them.
 
 Peak while loading: the final bytes, the raw bytes of one tensor (of a quantized matrix: of all that hold it), and one
-tile of its expansion (EXPAND_BYTES); in the host's memory, where the weights are for a GPU, also AHEAD_BYTES of experts
-(or one expert), which threads read meanwhile. Knows nothing of files beyond `Checkpoint.read`.
+tile of its expansion (gguf_blocks.EXPAND_BYTES); in the host's memory, where the weights are for a GPU, also
+AHEAD_BYTES of experts (or one expert), which threads read meanwhile. Knows nothing of files beyond `Checkpoint.read`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holdfast.execution.weights.decoder_weights import (
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import expert_rows, load_experts, reorder_rows
 from holdfast.execution.weights.gguf_blocks import PLAIN_TYPES, QuantizedMatrix, expand_into, read_rows
-from holdfast.execution.weights.packed import PackedSource, fill_mxfp4, require_mxfp4_scales
+from holdfast.execution.weights.packed import PackedSource, fill_mxfp4
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
@@ -437,7 +437,7 @@ class Loader:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             self.packed(tensor.name, layout).expand(target)
         else:
-            self.expand_stored(target, self.read(tensor.name), tensor.name, self.row_order(tensor))
+            expand_into(target, self.read(tensor.name), self.stored[tensor.name], self.row_order(tensor))
             if tensor.plus_one and self.checkpoint.format == "safetensors":
                 target += 1
         self.step()
@@ -460,18 +460,10 @@ class Loader:
                     matrix.copy_(matrix.index_select(0, order))
         else:
             for expert, matrix in zip(self.experts_in_turn(tensor.name), matrices, strict=True):
-                self.expand_stored(matrix, self.read_expert(tensor.name, expert), tensor.name)
+                expand_into(matrix, self.read_expert(tensor.name, expert), self.stored[tensor.name])
                 if (order := expert_rows(self, tensor, expert)) is not None:
                     matrix.copy_(matrix.index_select(0, order))
         self.step()
-
-    def expand_stored(
-        self, target: torch.Tensor, raw: torch.Tensor, name: str, order: torch.Tensor | None = None
-    ) -> None:
-        stored = self.stored[name]
-        if stored.layout == "MXFP4":
-            require_mxfp4_scales(raw, stored.name)
-        expand_into(target, raw, stored.layout, order)
 
     def step(self) -> None:
         self.done += 1
