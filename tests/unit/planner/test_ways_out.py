@@ -24,13 +24,20 @@ from holdfast.planner.api import question_of
 from holdfast.planner.fit.placement import place as place_layers
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device
+from holdfast.planner.report.answer import answer
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
 ORDER = (
-    "utilization", "context", "sequences", "idle_gpus", "configuration", "kv_cache_dtype", "quantization", "more_gpus",
-    "tiers", "bigger_gpu", "more_ram", "smaller_model", "shorter_requests", "longer_model",
+    "utilization", "context", "sequences", "idle_gpus", "configuration", "kv_cache_dtype", "quantization", "tiers",
+    "more_gpus", "bigger_gpu", "more_ram", "smaller_model", "shorter_requests", "longer_model",
 )  # fmt: skip
+
+
+def position(way: Remedy) -> float:
+    """In the table: tiers in RAM that is not known to be there, or that nobody runs, come after more GPUs."""
+    here = way.kind != "tiers" or (way.available and "ram_bytes" not in way.settings)
+    return ORDER.index(way.kind) if here else ORDER.index("more_gpus") + 0.5
 
 
 def kinds(found: Plan) -> list[str]:
@@ -89,8 +96,8 @@ def test_nothing_is_offered_where_it_fits(ask: Ask) -> None:
 
 def test_configuration_first_a_smaller_model_last(ask: Ask) -> None:
     found = fit(ask("llama-3.1-8b", "rtx4090", max_model_len=45000))
-    order = kinds(found)
-    assert order == sorted(order, key=ORDER.index)
+    ways, order = ways_out(found), kinds(found)
+    assert list(ways) == sorted(ways, key=position)
     assert order[0] == "utilization"
     assert order[-1] == "smaller_model"
 
@@ -108,13 +115,41 @@ def test_the_context_offered_is_the_longest(ask: Ask) -> None:
 def test_70b_on_24_gb_needs_more_gpus_tiers_or_two_bits(ask: Ask) -> None:
     found = fit(ask("llama-3-70b", "rtx4090", ram_bytes=64 * GIB))
     assert not found.fits
-    assert kinds(found) == ["more_gpus", "tiers", "bigger_gpu", "quantization", "smaller_model"]
+    assert kinds(found) == ["tiers", "more_gpus", "bigger_gpu", "quantization", "smaller_model"]
     (tiers,) = only(found, "tiers")
     assert tiers.tiers is not None
     assert tiers.tiers.one is not None
     assert "by itself" in (tiers.note or "")
     assert 20 <= tiers.tiers.resident_layers <= 45
     assert 0.5 < tiers.tiers.one.tokens_per_s < 3
+
+
+def test_what_runs_on_the_card_there_is_comes_before_more_cards() -> None:
+    first = answer(asked("qwen3-30b-a3b", "--gpu", "rtx4060", "--ram", "64GiB")).ways_out[0]
+    assert (first.kind, first.available) == ("tiers", True)
+    assert first.settings == {"model": "Qwen/Qwen3-30B-A3B-GPTQ-Int4"}
+
+
+@pytest.mark.parametrize(
+    ("words", "undone"),
+    [
+        (("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", "-ngl", "99"), "--gpu-layers auto"),
+        (("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", "-ngl", "41"), "--gpu-layers auto"),
+        (("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "-ngl", "99"), "--gpu-layers auto"),
+        (("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "-ncmoe", "9"), "--n-cpu-moe 0"),
+    ],
+)
+def test_a_number_of_layers_that_does_not_fit_is_to_be_left_out_first(words: tuple[str, ...], undone: str) -> None:
+    """Every remedy planned again is what it says: no other model or GPU inherits the number."""
+    found = answer(asked(*words))
+    assert not found.runs
+    assert found.ways_out[0].flags == undone
+    for way in found.ways_out:
+        again = answer(asked(*words, *shlex.split(way.flags)))
+        assert again.runs, way.flags
+        plan = again.fit if again.fits else again.offload and again.offload.placement.plan
+        assert plan
+        assert plan.limits.max_model_len == way.fit.limits.max_model_len, way.flags
 
 
 def test_tiers_need_the_ram(ask: Ask) -> None:
@@ -260,11 +295,11 @@ def test_every_way_out_fits_when_its_flags_are_planned(words: tuple[str, ...]) -
         check(way, *words)
     waits = found.question.traffic is not None and not too_long(found.question)
 
-    def place(way: Remedy) -> tuple[bool, bool, bool, int]:
+    def place(way: Remedy) -> tuple[bool, bool, bool, float]:
         """What serves part of the traffic comes after what serves all of it, and what nobody has yet and this engine
         could not read after what can be had; a smaller model last."""
         unread = found.question.engine is None and _is_unread(way)
-        return way.kind == "smaller_model", waits and not way.meets_request, unread, ORDER.index(way.kind)
+        return way.kind == "smaller_model", waits and not way.meets_request, unread, position(way)
 
     places = [place(way) for way in ways]
     assert places == sorted(places)

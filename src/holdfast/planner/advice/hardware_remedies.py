@@ -25,6 +25,7 @@ from holdfast.planner.advice.remedy import (
     is_absolute,
     model_setting,
     planned,
+    without_hand,
 )
 from holdfast.planner.advice.search import that_fit
 from holdfast.planner.advice.throughput import NVME_GB_S, shown_rate
@@ -32,7 +33,7 @@ from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.engines.command import written_size
 from holdfast.planner.fit.count import least_bytes
 from holdfast.planner.fit.expert_placement import ExpertPlacement, place_larger
-from holdfast.planner.fit.placement import may_stream, pinned_room
+from holdfast.planner.fit.placement import can_stream, may_stream, pinned_room
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.machine import Asked, machine_of
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel
@@ -134,11 +135,36 @@ def _machine(question: Question, named: Mapping[str, object]) -> Machine:
     return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes, host=machine.host)
 
 
+def left_to_the_plan(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
+    """Without what was set by hand of layers or experts in RAM: all on the GPU, or as many as fit."""
+    question, undone = without_hand(found.question)
+    if question is found.question or not can_stream(question):
+        return
+    what = f"{found.question.settings.offload.flag} left out"
+    whole = fit(question)
+    if whole.fits:
+        yield [Change(question, undone, f"{what}: all layers on the GPU", fit=whole)]
+        return
+    change = _streamed(None, question)
+    if change is not None:
+        yield [replace(change, settings={**undone, **change.settings}, text=f"{what}: {change.text}")]
+
+
+def tiers_here(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
+    """On the GPU and in the RAM that are known to be there."""
+    if pinned_room(found.question) is not None:
+        yield from ([change for change in group if change.available] for group in tiers(found, offered))
+
+
 def tiers(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
-    """The variant that moves least, of those that do not fit without tiers."""
-    changes = that_fit(_models(found), lambda one: _tiered(*one))
+    """The variant that moves least, of those that do not fit without tiers; none after one that runs here."""
+    if any(way.kind == "tiers" for way in offered):
+        return
+    question, undone = without_hand(found.question)
+    changes = that_fit(_models(replace(found, question=question)), lambda one: _tiered(*one))
     ways = [(change.tiers.moved_bytes, change) for _, change in changes if change.tiers is not None]
-    yield [change for _, change in sorted(ways, key=lambda way: way[0])[:1]]
+    least = [change for _, change in sorted(ways, key=lambda way: way[0])[:1]]
+    yield [replace(change, settings={**undone, **change.settings}) for change in least]
 
 
 def _tiered(variant: Variant | None, question: Question) -> Change | None:
