@@ -134,7 +134,7 @@ def test_what_runs_on_the_card_there_is_comes_before_more_cards() -> None:
     ("words", "undone"),
     [
         (("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", "-ngl", "99"), "--gpu-layers auto"),
-        (("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", "-ngl", "41"), "--gpu-layers auto"),
+        (("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", "-ngl", "60"), "--gpu-layers auto"),
         (("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "-ngl", "99"), "--gpu-layers auto"),
         (("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "-ncmoe", "9"), "--n-cpu-moe 0"),
     ],
@@ -150,6 +150,18 @@ def test_a_number_of_layers_that_does_not_fit_is_to_be_left_out_first(words: tup
         plan = again.fit if again.fits else again.offload and again.offload.placement.plan
         assert plan
         assert plan.limits.max_model_len == way.fit.limits.max_model_len, way.flags
+
+
+def test_a_context_that_nobody_set_is_shortened_for_layers_by_hand() -> None:
+    words = ("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", "-ngl", "40")
+    found = answer(asked(*words))
+    assert found.fits
+    assert 512 <= found.max_model_len < 4096
+    assert f"--max-model-len {found.max_model_len} " in found.commands["holdfast"].text
+    assert answer(asked(*words, "--max-model-len", str(found.max_model_len))).fits
+    assert not answer(asked(*words, "--max-model-len", "4096")).fits
+    said = [one for one in found.decisions if one.field == "max_model_len"]
+    assert [one.reason.partition("the longest that ")[2] for one in said] == ["--gpu-layers 40 leaves room for"]
 
 
 def test_tiers_need_the_ram(ask: Ask) -> None:

@@ -24,6 +24,7 @@ from holdfast.planner.fit.placement import (
     Placement,
     beside_layers,
     check_can_stream,
+    fit_by_hand,
     for_sequences,
     leaves_enough,
     pinned_room,
@@ -131,8 +132,7 @@ def place_larger_by_hand(question: Question) -> Placement | ExpertPlacement | No
     """As was asked for, whether or not it fits; None: all stays on the GPU."""
     if not _wants_experts(question):
         return place_by_hand(question)
-    asked = question.settings.max_model_len
-    return _over_host(fit(_with_experts(question, None, asked)))
+    return _over_host(fit_by_hand(_with_experts(question, None, question.settings.max_model_len)))
 
 
 def _can_place(question: Question) -> bool:

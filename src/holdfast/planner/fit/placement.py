@@ -20,10 +20,11 @@ from holdfast.footprint import lora
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import StreamedLayers, last_of_groups, streamed_layers
+from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.count import counted_for, streamed_on_gpu
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
-from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Question
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, STREAMED_SEQUENCE_TOKENS, Question
 from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_bytes
@@ -195,7 +196,27 @@ def place_by_hand(question: Question) -> Placement | None:
     streamed = by_hand(question)
     if not streamed:
         return None
-    return _over_host(fit(with_streamed(question, streamed, 0, question.settings.max_model_len)))
+    return _over_host(fit_by_hand(with_streamed(question, streamed, 0, question.settings.max_model_len)))
+
+
+def fit_by_hand(question: Question) -> Plan:
+    """With what waits in RAM as it was asked for: where no context was, with the longest that this leaves, be it
+    shorter than one that is usually worth serving."""
+    found = fit(question)
+    if found.fits or question.stated:
+        return found
+    length, flag = found.longest_tokens, question.settings.offload.flag
+    # A shorter context needs smaller tables, and smaller tables leave room for other steps: twice is enough.
+    for _ in range(2):
+        if length < CPU_USEFUL_TOKENS:
+            break
+        shorter = fit(replace(question, settings=replace(question.settings, max_model_len=length)))
+        if shorter.fits:
+            reason = f"of the model's {question.model.spec.max_position:,}: the longest that {flag} leaves room for"
+            said = Decision("max_model_len", f"{length:,}", reason, "planner", lowered=True)
+            return replace(shorter, decisions=(*shorter.decisions, said))
+        length = shorter.longest_tokens
+    return found
 
 
 def by_hand(question: Question) -> int:
