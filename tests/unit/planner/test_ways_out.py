@@ -25,6 +25,7 @@ from holdfast.planner.fit.placement import place as place_layers
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device
 from holdfast.planner.report.answer import answer
+from holdfast.planner.report.text import lines
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
@@ -36,7 +37,7 @@ ORDER = (
 
 def position(way: Remedy) -> float:
     """In the table: tiers in RAM that is not known to be there, or that nobody runs, come after more GPUs."""
-    here = way.kind != "tiers" or (way.available and "ram_bytes" not in way.settings)
+    here = way.kind != "tiers" or (way.available and not {"ram_bytes", "nvme"} & set(way.settings))
     return ORDER.index(way.kind) if here else ORDER.index("more_gpus") + 0.5
 
 
@@ -165,7 +166,48 @@ def test_a_context_that_nobody_set_is_shortened_for_layers_by_hand() -> None:
 
 
 def test_tiers_need_the_ram(ask: Ask) -> None:
-    assert only(fit(ask("llama-3-70b", "rtx4090", ram_bytes=8 * GIB)), "tiers") == []
+    """Or a disk for what RAM does not hold."""
+    (way,) = only(fit(ask("llama-3-70b", "rtx4090", ram_bytes=8 * GIB)), "tiers")
+    assert way.flags.startswith("--nvme ")
+    assert "--nvme-path DIR" in (way.note or "")
+
+
+def test_a_disk_is_a_remedy_for_ram_that_is_too_small_and_serve_is_told_of_it() -> None:
+    words = ("llama-3.1-70b-awq", "--gpu", "rtx3060", "--ram", "32GiB")
+    found = answer(asked(*words))
+    assert not found.runs
+    assert "holdfast serve" not in str(found).partition("Decisions")[0]
+    (way,) = (way for way in found.ways_out if way.kind == "tiers")
+    again = answer(asked(*words, *shlex.split(way.flags)))
+    assert again.runs
+    assert again.offload is not None
+    assert "--ram 32768MiB --nvme-path DIR" in again.offload.command.text
+
+
+def test_brief_has_the_rates_of_what_runs() -> None:
+    brief = lines(answer(asked("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB")), brief=True, width=300)
+    assert "With layers in RAM:" in brief
+    assert not [line for line in brief if "no throughput estimate" in line or "2 x" in line]
+    assert [line for line in brief if line.startswith("1 at once, ")]
+
+
+def test_engines_without_a_command_are_named() -> None:
+    words = ("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "--n-cpu-moe", "30")
+    said = lines(answer(asked(*words)))
+    assert [line.strip() for line in said if line.endswith("no command:")] == [
+        f"{name}, no command:" for name in ("vLLM", "SGLang", "llama.cpp")
+    ]
+    with pytest.raises(ConfigurationError, match="not for llama") as caught:
+        answer(asked(*words), engine="llama.cpp")
+    assert caught.value.code == "HF136"
+
+
+def test_what_ram_must_hold_is_within_the_budget_that_was_set() -> None:
+    found = answer(asked("qwen3-30b-a3b", "-q", "awq", "--gpu", "rtx4060", "--ram", "32GiB")).offload
+    assert found is not None
+    assert found.runs
+    assert found.placement.free_ram_bytes <= 32 * GIB
+    assert "--ram 32768MiB" in found.command.text
 
 
 def test_tiers_move_what_the_physics_say(ask: Ask, gpu: Callable[..., Device]) -> None:
@@ -402,7 +444,7 @@ def test_shorter_requests_may_also_have_to_wait() -> None:
 
 def test_what_ram_does_not_hold_may_lie_on_disk(ask: Ask) -> None:
     question = ask("llama-3-70b", "rtx4090", ram_bytes=16 * GIB)
-    assert only(fit(question), "tiers") == []
+    assert "nvme" in only(fit(question), "tiers")[0].settings
     (way,) = only(fit(replace(question, machine=replace(question.machine, nvme_bytes=1000 * GIB))), "tiers")
     assert way.tiers is not None
     assert way.tiers.one is not None

@@ -62,10 +62,7 @@ class Placement:
 
     @property
     def free_ram_bytes(self) -> int:
-        """That a machine must have, for layers, the server itself and what stays free."""
-        question = self.plan.question
-        others = beside_layers(question, self.plan.limits.max_num_seqs)
-        return -int(-(self.streamed.pinned_bytes + others) // HOST_SHARE)
+        return free_ram_bytes(self.plan, self.streamed.pinned_bytes)
 
     @property
     def resident(self) -> int:
@@ -97,6 +94,15 @@ def wants_streaming(question: Question) -> bool:
 def check_can_stream(question: Question) -> None:
     """What was asked for by hand is refused where it cannot be done."""
     asked = question.settings.offload
+    if question.engine not in (None, "holdfast"):
+        raise ConfigurationError(
+            f"{asked.flag}: what waits in RAM is planned as Holdfast does it, not for {question.engine}",
+            code=CANNOT_STREAM,
+            needed="--for holdfast, or none",
+            found=f"--for {question.engine}",
+            fix="leave --for out; llama.cpp has flags of the same names, and vLLM --cpu-offload-gb",
+            field="for",
+        )
     if not can_stream(question):
         device = question.machine.devices[0]
         what = "experts cannot wait in RAM" if asked.experts_by_hand else "layers cannot be streamed"
@@ -258,6 +264,12 @@ def pinned_room(question: Question) -> int | None:
     if machine.pinned_bytes is not None or machine.ram_bytes is None:
         return machine.pinned_bytes
     return max(0, host_budget(None, machine.ram_bytes) - beside_layers(question, sequences))
+
+
+def free_ram_bytes(plan: Plan, weights_bytes: int) -> int:
+    """That a machine must have for weights in RAM and the server itself; without a budget, with what stays free too."""
+    needed = weights_bytes + beside_layers(plan.question, plan.limits.max_num_seqs)
+    return needed if plan.question.machine.pinned_bytes is not None else -int(-needed // HOST_SHARE)
 
 
 def beside_layers(question: Question, sequences: int) -> int:
