@@ -26,7 +26,8 @@ from holdfast.planner.advice.expert_speed import ExpertSpeed
 from holdfast.planner.advice.throughput import EXPECTED, throughput
 from holdfast.planner.fit.expert_placement import exchange_bytes, ram_bytes
 from holdfast.planner.fit.result import Plan
-from holdfast.planner.inputs.expert_layers import check_expert_layers, moe_layers
+from holdfast.planner.inputs.expert_layers import check_expert_layers, expert_layers, moe_layers
+from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.units import GIB
@@ -217,6 +218,23 @@ def test_all_experts_of_named_layers_wait(settings: dict[str, object], layers: r
     assert set(places.resident) == {0}
     assert plan.terms["weights"] + sum(places.waiting_bytes) == plan.weights_bytes
     assert "all experts of" in said(plan)["expert_places"]
+
+
+@pytest.mark.parametrize(
+    ("written", "layers"),
+    [
+        ("exps=CPU", range(48)),
+        (r"blk\.(2[4-9]|[34][0-9])\.ffn_.*_exps\.=CPU", range(24, 48)),
+        (r"layers\.[0-3]\.mlp\.experts\.\d+\.=CPU", range(4)),
+    ],
+)
+@pytest.mark.parametrize("quantization", [None, "Q4_K_M"])
+def test_patterns_match_names_of_either_format(written: str, layers: range, quantization: str | None) -> None:
+    """A model of the catalogue becomes a GGUF where one is asked for, and its patterns are llama.cpp's."""
+    model = resolve_model("qwen3-30b-a3b", quantization=quantization).model
+    asked = OffloadRequest(overrides=(written,))
+    check_expert_layers(asked, model.spec)
+    assert expert_layers(asked, model.spec) == tuple(layers)
 
 
 @pytest.mark.parametrize(

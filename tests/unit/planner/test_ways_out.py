@@ -24,13 +24,21 @@ from holdfast.planner.api import question_of
 from holdfast.planner.fit.placement import place as place_layers
 from holdfast.planner.fit.search import Plan, Question, fit
 from holdfast.planner.inputs.question import Device
+from holdfast.planner.report.answer import answer
+from holdfast.planner.report.text import lines
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
 ORDER = (
-    "utilization", "context", "sequences", "idle_gpus", "configuration", "kv_cache_dtype", "quantization", "more_gpus",
-    "tiers", "bigger_gpu", "more_ram", "smaller_model", "shorter_requests", "longer_model",
+    "utilization", "context", "sequences", "idle_gpus", "configuration", "kv_cache_dtype", "quantization", "tiers",
+    "more_gpus", "bigger_gpu", "more_ram", "smaller_model", "shorter_requests", "longer_model",
 )  # fmt: skip
+
+
+def position(way: Remedy) -> float:
+    """In the table: tiers in RAM that is not known to be there, or that nobody runs, come after more GPUs."""
+    here = way.kind != "tiers" or (way.available and not {"ram_bytes", "nvme"} & set(way.settings))
+    return ORDER.index(way.kind) if here else ORDER.index("more_gpus") + 0.5
 
 
 def kinds(found: Plan) -> list[str]:
@@ -89,8 +97,8 @@ def test_nothing_is_offered_where_it_fits(ask: Ask) -> None:
 
 def test_configuration_first_a_smaller_model_last(ask: Ask) -> None:
     found = fit(ask("llama-3.1-8b", "rtx4090", max_model_len=45000))
-    order = kinds(found)
-    assert order == sorted(order, key=ORDER.index)
+    ways, order = ways_out(found), kinds(found)
+    assert list(ways) == sorted(ways, key=position)
     assert order[0] == "utilization"
     assert order[-1] == "smaller_model"
 
@@ -108,7 +116,7 @@ def test_the_context_offered_is_the_longest(ask: Ask) -> None:
 def test_70b_on_24_gb_needs_more_gpus_tiers_or_two_bits(ask: Ask) -> None:
     found = fit(ask("llama-3-70b", "rtx4090", ram_bytes=64 * GIB))
     assert not found.fits
-    assert kinds(found) == ["more_gpus", "tiers", "bigger_gpu", "quantization", "smaller_model"]
+    assert kinds(found) == ["tiers", "more_gpus", "bigger_gpu", "quantization", "smaller_model"]
     (tiers,) = only(found, "tiers")
     assert tiers.tiers is not None
     assert tiers.tiers.one is not None
@@ -117,8 +125,89 @@ def test_70b_on_24_gb_needs_more_gpus_tiers_or_two_bits(ask: Ask) -> None:
     assert 0.5 < tiers.tiers.one.tokens_per_s < 3
 
 
+def test_what_runs_on_the_card_there_is_comes_before_more_cards() -> None:
+    first = answer(asked("qwen3-30b-a3b", "--gpu", "rtx4060", "--ram", "64GiB")).ways_out[0]
+    assert (first.kind, first.available) == ("tiers", True)
+    assert first.settings == {"model": "Qwen/Qwen3-30B-A3B-GPTQ-Int4"}
+
+
+@pytest.mark.parametrize(
+    ("words", "undone"),
+    [
+        (("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", "-ngl", "99"), "--gpu-layers auto"),
+        (("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", "-ngl", "60"), "--gpu-layers auto"),
+        (("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "-ngl", "99"), "--gpu-layers auto"),
+        (("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "-ncmoe", "9"), "--n-cpu-moe 0"),
+    ],
+)
+def test_a_number_of_layers_that_does_not_fit_is_to_be_left_out_first(words: tuple[str, ...], undone: str) -> None:
+    """Every remedy planned again is what it says: no other model or GPU inherits the number."""
+    found = answer(asked(*words))
+    assert not found.runs
+    assert found.ways_out[0].flags == undone
+    for way in found.ways_out:
+        again = answer(asked(*words, *shlex.split(way.flags)))
+        assert again.runs, way.flags
+        plan = again.fit if again.fits else again.offload and again.offload.placement.plan
+        assert plan
+        assert plan.limits.max_model_len == way.fit.limits.max_model_len, way.flags
+
+
+def test_a_context_that_nobody_set_is_shortened_for_layers_by_hand() -> None:
+    words = ("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", "-ngl", "40")
+    found = answer(asked(*words))
+    assert found.fits
+    assert 512 <= found.max_model_len < 4096
+    assert f"--max-model-len {found.max_model_len} " in found.commands["holdfast"].text
+    assert answer(asked(*words, "--max-model-len", str(found.max_model_len))).fits
+    assert not answer(asked(*words, "--max-model-len", "4096")).fits
+    said = [one for one in found.decisions if one.field == "max_model_len"]
+    assert [one.reason.partition("the longest that ")[2] for one in said] == ["--gpu-layers 40 leaves room for"]
+
+
 def test_tiers_need_the_ram(ask: Ask) -> None:
-    assert only(fit(ask("llama-3-70b", "rtx4090", ram_bytes=8 * GIB)), "tiers") == []
+    """Or a disk for what RAM does not hold."""
+    (way,) = only(fit(ask("llama-3-70b", "rtx4090", ram_bytes=8 * GIB)), "tiers")
+    assert way.flags.startswith("--nvme ")
+    assert "--nvme-path DIR" in (way.note or "")
+
+
+def test_a_disk_is_a_remedy_for_ram_that_is_too_small_and_serve_is_told_of_it() -> None:
+    words = ("llama-3.1-70b-awq", "--gpu", "rtx3060", "--ram", "32GiB")
+    found = answer(asked(*words))
+    assert not found.runs
+    assert "holdfast serve" not in str(found).partition("Decisions")[0]
+    (way,) = (way for way in found.ways_out if way.kind == "tiers")
+    again = answer(asked(*words, *shlex.split(way.flags)))
+    assert again.runs
+    assert again.offload is not None
+    assert "--ram 32768MiB --nvme-path DIR" in again.offload.command.text
+
+
+def test_brief_has_the_rates_of_what_runs() -> None:
+    brief = lines(answer(asked("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB")), brief=True, width=300)
+    assert "With layers in RAM:" in brief
+    assert not [line for line in brief if "no throughput estimate" in line or "2 x" in line]
+    assert [line for line in brief if line.startswith("1 at once, ")]
+
+
+def test_engines_without_a_command_are_named() -> None:
+    words = ("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "--n-cpu-moe", "30")
+    said = lines(answer(asked(*words)))
+    assert [line.strip() for line in said if line.endswith("no command:")] == [
+        f"{name}, no command:" for name in ("vLLM", "SGLang", "llama.cpp")
+    ]
+    with pytest.raises(ConfigurationError, match="not for llama") as caught:
+        answer(asked(*words), engine="llama.cpp")
+    assert caught.value.code == "HF136"
+
+
+def test_what_ram_must_hold_is_within_the_budget_that_was_set() -> None:
+    found = answer(asked("qwen3-30b-a3b", "-q", "awq", "--gpu", "rtx4060", "--ram", "32GiB")).offload
+    assert found is not None
+    assert found.runs
+    assert found.placement.free_ram_bytes <= 32 * GIB
+    assert "--ram 32768MiB" in found.command.text
 
 
 def test_tiers_move_what_the_physics_say(ask: Ask, gpu: Callable[..., Device]) -> None:
@@ -260,11 +349,11 @@ def test_every_way_out_fits_when_its_flags_are_planned(words: tuple[str, ...]) -
         check(way, *words)
     waits = found.question.traffic is not None and not too_long(found.question)
 
-    def place(way: Remedy) -> tuple[bool, bool, bool, int]:
+    def place(way: Remedy) -> tuple[bool, bool, bool, float]:
         """What serves part of the traffic comes after what serves all of it, and what nobody has yet and this engine
         could not read after what can be had; a smaller model last."""
         unread = found.question.engine is None and _is_unread(way)
-        return way.kind == "smaller_model", waits and not way.meets_request, unread, ORDER.index(way.kind)
+        return way.kind == "smaller_model", waits and not way.meets_request, unread, position(way)
 
     places = [place(way) for way in ways]
     assert places == sorted(places)
@@ -355,7 +444,7 @@ def test_shorter_requests_may_also_have_to_wait() -> None:
 
 def test_what_ram_does_not_hold_may_lie_on_disk(ask: Ask) -> None:
     question = ask("llama-3-70b", "rtx4090", ram_bytes=16 * GIB)
-    assert only(fit(question), "tiers") == []
+    assert "nvme" in only(fit(question), "tiers")[0].settings
     (way,) = only(fit(replace(question, machine=replace(question.machine, nvme_bytes=1000 * GIB))), "tiers")
     assert way.tiers is not None
     assert way.tiers.one is not None

@@ -25,6 +25,7 @@ from holdfast.planner.advice.remedy import (
     is_absolute,
     model_setting,
     planned,
+    without_hand,
 )
 from holdfast.planner.advice.search import that_fit
 from holdfast.planner.advice.throughput import NVME_GB_S, shown_rate
@@ -32,9 +33,10 @@ from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.engines.command import written_size
 from holdfast.planner.fit.count import least_bytes
 from holdfast.planner.fit.expert_placement import ExpertPlacement, place_larger
-from holdfast.planner.fit.placement import may_stream, pinned_room
+from holdfast.planner.fit.placement import can_stream, may_stream, pinned_room
+from holdfast.planner.fit.placement import place as place_layers
 from holdfast.planner.fit.search import Plan, Question, fit
-from holdfast.planner.inputs.machine import Asked, machine_of
+from holdfast.planner.inputs.machine import NVME_LIMIT_BYTES, Asked, machine_of
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel
 from holdfast.planner.models.model_sources import MADE_WHILE_LOADING
 from holdfast.planner.models.quantize import quantized_as
@@ -134,11 +136,38 @@ def _machine(question: Question, named: Mapping[str, object]) -> Machine:
     return replace(made, ram_bytes=machine.ram_bytes, nvme_bytes=machine.nvme_bytes, host=machine.host)
 
 
+def left_to_the_plan(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
+    """Without what was set by hand of layers or experts in RAM: all on the GPU, or as many as fit."""
+    question, undone = without_hand(found.question)
+    if question is found.question or not can_stream(question):
+        return
+    what = f"{found.question.settings.offload.flag} left out"
+    whole = fit(question)
+    if whole.fits:
+        yield [Change(question, undone, f"{what}: all layers on the GPU", fit=whole)]
+        return
+    change = _streamed(None, question)
+    if change is not None:
+        yield [replace(change, settings={**undone, **change.settings}, text=f"{what}: {change.text}")]
+
+
+def tiers_here(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
+    """On the GPU, in the RAM and on the disk that are known to be there."""
+    if pinned_room(found.question) is not None:
+        for group in tiers(found, offered):
+            yield [change for change in group if change.available and "nvme" not in change.settings]
+
+
 def tiers(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
-    """The variant that moves least, of those that do not fit without tiers."""
-    changes = that_fit(_models(found), lambda one: _tiered(*one))
-    ways = [(change.tiers.moved_bytes, change) for _, change in changes if change.tiers is not None]
-    yield [change for _, change in sorted(ways, key=lambda way: way[0])[:1]]
+    """The variant that moves least, of those that do not fit without tiers, on a disk only where RAM holds none; none
+    after one that runs here."""
+    if any(way.kind == "tiers" for way in offered):
+        return
+    question, undone = without_hand(found.question)
+    changes = that_fit(_models(replace(found, question=question)), lambda one: _tiered(*one))
+    ways = [("nvme" in change.settings, change.tiers.moved_bytes, change) for _, change in changes if change.tiers]
+    least = [change for *_, change in sorted(ways, key=lambda way: way[:2])[:1]]
+    yield [replace(change, settings={**undone, **change.settings}) for change in least]
 
 
 def _tiered(variant: Variant | None, question: Question) -> Change | None:
@@ -166,8 +195,11 @@ def _tiered(variant: Variant | None, question: Question) -> Change | None:
 
 
 def _streamed(variant: Variant | None, question: Question) -> Change | None:
-    """As this engine does it by itself."""
-    placed = place_larger(question)
+    """As this engine does it by itself; with a disk where RAM is too small."""
+    placed, disk_named = place_larger(question), {}
+    if placed is not None and placed.ram_short_bytes and not question.machine.nvme_bytes:
+        placed = place_layers(replace(question, machine=replace(question.machine, nvme_bytes=NVME_LIMIT_BYTES)))
+        disk_named = {} if placed is None else {"nvme": f"{-(-placed.streamed.file_bytes // GIB)}GiB"}
     if placed is None or not placed.fits:
         return None
     free = placed.free_ram_bytes
@@ -180,12 +212,13 @@ def _streamed(variant: Variant | None, question: Question) -> Change | None:
     disk = f", {format_bytes(held.nvme_bytes)} on NVMe at {NVME_GB_S:g} GB/s (assumed)" if held.nvme_bytes else ""
     return Change(
         question,
-        ({} if stated else {"ram_bytes": free}) | model_setting(variant),
+        ({} if stated else {"ram_bytes": free}) | disk_named | model_setting(variant),
         f"{stays}{'' if variant is None else f' of {variant.label}'} on the GPU,"
         f" {format_bytes(held.ram_bytes)} in RAM{disk}"
         + ("" if held.one is None else f", about {shown_rate(held.one.tokens_per_s)} tokens/s for one stream")
         + ("" if stated else f"; it needs {format_bytes(free)} of free RAM"),
-        note="holdfast serve does this by itself where a model does not fit on the GPU",
+        note="holdfast serve does this by itself where a model does not fit on the GPU"
+        + (", given --nvme-path DIR, a folder on that disk" if held.nvme_bytes else ""),
         tiers=held,
         fit=placed.plan,
     )

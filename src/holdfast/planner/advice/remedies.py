@@ -1,9 +1,10 @@
 """What to do when it does not fit: one table of candidate changes, cheapest first, and the search through it.
 
-    configuration (utilization, context, sequences, idle GPUs) - FP8 KV - a quantized variant: one that is published,
-    one that is made while loading, a file that has to be made; with FP8 KV where neither is enough, below four bits
-    where nothing yet is - more GPUs - tiers - a bigger GPU or more RAM - a file to be made that this engine cannot
-    read - what serves only part of the traffic - a smaller model, last
+    layers as the plan places them, where their number was set - configuration (utilization, context, sequences, idle
+    GPUs) - FP8 KV - a quantized variant: one that is published, one that is made while loading, a file that has to be
+    made; with FP8 KV where neither is enough, below four bits where nothing yet is - tiers in the RAM that is there -
+    more GPUs - other tiers - a bigger GPU or more RAM - a file to be made that this engine cannot read - what serves
+    only part of the traffic - a smaller model, last
 
     requests longer than the model can read: shorter ones - a model of the same kin that reads them
 
@@ -18,11 +19,13 @@ from dataclasses import dataclass, replace
 
 from holdfast.planner.advice.hardware_remedies import (
     bigger_gpu,
+    left_to_the_plan,
     longer_model,
     more_gpus,
     more_ram,
     smaller_model,
     tiers,
+    tiers_here,
 )
 from holdfast.planner.advice.quantized_remedies import (
     cut_files,
@@ -47,6 +50,7 @@ from holdfast.planner.advice.remedy import (
     is_absolute,
     other_splits,
     too_long,
+    without_hand,
 )
 from holdfast.planner.advice.search import first_that_fits
 from holdfast.planner.compat.gpu_kernels import lacks_engine
@@ -212,17 +216,24 @@ class RemedyRow:
     is offered. A row that does not apply has none. What is not reached is not planned."""
     most: int | None = None
     """Shown; those that serve all that was requested first."""
+    by_hand: bool = False
+    """With as many layers or experts in RAM as were set by hand. Other weights and machines are planned without: the
+    number was meant for these."""
 
 
 FEWER_BITS = "weights in fewer bits: some quality"
 
+SLOWER = "slower: part of the weights is read over the link in every step"
+
+BY_HAND = (RemedyRow("tiers", SLOWER, left_to_the_plan, by_hand=True),)
+"""Where it was set what waits in RAM: before everything else, and no reason to leave anything out."""
 TABLE = (
-    RemedyRow("utilization", "less memory is left for other processes on that GPU", _utilization),
-    RemedyRow("context", "longer requests are refused", _context),
-    RemedyRow("sequences", "more requests wait in the queue", _sequences),
+    RemedyRow("utilization", "less memory is left for other processes on that GPU", _utilization, by_hand=True),
+    RemedyRow("context", "longer requests are refused", _context, by_hand=True),
+    RemedyRow("sequences", "more requests wait in the queue", _sequences, by_hand=True),
     RemedyRow("idle_gpus", None, _idle_gpus),
-    RemedyRow("configuration", "several limits are lower", _together),
-    RemedyRow("kv_cache_dtype", "KV in fewer bits: a little precision", kv_dtype),
+    RemedyRow("configuration", "several limits are lower", _together, by_hand=True),
+    RemedyRow("kv_cache_dtype", "KV in fewer bits: a little precision", kv_dtype, by_hand=True),
     RemedyRow("quantization", FEWER_BITS, published, VARIANTS_SHOWN),
     RemedyRow("quantization", "weights in 8 bits: a little quality; loading takes longer", made_eight_bits),
     RemedyRow("quantization", "weights in 4 bits, without calibration: some quality, more than with AWQ or GPTQ;"
@@ -231,8 +242,9 @@ TABLE = (
     RemedyRow("quantization", "weights and KV in fewer bits: some quality", cut_with_kv),
     RemedyRow("quantization", FEWER_BITS, files_to_be_made, VARIANTS_SHOWN),
     RemedyRow("quantization", FEWER_BITS, cut_files, VARIANTS_SHOWN),
+    RemedyRow("tiers", SLOWER, tiers_here),
     RemedyRow("more_gpus", "more hardware", more_gpus),
-    RemedyRow("tiers", "slower: part of the weights is read over the link in every step", tiers),
+    RemedyRow("tiers", SLOWER, tiers),
     RemedyRow("bigger_gpu", "other hardware", bigger_gpu),
     RemedyRow("more_ram", "more RAM is used", more_ram),
 )  # fmt: skip
@@ -250,13 +262,15 @@ def ways_out(found: Plan) -> tuple[Remedy, ...]:
         return tuple(_search(found, BEYOND_THE_MODEL))
     if found.fits:
         return ()
-    ways = _search(found, TABLE)
+    first = _search(found, BY_HAND)
+    placed = [way.fit.question.model for way in first]
+    ways = [way for way in _search(found, TABLE) if way.kind != "tiers" or way.fit.question.model not in placed]
     if found.question.engine is None:
         ways.sort(key=_is_unread)
     if found.question.traffic is not None:
         # Traffic that is stated is to be served: what lets some of it wait comes after what does not.
         ways.sort(key=lambda way: not way.meets_request)
-    return (*ways, *_search(found, LAST))
+    return (*first, *ways, *_search(found, LAST))
 
 
 def _is_unread(way: Remedy) -> bool:
@@ -267,11 +281,23 @@ def _is_unread(way: Remedy) -> bool:
 
 def _search(found: Plan, rows: Iterable[RemedyRow]) -> list[Remedy]:
     offered: list[Remedy] = []
+    left, undone = _without_hand(found)
     for row in rows:
+        if left is not found and left.fits and not row.by_hand:
+            continue
         before = len(offered)
-        for group in row.groups(found, offered):
+        for group in row.groups(found if row.by_hand else left, offered):
             best = first_that_fits(group, Change.plan)
             if best is not None:
-                offered.append(best[0].remedy(row.kind, row.price, found.question, best[1]))
+                change = best[0] if row.by_hand else replace(best[0], settings={**undone, **best[0].settings})
+                offered.append(change.remedy(row.kind, row.price, found.question, best[1]))
         offered[before:] = sorted(offered[before:], key=lambda way: not way.meets_request)[: row.most]
     return offered
+
+
+def _without_hand(found: Plan) -> tuple[Plan, dict[str, object]]:
+    """Planned without layers or experts in RAM that were set by hand, and the flags for that."""
+    if not found.question.settings.offloads:
+        return found, {}
+    question, undone = without_hand(found.question)
+    return (found, {}) if question is found.question else (fit(question), undone)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from holdfast.config.offload import MOST_LAYERS
 from holdfast.errors import ConfigurationError
 from holdfast.planner.advice.offload import Tiers
 from holdfast.planner.advice.search import first_that_fits
@@ -131,6 +132,8 @@ class Remedy:
             if name == "ram_bytes":
                 assert isinstance(value, int)
                 words += ["--ram", f"{-(-value // MIB)}MiB" if value % GIB else f"{value // GIB}GiB"]
+            elif value is False:
+                words.append("--no-" + name.replace("_", "-"))
             elif name != "gpus":  # `gpu` says the same with the kind
                 words += ["--" + name.replace("_", "-"), shlex.quote(str(value))]
         return " ".join(words)
@@ -182,6 +185,33 @@ def changed(question: Question, settings: Mapping[str, object]) -> Question:
     if question.traffic is not None and isinstance(count, int):
         question = replace(question, traffic=replace(question.traffic, concurrency=count))
     return with_settings(question, **own)
+
+
+def without_hand(question: Question) -> tuple[Question, dict[str, object]]:
+    """The same where nothing was set by hand of layers and experts in RAM, and the flags that undo what was: of
+    patterns there is none. The same question: nothing was."""
+    asked = question.settings.offload
+    if not asked.by_hand and not asked.experts_by_hand:
+        return question, {}
+    groups = {"offload_group_size": 0, "offload_num_in_group": 1, "offload_backend": "auto"}
+    undone: dict[str, object] = {
+        **({} if asked.gpu_layers is None else {"gpu_layers": "auto"}),
+        **({"cpu_offload_gb": 0} if asked.cpu_bytes else {}),
+        **({} if asked.groups is None else groups),
+        **({"n_cpu_moe": 0} if 0 < asked.expert_layers < MOST_LAYERS else {}),
+        **({"cpu_moe": False} if asked.expert_layers == MOST_LAYERS else {}),
+    }
+    left = replace(asked, gpu_layers=None, cpu_bytes=0, groups=None, expert_layers=0, overrides=())
+    settings = with_settings(
+        question,
+        offload=left,
+        streamed_layers=0,
+        layers_on_disk=None,
+        resident_experts=None,
+        experts_wait=False,
+        host_experts=False,
+    )
+    return settings, undone
 
 
 def longest(question: Question) -> Plan | None:

@@ -132,8 +132,10 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
 
 
 def _offload_settings(fit: Plan) -> dict[str, object]:
-    """What was asked for by hand."""
-    asked = fit.question.settings.offload
+    """What was asked for by hand, and what the plan's layers and experts in RAM or on a disk need to be there."""
+    asked, machine = fit.question.settings.offload, fit.question.machine
+    offloads = fit.question.settings.offloads and machine.kind == "gpu"
+    budget = machine.ram_bytes if offloads and machine.pinned_bytes is not None else None
     group, number = asked.groups or (None, None)
     return {
         "gpu_layers": asked.gpu_layers,
@@ -145,6 +147,8 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
         "n_cpu_moe": asked.expert_layers if 0 < asked.expert_layers < MOST_LAYERS else None,
         "override_tensor": ",".join(asked.overrides) or None,
         "cpu_compute": None if asked.cpu_compute else "off",
+        **({} if budget is None else {"ram": written_size(budget)}),
+        "nvme_path": "DIR" if offloads and fit.question.settings.layers_on_disk else None,
     }
 
 

@@ -22,9 +22,10 @@ from holdfast.planner.fit.count import experts_on_gpu
 from holdfast.planner.fit.placement import (
     CANNOT_STREAM,
     Placement,
-    beside_layers,
     check_can_stream,
+    fit_by_hand,
     for_sequences,
+    free_ram_bytes,
     leaves_enough,
     pinned_room,
     place,
@@ -38,7 +39,6 @@ from holdfast.planner.inputs.expert_layers import check_expert_layers, expert_la
 from holdfast.planner.inputs.question import Question
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.host_cores import host_is_sooner
-from holdfast.planner.sizing.host_ram import HOST_SHARE
 from holdfast.planner.sizing.kv_cost import largest
 from holdfast.units import counted, format_bytes
 
@@ -67,9 +67,7 @@ class ExpertPlacement:
 
     @property
     def free_ram_bytes(self) -> int:
-        """That a machine must have, for experts, the server itself and what stays free."""
-        others = beside_layers(self.plan.question, self.plan.limits.max_num_seqs)
-        return -int(-(self.ram_bytes + others) // HOST_SHARE)
+        return free_ram_bytes(self.plan, self.ram_bytes)
 
     @property
     def resident_experts(self) -> int:
@@ -131,8 +129,7 @@ def place_larger_by_hand(question: Question) -> Placement | ExpertPlacement | No
     """As was asked for, whether or not it fits; None: all stays on the GPU."""
     if not _wants_experts(question):
         return place_by_hand(question)
-    asked = question.settings.max_model_len
-    return _over_host(fit(_with_experts(question, None, asked)))
+    return _over_host(fit_by_hand(_with_experts(question, None, question.settings.max_model_len)))
 
 
 def _can_place(question: Question) -> bool:

@@ -20,10 +20,11 @@ from holdfast.footprint import lora
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import StreamedLayers, last_of_groups, streamed_layers
+from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.count import counted_for, streamed_on_gpu
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.fit.search import fit
-from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Question
+from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, STREAMED_SEQUENCE_TOKENS, Question
 from holdfast.planner.sizing.dtype import compute_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.host_ram import HOST_SHARE, host_budget, server_bytes
@@ -61,10 +62,7 @@ class Placement:
 
     @property
     def free_ram_bytes(self) -> int:
-        """That a machine must have, for layers, the server itself and what stays free."""
-        question = self.plan.question
-        others = beside_layers(question, self.plan.limits.max_num_seqs)
-        return -int(-(self.streamed.pinned_bytes + others) // HOST_SHARE)
+        return free_ram_bytes(self.plan, self.streamed.pinned_bytes)
 
     @property
     def resident(self) -> int:
@@ -96,6 +94,15 @@ def wants_streaming(question: Question) -> bool:
 def check_can_stream(question: Question) -> None:
     """What was asked for by hand is refused where it cannot be done."""
     asked = question.settings.offload
+    if question.engine not in (None, "holdfast"):
+        raise ConfigurationError(
+            f"{asked.flag}: what waits in RAM is planned as Holdfast does it, not for {question.engine}",
+            code=CANNOT_STREAM,
+            needed="--for holdfast, or none",
+            found=f"--for {question.engine}",
+            fix="leave --for out; llama.cpp has flags of the same names, and vLLM --cpu-offload-gb",
+            field="for",
+        )
     if not can_stream(question):
         device = question.machine.devices[0]
         what = "experts cannot wait in RAM" if asked.experts_by_hand else "layers cannot be streamed"
@@ -195,7 +202,27 @@ def place_by_hand(question: Question) -> Placement | None:
     streamed = by_hand(question)
     if not streamed:
         return None
-    return _over_host(fit(with_streamed(question, streamed, 0, question.settings.max_model_len)))
+    return _over_host(fit_by_hand(with_streamed(question, streamed, 0, question.settings.max_model_len)))
+
+
+def fit_by_hand(question: Question) -> Plan:
+    """With what waits in RAM as it was asked for: where no context was, with the longest that this leaves, be it
+    shorter than one that is usually worth serving."""
+    found = fit(question)
+    if found.fits or question.stated:
+        return found
+    length, flag = found.longest_tokens, question.settings.offload.flag
+    # A shorter context needs smaller tables, and smaller tables leave room for other steps: twice is enough.
+    for _ in range(2):
+        if length < CPU_USEFUL_TOKENS:
+            break
+        shorter = fit(replace(question, settings=replace(question.settings, max_model_len=length)))
+        if shorter.fits:
+            reason = f"of the model's {question.model.spec.max_position:,}: the longest that {flag} leaves room for"
+            said = Decision("max_model_len", f"{length:,}", reason, "planner", lowered=True)
+            return replace(shorter, decisions=(*shorter.decisions, said))
+        length = shorter.longest_tokens
+    return found
 
 
 def by_hand(question: Question) -> int:
@@ -237,6 +264,12 @@ def pinned_room(question: Question) -> int | None:
     if machine.pinned_bytes is not None or machine.ram_bytes is None:
         return machine.pinned_bytes
     return max(0, host_budget(None, machine.ram_bytes) - beside_layers(question, sequences))
+
+
+def free_ram_bytes(plan: Plan, weights_bytes: int) -> int:
+    """That a machine must have for weights in RAM and the server itself; without a budget, with what stays free too."""
+    needed = weights_bytes + beside_layers(plan.question, plan.limits.max_num_seqs)
+    return needed if plan.question.machine.pinned_bytes is not None else -int(-needed // HOST_SHARE)
 
 
 def beside_layers(question: Question, sequences: int) -> int:

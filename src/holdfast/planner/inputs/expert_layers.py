@@ -1,8 +1,9 @@
 """Of which layers the experts wait in RAM, where that was asked for by hand: the first so many, or those whose tensors
 match llama.cpp's patterns (--override-tensor).
 
-A pattern is searched for in the names that tensors have in a GGUF file (blk.7.ffn_up_exps.weight), the first that
-matches a tensor counts, and CPU is the only place where one waits. What is not all experts of a layer is refused.
+A pattern is searched for in the names that tensors have in a GGUF file (blk.7.ffn_up_exps.weight) and in safetensors
+(model.layers.7.mlp.experts.0.up_proj.weight), whichever the model comes in. The first that matches a tensor counts, and
+CPU is the only place where one waits. What is not all experts of a layer is refused.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ def check_expert_layers(asked: OffloadRequest, spec: ModelSpec) -> None:
     for tensor in waiting:
         if not tensor.experts:
             needed = "a pattern of experts alone, such as exps=CPU"
-            raise _refused(asked, f"{tensor.gguf_name} is not an expert's", needed)
+            raise _refused(asked, f"{_names(tensor)[0]} is not an expert's", needed)
     names = {tensor.name for tensor in waiting}
     for first in waiting:
         others = (tensor for tensor in spec.tensors if tensor.layer == first.layer and tensor.experts)
         staying = next((tensor for tensor in others if tensor.name not in names), None)
         if staying is not None:
-            said = f"{first.gguf_name} would wait in RAM and {staying.gguf_name} stay on the GPU"
+            said = f"{_names(first)[0]} would wait in RAM and {_names(staying)[0]} stay on the GPU"
             raise _refused(asked, said, "a pattern of all experts of a layer, such as ffn_.*_exps")
     if not waiting and any(_pattern(one)[1] == WAITS for one in asked.overrides):
-        needed = f"a pattern that matches blk.{found[0]}.ffn_up_exps.weight"
+        experts = next(tensor for tensor in spec.tensors if tensor.experts and tensor.layer == found[0])
+        needed = f"a pattern that matches {_names(experts)[0]}"
         raise _refused(asked, "no tensor of an expert matches", needed)
 
 
@@ -69,8 +71,13 @@ def _waiting(asked: OffloadRequest, spec: ModelSpec) -> list[TensorSpec]:
 
 
 def _place(tensor: TensorSpec, patterns: list[tuple[re.Pattern[str], str]]) -> str | None:
-    """Of the first pattern that matches its name; None: it is as it would be."""
-    return next((place for pattern, place in patterns if tensor.gguf_name and pattern.search(tensor.gguf_name)), None)
+    """Of the first pattern that matches a name of it; None: it is as it would be."""
+    return next((place for pattern, place in patterns if any(map(pattern.search, _names(tensor)))), None)
+
+
+def _names(tensor: TensorSpec) -> list[str]:
+    """In files; of experts that lie apart, the first one's."""
+    return [name for name in (tensor.gguf_name, tensor.hf_name.replace("{expert}", "0")) if name]
 
 
 def _pattern(written: str) -> tuple[re.Pattern[str], str]:

@@ -168,9 +168,7 @@ def _as_gguf(model: PlannedModel, kind: str) -> PlannedModel:
     if kind == "MXFP4" and with_experts:
         kind = "MXFP4_MOE"
     text = text_alone(model.spec)
-    spec = replace(
-        text, tensors=tuple(replace(tensor, gguf_name=tensor.name) for tensor in text.tensors if tensor.part == "text")
-    )
+    spec = replace(text, tensors=tuple(tensor for tensor in text.tensors if tensor.part == "text"))
     stored = {tensor.name: _stored(tensor, layout) for tensor, layout in layouts_of(spec, kind)}
     layouts = {tensor.layout for tensor in stored.values()}
     canonical = stored if spec.runnable and layouts <= set(ENGINE_LAYOUTS) else None

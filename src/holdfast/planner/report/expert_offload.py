@@ -8,9 +8,17 @@ from typing import Any
 
 from holdfast.planner.advice.expert_offload import other_ways
 from holdfast.planner.fit.expert_placement import ExpertPlacement
-from holdfast.planner.fit.placement import pinned_room
+from holdfast.planner.fit.placement import Placement, pinned_room
 from holdfast.planner.sizing.host_cores import ASSUMED, host_gb_s
 from holdfast.units import counted, format_bytes
+
+
+def ram_needed(placed: Placement | ExpertPlacement) -> str:
+    """Of a machine, or of the budget that was set for the whole server."""
+    machine, needed = placed.plan.question.machine, format_bytes(placed.free_ram_bytes)
+    if machine.pinned_bytes is None or machine.ram_bytes is None:
+        return f"{needed} must be free with the server's own processes"
+    return f"with the server's own processes {needed}, of {format_bytes(machine.ram_bytes)} (--ram)"
 
 
 def what_is_where(placed: ExpertPlacement) -> str:
@@ -33,8 +41,7 @@ def expert_tier_lines(placed: ExpertPlacement) -> Iterator[str]:
     host = "" if not places.host_sizes else f", and {format_bytes(places.host_bytes)} of all experts for the CPU"
     yield (
         f"RAM   {sum(places.waiting):,} experts of {counted(len(places.layers), 'layer')},"
-        f" {format_bytes(places.pinned_bytes)} pinned{host}{limit}; {format_bytes(placed.free_ram_bytes)} must be free"
-        " with the server's own processes"
+        f" {format_bytes(places.pinned_bytes)} pinned{host}{limit}; {ram_needed(placed)}"
     )
     yield _computing(placed)
     gpu = plan.device.gpu

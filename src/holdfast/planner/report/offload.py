@@ -18,6 +18,7 @@ from holdfast.planner.report.expert_offload import (
     expert_document,
     expert_tier_lines,
     other_way_lines,
+    ram_needed,
     what_is_where,
 )
 from holdfast.planner.report.wrapping import wrapped
@@ -118,7 +119,7 @@ def _tiers(offload: Offload) -> Iterator[str]:
     room = "" if known is None else f" of {format_bytes(known)} that layers may take"
     embedding = " and the embedding" if streamed.embedding_bytes else ""
     pinned = f"{counted(len(streamed.in_ram), 'layer')}{embedding}, {format_bytes(streamed.pinned_bytes)} pinned{room}"
-    yield f"RAM   {pinned}; {format_bytes(placed.free_ram_bytes)} must be free with the server's own processes"
+    yield f"RAM   {pinned}; {ram_needed(placed)}"
     if streamed.on_disk:
         size, on_disk = format_bytes(streamed.file_bytes), counted(len(streamed.on_disk), "layer")
         yield f"NVMe  {on_disk}, {size}, read at {NVME_GB_S:g} GB/s (assumed)"

@@ -101,7 +101,7 @@ def _offload(answer: PlanFindings, width: int) -> Iterator[str]:
     if answer.offload is None:
         return
     yield from offload_lines(answer.offload, width)
-    if not answer.fits and answer.offload.command.available:
+    if not answer.fits and answer.offload.may_run and answer.offload.command.available:
         yield from command_lines(answer.offload.command, width)
 
 
@@ -268,6 +268,9 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
             "",
         )
     rate = answer.throughput
+    if brief and rate is None and answer.offload is not None and answer.offload.may_run:
+        rate = answer.offload.throughput
+        yield f"{answer.offload.title}:"
     if rate is None:
         yield from wrapped(f"no throughput estimate: {answer.no_throughput}", width, "")
         return
@@ -364,7 +367,7 @@ def command_lines(command: Command, width: int) -> list[str]:
             found.append(f"{line} \\")
             line = "    "
         line += f" {word}"
-    found.append(line if line.strip() else "  no command:")
+    found.append(line if line.strip() else f"  {profile(command.engine).name}, no command:")
     for note in command.notes:
         found += wrapped(note, width, "    # ", "    # ")
     return found

@@ -91,7 +91,8 @@ def _from_headers(model: PlannedModel, dtype: str) -> list[Weight]:
 def _modules(model: PlannedModel) -> dict[str, TensorSpec]:
     found: dict[str, TensorSpec] = {}
     for tensor in model.spec.tensors:
-        if model.stored is model.canonical:  # A server plans what it has matched already.
+        # A server plans what it has matched already; what is only worked out has our own names.
+        if model.stored is model.canonical or model.derived:
             found[tensor.name] = tensor
             continue
         if model.format == "gguf":
