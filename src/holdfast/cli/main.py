@@ -205,7 +205,7 @@ def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> dict[str, str
     for flag in [word.split("=")[0] for word in unknown]:
         if other_engine(flag, "holdfast") is not None:
             same = translated(flag, "holdfast")
-            found |= {flag: same} if same in known.values() else {}
+            found |= {flag: same} if same is not None and same in known.values() else {}
             continue
         near = difflib.get_close_matches(flag.lstrip("-"), known, n=1, cutoff=NEAR)
         found |= {flag: known[near[0]]} if near else {}

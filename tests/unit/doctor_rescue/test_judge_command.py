@@ -496,3 +496,22 @@ def test_a_gpu_that_is_not_known_is_no_fault_of_the_command() -> None:
     found = _judged("holdfast serve llama-3.1-8b", gpu="rtxfoo")
     assert not found.findings
     assert "rtxfoo" in found.missing[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "fixed"),
+    [
+        ("vllm serve M --ctx-size 8192 -ngl 99", "vllm serve M --max-model-len 8192"),
+        ("llama-server -m M --max-model-len 4096", "llama-server -m M --ctx-size 4096"),
+        ("holdfast serve M --mem-fraction-static 0.8", "holdfast serve M --gpu-memory-utilization 0.8"),
+        (
+            "python -m sglang.launch_server --model-path M --max-model-len 8192 --gpu-memory-utilization 0.8",
+            "python -m sglang.launch_server --model-path M --context-length 8192 --mem-fraction-static 0.8",
+        ),
+    ],
+)
+def test_a_flag_of_another_engine_is_translated(command: str, fixed: str) -> None:
+    parsed = parse_command(command)
+    assert parsed is not None
+    changes = {flag: value for one in flag_findings(parsed, None) if one.fix for flag, value in one.fix.changes.items()}
+    assert parsed.with_changes(changes) == fixed
