@@ -207,6 +207,13 @@ class Profile:
             return None
         return architecture in " ".join((row.get("names", ""), *row.get("since", {}).values())).split()
 
+    def class_of(self, model_type: str) -> str:
+        """The listed class that runs a type of a config (Qwen3MoeForCausalLM of qwen3_moe); else as it is."""
+        row, plain = _architectures().get(self.engine, {}), model_type.replace("_", "").lower()
+        listed = " ".join((row.get("names", ""), *row.get("since", {}).values())).split()
+        able = {f"{plain}forcausallm", f"{plain}forconditionalgeneration"}
+        return next((name for name in listed if name.lower() in able), model_type)
+
     def serves_since(self, architecture: str) -> str | None:
         """The first release with it; None: it is not known."""
         return self._listed("since", architecture)

@@ -234,3 +234,11 @@ def test_without_its_value_a_flag_of_another_engine_is_named() -> None:
     [finding] = diagnose_lines(["error: invalid argument: --max-model-len"], "log").findings
     assert finding.fix is not None
     assert "here it is --ctx-size, with the same value" in finding.fix.why
+
+
+def test_a_model_type_is_told_the_first_release_that_serves_its_class() -> None:
+    lines = ["INFO 01-10 09:12:05 api_server.py:651] vLLM API server version 0.6.4", "KeyError: 'qwen3_moe'"]
+    [finding] = diagnose_lines(lines, "log").findings
+    assert finding.fix is not None
+    assert (finding.fix.command, finding.fix.basis) == ("pip install --upgrade 'vllm>=0.8.4'", "stated")
+    assert [one.basis for one in finding.alternatives] == ["usual"]

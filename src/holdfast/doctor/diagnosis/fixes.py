@@ -102,6 +102,7 @@ def _served(log: LogState, architecture: str | None) -> float | None:
     """Whether a newer release serves what this one refused; None: it is not known, as of a class that this one may
     have too. Python's engines list classes, not types of a config."""
     engine = log.engine
+    architecture = None if architecture is None else profile(engine or "vllm").class_of(architecture)
     if engine is None or architecture is None or (engine in ("vllm", "sglang") and not architecture[0].isupper()):
         return None
     of = profile(_FAMILY.get(engine, engine))
@@ -134,13 +135,14 @@ def _default_utilization(version: str | None) -> float:
 
 
 def known_words(log: LogState, event: Event) -> dict[str, str]:
-    command = base_command(log)
+    command, engine = base_command(log), profile(log.engine or "vllm")
+    architecture = engine.class_of(event.words.get("architecture", ""))
     return {
         "model": log.settings.model or "MODEL",
         "fetch_again": _fetch_again(log.engine, log.settings.model or "MODEL"),
-        "package": profile(log.engine or "vllm").package,
-        "since": profile(log.engine or "vllm").serves_since(event.words.get("architecture", "")) or "",
-        "until": profile(log.engine or "vllm").served_until(event.words.get("architecture", "")) or "",
+        "package": engine.package,
+        "since": engine.serves_since(architecture) or "",
+        "until": engine.served_until(architecture) or "",
         "newest": profile(_FAMILY.get(log.engine or "", log.engine or "vllm")).newest_read,
         "command": "" if command is None else command.with_changes({}),
         **log.words,
