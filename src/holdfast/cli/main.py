@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import holdfast
 from holdfast.cli.dotted_flags import joined
@@ -17,6 +17,7 @@ from holdfast.cli.output import UNFORESEEN_EXIT, flush, say_error, unforeseen
 from holdfast.config import unsupported
 from holdfast.config.setting import Refusal, flag_name, refuse
 from holdfast.config.tuning import TUNING
+from holdfast.engine_profiles.profile import other_engine, translated
 from holdfast.errors import ConfigurationError, HoldfastError, RequestError
 from holdfast.units import shorten
 
@@ -72,6 +73,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(message, fix=f"see {self.prog} --help")
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Without argparse's guesses of flags with one dash, which it makes even where none may be cut short: -c is not
+        -cmoe, and -np is not -n with the value p. -c8192 stays -c with its value."""
+        able = super()._get_option_tuples(option_string)
+        return [one for one in able if re.match(r"[\d.=]", option_string.removeprefix(one[1])) is not None]
 
 
 def main(arguments: Sequence[str] | None = None, *, early: EarlyProcess | None = None) -> int:
@@ -189,12 +196,17 @@ def _whole_name(flag: str) -> str:
 
 
 def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Of flags that there are not the nearest that there is, for those that are like one."""
+    """Of flags that there are not the one for the same setting, where another engine has them; else the nearest that
+    there is, for those that are like one."""
     # Compared without their dashes, which make short names look alike. What is hidden would be refused itself.
     shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
     known = {name.lstrip("-"): name for action in shown for name in action.option_strings if "=" not in name}
     found: dict[str, str] = {}
     for flag in [word.split("=")[0] for word in unknown]:
+        if other_engine(flag, "holdfast") is not None:
+            same = translated(flag, "holdfast")
+            found |= {flag: same} if same is not None and same in known.values() else {}
+            continue
         near = difflib.get_close_matches(flag.lstrip("-"), known, n=1, cutoff=NEAR)
         found |= {flag: known[near[0]]} if near else {}
     return found
@@ -206,6 +218,14 @@ def _unknown_arguments(unknown: list[str], meant: Mapping[str, str], program: st
     for word in [word.split("=")[0] for word in unknown if word.startswith("-")] or unknown[:1]:
         near = meant.get(word.split("=")[0])
         fix = f"see {program} --help" if near is None else f"did you mean {near}?"
+        other = other_engine(word, "holdfast") if word.startswith("-") else None
+        if other is not None:
+            here = (
+                f"none here is the same: leave it out, or see {program} --help"
+                if near is None
+                else f"here it is {near}"
+            )
+            fix = f"a flag of {other.name}; {here}"
         found.append(Refusal(shorten(word), "", word, fix=fix, problem="is not understood"))
     return found
 

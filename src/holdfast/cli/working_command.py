@@ -22,6 +22,7 @@ from typing import Any
 from holdfast.cli.fatal import command_line
 from holdfast.config import EngineConfig
 from holdfast.config.setting import flag_name
+from holdfast.engine_profiles.profile import other_engine, translated
 from holdfast.errors import ConfigurationError, HoldfastError, ModelError
 
 ROUNDS = 20
@@ -33,6 +34,9 @@ GUARDS = ("api-key", "api-key-file", "ssl-keyfile", "ssl-certfile", "ssl-ca-cert
 GUARD_NEAR = 0.6
 _VALUE = re.compile(r"(?:did you mean )?(--[a-z][\w-]*) ([^\s,;:?]+)\??(?:[,;:]| |$)")
 """What a fix begins with where another value helps."""
+
+_NO_MODEL = re.compile(r"[\d.]+[kmgb%]?|on|off|true|false|auto|none|all")
+"""What no model is called, and values of flags are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,12 @@ def _respelled(words: list[str], error: ConfigurationError) -> list[str]:
     bare = [word for word in error.unknown if not word.startswith("-")]
     alone = {_flag_of(word) for word in error.unknown} if not bare else set()
     found: list[str] = []
-    for word in words:
+    for at, word in enumerate(words):
         flag, (_, equals, value) = _flag_of(word), word.partition("=")
         meant = _meant(flag, error)
+        before = _flag_of(words[at - 1]) if at and "=" not in words[at - 1] else ""
+        if before in alone and before.startswith("-") and _meant(before, error) is None and _is_value(before, word):
+            continue  # It goes with its flag, and would be taken for a model without.
         if meant is not None and meant not in taken:
             taken.add(meant)
             found.append(meant + equals + value)
@@ -94,12 +101,22 @@ def _respelled(words: list[str], error: ConfigurationError) -> list[str]:
     return found
 
 
+def _is_value(flag: str, word: str) -> bool:
+    """Whether a word behind a flag that there is not can only be that flag's, and no model."""
+    if _NO_MODEL.fullmatch(word.lower()):
+        return True
+    other = other_engine(flag, "holdfast")
+    rule = None if other is None else other.value_rule(other.canonical(flag))
+    return rule is not None and word in (*rule.get("choices", ()), *rule.get("also", ()))
+
+
 def _meant(flag: str, error: HoldfastError) -> str | None:
     near = error.meant.get(flag) if isinstance(error, ConfigurationError) else None
     if near is None:
         return None
     alike = difflib.SequenceMatcher(None, flag.lstrip("-"), near.lstrip("-")).ratio()
-    return near if alike >= RENAMED or near[2:] in GUARDS else None
+    same = translated(flag, "holdfast") == near
+    return near if same or alike >= RENAMED or near[2:] in GUARDS else None
 
 
 def _flag_of(word: str) -> str:

@@ -76,6 +76,7 @@ class EngineConfig:
         "a folder (config.json, safetensors, tokenizer), a .gguf file, a hub id (owner/name) or a built-in name; "
         "default: the built-in SmolLM2-135M-Instruct",
         optional(text),
+        flags=("-m", "--model-path"),
         metavar="MODEL",
     )
     revision: str | None = setting(None, "branch, tag or commit of a hub id", optional(text))
@@ -164,6 +165,7 @@ class EngineConfig:
         None,
         "maximum context length in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
         optional(tokens_or_auto),
+        flags=("-c", "--ctx-size", "--context-length"),
         metavar="TOKENS",
     )
     max_num_seqs: int | None = setting(
@@ -282,10 +284,14 @@ class EngineConfig:
         None, "number of CPU threads; default: one for each physical core that may be used", optional(whole(1, 1024))
     )
     tensor_parallel_size: int = setting(
-        1, "number of GPUs to split each layer over; only 1 so far", whole(1), flags=("-tp",)
+        1, "number of GPUs to split each layer over; only 1 so far", whole(1), flags=("-tp", "--tp-size")
     )
-    pipeline_parallel_size: int = setting(1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp",))
-    data_parallel_size: int = setting(1, "number of model replicas; only 1 so far", whole(1), flags=("-dp",))
+    pipeline_parallel_size: int = setting(
+        1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")
+    )
+    data_parallel_size: int = setting(
+        1, "number of model replicas; only 1 so far", whole(1), flags=("-dp", "--dp-size")
+    )
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):

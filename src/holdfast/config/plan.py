@@ -59,6 +59,7 @@ class PlanConfig:
         "a folder, a .gguf file, a built-in name, a catalogue name (llama-3.1-8b) or a hub id (owner/name, of which "
         "only headers are read); default: the built-in SmolLM2-135M-Instruct",
         optional(text),
+        flags=("-m", "--model-path"),
         metavar="MODEL",
     )
     revision: str | None = setting(None, "branch, tag or commit of a hub id", optional(text))
@@ -119,6 +120,7 @@ class PlanConfig:
         None,
         "maximum context length in tokens: 8192, 32k (32,000), 32K (32,768), or auto: what the model and memory allow",
         optional(tokens_or_auto),
+        flags=("-c", "--ctx-size", "--context-length"),
         metavar="TOKENS",
     )
     max_num_seqs: int | None = setting(
@@ -138,19 +140,19 @@ class PlanConfig:
         None,
         "number of GPUs to split each layer over; default: the fewest that hold the model",
         optional(whole(1, 1024)),
-        flags=("-tp",),
+        flags=("-tp", "--tp-size"),
     )
     pipeline_parallel_size: int | None = setting(
         None,
         "number of pipeline stages; default: 1, or without -tp as many as it takes to fit",
         optional(whole(1, 1024)),
-        flags=("-pp",),
+        flags=("-pp", "--pp-size"),
     )
     data_parallel_size: int | None = setting(
         None,
         "number of replicas, each on GPUs of its own (-tp 1 unless it is set); what is planned is one of them",
         optional(whole(1, 1024)),
-        flags=("-dp",),
+        flags=("-dp", "--dp-size"),
     )
     rope_scaling: str | None = setting(
         None,

@@ -18,6 +18,8 @@ from typing import Any
 Release = tuple[int, ...]
 """0.5.3.post1 is 0, 5, 3, 1."""
 MODEL_FLAGS = ("model", "model-path", "model-id", "hf-repo", "model-tag")
+PEERS = ("vllm", "sglang", "llama.cpp", "tgi")
+"""Whose flags are looked for in a command of another, in this order."""
 NEAR = 0.75
 """How like a known flag an unknown one must be to be taken for it."""
 NEAR_WITHOUT_HYPHENS = 0.82
@@ -93,6 +95,16 @@ class Profile:
             return None
         word = words[-1] if new else words[0]
         return word if word.isupper() or word.startswith("-") else f"--{word}"
+
+    def setting_of(self, spelled: str) -> str | None:
+        """Our setting that one of its flags is for: what `spelling` spells so."""
+        name = self.canonical(spelled)
+        if self.data.get("settings-as-ours"):
+            return name if self.takes(name) else None
+        return next((one for one in self.data.get("settings", {}) if self._is_spelled(one, name)), None)
+
+    def _is_spelled(self, setting: str, name: str) -> bool:
+        return self.canonical(self.spelling(setting) or "") == name
 
     def is_boolean(self, flag: str) -> bool:
         return flag in self._flags.get("booleans", ()) or flag.startswith(
@@ -195,6 +207,13 @@ class Profile:
             return None
         return architecture in " ".join((row.get("names", ""), *row.get("since", {}).values())).split()
 
+    def class_of(self, model_type: str) -> str:
+        """The listed class that runs a type of a config (Qwen3MoeForCausalLM of qwen3_moe); else as it is."""
+        row, plain = _architectures().get(self.engine, {}), model_type.replace("_", "").lower()
+        listed = " ".join((row.get("names", ""), *row.get("since", {}).values())).split()
+        able = {f"{plain}forcausallm", f"{plain}forconditionalgeneration"}
+        return next((name for name in listed if name.lower() in able), model_type)
+
     def serves_since(self, architecture: str) -> str | None:
         """The first release with it; None: it is not known."""
         return self._listed("since", architecture)
@@ -236,6 +255,21 @@ class Profile:
 @cache
 def profile(engine: str) -> Profile:
     return Profile(engine)
+
+
+def other_engine(spelled: str, engine: str) -> Profile | None:
+    """The engine that has a flag which this one has not; None: none of those whose flags are listed."""
+    others = (profile(name) for name in PEERS if name != engine)
+    return next((one for one in others if one.takes(one.canonical(spelled))), None)
+
+
+def translated(spelled: str, engine: str) -> str | None:
+    """Another engine's flag as this one spells the same setting; None: it has no such setting."""
+    other = other_engine(spelled, engine)
+    setting = None if other is None else other.setting_of(spelled)
+    flag = None if setting is None else profile(engine).spelling(setting)
+    listed = profile(engine).listed
+    return flag if flag and (not listed or profile(engine).takes(profile(engine).canonical(flag))) else None
 
 
 @cache

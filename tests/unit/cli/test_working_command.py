@@ -87,6 +87,12 @@ def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[s
         ("--api-kye secret M", None),
         ("M --max-num-seqs -1 --port 99999", "M"),
         ("--port 99999", ""),
+        ("-fa on", ""),
+        ("-fa M", "M"),
+        ("--foo-bar 8192", ""),
+        ("M -ctk q8_0 --port 9", "M --port 9"),
+        ("M --mem-fraction-static 0.8 -np 4", "M --gpu-memory-utilization 0.8 --max-num-seqs 4"),
+        ("M --max-running-requests=3 -ub 512", "M --max-num-seqs=3 --max-num-batched-tokens 512"),
         ("--prot 8106 --gpu-memory-utilization 1.5", "--port 8106 --gpu-memory-utilization 0.9"),
     ],
 )
@@ -102,3 +108,21 @@ def test_a_misspelt_flag_is_renamed_and_nothing_that_guards_is_dropped(
         assert "holdfast serve" not in fix or command.strip() == "--help"
     else:
         assert command.strip() == printed
+
+
+@pytest.mark.parametrize("command", ["serve", "plan"])
+@pytest.mark.parametrize(
+    "spelled", ["-c 8192", "-c8192", "--ctx-size 8192", "--ctx_size=8192", "--context-length 8192"]
+)
+def test_the_context_is_set_as_other_engines_spell_it(command: str, spelled: str) -> None:
+    _, parsed = parse_command_line([command, "-m", "some/model", *spelled.split()])
+    assert parsed.max_model_len == "8192"
+    assert parsed.model == "some/model"
+
+
+@pytest.mark.parametrize(("words", "named"), [("-cm", "-cm"), ("-np 4", "--max-num-seqs"), ("-fa", "llama.cpp")])
+def test_a_flag_of_one_dash_is_not_guessed(words: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama-3.1-8b", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert f"{words.split()[0]} is not understood" in said
+    assert named in said

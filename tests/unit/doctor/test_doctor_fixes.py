@@ -211,3 +211,34 @@ def test_a_misspelt_flag_is_put_right_and_its_secret_is_not_told() -> None:
     assert finding.fix is not None
     assert finding.fix.command == 'vllm serve q --max-model-len 4096 --api-key "${API_KEY:?}"'
     assert finding.fix.why == "the flag is spelled --max-model-len, --api-key"
+
+
+@pytest.mark.parametrize(
+    ("line", "fixed"),
+    [
+        (
+            "launch_server.py: error: unrecognized arguments: --max-model-len 8192 --gpu-memory-utilization 0.85",
+            "python -m sglang.launch_server --model-path MODEL --context-length 8192 --mem-fraction-static 0.85",
+        ),
+        ("vllm serve: error: unrecognized arguments: --ctx-size 8192 -ngl 99", "vllm serve MODEL --max-model-len 8192"),
+    ],
+)
+def test_a_flag_of_another_engine_is_translated_with_its_value(line: str, fixed: str) -> None:
+    usage = "usage: launch_server.py [-h]" if "launch_server" in line else "usage: vllm serve [model_tag] [options]"
+    [finding] = diagnose_lines([usage, line], "log").findings
+    assert finding.fix is not None
+    assert finding.fix.command == fixed
+
+
+def test_without_its_value_a_flag_of_another_engine_is_named() -> None:
+    [finding] = diagnose_lines(["error: invalid argument: --max-model-len"], "log").findings
+    assert finding.fix is not None
+    assert "here it is --ctx-size, with the same value" in finding.fix.why
+
+
+def test_a_model_type_is_told_the_first_release_that_serves_its_class() -> None:
+    lines = ["INFO 01-10 09:12:05 api_server.py:651] vLLM API server version 0.6.4", "KeyError: 'qwen3_moe'"]
+    [finding] = diagnose_lines(lines, "log").findings
+    assert finding.fix is not None
+    assert (finding.fix.command, finding.fix.basis) == ("pip install --upgrade 'vllm>=0.8.4'", "stated")
+    assert [one.basis for one in finding.alternatives] == ["usual"]

@@ -463,3 +463,55 @@ def test_layers_in_ram_are_no_fault_of_a_command(flags: str, healthy: bool) -> N
     told = judge_command(f"holdfast serve llama-3.1-70b-awq {flags}", machine=CommandMachine(gpu="rtx4090"))
     assert told.healthy is healthy
     assert bool(told.findings) is not healthy
+
+
+def test_a_folder_without_weights_is_found_as_serve_refuses_it(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, **shape}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    found = judge_command(f"holdfast serve {tmp_path}")
+    assert [one.what for one in found.findings] == [f"{tmp_path} has a config but no weight files"]
+    assert not found.healthy
+    assert not judge_command(f"holdfast serve {tmp_path} --load-format dummy").findings
+    assert not _judged(f"holdfast serve {tmp_path}").findings  # For another machine: so may the folder be.
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "fixed"),
+    [
+        ("-ngl 20 --n-cpu-moe 3", "HF135", "holdfast serve llama-3.1-70b-awq"),
+        ("--no-offload --n-cpu-moe 3", "HF135", "holdfast serve llama-3.1-70b-awq --no-offload"),
+        ("--n-cpu-moe 3", "HF137", "holdfast serve llama-3.1-70b-awq"),
+    ],
+)
+def test_what_serve_would_refuse_is_the_finding(flags: str, code: str, fixed: str) -> None:
+    found = _judged(f"holdfast serve llama-3.1-70b-awq {flags}", gpu="a100-80gb")
+    assert code in found.findings[0].evidence[0].line
+    assert found.findings[0].fix is not None
+    assert found.findings[0].fix.command == fixed
+    assert not found.missing
+
+
+def test_a_gpu_that_is_not_known_is_no_fault_of_the_command() -> None:
+    found = _judged("holdfast serve llama-3.1-8b", gpu="rtxfoo")
+    assert not found.findings
+    assert "rtxfoo" in found.missing[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "fixed"),
+    [
+        ("vllm serve M --ctx-size 8192 -ngl 99", "vllm serve M --max-model-len 8192"),
+        ("llama-server -m M --max-model-len 4096", "llama-server -m M --ctx-size 4096"),
+        ("holdfast serve M --mem-fraction-static 0.8", "holdfast serve M --gpu-memory-utilization 0.8"),
+        (
+            "python -m sglang.launch_server --model-path M --max-model-len 8192 --gpu-memory-utilization 0.8",
+            "python -m sglang.launch_server --model-path M --context-length 8192 --mem-fraction-static 0.8",
+        ),
+    ],
+)
+def test_a_flag_of_another_engine_is_translated(command: str, fixed: str) -> None:
+    parsed = parse_command(command)
+    assert parsed is not None
+    changes = {flag: value for one in flag_findings(parsed, None) if one.fix for flag, value in one.fix.changes.items()}
+    assert parsed.with_changes(changes) == fixed

@@ -19,7 +19,15 @@ from holdfast.doctor.build_finding import Confidence, changed, found
 from holdfast.doctor.check_command.checkpoint_format import stored_otherwise, would_not_run
 from holdfast.doctor.check_command.flags import flag_findings
 from holdfast.doctor.check_command.gpu_split import DRAFT, Split, divided, longest_tokens, split_of
-from holdfast.doctor.check_command.refusals import BEYOND_MODEL, SHORTER, no_model, pool_bytes, refused, vllm_on_a_cpu
+from holdfast.doctor.check_command.refusals import (
+    BEYOND_MODEL,
+    SHORTER,
+    no_model,
+    no_weights,
+    pool_bytes,
+    refused,
+    vllm_on_a_cpu,
+)
 from holdfast.doctor.check_command.remedies import fixes_of, ways, with_fixes
 from holdfast.doctor.check_command.to_question import CommandMachine, question_for, replicas, without_draft
 from holdfast.doctor.check_command.unplanned import (
@@ -207,7 +215,8 @@ def _planned(command: ServerCommand, machine: CommandMachine, version: str | Non
     doubtful = on_cpu and command.engine == "vllm" and not machine.named and not _for_a_cpu(command, version)
     first = [_ON_THIS_CPU] if doubtful and not runs_here else []
     seen = [*first, f"planned for {'' if machine.named else 'this machine: '}{devices}"]
-    otherwise = stored_otherwise(command, question)
+    otherwise = None if machine.named else no_weights(command, question)  # A path may be of that machine.
+    otherwise = otherwise or stored_otherwise(command, question)
     if otherwise is not None:
         return [otherwise], [], seen
     if on_cpu and command.engine == "vllm":

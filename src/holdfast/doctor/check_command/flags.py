@@ -21,7 +21,16 @@ from holdfast.config.unsupported import asks_nothing
 from holdfast.doctor.build_finding import Confidence, changed, found
 from holdfast.doctor.command.parse import Flag, ServerCommand
 from holdfast.doctor.findings import Evidence, Finding, Fix
-from holdfast.engine_profiles.profile import NEAR, FlagHistory, Release, profile, release
+from holdfast.engine_profiles.profile import (
+    NEAR,
+    FlagHistory,
+    Profile,
+    Release,
+    other_engine,
+    profile,
+    release,
+    translated,
+)
 from holdfast.units import shorten
 
 HOLDFAST_ONLY = ("config", "background", "json", "help", "lora-modules")
@@ -95,6 +104,9 @@ def _unknown(command: ServerCommand, flag: Flag, known: frozenset[str], version:
     if history.replaced_by is not None:
         taken = version is not None and history.until is not None and at <= history.until
         return None if taken else _once_taken(command, flag, spelled, history, version)
+    other = other_engine(spelled, engine.engine)
+    if other is not None:
+        return _of_another(command, flag, spelled, other)
     several = engine.beginnings(spelled)[:NAMED]
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=NEAR)
     read_from = "" if engine.engine == "holdfast" else f" ({engine.read_from})"
@@ -113,6 +125,21 @@ def _unknown(command: ServerCommand, flag: Flag, known: frozenset[str], version:
         confidence = "high"
     why = f"{why}{read_from}: the command ends at once with a usage error"
     return _bad(command, flag, confidence, what, why, fixes)
+
+
+def _of_another(command: ServerCommand, flag: Flag, spelled: str, other: Profile) -> Finding:
+    """A flag of `other`, written as this engine spells the same setting, where it has that."""
+    engine, same = profile(command.engine), translated(spelled, command.engine)
+    if command.engine == "holdfast" and same is not None and same[2:] not in known_flags("holdfast"):
+        same = None
+    changes: dict[str, str | None] = {spelled: None}
+    why = f"without {spelled}: none of {engine.name} is the same"
+    if same is not None:
+        changes[same] = "" if engine.is_boolean(same.lstrip("-")) else flag.value or ""
+        why = f"{same} is what {engine.name} calls it"
+    what = f"{engine.engine} has no {shorten(spelled)}: it is a flag of {other.name}"
+    ends = "the command ends at once with a usage error"
+    return _bad(command, flag, "high" if same else "medium", what, ends, [changed(command, changes, why)])
 
 
 def _once_taken(command: ServerCommand, flag: Flag, spelled: str, history: FlagHistory, version: str | None) -> Finding:

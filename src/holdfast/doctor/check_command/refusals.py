@@ -4,14 +4,23 @@ CPU, which cuts its memory by a variable of its own. Counts nothing that the pla
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from holdfast.config.setting import flag_name
 from holdfast.doctor.build_finding import changed, found
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.findings import Evidence, Finding, Fix
 from holdfast.engine_profiles.profile import profile
-from holdfast.errors import CheckpointError, HoldfastError, ModelAccessError, ModelError, ModelNotFoundError
+from holdfast.errors import (
+    CheckpointError,
+    ConfigurationError,
+    HoldfastError,
+    ModelAccessError,
+    ModelError,
+    ModelNotFoundError,
+)
 from holdfast.units import GIB, format_bytes, parse_bytes, shorten
 
 if TYPE_CHECKING:
@@ -28,6 +37,8 @@ ROOM_SHARE = 0.7
 """Of the free RAM that a larger pool may take: weights and steps need the rest."""
 MOST_RANKS = 64
 SHORTER = "longer requests are refused"
+MACHINE_SETTINGS = ("gpu", "vram", "ram")
+_LEAVE_OUT, _FLAG = re.compile(r"leave (.+?) out\b"), re.compile(r"--[a-z][a-z-]*")
 
 
 def no_model(command: ServerCommand, error: ModelError, *, elsewhere: bool = False) -> tuple[list[Finding], list[str]]:
@@ -55,6 +66,24 @@ def no_model(command: ServerCommand, error: ModelError, *, elsewhere: bool = Fal
             fixes=[Fix(why=fix or "check the path, the name and HF_TOKEN")],
         )
     ], missing
+
+
+def no_weights(command: ServerCommand, question: Question) -> Finding | None:
+    """Of a folder of this machine: a config is enough for a plan, and not for a server."""
+    model = question.model.unquantized or question.model
+    if model.origin != "folder" or model.format != "none" or command.value("load-format") == "dummy":
+        return None
+    pull = Fix(why="download the weights into it too: holdfast pull OWNER/NAME fetches every file")
+    dummy = changed(command, {"--load-format": "dummy"}, "only to try settings", "random weights, so random answers")
+    return found(
+        "gated_or_missing_model",
+        "not_memory",
+        "high",
+        what=f"{shorten(command.model or model.name)} has a config but no weight files",
+        why=f"{profile(command.engine).name} refuses to start without them",
+        evidence=[Evidence(line="*.safetensors files beside config.json: none", source="checkpoint")],
+        fixes=[pull] if command.engine == "llama.cpp" else [pull, dummy],
+    )
 
 
 def _unread(error: CheckpointError) -> Finding:
@@ -106,7 +135,33 @@ def refused(command: ServerCommand, error: HoldfastError, question: Question | N
                 fixes=fixes,
             )
         ], []
+    if isinstance(error, ConfigurationError) and command.engine == "holdfast" and not _of_the_machine(command, error):
+        return [_as_serve_refuses(command, error, evidence)], []
     return [], [f"a plan: {error.message}" + (f"; {error.fix}" if error.fix else "")]
+
+
+def _of_the_machine(command: ServerCommand, error: ConfigurationError) -> bool:
+    """Of what the doctor was told beside the command."""
+    return error.field in MACHINE_SETTINGS and not command.has(error.field)
+
+
+def _as_serve_refuses(command: ServerCommand, error: ConfigurationError, evidence: list[Evidence]) -> Finding:
+    """Settings that contradict each other or what is there: Holdfast's own refusal, before it loads anything."""
+    flag = None if error.field is None else flag_name(error.field)
+    fixes = [Fix(why=error.fix)] if error.fix else []
+    named = _LEAVE_OUT.match(error.fix or "")
+    left_out = [] if named is None else [flag] if named[1] == "it" else _FLAG.findall(named[1])
+    if error.fix and flag is not None and command.has(flag) and flag in left_out:
+        fixes = [changed(command, {flag: None}, error.fix)]
+    return found(
+        "bad_flag",
+        "not_memory",
+        "high",
+        what=error.message,
+        why="Holdfast refuses to start with these settings",
+        evidence=evidence,
+        fixes=fixes,
+    )
 
 
 def _heads(command: ServerCommand, error: HoldfastError, question: Question, evidence: list[Evidence]) -> Finding:

@@ -21,7 +21,7 @@ from holdfast.doctor.findings import Basis, Fix
 from holdfast.doctor.rules.formulas import evaluate, filled, holds, written
 from holdfast.doctor.rules.formulas import names as formula_names
 from holdfast.doctor.rules.load import FixRule, Rule
-from holdfast.engine_profiles.profile import engines, profile, release
+from holdfast.engine_profiles.profile import Profile, engines, other_engine, profile, release, translated
 from holdfast.errors import ConfigurationError
 
 _SETTINGS = {
@@ -102,6 +102,7 @@ def _served(log: LogState, architecture: str | None) -> float | None:
     """Whether a newer release serves what this one refused; None: it is not known, as of a class that this one may
     have too. Python's engines list classes, not types of a config."""
     engine = log.engine
+    architecture = None if architecture is None else profile(engine or "vllm").class_of(architecture)
     if engine is None or architecture is None or (engine in ("vllm", "sglang") and not architecture[0].isupper()):
         return None
     of = profile(_FAMILY.get(engine, engine))
@@ -134,13 +135,14 @@ def _default_utilization(version: str | None) -> float:
 
 
 def known_words(log: LogState, event: Event) -> dict[str, str]:
-    command = base_command(log)
+    command, engine = base_command(log), profile(log.engine or "vllm")
+    architecture = engine.class_of(event.words.get("architecture", ""))
     return {
         "model": log.settings.model or "MODEL",
         "fetch_again": _fetch_again(log.engine, log.settings.model or "MODEL"),
-        "package": profile(log.engine or "vllm").package,
-        "since": profile(log.engine or "vllm").serves_since(event.words.get("architecture", "")) or "",
-        "until": profile(log.engine or "vllm").served_until(event.words.get("architecture", "")) or "",
+        "package": engine.package,
+        "since": engine.serves_since(architecture) or "",
+        "until": engine.served_until(architecture) or "",
         "newest": profile(_FAMILY.get(log.engine or "", log.engine or "vllm")).newest_read,
         "command": "" if command is None else command.with_changes({}),
         **log.words,
@@ -218,8 +220,11 @@ def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> F
         flag for flag, value in changes.items() if value is not None and flag not in names and "{flag}" in rule.change
     ]
     replaced = _replaced(facts, changes) if "{flag}" in rule.change else None
+    others = _of_others(engine, changes) if "{flag}" in rule.change else ""
     if replaced is not None:
         why, price = replaced[0], None
+    elif others:
+        why, price = others, None if corrected else price
     elif corrected:
         why, price = f"the flag is spelled {', '.join(corrected)}", None
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
@@ -302,7 +307,8 @@ def _rest(log: LogState, facts: Facts) -> str:
 
 
 def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | None]:
-    """The flags that the message itself names, taken away; one that is only misspelt is put right."""
+    """The flags that the message itself names, taken away; one that is only misspelt is put right, and one of another
+    engine is written as this one spells the same setting."""
     engine, command = facts.engine, facts.command
     told = filled((ours,), words).split()
     named = [word for word in told if word.startswith("-") and len(word) > 1]
@@ -318,6 +324,13 @@ def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | Non
         if instead is not None:
             found |= instead
             continue
+        same = None if _of_another(engine, flag) is None else translated(flag, engine)
+        if same is not None:
+            after = told[told.index(word) + 1 :]
+            value = after[0] if value is None and after and not after[0].startswith("-") else value
+            value = "" if profile(engine).is_boolean(same.lstrip("-")) else word.partition("=")[2] or value
+            found |= {} if value is None else {same: value}
+            continue
         near = profile(engine).nearest(flag) or _with_hyphens(engine, flag)
         if near is None:
             continue
@@ -327,6 +340,22 @@ def _told(facts: Facts, ours: str, words: dict[str, str]) -> dict[str, str | Non
             after = told[told.index(word) + 1 :]
             found[f"--{near}"] = after[0] if after and not after[0].startswith("-") else ""
     return found
+
+
+def _of_another(engine: str, flag: str) -> Profile | None:
+    """The engine whose flag it is, where this one never had it."""
+    return other_engine(flag, engine) if profile(engine).takes(profile(engine).canonical(flag)) is None else None
+
+
+def _of_others(engine: str, changes: Changes) -> str:
+    """Whose flags were taken away, and how this engine spells the same; nothing where none is another's."""
+    said = []
+    for flag in (flag for flag, value in changes.items() if value is None):
+        other, same = _of_another(engine, flag), translated(flag, engine)
+        here = f"none of {profile(engine).name} is the same" if same is None else f"here it is {same}"
+        here += "" if same is None or same in changes else ", with the same value"
+        said += [] if other is None else [f"{flag} is a flag of {other.name}; {here}"]
+    return "; ".join(said)
 
 
 def _with_hyphens(engine: str, flag: str) -> str | None:
