@@ -129,7 +129,11 @@ SIZES = (None, "fp8", "int8", "awq", "int4", "nf4", "Q4_K_M")
 def test_sizes_in_the_docs_are_counted(ask: Ask) -> None:
     """Rows of the table of sizes, in its order."""
     page = (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
-    table = [line.split(" | ") for line in page.partition("What the weights take")[2].splitlines() if "GiB" in line]
+    table = [
+        line.split(" | ")
+        for line in page.partition("What the weights take")[2].splitlines()
+        if line.startswith("|") and "GiB" in line
+    ]
     assert len(table) == len(SIZES)
     for column, name in enumerate(("llama-3.1-8b", "qwen3-30b-a3b", "llama-3.1-70b"), start=1):
         question = ask(name, "b200")
