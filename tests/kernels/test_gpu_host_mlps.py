@@ -3,6 +3,7 @@ transformers. Without a GPU its kernels run in the interpreter, and a simulated 
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from holdfast.errors import EngineError
 from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.host_copies import load_host_mlp, with_host_mlps
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
@@ -62,6 +64,13 @@ class Hosted(Tiny):
         return with_host_mlps(weights, self.spec, checkpoint, self.hosts)
 
 
+def pairs_computed(host: ExpertHost) -> int:
+    """Once its thread has counted the last step: the GPU has the answer a moment before that."""
+    while host._answered != host._number:
+        time.sleep(0.001)
+    return host.pairs
+
+
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.long)])
 def test_tokens_are_those_of_a_model_that_the_gpu_computes(tmp_path: Path, device: torch.device, family: str) -> None:
@@ -77,7 +86,7 @@ def test_tokens_are_those_of_a_model_that_the_gpu_computes(tmp_path: Path, devic
         found.append([tokens_of(one) for one in outputs])
         moved.append(model.copies.use().copied_bytes)
         if hosted:
-            assert model.hosts.joined.host.pairs >= 6
+            assert pairs_computed(model.hosts.joined.host) >= 6
         core.close()
     assert found[0] == found[1]
     assert moved[1] < moved[0]
@@ -95,7 +104,7 @@ def test_log_probabilities_in_bfloat16_are_close(tmp_path: Path, device: torch.d
         (outputs,) = run(core, [prompt(3, 9)], [params])
         found.append(torch.tensor([one.logprobs[0] for one in told_of(outputs)]))
         if hosted:
-            assert model.hosts.joined.host.pairs >= 9
+            assert pairs_computed(model.hosts.joined.host) >= 9
         core.close()
     assert found[0].shape == (8,)
     torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0)
