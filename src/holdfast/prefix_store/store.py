@@ -1,0 +1,279 @@
+"""`PrefixStore`: KV pages of prefixes in a folder that several server processes and restarts share. Puts the parts
+together, and keeps house. Knows nothing of tokens: keys are the caller's, and name content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.errors import ConfigurationError
+from holdfast.prefix_store.calls import Calls
+from holdfast.prefix_store.folder import Control, StoreFolder
+from holdfast.prefix_store.health import RETRY_S, Health
+from holdfast.prefix_store.reading import Reader, ReadResult, Ticket
+from holdfast.prefix_store.room import Room
+from holdfast.prefix_store.slab import KEY_BYTES, DamagedIndexError, Slab, model_digest, padded, slab_name
+from holdfast.prefix_store.stats import Counts, Rate, StoreStats
+from holdfast.prefix_store.writing import Source, Writer
+from holdfast.units import format_bytes
+
+BEAT_S = 1.0
+"""Between looks at what other processes changed, and notes of what was used."""
+QUEUE_BYTES = 256 << 20
+TELL_RATES_BEATS = 10
+
+
+class PrefixStore:
+    """One server's view of the folder. Thread-safe. Nothing but `open` raises: a page that cannot be read is a miss,
+    one that cannot be written is dropped, both counted."""
+
+    def __init__(
+        self, folder: StoreFolder, slab: Slab | None, calls: Calls, health: Health,
+        *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int, beat_s: float, control: Control,
+    ) -> None:  # fmt: skip
+        self._folder, self._slab, self._calls, self._health = folder, slab, calls, health
+        self._size_bytes, self._daily_write_bytes, self._beat_s = size_bytes, daily_write_bytes, beat_s
+        self._counts = Counts()
+        self._read_rate, self._write_rate = Rate(control.read_rate or None), Rate(control.write_rate or None)
+        self._control = control
+        self._used: dict[int, int] = {}
+        """When slots were used last, in microseconds; not yet in the index."""
+        self._suspects: list[tuple[bytes, int, int]] = []
+        self._used_lock = threading.Lock()
+        self._closed = threading.Event()
+        self._reader = None if slab is None else Reader(slab, self._counts, self._read_rate, self._suspect)
+        self._room = Room(folder, slab, calls)
+        self._writer: Writer | None = None
+        if slab is not None and slab.writable:
+            self._writer = Writer(
+                folder, slab, self._room, calls, self._counts, self._write_rate, health,
+                size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes,
+            )  # fmt: skip
+            self._writer.control = control
+        self._keeper = threading.Thread(target=self._keep_house, name="kv-store", daemon=True)
+        self._keeper.start()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        size_bytes: int,
+        page_bytes: int,
+        model: bytes,
+        daily_write_bytes: int | None = None,
+        label: str = "",
+        queue_bytes: int = QUEUE_BYTES,
+        calls: Calls | None = None,
+        beat_s: float = BEAT_S,
+        retry_s: float = RETRY_S,
+    ) -> PrefixStore:
+        """`model`: a digest of everything that the content of pages depends on besides their keys. `label`: for people.
+        ConfigurationError where the folder cannot be used at all. One that can only be read is served from."""
+        if page_bytes <= 0 or size_bytes < page_bytes:
+            raise ConfigurationError(
+                "the KV store has no room for a single page",
+                code="HF181",
+                needed=f"at least {format_bytes(max(page_bytes, 1))}",
+                found=format_bytes(size_bytes),
+                fix="a larger --kv-store-size",
+                field="kv_store_size",
+            )
+        calls = calls or Calls()
+        opened = StoreFolder(folder, calls, create=True)
+        health = Health(folder, retry_s)
+        slab, control = _open_slab(opened, calls, health, model, page_bytes, label, size_bytes)
+        return cls(
+            opened, slab, calls, health,
+            size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes, beat_s=beat_s,
+            control=control,
+        )  # fmt: skip
+
+    def has(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys in a row are there, as far as is known: another process may have evicted one a
+        moment ago."""
+        if self._slab is None:
+            return 0
+        slots = self._slab.slots
+        for count, key in enumerate(keys):
+            if (key if len(key) == KEY_BYTES else padded(key)) not in slots:
+                return count
+        return len(keys)
+
+    def read(self, pages: Sequence[tuple[bytes, memoryview]], done: Callable[[ReadResult], None]) -> Ticket:
+        """Begins to read pages into memory of at least their size, which is the store's until `done` is called, by a
+        thread of the store. Fastest into memory at multiples of 4 KiB. Reading counts as use."""
+        if self._reader is None or self._closed.is_set():
+            ticket = Ticket(len(pages), done)
+            ticket.miss("absent" if self._reader is None else "closing", len(pages))
+            self._counts.miss("absent" if self._reader is None else "closing", len(pages))
+            ticket.expect(1)
+            threading.Thread(target=ticket.piece_done, daemon=True).start()
+            return ticket
+        self.use([key for key, _ in pages])
+        return self._reader.read(pages, done)
+
+    def write(self, key: bytes, page: Source, done: Callable[[bool], None] | None = None) -> bool:
+        """Behind. False: dropped, and `done` is not called. Else it is, by a thread of the store, with whether the page
+        is there now. `page`: a function that fills the memory it is given, called by that thread; or memory, which must
+        stay as it is until `done` is called, and is copied at once where there is no `done`."""
+        if self._writer is None:
+            self._counts.drop("read only")
+            return False
+        return self._writer.write(padded(key), page.cast("B") if isinstance(page, memoryview) else page, done)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """These are wanted: others are evicted before them. Of a chain the end leaves first."""
+        if self._slab is None:
+            return
+        now_us = int(self._calls.now() * 1e6)
+        slots = self._slab.slots
+        with self._used_lock:
+            for number, key in enumerate(keys):
+                slot = slots.get(padded(key))
+                if slot is not None:
+                    self._used[slot] = now_us - number
+
+    def stats(self) -> StoreStats:
+        dropped, missed = self._counts.reasons()
+        slab, writer = self._slab, self._writer
+        control = (self._control if writer is None else writer.control).on(self._calls.now())
+        pages = 0 if slab is None else slab.pages_there
+        return StoreStats(
+            pages=pages,
+            nbytes=0 if slab is None else pages * slab.slot_bytes,
+            total_bytes=control.total_bytes,
+            size_bytes=self._size_bytes,
+            pages_read=self._counts["pages_read"],
+            bytes_read=self._counts["bytes_read"],
+            pages_written=self._counts["pages_written"],
+            bytes_written=self._counts["bytes_written"],
+            pages_evicted=self._counts["pages_evicted"],
+            queued_bytes=0 if writer is None else writer.queued_bytes,
+            dropped=dropped,
+            missed=missed,
+            read_bytes_per_second=self._read_rate.bytes_per_second,
+            write_bytes_per_second=self._write_rate.bytes_per_second,
+            written_today_bytes=control.written_bytes,
+            daily_write_bytes=self._daily_write_bytes,
+            direct=slab is not None and slab.direct,
+            read_only=writer is None,
+            failing=self._health.failing,
+        )
+
+    @property
+    def how(self) -> str:
+        """In a sentence: how pages are read and written, and why not better."""
+        if self._slab is None or self._writer is None:
+            return f"KV store {self._folder.path} is only read: {self._folder.read_only or self._health.failing}"
+        if not self._slab.direct:
+            reason = self._slab.buffered_reason
+            return (
+                f"KV store {self._folder.path} goes through the page cache: its file system refuses O_DIRECT ({reason})"
+            )
+        return f"KV store {self._folder.path} is read and written past the page cache"
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what waits, as far as there is time. Calls of a disk that does not answer are left behind."""
+        if self._closed.is_set():
+            return
+        until = time.monotonic() + timeout_s
+        if self._writer is not None:
+            self._writer.drain(timeout_s)
+        self._closed.set()
+        ended = True
+        if self._reader is not None:
+            self._reader.close()
+        for part in (self._writer, self._reader):
+            if part is not None:
+                ended = part.join(max(0.0, until - time.monotonic()) + 0.1) and ended
+        self._keeper.join(max(0.0, until - time.monotonic()) + 0.1)
+        if not ended or self._keeper.is_alive():
+            return
+        self._room.close()
+        if self._slab is not None:
+            self._slab.close()
+        self._folder.close()
+
+    def _suspect(self, key: bytes, slot: int, generation: int) -> None:
+        assert self._slab is not None
+        self._slab.forget(key, slot, generation)
+        with self._used_lock:
+            self._suspects.append((key, slot, generation))
+
+    def _keep_house(self) -> None:
+        beats = 0
+        while not self._closed.wait(self._beat_s):
+            beats += 1
+            self._look_around(tell_rates=beats % TELL_RATES_BEATS == 0)
+        self._look_around(tell_rates=True)
+        if self._slab is not None and self._slab.writable:
+            with contextlib.suppress(OSError):
+                self._slab.sync()
+
+    def _look_around(self, *, tell_rates: bool) -> None:
+        slab = self._slab
+        if slab is None:
+            return
+        try:
+            slab.refresh()
+            if not slab.writable:
+                return
+            if slab.removed():
+                self._health.tell("its files were removed while it was in use, and come back with the next start")
+            with self._used_lock:
+                used, self._used = self._used, {}
+                suspects, self._suspects = self._suspects, []
+            if not (used or suspects or tell_rates):
+                return
+            with self._folder.locked():
+                slab.refresh()
+                slab.stamp(sorted(used.items()))
+                bad = [slot for _, slot, generation in suspects if slab.is_generation(slot, generation)]
+                slab.free(sorted(set(bad)))
+                control = self._folder.control()
+                if tell_rates:
+                    control = replace(
+                        control,
+                        read_rate=self._read_rate.bytes_per_second or 0.0,
+                        write_rate=self._write_rate.bytes_per_second or 0.0,
+                    )
+                    self._folder.set_control(control)
+                self._control = control
+                if self._writer is not None:
+                    self._writer.control = control
+        except OSError as error:
+            self._health.tell(f"its index cannot be kept: {error.strerror or error}")
+
+
+def _open_slab(
+    folder: StoreFolder, calls: Calls, health: Health, model: bytes, page_bytes: int, label: str, size_bytes: int
+) -> tuple[Slab | None, Control]:
+    """None: nothing can be read either. What is there over the size leaves."""
+    try:
+        with folder.locked():
+            slab = Slab.create(folder.path, calls, model, page_bytes, label)
+            slab.load()
+            room = Room(folder, slab, calls)
+            room.remove_empty()
+            if room.recount() > size_bytes:
+                room.evict(size_bytes)
+            room.close()
+            return slab, folder.control()
+    except OSError as error:
+        folder.read_only = folder.read_only or error.strerror or str(error)
+        health.tell(f"it can only be read: {folder.read_only}")
+    try:
+        slab = Slab(folder.path, slab_name(model, page_bytes), calls, writable=False)
+        if slab.model != model_digest(model) or slab.page_bytes != page_bytes:
+            slab.close()
+            return None, Control()
+        slab.load()
+        return slab, folder.control()
+    except (OSError, DamagedIndexError):
+        return None, Control()
