@@ -58,7 +58,7 @@ class Calls:
             raise OSError(number, os.strerror(number))
 
     def sync(self, file: int) -> None:
-        os.fdatasync(file)
+        os.fsync(file)
 
     def try_lock(self, file: int, kind: int) -> bool:
         """`kind`: fcntl.LOCK_EX, LOCK_SH or LOCK_UN. False: another holds it."""

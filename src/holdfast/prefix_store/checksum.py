@@ -1,8 +1,8 @@
 """What proves that the bytes of a page are those that were written under its key. Knows nothing of files.
 
-Two checks of all bytes, each in one call without Python's lock: CRC-32, which finds every burst of up to 32 bits, and a
-64-bit sum of words times fixed odd weights for every 64 KiB, which tells pages apart that were mixed. Both together, with
-key, model and generation, are hashed to what the index keeps.
+Two checks of all bytes, each in one call without Python's lock: CRC-32, which finds every burst of up to 32 bits, and
+for every 64 KiB a 64-bit sum of words times fixed odd weights, which tells pages apart that were mixed. Both together,
+with key, model and generation, are hashed to what the index keeps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WEIGHTS = np.frombuffer(shake_256(b"holdfast prefix store").digest(_ROW * 8), "
 def page_check(page: memoryview, identity: bytes) -> bytes:
     """`identity`: everything besides the bytes that must be the same."""
     whole = len(page) // 8 * 8
-    words = np.frombuffer(page[:whole], "<u8")
+    words = np.frombuffer(page, "<u8", whole // 8) if whole else np.zeros(0, "<u8")
     rows = len(words) // _ROW
     sums = np.dot(words[: rows * _ROW].reshape(rows, _ROW), _WEIGHTS)
     rest = np.dot(words[rows * _ROW :], _WEIGHTS[: len(words) - rows * _ROW])

@@ -1,5 +1,5 @@
-"""The folder of a store: whether it may be used, its lock, and what all processes share besides pages: bytes in use, bytes
-written today, rates measured. Knows nothing of pages.
+"""The folder of a store: whether it may be used, its lock, and what all processes share besides pages: bytes in use,
+bytes written today, rates measured. Knows nothing of pages.
 
     lock        held (flock) while files are changed, for microseconds to milliseconds
     control     numbers of the whole folder
@@ -63,6 +63,8 @@ class StoreFolder:
         self.path, self._calls = path, calls
         _prepare(path, create=create)
         self._thread_lock = threading.Lock()
+        self.seen = Control()
+        """The numbers as last read or written."""
         self.read_only: str = ""
         """Why it is, where it is."""
         self._lock = self._control = -1
@@ -100,14 +102,17 @@ class StoreFolder:
         if len(data) == _CONTROL.size + 4 and zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little"):
             magic, *numbers = _CONTROL.unpack(data[:-4])
             if magic == _MAGIC:
-                return Control(*numbers).on(now_s)
-        return Control().on(now_s)
+                self.seen = Control(*numbers).on(now_s)
+                return self.seen
+        self.seen = Control().on(now_s)
+        return self.seen
 
     def set_control(self, control: Control) -> None:
         """Under the lock."""
         numbers = (control.total_bytes, control.day, control.written_bytes, control.read_rate, control.write_rate)
         data = _CONTROL.pack(_MAGIC, *numbers)
         self._calls.write(self._control, data + zlib.crc32(data).to_bytes(4, "little"), 0)
+        self.seen = control
 
     def slab_names(self) -> list[str]:
         return sorted(name.removesuffix(".index") for name in self._calls.names(self.path) if name.endswith(".index"))

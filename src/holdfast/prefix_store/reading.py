@@ -1,5 +1,5 @@
-"""Pages read in the background by threads of their own, each proven before it counts. A page that is not what it should be
-is a miss, and forgotten. Knows nothing of room and of writing.
+"""Pages read in the background by threads of their own, each proven before it counts. A page that is not what it should
+be is a miss, and forgotten. Knows nothing of room and of writing.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Reader:
         ticket = Ticket(len(pages), done)
         found: list[_Page] = []
         for position, (key, view) in enumerate(pages):
+            assert len(view) * view.itemsize >= self._slab.page_bytes
             place = self._slab.find(padded(key))
             if place is None:
                 self._miss(ticket, "absent")

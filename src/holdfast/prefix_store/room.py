@@ -6,15 +6,15 @@ Everything here needs the lock of the folder. Knows nothing of threads.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.prefix_store.calls import Calls
 from holdfast.prefix_store.folder import StoreFolder
-from holdfast.prefix_store.slab import DamagedIndexError, Slab
+from holdfast.prefix_store.slab import DamagedIndexError, Records, Slab
 
 ABANDONED_US = 60_000_000
 """A page that is being written for longer than this was left by a process that ended."""
@@ -23,100 +23,107 @@ AHEAD = 256
 
 
 class Room:
-    def __init__(self, folder: StoreFolder, own: Slab | None, calls: Calls) -> None:
-        self._folder, self._own, self._calls = folder, own, calls
-        self._others: dict[str, Slab] = {}
+    """`own`: the slab that new pages go to; None: no page does. `before_evicting`: called when pages are to leave."""
+
+    def __init__(
+        self, folder: StoreFolder, own: Slab | None, calls: Calls, before_evicting: Callable[[], None] | None = None
+    ) -> None:
+        self._folder, self._own, self._calls, self._before_evicting = folder, own, calls, before_evicting
 
     def take(self, pages: int, size_bytes: int) -> tuple[list[int], int]:
         """Slots of the own slab, ascending, fewer where there is no room; and how many pages of any model left."""
         assert self._own is not None
-        own, evicted = self._own, 0
-        slots = self._unused(pages, size_bytes)
+        slots, evicted = self._unused(self._own, pages, size_bytes), 0
         if len(slots) < pages:
-            needed = max(pages * own.slot_bytes, size_bytes // AHEAD)
+            needed = max(pages * self._own.slot_bytes, size_bytes // AHEAD)
             evicted = self.evict(size_bytes - needed, keep_own_space=True)
-            slots = self._unused(pages, size_bytes)
+            slots = self._unused(self._own, pages, size_bytes)
         return slots, evicted
 
-    def _unused(self, pages: int, size_bytes: int) -> list[int]:
-        own = self._own
-        assert own is not None
-        free = own.records["generation"] == 0
-        held = np.flatnonzero(free & (own.records["used"] != 0))[:pages].tolist()
+    def _unused(self, own: Slab, pages: int, size_bytes: int) -> list[int]:
+        held = np.flatnonzero(_held(own.records))[:pages].tolist()
         room = max(0, size_bytes - self._folder.control().total_bytes) // own.slot_bytes
         more = min(pages - len(held), room)
-        given_back = np.flatnonzero(free & (own.records["used"] == 0))[:more].tolist()
+        given_back = (own.records["generation"] == 0) & (own.records["used"] == 0)
+        again = np.flatnonzero(given_back)[:more].tolist()
         end = len(own.records)
-        return sorted([*held, *given_back, *range(end, end + more - len(given_back))])
+        return sorted([*held, *again, *range(end, end + more - len(again))])
 
     def evict(self, target_bytes: int, *, keep_own_space: bool = False) -> int:
         """Until no more than this is in use. `keep_own_space`: that of the own slab's pages is not given back to the
-        file system, and counted as free. Returns the number of pages; counts the whole anew."""
-        slabs = self.slabs()
-        total = sum(slab.taken_bytes() for slab in slabs)
-        given_back = [slab for slab in slabs if not (keep_own_space and slab is self._own)]
-        total -= sum(slab.give_back() for slab in given_back)
-        free = self._held_bytes() if keep_own_space else 0
-        leaving = _oldest(slabs, total - free - target_bytes, int(self._calls.now() * 1e6))
-        for slab, slots in leaving:
-            slab.free(slots)
-        total -= sum(slab.give_back() for slab in given_back)
-        evicted = sum(len(slots) for _, slots in leaving)
-        self._count(total)
-        return evicted
+        file system, and counts as free. Returns the number of pages; counts the whole anew."""
+        if self._before_evicting is not None:
+            self._before_evicting()
+        now_us = int(self._calls.now() * 1e6)
+        with self.slabs() as slabs:
+            total = sum(slab.taken_bytes() for slab in slabs)
+            giving = [slab for slab in slabs if not (keep_own_space and slab is self._own)]
+            total -= sum(slab.give_back() for slab in giving)
+            free = 0
+            if keep_own_space and self._own is not None:
+                free = int(np.count_nonzero(_held(self._own.records))) * self._own.slot_bytes
+            leaving = _oldest(slabs, total - free - target_bytes, now_us)
+            for slab, slots in leaving:
+                slab.free(slots)
+            total -= sum(slab.give_back() for slab in giving)
+        self.count(total)
+        return sum(len(slots) for _, slots in leaving)
 
-    def recount(self) -> int:
-        total = sum(slab.taken_bytes() for slab in self.slabs())
-        self._count(total)
+    def tidy(self) -> int:
+        """Forgets what processes left that ended in the middle of a page, and files without pages that nobody uses.
+        Returns the bytes in use, which are counted anew."""
+        now_us = int(self._calls.now() * 1e6)
+        with self.slabs() as slabs:
+            for slab in slabs:
+                slab.free(np.flatnonzero(_abandoned(slab.records, now_us)).tolist())
+                if slab is not self._own and not slab.taken_bytes():
+                    self.remove(slab)
+            total = sum(slab.taken_bytes() for slab in slabs)
+        self.count(total)
         return total
 
-    def slabs(self) -> list[Slab]:
-        """All in the folder, as they are now."""
-        names = set(self._folder.slab_names())
-        for name in [name for name in self._others if name not in names]:
-            self._others.pop(name).close()
-        slabs = [] if self._own is None else [self._own]
-        for name in sorted(names):
-            if self._own is not None and name == self._own.name:
-                continue
-            # A damaged one takes no room that could be given to others: it begins anew when its model is served.
-            with contextlib.suppress(DamagedIndexError, FileNotFoundError):
-                if name not in self._others:
-                    self._others[name] = Slab(self._folder.path, name, self._calls, writable=True)
-                slabs.append(self._others[name])
-        for slab in slabs:
-            slab.load()
-        return slabs
-
-    def remove_empty(self) -> None:
-        """Files of models that have no page any more, where no process uses them."""
-        for slab in self.slabs():
-            if slab is not self._own and not slab.taken_bytes():
-                self.remove(slab)
+    @contextlib.contextmanager
+    def slabs(self) -> Iterator[list[Slab]]:
+        """All in the folder, as they are now; others than the own one are closed after."""
+        with contextlib.ExitStack() as opened:
+            slabs = [] if self._own is None else [self._own]
+            for name in self._folder.slab_names():
+                if self._own is not None and name == self._own.name:
+                    continue
+                # A damaged one has no pages any more; it begins anew when its model is served.
+                with contextlib.suppress(DamagedIndexError, FileNotFoundError):
+                    slab = Slab(self._folder.path, name, self._calls, writable=True)
+                    opened.callback(slab.close)
+                    slabs.append(slab)
+            for slab in slabs:
+                slab.load()
+            yield slabs
 
     def remove(self, slab: Slab) -> bool:
-        """False: another process uses it."""
+        """Its files. False: another process uses them."""
         if not slab.lock_alone():
             return False
         self._calls.unlink(slab.index_path)
         with contextlib.suppress(FileNotFoundError):
             self._calls.unlink(slab.pages_path)
-        self._others.pop(slab.name, slab).close()
         return True
 
-    def close(self) -> None:
-        for slab in self._others.values():
-            slab.close()
-        self._others.clear()
+    def count(self, total_bytes: int) -> None:
+        self._folder.set_control(replace(self._folder.control(), total_bytes=total_bytes))
 
-    def _held_bytes(self) -> int:
-        own = self._own
-        assert own is not None
-        held = (own.records["generation"] == 0) & (own.records["used"] != 0)
-        return int(np.count_nonzero(held)) * own.slot_bytes
 
-    def _count(self, total: int) -> None:
-        self._folder.set_control(replace(self._folder.control(), total_bytes=total))
+def _held(records: Records) -> NDArray[np.bool_]:
+    """Free, and still with space on the disk."""
+    return np.asarray((records["generation"] == 0) & (records["used"] != 0))
+
+
+def _writing(records: Records) -> NDArray[np.bool_]:
+    return np.asarray((records["generation"] != 0) & ~records["check"].any(axis=1))
+
+
+def _abandoned(records: Records, now_us: int) -> NDArray[np.bool_]:
+    since = np.minimum(records["used"], np.uint64(now_us))  # A time to come is one that a wrong clock made.
+    return np.asarray(_writing(records) & (np.uint64(now_us) - since > ABANDONED_US))
 
 
 def _oldest(slabs: Sequence[Slab], needed_bytes: int, now_us: int) -> list[tuple[Slab, list[int]]]:
@@ -126,10 +133,8 @@ def _oldest(slabs: Sequence[Slab], needed_bytes: int, now_us: int) -> list[tuple
     used, owner, slots, sizes = [], [], [], []
     for number, slab in enumerate(slabs):
         records = slab.records
-        writing = (records["generation"] != 0) & ~records["check"].any(axis=1)
-        abandoned = writing & (records["used"] + np.uint64(ABANDONED_US) < now_us)
-        able = np.flatnonzero((records["generation"] != 0) & (~writing | abandoned))
-        # A time to come is one that a clock made that was wrong.
+        abandoned = _abandoned(records, now_us)
+        able = np.flatnonzero((records["generation"] != 0) & (~_writing(records) | abandoned))
         stamps = np.minimum(records["used"][able], np.uint64(now_us))
         used.append(np.where(abandoned[able], np.uint64(0), stamps))
         slots.append(able)

@@ -4,8 +4,9 @@ both at once. Which page makes room for another is decided in `room`; locks are 
     .index ─► [header 4 KiB][changes 4 KiB: counter, ring of changed slots][record of slot 0][record of slot 1]...
     .pages ─► [slot 0][slot 1]...     whole blocks of 4 KiB, so that they can be read past the page cache
 
-A record is 64 bytes: key, check, generation, last use. The check is that of the page's bytes together with key, model and
-generation: whatever becomes of record or page, torn, flipped, or overwritten by another process, they no longer match.
+A record is 64 bytes: key, check, generation, last use. The check is that of the page's bytes together with key, model
+and generation: whatever becomes of record or page, torn, flipped, or overwritten by another process, they no longer
+match.
 
     free        generation 0                        `used` not 0: its slot still takes space on the disk
     writing     generation, no check yet            `used`: since when
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import struct
 import threading
@@ -57,6 +59,7 @@ def slab_name(model: bytes, page_bytes: int) -> str:
 
 
 def padded(key: bytes) -> bytes:
+    assert len(key) <= KEY_BYTES
     return key if len(key) == KEY_BYTES else key.ljust(KEY_BYTES, b"\0")
 
 
@@ -80,6 +83,8 @@ class Slab:
             self._pages = calls.open(self.pages_path, flags)
             opened.callback(calls.close, self._pages)
             self._direct, self.buffered_reason = self._open_direct(flags)
+            self.direct = self._direct is not None
+            """Reads and writes go past the page cache."""
             # Nobody removes files that are in use.
             calls.try_lock(self._index, fcntl.LOCK_SH)
             opened.pop_all()
@@ -131,10 +136,16 @@ class Slab:
         self.label = bytes(label).rstrip(b"\0").decode("utf-8", "replace")
 
     def _open_direct(self, flags: int) -> tuple[int | None, str]:
-        """And why not, where not."""
+        """And why not, where not. Some file systems open files for it, and refuse to read then."""
+        if not hasattr(os, "O_DIRECT"):
+            return None, "this system has none"
+        direct = None
         try:
             direct = self._calls.open(self.pages_path, flags | os.O_DIRECT)
+            self._calls.read_into(direct, [memoryview(mmap.mmap(-1, BLOCK_BYTES))], 0)
         except OSError as error:
+            if direct is not None:
+                self._calls.close(direct)
             return None, error.strerror or str(error)
         return direct, ""
 
@@ -150,13 +161,8 @@ class Slab:
             if file is not None:
                 with contextlib.suppress(OSError):
                     self._calls.close(file)
-        self._direct = None
 
     # What is there
-
-    @property
-    def direct(self) -> bool:
-        return self._direct is not None
 
     @property
     def pages_there(self) -> int:
@@ -197,7 +203,7 @@ class Slab:
         counter = self._read_counter()[0]
         size = max(0, self._calls.size(self._index) - _RECORDS_AT) // RECORD.itemsize
         records = np.zeros(size, RECORD)
-        view = memoryview(records.view(np.uint8)) if size else memoryview(bytearray())
+        view = records.view(np.uint8).data
         at = 0
         while at < len(view):
             piece = self._calls.read_into(self._index, [view[at : at + _READ_BYTES]], _RECORDS_AT + at)
@@ -216,8 +222,12 @@ class Slab:
             self._buffer = self.records = records
             self.slots, self._counter = slots, counter
 
+    def changed(self) -> bool:
+        """Whether others changed something since."""
+        return self._read_counter()[0] != self._counter
+
     def refresh(self) -> None:
-        """What other processes changed since."""
+        """What other processes changed since. Under the lock of the folder: else `load`."""
         with self._changing:
             self._refresh()
 
@@ -264,6 +274,8 @@ class Slab:
 
     def free(self, slots: Sequence[int]) -> None:
         """Their pages are forgotten; they keep their space for others. Under the lock of the folder."""
+        if not slots:
+            return
         slots = sorted(slots)
         records = np.zeros(len(slots), RECORD)
         records["used"] = 1
@@ -273,7 +285,9 @@ class Slab:
         """The space of free slots goes back to the file system, where it can take it; returns how much did, in bytes.
         Under the lock of the folder."""
         given = 0
-        for first, count in runs(np.flatnonzero(free_slots(self.records) & (self.records["used"] != 0)).tolist()):
+        for first, count in runs(
+            np.flatnonzero((self.records["generation"] == 0) & (self.records["used"] != 0)).tolist()
+        ):
             try:
                 self._calls.punch(self._pages, first * self.slot_bytes, count * self.slot_bytes)
             except OSError as error:
@@ -326,7 +340,7 @@ class Slab:
     # The pages
 
     def read_into(self, buffers: Sequence[memoryview], slot: int) -> int:
-        file = self._pages if self._direct is None else self._direct
+        file = self._direct if self.direct and self._direct is not None else self._pages
         try:
             return self._calls.read_into(file, buffers, slot * self.slot_bytes)
         except OSError as error:
@@ -335,7 +349,7 @@ class Slab:
         return self._calls.read_into(self._pages, buffers, slot * self.slot_bytes)
 
     def write_from(self, buffers: Sequence[memoryview], slot: int) -> None:
-        file = self._pages if self._direct is None else self._direct
+        file = self._direct if self.direct and self._direct is not None else self._pages
         needed = sum(len(buffer) for buffer in buffers)
         try:
             written = self._calls.write_from(file, buffers, slot * self.slot_bytes)
@@ -347,10 +361,10 @@ class Slab:
             raise OSError(errno.ENOSPC, f"{written} of {needed} bytes were written")
 
     def _refused_direct(self, error: OSError) -> bool:
-        """Some file systems open files for it and refuse then. From now on without."""
+        """From now on without. Another thread may have found out just now."""
         if self._direct is None or error.errno != errno.EINVAL:
             return False
-        self._direct, self.buffered_reason = None, error.strerror or str(error)
+        self.direct, self.buffered_reason = False, error.strerror or str(error)
         return True
 
     def sync(self) -> None:
@@ -371,10 +385,6 @@ def _header(digest: bytes, page_bytes: int, label: str) -> bytes:
 
 def pages_in(records: Records) -> NDArray[np.bool_]:
     return np.asarray((records["generation"] != 0) & records["check"].any(axis=1))
-
-
-def free_slots(records: Records) -> NDArray[np.bool_]:
-    return np.asarray(records["generation"] == 0)
 
 
 def runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:

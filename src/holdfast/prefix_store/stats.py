@@ -1,4 +1,4 @@
-"""What the store did, in numbers: counts by reason, and bytes a second as they were measured. Knows nothing of files."""
+"""What the store did, in numbers: counts by reason, and bytes a second as measured. Knows nothing of files."""
 
 from __future__ import annotations
 

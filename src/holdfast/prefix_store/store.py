@@ -5,6 +5,7 @@ together, and keeps house. Knows nothing of tokens: keys are the caller's, and n
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from holdfast.errors import ConfigurationError
 from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.folder import Control, StoreFolder
+from holdfast.prefix_store.folder import BusyError, StoreFolder
 from holdfast.prefix_store.health import RETRY_S, Health
 from holdfast.prefix_store.reading import Reader, ReadResult, Ticket
 from holdfast.prefix_store.room import Room
@@ -34,27 +35,26 @@ class PrefixStore:
 
     def __init__(
         self, folder: StoreFolder, slab: Slab | None, calls: Calls, health: Health,
-        *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int, beat_s: float, control: Control,
+        *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int, beat_s: float
     ) -> None:  # fmt: skip
         self._folder, self._slab, self._calls, self._health = folder, slab, calls, health
         self._size_bytes, self._daily_write_bytes, self._beat_s = size_bytes, daily_write_bytes, beat_s
         self._counts = Counts()
+        control = folder.seen
         self._read_rate, self._write_rate = Rate(control.read_rate or None), Rate(control.write_rate or None)
-        self._control = control
         self._used: dict[int, int] = {}
         """When slots were used last, in microseconds; not yet in the index."""
-        self._suspects: list[tuple[bytes, int, int]] = []
+        self._suspects: list[tuple[int, int]] = []
+        """Slots and generations that are to leave the index."""
         self._used_lock = threading.Lock()
         self._closed = threading.Event()
         self._reader = None if slab is None else Reader(slab, self._counts, self._read_rate, self._suspect)
-        self._room = Room(folder, slab, calls)
         self._writer: Writer | None = None
         if slab is not None and slab.writable:
             self._writer = Writer(
-                folder, slab, self._room, calls, self._counts, self._write_rate, health,
+                folder, slab, Room(folder, slab, calls, self._stamp), calls, self._counts, self._write_rate, health,
                 size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes,
             )  # fmt: skip
-            self._writer.control = control
         self._keeper = threading.Thread(target=self._keep_house, name="kv-store", daemon=True)
         self._keeper.start()
 
@@ -87,11 +87,10 @@ class PrefixStore:
         calls = calls or Calls()
         opened = StoreFolder(folder, calls, create=True)
         health = Health(folder, retry_s)
-        slab, control = _open_slab(opened, calls, health, model, page_bytes, label, size_bytes)
+        slab = _open_slab(opened, calls, health, model, page_bytes, label, size_bytes)
         return cls(
             opened, slab, calls, health,
             size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes, beat_s=beat_s,
-            control=control,
         )  # fmt: skip
 
     def has(self, keys: Sequence[bytes]) -> int:
@@ -142,7 +141,7 @@ class PrefixStore:
     def stats(self) -> StoreStats:
         dropped, missed = self._counts.reasons()
         slab, writer = self._slab, self._writer
-        control = (self._control if writer is None else writer.control).on(self._calls.now())
+        control = self._folder.seen.on(self._calls.now())
         pages = 0 if slab is None else slab.pages_there
         return StoreStats(
             pages=pages,
@@ -195,7 +194,6 @@ class PrefixStore:
         self._keeper.join(max(0.0, until - time.monotonic()) + 0.1)
         if not ended or self._keeper.is_alive():
             return
-        self._room.close()
         if self._slab is not None:
             self._slab.close()
         self._folder.close()
@@ -204,7 +202,7 @@ class PrefixStore:
         assert self._slab is not None
         self._slab.forget(key, slot, generation)
         with self._used_lock:
-            self._suspects.append((key, slot, generation))
+            self._suspects.append((slot, generation))
 
     def _keep_house(self) -> None:
         beats = 0
@@ -220,51 +218,54 @@ class PrefixStore:
         slab = self._slab
         if slab is None:
             return
+        with self._used_lock:
+            suspects, self._suspects = self._suspects, []
         try:
-            slab.refresh()
             if not slab.writable:
+                if slab.changed():
+                    slab.load()
                 return
             if slab.removed():
-                self._health.tell("its files were removed while it was in use, and come back with the next start")
-            with self._used_lock:
-                used, self._used = self._used, {}
-                suspects, self._suspects = self._suspects, []
-            if not (used or suspects or tell_rates):
-                return
-            with self._folder.locked():
-                slab.refresh()
-                slab.stamp(sorted(used.items()))
-                bad = [slot for _, slot, generation in suspects if slab.is_generation(slot, generation)]
-                slab.free(sorted(set(bad)))
-                control = self._folder.control()
-                if tell_rates:
-                    control = replace(
-                        control,
-                        read_rate=self._read_rate.bytes_per_second or 0.0,
-                        write_rate=self._write_rate.bytes_per_second or 0.0,
-                    )
-                    self._folder.set_control(control)
-                self._control = control
-                if self._writer is not None:
-                    self._writer.control = control
+                raise FileNotFoundError(errno.ENOENT, "its files were removed while it was in use")
+            if self._used or suspects or tell_rates or slab.changed():
+                with self._folder.locked():
+                    self._note(slab, suspects, tell_rates=tell_rates)
         except OSError as error:
-            self._health.tell(f"its index cannot be kept: {error.strerror or error}")
+            if not isinstance(error, BusyError):
+                self._health.failed("its index cannot be kept", error)
+            with self._used_lock:
+                self._suspects = [*suspects, *self._suspects]
+
+    def _stamp(self) -> None:
+        """What was used goes to the index. Under the lock of the folder."""
+        with self._used_lock:
+            used, self._used = self._used, {}
+        if self._slab is not None:
+            self._slab.stamp(sorted(used.items()))
+
+    def _note(self, slab: Slab, suspects: list[tuple[int, int]], *, tell_rates: bool) -> None:
+        slab.refresh()
+        self._stamp()
+        slab.free(sorted({slot for slot, generation in suspects if slab.is_generation(slot, generation)}))
+        control = self._folder.control()
+        if tell_rates:
+            read, write = self._read_rate.bytes_per_second or 0.0, self._write_rate.bytes_per_second or 0.0
+            self._folder.set_control(replace(control, read_rate=read, write_rate=write))
 
 
 def _open_slab(
     folder: StoreFolder, calls: Calls, health: Health, model: bytes, page_bytes: int, label: str, size_bytes: int
-) -> tuple[Slab | None, Control]:
+) -> Slab | None:
     """None: nothing can be read either. What is there over the size leaves."""
     try:
         with folder.locked():
             slab = Slab.create(folder.path, calls, model, page_bytes, label)
             slab.load()
             room = Room(folder, slab, calls)
-            room.remove_empty()
-            if room.recount() > size_bytes:
+            if room.tidy() > size_bytes:
                 room.evict(size_bytes)
-            room.close()
-            return slab, folder.control()
+            folder.control()
+        return slab
     except OSError as error:
         folder.read_only = folder.read_only or error.strerror or str(error)
         health.tell(f"it can only be read: {folder.read_only}")
@@ -272,8 +273,9 @@ def _open_slab(
         slab = Slab(folder.path, slab_name(model, page_bytes), calls, writable=False)
         if slab.model != model_digest(model) or slab.page_bytes != page_bytes:
             slab.close()
-            return None, Control()
+            return None
         slab.load()
-        return slab, folder.control()
+        folder.control()
+        return slab
     except (OSError, DamagedIndexError):
-        return None, Control()
+        return None

@@ -55,8 +55,8 @@ class Writer:
         self._pending: set[bytes] = set()
         self._changed = threading.Condition()
         self._closing, self._stopping = False, False
-        self.control = Control()
-        """Of the folder, as last seen."""
+        self._counted = 0
+        """Pages of the queue that are in the folder's numbers already."""
         self._last_generation = 0
         self._staging = AlignedMemory()
         self._thread = threading.Thread(target=self._run, name="kv-store-write", daemon=True)
@@ -88,7 +88,8 @@ class Writer:
             return "store failing"
         if self.queued_bytes + self._slab.slot_bytes > self._queue_bytes:
             return "queue full"
-        if self._over_budget(self.control.on(self._calls.now()), self.queued_bytes + self._slab.slot_bytes):
+        waiting = (len(self._pending) - self._counted + 1) * self._slab.slot_bytes
+        if self._over_budget(self._folder.seen.on(self._calls.now()), waiting):
             return "write budget"
         return None
 
@@ -113,6 +114,7 @@ class Writer:
     def _finish(self, batch: Sequence[_Write], written: Sequence[_Write]) -> None:
         with self._changed:
             self._pending.difference_update(write.key for write in batch)
+            self._counted = 0
             self._changed.notify_all()
         there = {id(write) for write in written}
         for write in batch:
@@ -135,17 +137,20 @@ class Writer:
         if not reserved:
             return []
         self._rate.begin()
-        stored: list[_Write] = []
+        filled: dict[int, memoryview] = {}
         try:
-            stored = self._store(reserved)
+            filled = self._fill_all(reserved)
+            stored = [write for write in reserved if write.slot in filled]
+            for first, count in runs(sorted(filled)):
+                self._slab.write_from([filled[slot] for slot in range(first, first + count)], first)
             published = self._publish(stored)
         except OSError as error:
             self._health.failed("pages cannot be written", error)
-            self._counts.drop("store failing", len(stored) or len(reserved))
+            self._counts.drop("store failing", len(filled))
             self._release(reserved)
             return []
         finally:
-            self._rate.end(len(stored) * self._slab.page_bytes)
+            self._rate.end(len(filled) * self._slab.page_bytes)
         self._health.wrote()
         self._counts.add(pages_written=len(published), bytes_written=len(published) * self._slab.page_bytes)
         return published
@@ -165,22 +170,22 @@ class Writer:
                 else:
                     wanted.append(write)
             if not wanted:
-                self.control = control
                 return []
-            before = slab.taken_bytes()
             slots, evicted = self._room.take(len(wanted), self._able_bytes(control, len(wanted) * slab.slot_bytes))
             self._counts.drop("no room", len(wanted) - len(slots))
             self._counts.add(pages_evicted=evicted)
             wanted = wanted[: len(slots)]
-            before = slab.taken_bytes() if evicted else before
+            before = slab.taken_bytes()
             self._take(wanted, slots)
             control = self._folder.control()
-            self.control = replace(
+            control = replace(
                 control,
                 total_bytes=control.total_bytes + slab.taken_bytes() - before,
                 written_bytes=control.written_bytes + len(wanted) * slab.slot_bytes,
             )
-            self._folder.set_control(self.control)
+            with self._changed:
+                self._counted = len(batch)
+            self._folder.set_control(control)
         return wanted
 
     def _able_bytes(self, control: Control, wanted_bytes: int) -> int:
@@ -203,8 +208,8 @@ class Writer:
         self._last_generation = first + len(slots)
         self._slab.change(slots, records)
 
-    def _store(self, writes: Sequence[_Write]) -> list[_Write]:
-        """Bytes into the file. Those whose source failed are left out, and their slots given free."""
+    def _fill_all(self, writes: Sequence[_Write]) -> dict[int, memoryview]:
+        """What is to be written, by slot. Those whose source failed are left out, and their slots given free."""
         slab = self._slab
         filled: dict[int, memoryview] = {}
         failed: list[_Write] = []
@@ -219,9 +224,7 @@ class Writer:
                 failed.append(write)
         if failed:
             self._release(failed)
-        for first, count in runs(sorted(filled)):
-            slab.write_from([filled[slot] for slot in range(first, first + count)], first)
-        return [write for write in writes if write.slot in filled]
+        return filled
 
     def _fill(self, write: _Write, staging: memoryview) -> memoryview:
         slab, source = self._slab, write.source
