@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.prefix_store.slab import BLOCK_BYTES, Slab, padded
+from holdfast.prefix_store.index import BLOCK_BYTES
+from holdfast.prefix_store.slab import Slab, padded
 from holdfast.prefix_store.stats import Counts, MissReason, Rate
 
 log = logging.getLogger("holdfast")
@@ -106,7 +107,7 @@ class Reader:
         found: list[_Page] = []
         for position, (key, view) in enumerate(pages):
             assert len(view) * view.itemsize >= self._slab.page_bytes
-            place = self._slab.find(padded(key))
+            place = self._slab.index.find(padded(key))
             if place is None:
                 self._miss(ticket, "absent")
             else:
@@ -179,7 +180,7 @@ class Reader:
         if memory is not None and self._slab.check(memory, page.key, page.generation) == page.check:
             return True
         try:
-            now = self._slab.current(page.slot)
+            now = self._slab.index.current(page.slot)
             other = now is None or int(now["generation"]) != page.generation
         except OSError:
             other = False

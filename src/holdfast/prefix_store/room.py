@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from holdfast.prefix_store.calls import Calls
 from holdfast.prefix_store.folder import StoreFolder
-from holdfast.prefix_store.slab import DamagedIndexError, Records, Slab
+from holdfast.prefix_store.index import DamagedIndexError, Records
+from holdfast.prefix_store.slab import Slab
 
 ABANDONED_US = 60_000_000
 """A page that is being written for longer than this was left by a process that ended."""
@@ -41,12 +42,12 @@ class Room:
         return slots, evicted
 
     def _unused(self, own: Slab, pages: int, size_bytes: int) -> list[int]:
-        held = np.flatnonzero(_held(own.records))[:pages].tolist()
+        held = own.index.held()[:pages]
         room = max(0, size_bytes - self._folder.control().total_bytes) // own.slot_bytes
         more = min(pages - len(held), room)
-        given_back = (own.records["generation"] == 0) & (own.records["used"] == 0)
+        given_back = (own.index.records["generation"] == 0) & (own.index.records["used"] == 0)
         again = np.flatnonzero(given_back)[:more].tolist()
-        end = len(own.records)
+        end = len(own.index.records)
         return sorted([*held, *again, *range(end, end + more - len(again))])
 
     def evict(self, target_bytes: int, *, keep_own_space: bool = False) -> int:
@@ -56,15 +57,15 @@ class Room:
             self._before_evicting()
         now_us = int(self._calls.now() * 1e6)
         with self.slabs() as slabs:
-            total = sum(slab.taken_bytes() for slab in slabs)
+            total = sum(slab.index.taken_bytes() for slab in slabs)
             giving = [slab for slab in slabs if not (keep_own_space and slab is self._own)]
             total -= sum(slab.give_back() for slab in giving)
             free = 0
             if keep_own_space and self._own is not None:
-                free = int(np.count_nonzero(_held(self._own.records))) * self._own.slot_bytes
+                free = len(self._own.index.held()) * self._own.slot_bytes
             leaving = _oldest(slabs, total - free - target_bytes, now_us)
             for slab, slots in leaving:
-                slab.free(slots)
+                slab.index.free(slots)
             total -= sum(slab.give_back() for slab in giving)
         self.count(total)
         return sum(len(slots) for _, slots in leaving)
@@ -75,10 +76,10 @@ class Room:
         now_us = int(self._calls.now() * 1e6)
         with self.slabs() as slabs:
             for slab in slabs:
-                slab.free(np.flatnonzero(_abandoned(slab.records, now_us)).tolist())
-                if slab is not self._own and not slab.taken_bytes():
+                slab.index.free(np.flatnonzero(_abandoned(slab.index.records, now_us)).tolist())
+                if slab is not self._own and not slab.index.taken_bytes():
                     self.remove(slab)
-            total = sum(slab.taken_bytes() for slab in slabs)
+            total = sum(slab.index.taken_bytes() for slab in slabs)
         self.count(total)
         return total
 
@@ -96,25 +97,20 @@ class Room:
                     opened.callback(slab.close)
                     slabs.append(slab)
             for slab in slabs:
-                slab.load()
+                slab.index.load()
             yield slabs
 
     def remove(self, slab: Slab) -> bool:
         """Its files. False: another process uses them."""
-        if not slab.lock_alone():
+        if not slab.index.lock_alone():
             return False
-        self._calls.unlink(slab.index_path)
+        self._calls.unlink(slab.index.path)
         with contextlib.suppress(FileNotFoundError):
             self._calls.unlink(slab.pages_path)
         return True
 
     def count(self, total_bytes: int) -> None:
         self._folder.set_control(replace(self._folder.control(), total_bytes=total_bytes))
-
-
-def _held(records: Records) -> NDArray[np.bool_]:
-    """Free, and still with space on the disk."""
-    return np.asarray((records["generation"] == 0) & (records["used"] != 0))
 
 
 def _writing(records: Records) -> NDArray[np.bool_]:
@@ -132,7 +128,7 @@ def _oldest(slabs: Sequence[Slab], needed_bytes: int, now_us: int) -> list[tuple
         return []
     used, owner, slots, sizes = [], [], [], []
     for number, slab in enumerate(slabs):
-        records = slab.records
+        records = slab.index.records
         abandoned = _abandoned(records, now_us)
         able = np.flatnonzero((records["generation"] != 0) & (~_writing(records) | abandoned))
         stamps = np.minimum(records["used"][able], np.uint64(now_us))

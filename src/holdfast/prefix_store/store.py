@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,15 +17,20 @@ from holdfast.errors import ConfigurationError
 from holdfast.prefix_store.calls import Calls
 from holdfast.prefix_store.folder import BusyError, StoreFolder
 from holdfast.prefix_store.health import RETRY_S, Health
+from holdfast.prefix_store.index import KEY_BYTES, DamagedIndexError
 from holdfast.prefix_store.reading import Reader, ReadResult, Ticket
 from holdfast.prefix_store.room import Room
-from holdfast.prefix_store.slab import KEY_BYTES, DamagedIndexError, Slab, model_digest, padded, slab_name
+from holdfast.prefix_store.slab import Slab, padded, slab_name
 from holdfast.prefix_store.stats import Counts, Rate, StoreStats
 from holdfast.prefix_store.writing import Source, Writer
 from holdfast.units import format_bytes
 
+log = logging.getLogger("holdfast")
+
 BEAT_S = 1.0
 """Between looks at what other processes changed, and notes of what was used."""
+OPEN_S = 10.0
+"""Waited for another process that holds the lock, before the folder is only read."""
 QUEUE_BYTES = 256 << 20
 TELL_RATES_BEATS = 10
 
@@ -98,7 +104,7 @@ class PrefixStore:
         moment ago."""
         if self._slab is None:
             return 0
-        slots = self._slab.slots
+        slots = self._slab.index.slots
         for count, key in enumerate(keys):
             if (key if len(key) == KEY_BYTES else padded(key)) not in slots:
                 return count
@@ -131,7 +137,7 @@ class PrefixStore:
         if self._slab is None:
             return
         now_us = int(self._calls.now() * 1e6)
-        slots = self._slab.slots
+        slots = self._slab.index.slots
         with self._used_lock:
             for number, key in enumerate(keys):
                 slot = slots.get(padded(key))
@@ -142,7 +148,7 @@ class PrefixStore:
         dropped, missed = self._counts.reasons()
         slab, writer = self._slab, self._writer
         control = self._folder.seen.on(self._calls.now())
-        pages = 0 if slab is None else slab.pages_there
+        pages = 0 if slab is None else len(slab.index.slots)
         return StoreStats(
             pages=pages,
             nbytes=0 if slab is None else pages * slab.slot_bytes,
@@ -200,16 +206,19 @@ class PrefixStore:
 
     def _suspect(self, key: bytes, slot: int, generation: int) -> None:
         assert self._slab is not None
-        self._slab.forget(key, slot, generation)
+        self._slab.index.forget(key, slot, generation)
         with self._used_lock:
             self._suspects.append((slot, generation))
 
     def _keep_house(self) -> None:
-        beats = 0
-        while not self._closed.wait(self._beat_s):
+        beats, closed = 0, False
+        while not closed:
+            closed = self._closed.wait(self._beat_s)
             beats += 1
-            self._look_around(tell_rates=beats % TELL_RATES_BEATS == 0)
-        self._look_around(tell_rates=True)
+            try:
+                self._look_around(tell_rates=closed or beats % TELL_RATES_BEATS == 0)
+            except Exception:
+                log.exception("KV store: keeping house failed")
         if self._slab is not None and self._slab.writable:
             with contextlib.suppress(OSError):
                 self._slab.sync()
@@ -222,12 +231,12 @@ class PrefixStore:
             suspects, self._suspects = self._suspects, []
         try:
             if not slab.writable:
-                if slab.changed():
-                    slab.load()
+                if slab.index.changed():
+                    slab.index.load()
                 return
             if slab.removed():
                 raise FileNotFoundError(errno.ENOENT, "its files were removed while it was in use")
-            if self._used or suspects or tell_rates or slab.changed():
+            if self._used or suspects or tell_rates or slab.index.changed():
                 with self._folder.locked():
                     self._note(slab, suspects, tell_rates=tell_rates)
         except OSError as error:
@@ -241,12 +250,12 @@ class PrefixStore:
         with self._used_lock:
             used, self._used = self._used, {}
         if self._slab is not None:
-            self._slab.stamp(sorted(used.items()))
+            self._slab.index.stamp(sorted(used.items()))
 
     def _note(self, slab: Slab, suspects: list[tuple[int, int]], *, tell_rates: bool) -> None:
-        slab.refresh()
+        slab.index.refresh()
         self._stamp()
-        slab.free(sorted({slot for slot, generation in suspects if slab.is_generation(slot, generation)}))
+        slab.index.free(sorted({slot for slot, generation in suspects if slab.index.is_generation(slot, generation)}))
         control = self._folder.control()
         if tell_rates:
             read, write = self._read_rate.bytes_per_second or 0.0, self._write_rate.bytes_per_second or 0.0
@@ -257,24 +266,27 @@ def _open_slab(
     folder: StoreFolder, calls: Calls, health: Health, model: bytes, page_bytes: int, label: str, size_bytes: int
 ) -> Slab | None:
     """None: nothing can be read either. What is there over the size leaves."""
+    slab = None
     try:
-        with folder.locked():
+        with folder.locked(OPEN_S):
             slab = Slab.create(folder.path, calls, model, page_bytes, label)
-            slab.load()
+            slab.index.load()
             room = Room(folder, slab, calls)
             if room.tidy() > size_bytes:
                 room.evict(size_bytes)
             folder.control()
         return slab
     except OSError as error:
+        if slab is not None:
+            slab.close()
         folder.read_only = folder.read_only or error.strerror or str(error)
         health.tell(f"it can only be read: {folder.read_only}")
     try:
         slab = Slab(folder.path, slab_name(model, page_bytes), calls, writable=False)
-        if slab.model != model_digest(model) or slab.page_bytes != page_bytes:
+        if not slab.is_of(model, page_bytes):
             slab.close()
             return None
-        slab.load()
+        slab.index.load()
         folder.control()
         return slab
     except (OSError, DamagedIndexError):

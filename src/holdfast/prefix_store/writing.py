@@ -16,9 +16,10 @@ import numpy as np
 from holdfast.prefix_store.calls import Calls
 from holdfast.prefix_store.folder import BusyError, Control, StoreFolder
 from holdfast.prefix_store.health import Health
+from holdfast.prefix_store.index import BLOCK_BYTES, RECORD, runs
 from holdfast.prefix_store.reading import AlignedMemory, address
 from holdfast.prefix_store.room import Room
-from holdfast.prefix_store.slab import BLOCK_BYTES, RECORD, Slab, runs
+from holdfast.prefix_store.slab import Slab
 from holdfast.prefix_store.stats import Counts, DropReason, Rate
 from holdfast.units import format_bytes
 
@@ -82,7 +83,7 @@ class Writer:
     def _refusal(self, key: bytes) -> DropReason | None:
         if self._closing:
             return "closing"
-        if key in self._slab.slots or key in self._pending:
+        if key in self._slab.index.slots or key in self._pending:
             return "already there"
         if not self._health.able():
             return "store failing"
@@ -159,11 +160,11 @@ class Writer:
         """Slots for those that shall be written, ascending."""
         slab = self._slab
         with self._folder.locked():
-            slab.refresh()
+            slab.index.refresh()
             control = self._folder.control()
             wanted: list[_Write] = []
             for write in batch:
-                if write.key in slab.slots:
+                if write.key in slab.index.slots:
                     self._counts.drop("already there")
                 elif self._over_budget(control, (len(wanted) + 1) * slab.slot_bytes):
                     self._counts.drop("write budget")
@@ -175,12 +176,12 @@ class Writer:
             self._counts.drop("no room", len(wanted) - len(slots))
             self._counts.add(pages_evicted=evicted)
             wanted = wanted[: len(slots)]
-            before = slab.taken_bytes()
+            before = slab.index.taken_bytes()
             self._take(wanted, slots)
             control = self._folder.control()
             control = replace(
                 control,
-                total_bytes=control.total_bytes + slab.taken_bytes() - before,
+                total_bytes=control.total_bytes + slab.index.taken_bytes() - before,
                 written_bytes=control.written_bytes + len(wanted) * slab.slot_bytes,
             )
             with self._changed:
@@ -206,7 +207,7 @@ class Writer:
             records[number]["generation"] = write.generation
         records["used"] = int(now_s * 1e6)
         self._last_generation = first + len(slots)
-        self._slab.change(slots, records)
+        self._slab.index.change(slots, records)
 
     def _fill_all(self, writes: Sequence[_Write]) -> dict[int, memoryview]:
         """What is to be written, by slot. Those whose source failed are left out, and their slots given free."""
@@ -242,31 +243,31 @@ class Writer:
         if not writes:
             return published
         with self._folder.locked():
-            slab.refresh()
+            slab.index.refresh()
             twice = []
             for write in writes:
-                if not slab.is_generation(write.slot, write.generation):
+                if not slab.index.is_generation(write.slot, write.generation):
                     self._counts.drop("slot lost")
-                elif write.key in slab.slots:  # Another process wrote it in the meantime.
+                elif write.key in slab.index.slots:  # Another process wrote it in the meantime.
                     self._counts.drop("already there")
                     twice.append(write.slot)
                 else:
                     published.append(write)
             slots = [write.slot for write in published]
-            records = slab.records[slots]
+            records = slab.index.records[slots]
             for number, write in enumerate(published):
                 records[number]["check"] = np.frombuffer(write.check, "<u8")
-            slab.change(slots, records)
+            slab.index.change(slots, records)
             if twice:
-                slab.free(twice)
+                slab.index.free(twice)
         return published
 
     def _release(self, writes: Sequence[_Write]) -> None:
         """Their slots are free again. Where that fails, another finds them abandoned later."""
         slab = self._slab
         with contextlib.suppress(OSError), self._folder.locked():
-            slab.refresh()
-            slab.free([write.slot for write in writes if slab.is_generation(write.slot, write.generation)])
+            slab.index.refresh()
+            slab.index.free([write.slot for write in writes if slab.index.is_generation(write.slot, write.generation)])
 
     def drain(self, timeout_s: float) -> None:
         """Nothing new is taken; what waits is written, as far as there is time, and the rest dropped."""
