@@ -3,6 +3,8 @@
 from holdfast.records.lora import AdapterRef, LoRARequest
 from holdfast.records.memory import (
     ExpertUse,
+    KVStoreUse,
+    KVTierUse,
     LayersGrant,
     LinkUse,
     LowerTier,
@@ -59,6 +61,8 @@ __all__ = [
     "Failure",
     "FinishReason",
     "GuidedDecodingParams",
+    "KVStoreUse",
+    "KVTierUse",
     "LayersGrant",
     "LinkUse",
     "LoRARequest",

@@ -57,6 +57,7 @@ class SchedulerState:
             step_tokens=self._step_tokens,
             steps_total=self._steps_total,
             preemptions_total=self._preemptions_total,
+            fetches_not_worth_total=self._fetching.computed_instead_total,
         )
 
     # --- who leaves a line ---

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Line
 
-from holdfast.kvcache import KVCache, KVLayout
-from holdfast.records import EngineStats
+from holdfast.kvcache import KVCache, KVLayout, Tier
+from holdfast.records import EngineStats, KVTierUse
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.lora import LoraScheduler
 from holdfast.scheduler.sequence import Sequence
@@ -20,6 +20,7 @@ def figures(
     step_tokens: int,
     steps_total: int,
     preemptions_total: int,
+    fetches_not_worth_total: int = 0,
 ) -> EngineStats:
     return EngineStats(
         running=len(running),
@@ -34,7 +35,30 @@ def figures(
         prefix_hits_total=kv.hits_total,
         running_adapters=adapters.running,
         waiting_adapters=adapters.asked_for(waiting),
+        prefix_below_queries_total=kv.below_queries_total,
+        kv_tiers=_tiers(kv),
+        failed_copies_total=0 if kv.tiers is None else kv.tiers.failed_copies,
+        fetches_not_worth_total=fetches_not_worth_total,
     )
+
+
+def _tiers(kv: KVCache) -> list[KVTierUse]:
+    tiers, page_bytes = kv.tiers, kv.layout.page_bytes
+    if tiers is None:
+        return []
+    there = {Tier.HOST: ("ram", tiers.limits.host_pages > 0), Tier.DISK: ("disk", tiers.stored is not None)}
+    return [
+        KVTierUse(
+            tier=name,
+            hit_tokens_total=kv.below_hits_total[tier],
+            loaded_bytes_total=tiers.loaded_pages[tier] * page_bytes,
+            stored_bytes_total=tiers.stored_pages[tier] * page_bytes,
+            held_bytes=len(tiers.host) * page_bytes if tier is Tier.HOST else 0,
+            total_bytes=tiers.host.total * page_bytes if tier is Tier.HOST else 0,
+        )
+        for tier, (name, exists) in there.items()
+        if exists
+    ]
 
 
 def blocks_wanted(line: Line[Sequence], layout: KVLayout, limits: SchedulerLimits, ahead_tokens: int) -> int:

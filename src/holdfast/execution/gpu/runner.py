@@ -57,7 +57,6 @@ from holdfast.records import (
 )
 
 log = logging.getLogger("holdfast")
-
 STEPS_AHEAD = 1
 
 
@@ -119,7 +118,6 @@ class GpuRunner:
 
     @property
     def logits_bytes(self) -> int:
-        """With what sampling holds beside them."""
         return self._logits.nbytes + self._sampler.nbytes
 
     @property
@@ -208,7 +206,6 @@ class GpuRunner:
 
     @property
     def most_blocks(self) -> int:
-        """Pages that addresses are reserved for."""
         return self.kv.most_blocks
 
     def resize_kv(self, blocks: int) -> None:
@@ -251,6 +248,9 @@ class GpuRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
+
+    def abandon_copies(self) -> None:
+        """There are none."""
 
     @contextmanager
     def _here(self) -> Iterator[None]:
