@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from holdfast.config import kv_tiers, unsupported
 from holdfast.config import offload as offload_config
 from holdfast.config import quantization as quantization_names
+from holdfast.config import unsupported
 from holdfast.config.setting import (
     Origin,
     build,
@@ -226,9 +226,9 @@ class EngineConfig:
     )
     block_size: int = setting(16, "tokens in one KV block", whole(1, 256))
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of shared prompt prefixes", flag)
-    kv_store: str | None = kv_tiers.kv_store_setting()
-    kv_store_size: int | None = kv_tiers.kv_store_size_setting()
-    kv_store_daily_writes: int | None = kv_tiers.kv_store_daily_writes_setting()
+    kv_store: str | None = offload_config.kv_store_setting()
+    kv_store_size: int | None = offload_config.kv_store_size_setting()
+    kv_store_daily_writes: int | None = offload_config.kv_store_daily_writes_setting()
     enable_chunked_prefill: bool = setting(
         True, "prefill long prompts in chunks, batched with decoding; always on", flag
     )
@@ -331,7 +331,7 @@ class EngineConfig:
                 field="nvme",
             )
         offload_config.check_offload(self, None if self.nvme_path is None else "nvme_path")
-        kv_tiers.check_kv_tiers(self)
+        offload_config.check_kv_tiers(self)
         self._check_lora()
         if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
             raise ConfigurationError(

@@ -26,7 +26,7 @@ from holdfast.kvcache.audit import check_books
 from holdfast.kvcache.groups import KVLayout
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, Tier
 from holdfast.kvcache.prefix import PrefixIndex, chain_hash, root_hash
-from holdfast.kvcache.tiers import Fetch, Found, LowerTiers, StoredPages, TierLimits
+from holdfast.kvcache.tiers import Fetch, FoundBelow, LowerTiers, StoredPages, TierLimits
 from holdfast.records.steps import BlockCopy
 
 
@@ -163,7 +163,7 @@ class KVCache:
                 idle += self._pool.blocks[pages[book.hashes[entry]]].references == 0
         return Prefix(length * self.layout.block_tokens, first_entries, held, idle)
 
-    def find_below(self, book: SequenceBlocks, tokens: Sequence[int], *, disk: bool) -> Found | None:
+    def find_below(self, book: SequenceBlocks, tokens: Sequence[int], *, disk: bool) -> FoundBelow | None:
         """The longest prefix that the pool, RAM and, if asked, the disk hold together; None: there are no tiers."""
         tiers = self.tiers
         if tiers is None:
@@ -223,7 +223,7 @@ class KVCache:
         for group, first in enumerate(prefix.first_entries):
             self.tiers.note_use(group, book.hashes[first : tokens // self.layout.block_tokens])
 
-    def begin_fetch(self, book: SequenceBlocks, found: Found, before: Prefix) -> None:
+    def begin_fetch(self, book: SequenceBlocks, found: FoundBelow, before: Prefix) -> None:
         """Fills the empty tables with pages of what was just found; what the pool lacks is loaded. Until all of it has
         come nothing but `free` may be done with the book. `before`: what the pool has of it."""
         assert book.entries == 0, "only a book with empty tables can fetch a prefix"

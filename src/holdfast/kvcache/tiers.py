@@ -65,7 +65,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBelow:
     """An answer of `find_below`: valid until anything is allocated, released, reset or has come."""
 
     blocks: int
@@ -155,7 +155,7 @@ class LowerTiers:
             return True
         return disk and self.stored is not None and self.stored.has([stored_key(group, key)]) > 0
 
-    def count(self, hashes: Sequence[bytes], blocks: int, first_entries: tuple[int, ...]) -> Found:
+    def count(self, hashes: Sequence[bytes], blocks: int, first_entries: tuple[int, ...]) -> FoundBelow:
         """What it would take to have these blocks in the pool; all of them are in it, or can be had from below."""
         held = idle = 0
         missing: dict[Tier, int] = {}
@@ -169,11 +169,11 @@ class LowerTiers:
                 elif key not in loading:
                     tier = Tier.HOST if key in host else Tier.DISK
                     missing[tier] = missing.get(tier, 0) + 1
-        return Found(blocks, first_entries, held, idle, missing)
+        return FoundBelow(blocks, first_entries, held, idle, missing)
 
     # --- loads ---
 
-    def begin(self, hashes: Sequence[bytes], found: Found, before: int) -> tuple[Fetch, list[list[int]]]:
+    def begin(self, hashes: Sequence[bytes], found: FoundBelow, before: int) -> tuple[Fetch, list[list[int]]]:
         """Pages for all that was found, referred to; what is not in the pool is loaded. The caller has looked whether
         there are pages for it. Returns them by group, from the first entry that is needed on."""
         fetch, tables, tiers = Fetch(before), list[list[int]](), [Tier.DEVICE] * found.blocks

@@ -8,7 +8,7 @@ may, and the sequence tries once more, and then computes. So nobody waits for ev
 
 from __future__ import annotations
 
-from holdfast.kvcache import Found, KVCache, Prefix, Tier
+from holdfast.kvcache import FoundBelow, KVCache, Prefix, Tier
 from holdfast.scheduler.sequence import Sequence
 
 MOST_FETCHES = 2
@@ -19,7 +19,7 @@ PREFILL_TOKENS = 64
 """Of a step, from which on it shows how fast prompts are computed."""
 
 
-class Rate:
+class SeenRate:
     """Something a second, as far as it was seen."""
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class Fetching:
         self._kv = kv
         self.sequences: list[Sequence] = []
         """In the order in which they began to wait."""
-        self.prefill = Rate()
+        self.prefill = SeenRate()
         """Tokens of prompts a second."""
-        self.loads = {Tier.HOST: Rate(), Tier.DISK: Rate()}
+        self.loads = {Tier.HOST: SeenRate(), Tier.DISK: SeenRate()}
         """Bytes a second."""
         self._since_s: dict[Tier, float] = {}
         """Since when something has been on its way that was not counted yet."""
@@ -61,7 +61,7 @@ class Fetching:
         """Those of them who need not wait for pages."""
         return [one for one in waiting if not self.awaits(one)] if self.sequences else waiting
 
-    def choose(self, sequence: Sequence, prefix: Prefix, ahead_tokens: int) -> Found | None:
+    def choose(self, sequence: Sequence, prefix: Prefix, ahead_tokens: int) -> FoundBelow | None:
         """What it had best wait for; None: nothing. `prefix`: what the pool has. `ahead_tokens`: of prompts that are
         computed before anything of this one."""
         kv, size = self._kv, self._kv.layout.block_tokens
@@ -83,7 +83,7 @@ class Fetching:
                 self.computed_instead_total += 1
         return best
 
-    def _saved_s(self, found: Found, gained_tokens: int, ahead_tokens: int) -> float | None:
+    def _saved_s(self, found: FoundBelow, gained_tokens: int, ahead_tokens: int) -> float | None:
         """Against computing so many tokens behind those ahead; None: a rate is not known."""
         assert self._kv.tiers is not None
         seconds = 0.0
@@ -98,7 +98,7 @@ class Fetching:
 
     # --- changes ---
 
-    def begin(self, sequence: Sequence, found: Found, prefix: Prefix) -> None:
+    def begin(self, sequence: Sequence, found: FoundBelow, prefix: Prefix) -> None:
         self._kv.begin_fetch(sequence.book, found, prefix)
         sequence.fetches += 1
         self.sequences.append(sequence)

@@ -26,15 +26,14 @@ import heapq
 from collections.abc import Container
 
 from holdfast.errors import RequestError
-from holdfast.kvcache import Found, Prefix
+from holdfast.kvcache import FoundBelow, Prefix
 from holdfast.records import EngineOutput, Request
 from holdfast.records.steps import StepPlan, TableWrite
 from holdfast.scheduler.outputs import make_output, refused, validate
 from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.results import Results
-from holdfast.scheduler.room import may_fetch, set_aside
 from holdfast.scheduler.sequence import Sequence, Status
-from holdfast.scheduler.stats import blocks_wanted
+from holdfast.scheduler.stats import blocks_wanted, may_fetch, set_aside
 from holdfast.scheduler.step_builder import Draft, PlannedRow, StepInFlight, moving_plan
 
 
@@ -222,7 +221,7 @@ class Scheduler(Results):
                     return
                 self._fetching.drop(sequence)
 
-    def _may_fetch(self, sequence: Sequence, found: Found) -> bool:
+    def _may_fetch(self, sequence: Sequence, found: FoundBelow) -> bool:
         fetching, step_tokens = self._fetching.sequences, self.limits.max_num_batched_tokens
         if len(fetching) >= len(self._free_slots):
             return False

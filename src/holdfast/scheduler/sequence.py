@@ -63,7 +63,7 @@ class Sequence:
     fetches: int = 0
     """How often it has waited for pages from RAM or disk since it entered the line."""
     cached_tokens: int = 0
-    """Found in the prefix cache when it was first admitted."""
+    """FoundBelow in the prefix cache when it was first admitted."""
     scheduled_s: float | None = None
     first_token_s: float | None = None
 

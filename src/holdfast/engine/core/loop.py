@@ -143,8 +143,9 @@ class EngineCore:
         runner learns a sequence anew when it is started, and reads no page that was not written since."""
         self._in_flight.clear()
         self._undelivered.clear()
-        with contextlib.suppress(HoldfastError, RuntimeError):  # A device that is gone moves nothing.
-            self.runner.abandon_copies()
+        if self.scheduler.kv.tiers is not None:
+            with contextlib.suppress(HoldfastError, RuntimeError):  # A device that is gone moves nothing.
+                self.runner.abandon_copies()
         self.scheduler = self.scheduler.emptied()
         self.structured_output.clear()
 

@@ -28,10 +28,10 @@ from holdfast.checkpoints import (
 from holdfast.checkpoints.sources.builtin import refuse_revision
 from holdfast.checkpoints.sources.resolve import overridden, refuse_known, say_short_name
 from holdfast.config import EngineConfig
+from holdfast.engine.core.kv_store import open_kv_store
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.engine_info import engine_info
 from holdfast.engine.startup.kv_scales import find_kv_scales
-from holdfast.engine.startup.kv_store import open_kv_store
 from holdfast.engine.startup.plan_lines import planned_terms
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
