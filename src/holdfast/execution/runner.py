@@ -34,7 +34,6 @@ from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.cpu import head_rows, logits_rows
 from holdfast.hardware.numa import numa_nodes
 from holdfast.kvcache.groups import KVLayout
-from holdfast.kvcache.pool import Tier
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.records import StepPlan, StepResult, TokenLogprobs, TokenMasks
@@ -216,7 +215,7 @@ class Runner:
     def execute(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         decoder, kv = self._decoder, self.kv
         with self._computing():
-            self._buffers.apply(plan, kv.blocks, () if self._page_copies is None else (Tier.DISK,))
+            self._buffers.apply(plan, kv.blocks, () if self._page_copies is None else self._page_copies.tiers)
             if moved := [copy for copy in plan.copies if copy.before_step]:
                 kv.move(moved)
             if self._page_copies is not None:

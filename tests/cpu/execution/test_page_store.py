@@ -111,7 +111,7 @@ def test_pages_come_as_they_are_read_and_wrong_ones_do_not() -> None:
     one[:], two[:] = b"abcdefgh", b"nonsense"
     assert (first, list(reads.collect())) == (bytes([1]), [])
     threading.Timer(0.01, lambda: done(SimpleNamespace(valid=(True, False)))).start()
-    found = [(copy.copy_id, None if page is None else bytes(page)) for copy, page in reads.collect(wait_s=10.0)]
+    found = [(copy.copy_id, None if at is None else bytes(reads.views[at])) for copy, at in reads.collect(wait_s=10.0)]
     assert found == [(1, b"abcdefgh"), (2, None)]
     assert not reads.under_way
 

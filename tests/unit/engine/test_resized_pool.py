@@ -128,6 +128,7 @@ def test_what_ends_while_pages_are_moved_is_told() -> None:
     ended = EngineOutput(request_id="waits", finish_reason=FinishReason.ERROR)
     scheduler = SimpleNamespace(
         least_blocks=2,
+        has_copies=False,
         kv=SimpleNamespace(blocks_total=8, tiers=None),
         wait_for_copies=lambda: None,
         resize=lambda blocks: "moving",

@@ -19,11 +19,11 @@ from dataclasses import replace
 import numpy
 import torch
 
-from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
+from holdfast.execution.gpu.holdings import GpuHoldings
 from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order, no_memory
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
@@ -36,7 +36,6 @@ from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
-from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
@@ -60,7 +59,7 @@ log = logging.getLogger("holdfast")
 STEPS_AHEAD = 1
 
 
-class GpuRunner:
+class GpuRunner(GpuHoldings):
     def __init__(
         self,
         spec: ModelSpec,
@@ -113,73 +112,12 @@ class GpuRunner:
         self._graphs = DecodeGraphs(rows, self._run_decode, device, around) if graphs and pin else None
 
     @property
-    def buffers_bytes(self) -> int:
-        return self._slots.nbytes + self._forms.nbytes
-
-    @property
-    def logits_bytes(self) -> int:
-        return self._logits.nbytes + self._sampler.nbytes
-
-    @property
-    def adapters_bytes(self) -> int:
-        return 0 if self._adapters is None else self._adapters.nbytes
-
-    @property
-    def weights_bytes(self) -> int:
-        """On the GPU, at the moment."""
-        movable = self.movable_layers
-        return self._fixed_bytes + (0 if movable is None else movable.resident_bytes)
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Of weights and layers' slots, what is not a tensor of torch's."""
-        movable = self.movable_layers
-        return 0 if movable is None else movable.resident_bytes + movable.nbytes
-
-    @property
-    def movable_layers(self) -> DeviceLayers | None:
-        """None: none may come to stay on the GPU, or leave it."""
-        streamed = self.decoder.streamed
-        return streamed if streamed is not None and streamed.movable else None
-
-    @property
-    def layer_slots_bytes(self) -> int:
-        return 0 if self.decoder.streamed is None else self.decoder.streamed.nbytes
-
-    @property
-    def expert_slots_bytes(self) -> int:
-        """With the tables of their places."""
-        return 0 if self.decoder.experts is None else self.decoder.experts.nbytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Of RAM, for layers or experts that do not stay on the GPU."""
-        return 0 if self._coming is None else self._coming.pinned_bytes
-
-    @property
-    def _coming(self) -> DeviceLayers | DeviceExperts | None:
-        """What does not all stay on the GPU."""
-        return self.decoder.streamed or self.decoder.experts
-
-    @property
     def attention_backend(self) -> str:
         return "triton"
 
     @property
     def decisions(self) -> list[Decision]:
         return [*self.decoder.decisions, *self.decoder.product_decisions]
-
-    @property
-    def kv(self) -> KVRange:
-        if self._kv is None:
-            raise EngineError("the runner has no KV pages yet", fix="call back_kv before the first step")
-        return self._kv
-
-    @property
-    def decoder(self) -> GpuDecoder:
-        if self._decoder is None:
-            raise EngineError("the runner is closed")
-        return self._decoder
 
     def measure_link(self) -> list[Decision]:
         """Of layers or experts that do not stay on the GPU; nothing where all do."""
@@ -240,6 +178,9 @@ class GpuRunner:
         with self._here():
             arrived = self._enter(plan)
             step = self._start(plan, masks)
+            if self._page_copies is not None:
+                self._page_copies.launch_stores(plan)
+                step.over, step.host_pages = self._page_copies.over, self._page_copies.host_pages
         step.adapters = arrived
         for row in plan.rows:
             if row.samples and row.slot not in step.late:
@@ -249,9 +190,6 @@ class GpuRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 
-    def abandon_copies(self) -> None:
-        """There are none."""
-
     @contextmanager
     def _here(self) -> Iterator[None]:
         """On this runner's device, whatever the thread that calls has chosen."""
@@ -260,9 +198,11 @@ class GpuRunner:
 
     def _enter(self, plan: StepPlan) -> list[AdapterArrival]:
         """Adapters that are there now."""
-        self._books.apply(plan, self.kv.blocks)
-        if plan.copies:
-            self._slots.move_pages(self.kv.pages, plan.copies)
+        self._books.apply(plan, self.kv.blocks, () if self._page_copies is None else self._page_copies.tiers)
+        if moved := [copy for copy in plan.copies if copy.before_step]:
+            self._slots.move_pages(self.kv.pages, moved)
+        if self._page_copies is not None:
+            self._page_copies.begin(plan)
         arrived = [] if self._adapters is None else self._adapters.places.follow(plan)
         for start in plan.starts:
             self._sampler.start(start)
@@ -484,6 +424,9 @@ class GpuRunner:
             if self._graphs is not None:
                 self._graphs.close()
             self._graphs = None
+            if self._page_copies is not None:
+                self._page_copies.close()
+            self._page_copies = None
             if self._kv is not None:
                 self._kv.close()
             if self._adapters is not None:

@@ -27,6 +27,8 @@ def staging_places(page_bytes: int) -> int:
 
 
 class CpuPageCopies:
+    tiers = (Tier.DISK,)
+
     def __init__(self, store: Store, page_bytes: int) -> None:
         self._store, self._page_bytes = store, page_bytes
         self._reads = DiskReads(store, page_bytes, staging_places(page_bytes))
@@ -44,12 +46,13 @@ class CpuPageCopies:
                 taken = self._store.write(copy.key, memoryview(pages[copy.source]))
                 (finished if taken else failed).append(copy.copy_id)
         idle = not plan.rows and not finished and not failed
-        for copy, page in self._reads.collect(WAIT_S if idle else 0.0):
-            if page is None:
+        for copy, place in self._reads.collect(WAIT_S if idle else 0.0):
+            if place is None:
                 failed.append(copy.copy_id)
-            else:
-                pages[copy.target] = numpy.frombuffer(page, dtype=numpy.uint8)
-                finished.append(copy.copy_id)
+                continue
+            pages[copy.target] = numpy.frombuffer(self._reads.views[place], dtype=numpy.uint8)
+            self._reads.release(place)
+            finished.append(copy.copy_id)
         return finished, failed
 
     def abandon(self) -> None:

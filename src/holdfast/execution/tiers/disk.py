@@ -1,7 +1,7 @@
 """Pages that come from a store on disk, through memory of their own: what a hung disk may still write to is nobody's
 page. Knows nothing of the pool.
 
-    read ──► staging (a page each) ──► collect: the page, or None where it did not come whole or in time
+    begin ──► staging (a page each) ──► collect: its place, or None where it did not come whole or in time ──► release
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DiskReads:
     ) -> None:
         stride = staging_stride(page_bytes)
         whole = memoryview(mmap.mmap(-1, places * stride)) if memory is None else memory
-        self._views = [whole[place * stride : place * stride + page_bytes] for place in range(places)]
+        self.views = [whole[place * stride : place * stride + page_bytes] for place in range(places)]
         self._store, self._clock = store, clock
         self._free = list(range(places))
         self._under_way: list[_Batch] = []
@@ -87,7 +87,7 @@ class DiskReads:
                 continue
             batch = _Batch(part, [self._free.pop() for _ in part], self._clock())
             self._under_way.append(batch)
-            wanted = [(copy.key, self._views[place]) for copy, place in zip(part, batch.places, strict=True)]
+            wanted = [(copy.key, self.views[place]) for copy, place in zip(part, batch.places, strict=True)]
             batch.ticket = self._store.read(wanted, lambda result, batch=batch: self._done(batch, result))
 
     def _done(self, batch: _Batch, result: Valid) -> None:
@@ -95,24 +95,30 @@ class DiskReads:
         batch.valid = tuple(result.valid)
         self._over.put(batch)
 
-    def collect(self, wait_s: float = 0.0) -> Iterator[tuple[BlockCopy, memoryview | None]]:
-        """What is over since the last time; a page is valid until the next is asked for."""
+    def collect(self, wait_s: float = 0.0) -> Iterator[tuple[BlockCopy, int | None]]:
+        """What is over since the last time: the page is in this one of `views`, until it is released."""
         refused, self._refused = self._refused, []
         for copy in refused:
             yield copy, None
         wait = wait_s if self._under_way and not refused else 0.0
         while (batch := self._next(wait)) is not None:
             wait = 0.0
-            if not batch.over:
-                self._under_way.remove(batch)
-                for copy, place, valid in zip(batch.copies, batch.places, batch.valid, strict=True):
-                    yield copy, self._views[place] if valid else None
-            self._free += batch.places
+            if batch.over:
+                self._free += batch.places
+                continue
+            self._under_way.remove(batch)
+            self._free += [place for place, valid in zip(batch.places, batch.valid, strict=True) if not valid]
+            for copy, place, valid in zip(batch.copies, batch.places, batch.valid, strict=True):
+                yield copy, place if valid else None
         late_s = self._clock() - LATE_S
         for batch in [one for one in self._under_way if one.began_s < late_s]:
             self._give_up(batch)
             for copy in batch.copies:
                 yield copy, None
+
+    def release(self, place: int) -> None:
+        """Its page has been copied."""
+        self._free.append(place)
 
     def _next(self, wait_s: float) -> _Batch | None:
         try:
