@@ -120,7 +120,7 @@ def run_world(choice: random.Random, counts: Counter[str], *, tiers: bool = Fals
             engine.plan()
             counts["plan"] += 1
         elif engine.plans_in_flight:
-            engine.execute()
+            engine.execute(failing_row=choice.randrange(8) if tiers and choice.random() < 0.05 else None)
             counts["execute"] += 1
         else:
             continue
@@ -130,7 +130,7 @@ def run_world(choice: random.Random, counts: Counter[str], *, tiers: bool = Fals
     engine.scheduler.check_invariants()
     stats = engine.scheduler.stats()
     assert stats.blocks_used == 0
-    counts["refused"] += sum(news[-1].failure is not None for news in engine.outputs.values() if news)
+    counts["refused or failed"] += sum(news[-1].failure is not None for news in engine.outputs.values() if news)
     counts["preemptions"] += stats.preemptions_total
     counts["tokens hit"] += stats.prefix_hits_total
     counts["tokens computed"] += engine.runner.tokens_computed
