@@ -318,6 +318,12 @@ def _check_cpu(config: OffloadSettings, given: list[str]) -> None:
 
 class KVTierSettings(Protocol):
     @property
+    def kv_ram(self) -> int | None: ...
+    @property
+    def kv_offloading_size(self) -> float | None: ...
+    @property
+    def swap_space(self) -> float | None: ...
+    @property
     def kv_store(self) -> str | None: ...
     @property
     def kv_store_size(self) -> int | None: ...
@@ -357,7 +363,48 @@ def kv_store_daily_writes_setting() -> Any:
     )
 
 
+def kv_ram_setting() -> Any:
+    return setting(
+        None,
+        "RAM for KV blocks that leave the GPU, such as 40GiB: prefixes and preempted requests come back from there "
+        "instead of being computed again; default: none",
+        optional(memory),
+        metavar="SIZE",
+    )
+
+
+def kv_offloading_size_setting() -> Any:
+    return setting(None, "same as --kv-ram, in GiB", optional(number(0, 1 << 20)), metavar="GIB")
+
+
+def swap_space_setting() -> Any:
+    return setting(None, "same as --kv-ram, in GiB; older vLLM's name", optional(number(0, 1 << 20)), metavar="GIB")
+
+
+def kv_ram_bytes(config: KVTierSettings) -> int:
+    """On a GPU; on a CPU the pool is in RAM itself."""
+    if config.kv_ram is not None:
+        return config.kv_ram
+    return int((config.kv_offloading_size or config.swap_space or 0.0) * GIB)
+
+
 def check_kv_tiers(config: KVTierSettings) -> None:
+    if config.kv_ram is not None and config.device == "cpu":
+        raise ConfigurationError(
+            "kv_ram is for KV blocks that leave a GPU, but this server runs on the CPU, and its KV cache is in RAM",
+            code=OF_A_GPU,
+            needed="a GPU",
+            found="device cpu",
+            fix="--kv-cache-memory-bytes SIZE for a larger KV cache",
+            field="kv_ram",
+        )
+    if kv_ram_bytes(config) and not config.enable_prefix_caching:
+        raise ConfigurationError(
+            "KV blocks in RAM are found as prefixes, but prefix caching is off",
+            needed="enable_prefix_caching",
+            fix="leave --no-enable-prefix-caching out",
+            field="kv_ram",
+        )
     if config.kv_store is None:
         for name in ("kv_store_size", "kv_store_daily_writes"):
             if getattr(config, name) is not None:
@@ -373,15 +420,6 @@ def check_kv_tiers(config: KVTierSettings) -> None:
             "the KV store keeps prefixes, but prefix caching is off",
             needed="enable_prefix_caching",
             fix="leave --no-enable-prefix-caching or --kv-store out",
-            field="kv_store",
-        )
-    if config.device == "cuda":
-        raise ConfigurationError(
-            "the KV store is for servers on a CPU so far",
-            code="HF120",
-            needed="device cpu",
-            found="device cuda",
-            fix="leave --kv-store out, or --device cpu",
             field="kv_store",
         )
 

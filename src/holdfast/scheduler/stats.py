@@ -48,7 +48,10 @@ def _tiers(kv: KVCache) -> list[KVTierUse]:
     tiers, page_bytes = kv.tiers, kv.layout.page_bytes
     if tiers is None:
         return []
-    there = {Tier.HOST: ("ram", tiers.limits.host_pages > 0), Tier.DISK: ("disk", tiers.stored is not None)}
+    there = {
+        Tier.HOST: ("ram", tiers.limits.host_pages + tiers.host.total > 0),
+        Tier.DISK: ("disk", tiers.stored is not None),
+    }
     return [
         KVTierUse(
             tier=name,

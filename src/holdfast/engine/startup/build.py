@@ -368,7 +368,7 @@ def _build_on_gpu(
 ) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core.kv_balance import KVBalance
     from holdfast.engine.core.loop import EngineCore
-    from holdfast.engine.startup.build_gpu import build_gpu_runner
+    from holdfast.engine.startup.build_gpu import build_gpu_runner, use_kv_tiers
 
     first = plan
     runner, plan, report, vram = build_gpu_runner(
@@ -380,10 +380,15 @@ def _build_on_gpu(
         lambda own_bytes: plan_again(config, model, first, own_bytes),
         beat,
     )
+    opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts())
+    if opened is not None:
+        plan = replace(plan, decisions=(*plan.decisions, opened.decision))
+    tiers = use_kv_tiers(config, plan, runner, None if opened is None else opened.store)
     core = EngineCore(
-        _scheduler(config, plan, steps_ahead=1),
+        _scheduler(config, plan, steps_ahead=1, tiers=tiers, stored=None if opened is None else opened.store),
         runner,
         steps_ahead=1,
+        store_use=None if opened is None else opened.use,
         vram=vram,
         link_use=None if plan.engine.streamed is None and plan.engine.expert_places is None else runner.link_use,
         expert_use=None if plan.engine.expert_places is None else runner.expert_use,

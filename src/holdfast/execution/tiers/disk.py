@@ -11,6 +11,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from holdfast.records import BlockCopy
@@ -88,7 +89,7 @@ class DiskReads:
             batch = _Batch(part, [self._free.pop() for _ in part], self._clock())
             self._under_way.append(batch)
             wanted = [(copy.key, self.views[place]) for copy, place in zip(part, batch.places, strict=True)]
-            batch.ticket = self._store.read(wanted, lambda result, batch=batch: self._done(batch, result))
+            batch.ticket = self._store.read(wanted, partial(self._done, batch))
 
     def _done(self, batch: _Batch, result: Valid) -> None:
         """On a thread of the store."""

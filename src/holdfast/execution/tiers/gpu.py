@@ -10,6 +10,8 @@ The two directions of the link have a stream each. Pages that lie beside each ot
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.execution.tiers.disk import DiskReads, Store
+from holdfast.execution.tiers.disk import DiskReads, Store, staging_stride
 from holdfast.kvcache.pool import Tier
 from holdfast.records import BlockCopy, StepPlan
 
@@ -29,6 +31,8 @@ log = logging.getLogger("holdfast")
 WAIT_S = 0.005
 """For a page from disk, where there is nothing to compute."""
 CLOSE_S = 5.0
+PIECE_BYTES = 256 << 20
+"""Of RAM, pinned at once."""
 MOST_RUN = 32
 """Pages in one piece: it is over as a whole."""
 
@@ -42,6 +46,14 @@ class HostMemory:
         self._pinned, self._page_bytes = pinned, page_bytes
         self._ready_pieces = self.ready = 0
         """`ready`: pages that may be used."""
+
+    @classmethod
+    def pinned(cls, nbytes: int, page_bytes: int, device: torch.device) -> HostMemory:
+        """In pieces of whole pages, of the system and of the pool; what is left over is not taken."""
+        whole = mmap.PAGESIZE // math.gcd(page_bytes, mmap.PAGESIZE)
+        piece = max(1, PIECE_BYTES // (whole * page_bytes)) * whole * page_bytes
+        pieces = max(1, nbytes // piece)
+        return cls(PinnedMemory([piece] * pieces, device, background=range(pieces)), page_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -80,12 +92,29 @@ class HostMemory:
 class DiskPlaces:
     """A store on disk, and pinned memory that pages come and go through: so many places each way."""
 
-    def __init__(self, store: Store, reads: DiskReads, memory: torch.Tensor, page_bytes: int, stride: int) -> None:
-        self.store, self.reads = store, reads
+    def __init__(
+        self,
+        store: Store,
+        reads: DiskReads,
+        memory: torch.Tensor,
+        page_bytes: int,
+        stride: int,
+        owner: PinnedMemory | None = None,
+    ) -> None:
+        self.store, self.reads, self._owner = store, reads, owner
         count = len(reads.views)
         places = [memory[at * stride : at * stride + page_bytes] for at in range(memory.nbytes // stride)]
         self.reading, self._writing = places[:count], places[count:]
         self._free = list(range(len(self._writing)))
+
+    @classmethod
+    def pinned(cls, store: Store, page_bytes: int, places: int, device: torch.device) -> DiskPlaces:
+        """`places`: each way."""
+        stride = staging_stride(page_bytes)
+        memory = PinnedMemory([2 * places * stride], device)
+        (piece,) = memory.pieces
+        reads = DiskReads(store, page_bytes, places, piece.numpy().data[: places * stride])
+        return cls(store, reads, piece, page_bytes, stride, memory)
 
     def take(self) -> int | None:
         """A place for a page that is to be written; None: all are taken."""
@@ -94,9 +123,15 @@ class DiskPlaces:
     def place(self, number: int) -> torch.Tensor:
         return self._writing[number]
 
+    def close(self) -> None:
+        self.reads.abandon()
+        self.store.close(CLOSE_S)
+        if self._owner is not None:
+            self._owner.close()
+
     def write(self, key: bytes, number: int) -> bool:
         """What lies there; the place is free again."""
-        taken = self.store.write(key, memoryview(self._writing[number].numpy()))
+        taken = self.store.write(key, self._writing[number].numpy().data)
         self._free.append(number)
         return taken
 
@@ -266,7 +301,6 @@ class GpuPageCopies:
         self._loads.close()
         self._stores.close()
         if self._disk is not None:
-            self._disk.reads.abandon()
-            self._disk.store.close(CLOSE_S)
+            self._disk.close()
         if self._host is not None:
             self._host.close()
