@@ -82,10 +82,11 @@ class FailingCalls(Calls):
         self.errors: list[int] = []
         self.delay_s = 0.0
         self.clock_s: float | None = None
+        self.ahead_s = 0.0
         self.failed = 0
 
     def now(self) -> float:
-        return super().now() if self.clock_s is None else self.clock_s
+        return (super().now() if self.clock_s is None else self.clock_s) + self.ahead_s
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)

@@ -42,7 +42,7 @@ class Health:
             if what in self._told:
                 return
             self._told.add(what)
-        log.warning("KV store %s: %s; serving goes on without it [HFW41]", self._folder, what)
+        log.warning("KV store %s: %s; serving goes on [HFW41]", self._folder, what)
 
     def wrote(self) -> None:
         with self._lock:

@@ -43,7 +43,8 @@ class Room:
 
     def _unused(self, own: Slab, pages: int, size_bytes: int) -> list[int]:
         held = own.index.held()[:pages]
-        room = max(0, size_bytes - self._folder.control().total_bytes) // own.slot_bytes
+        total = max(self._folder.control().total_bytes, own.index.taken_bytes())
+        room = max(0, size_bytes - total) // own.slot_bytes
         more = min(pages - len(held), room)
         given_back = (own.index.records["generation"] == 0) & (own.index.records["used"] == 0)
         again = np.flatnonzero(given_back)[:more].tolist()

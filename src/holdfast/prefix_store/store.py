@@ -152,7 +152,7 @@ class PrefixStore:
         return StoreStats(
             pages=pages,
             nbytes=0 if slab is None else pages * slab.slot_bytes,
-            total_bytes=control.total_bytes,
+            total_bytes=max(0, control.total_bytes),
             size_bytes=self._size_bytes,
             pages_read=self._counts["pages_read"],
             bytes_read=self._counts["bytes_read"],

@@ -25,8 +25,9 @@ from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast")
 
-BATCH_BYTES = 8 << 20
-"""Written under one reservation; each needs the lock of the folder twice."""
+BATCH_BYTES, BATCH_PART = 8 << 20, 16
+"""Written under one reservation, which needs the lock of the folder twice; and no more than this part of the store: it
+is nobody's until it is written, or until it is clear that its process ended."""
 RESERVE_BYTES, RESERVE_PART = 1 << 30, 50
 """Of the disk stays free for others: this, or this part where that is less."""
 
@@ -51,7 +52,7 @@ class Writer:
         self._folder, self._slab, self._room, self._calls = folder, slab, room, calls
         self._counts, self._rate, self._health = counts, rate, health
         self._size_bytes, self._daily_write_bytes, self._queue_bytes = size_bytes, daily_write_bytes, queue_bytes
-        self._most = max(1, BATCH_BYTES // slab.slot_bytes)
+        self._most = max(1, min(BATCH_BYTES, size_bytes // BATCH_PART) // slab.slot_bytes)
         self._queue: deque[_Write] = deque()
         self._pending: set[bytes] = set()
         self._changed = threading.Condition()
@@ -162,6 +163,9 @@ class Writer:
         with self._folder.locked():
             slab.index.refresh()
             control = self._folder.control()
+            if control.total_bytes < 0:
+                self._room.tidy()
+                control = self._folder.control()
             wanted: list[_Write] = []
             for write in batch:
                 if write.key in slab.index.slots:
