@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -10,51 +11,73 @@ import time
 from pathlib import Path
 
 import pytest
-from prefix_pages import PAGE_BYTES, FailingCalls, key_of, opened, put, served
+from prefix_pages import PAGE_BYTES, FailingCalls, key_of, opened, put, served, until
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PAGES = 48
 KEYS = [key_of(number) for number in range(96)]
 
-WRITER = """
-import random, sys
+LAUNCHER = """
+import os, random, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from prefix_pages import FailingCalls, key_of, opened, page_of
-draws = random.Random(int(sys.argv[3]))
-calls = FailingCalls()
-calls.ahead_s = float(sys.argv[4])
-store = opened(Path(sys.argv[2]), pages=48, calls=calls)
-print("ready", flush=True)
-while True:
-    key = key_of(draws.randrange(96))
-    store.write(key, memoryview(page_of(key)))
-    store.use([key_of(draws.randrange(96))])
+
+def write(folder, seed, ahead_s):
+    calls, draws = FailingCalls(), random.Random(seed)
+    calls.ahead_s = ahead_s
+    store = opened(folder, pages=48, calls=calls)
+    print(os.getpid(), flush=True)
+    while True:
+        key = key_of(draws.randrange(96))
+        store.write(key, memoryview(page_of(key)))
+        store.use([key_of(draws.randrange(96))])
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    if os.fork() == 0:
+        write(Path(sys.argv[2]), *map(int, line.split()))
 """
 
 
-def start_writer(folder: Path, seed: int, ahead_s: float) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", WRITER, str(SUPPORT), str(folder), str(seed), str(ahead_s)]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == b"ready\n"
-    return writer
+class Launcher:
+    """A process that has imported everything and forks writers, each within milliseconds."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-c", LAUNCHER, str(SUPPORT), str(folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, seed: int, ahead_s: int) -> int:
+        """Returns when the writer has opened the store."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{seed} {ahead_s}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def kill(self, writer: int) -> None:
+        os.kill(writer, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{writer}").exists())
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def kill_many(folder: Path, kills: int, seed: int) -> None:
     """Two writers at a time, each killed after some milliseconds of writing, evicting and reusing slots; beside them a
     reader that lives through all of it. A minute passes each time, after which what they left half done is nobody's."""
-    draws, found, ahead_s = random.Random(seed), 0, 0.0
+    draws, found, ahead_s = random.Random(seed), 0, 0
+    launcher = Launcher(folder)
     beside = opened(folder, pages=PAGES)
     for number in range(0, kills, 2):
         ahead_s += 61
-        writers = [start_writer(folder, seed + number + one, ahead_s) for one in (0, 1)]
+        writers = [launcher.start(seed + number + one, ahead_s) for one in (0, 1)]
         for writer in writers:
             end = time.monotonic() + draws.uniform(0, 0.05)
             while time.monotonic() < end:
                 served(beside, draws.sample(KEYS, 8))  # Asserts that what is served is right.
-            writer.send_signal(signal.SIGKILL)
-            writer.wait()
+            launcher.kill(writer)
         after = opened(folder, pages=PAGES)
         there = served(after, KEYS)
         # Torn pages are never there to be found: a page is there only after its bytes are.
@@ -64,6 +87,7 @@ def kill_many(folder: Path, kills: int, seed: int) -> None:
         found += len(there)
         after.close(5)
     beside.close(5)
+    launcher.end()
     assert found > kills * 8  # They did write.
     calls = FailingCalls()
     calls.ahead_s = ahead_s + 61
@@ -75,7 +99,7 @@ def kill_many(folder: Path, kills: int, seed: int) -> None:
 
 
 def test_killed_writers(tmp_path: Path) -> None:
-    kill_many(tmp_path / "store", 24, seed=1)
+    kill_many(tmp_path / "store", 40, seed=1)
 
 
 @pytest.mark.long
