@@ -48,7 +48,7 @@ class DamagedIndexError(Exception):
     """Its header is not one: everything in it is forgotten."""
 
 
-class Index:
+class PageIndex:
     """`records`: what this process knows. Threads may look up; changes of the file need the lock of the folder."""
 
     def __init__(self, path: Path, calls: Calls, flags: int) -> None:

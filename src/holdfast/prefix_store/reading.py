@@ -91,7 +91,7 @@ class Ticket:
             self._over.set()
 
 
-class Reader:
+class PageReader:
     """`suspect`: is told of a page that was not what it should be, by key, slot and generation."""
 
     def __init__(self, slab: Slab, counts: Counts, rate: Rate, suspect: Callable[[bytes, int, int], None]) -> None:

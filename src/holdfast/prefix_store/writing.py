@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.prefix_store.calls import Calls
 from holdfast.prefix_store.folder import BusyError, Control, StoreFolder
-from holdfast.prefix_store.health import Health
+from holdfast.prefix_store.health import DiskHealth
 from holdfast.prefix_store.index import BLOCK_BYTES, RECORD, runs
 from holdfast.prefix_store.reading import AlignedMemory, address
 from holdfast.prefix_store.room import Room
@@ -44,9 +44,9 @@ class _Write:
     check: bytes = b""
 
 
-class Writer:
+class PageWriter:
     def __init__(
-        self, folder: StoreFolder, slab: Slab, room: Room, calls: Calls, counts: Counts, rate: Rate, health: Health,
+        self, folder: StoreFolder, slab: Slab, room: Room, calls: Calls, counts: Counts, rate: Rate, health: DiskHealth,
         *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int,
     ) -> None:  # fmt: skip
         self._folder, self._slab, self._room, self._calls = folder, slab, room, calls

@@ -57,7 +57,7 @@ def test_errors_of_writing_are_drops_told_once_and_tried_again(
             assert put(store, KEYS) == [False] * 8
             assert store.stats().failing == "injected"
             time.sleep(0.25)
-    assert len([record for record in caplog.records if "HFW41" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "HFW10" in record.getMessage()]) == 1
     assert store.stats().dropped == {"store failing": 24}
     calls.chance = 0
     time.sleep(0.25)
