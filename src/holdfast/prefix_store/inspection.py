@@ -14,7 +14,8 @@ from holdfast.errors import ConfigurationError
 from holdfast.prefix_store.calls import Calls
 from holdfast.prefix_store.folder import LOCK, StoreFolder
 from holdfast.prefix_store.index import DamagedIndexError, pages_in
-from holdfast.prefix_store.reading import AlignedMemory, PageReader, ReadResult
+from holdfast.prefix_store.memory import AlignedMemory
+from holdfast.prefix_store.reading import PageReader, ReadResult
 from holdfast.prefix_store.room import Room
 from holdfast.prefix_store.slab import Slab
 from holdfast.prefix_store.stats import Counts, Rate

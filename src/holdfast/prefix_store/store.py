@@ -270,7 +270,6 @@ def _open_slab(
     try:
         with folder.locked(OPEN_S):
             slab = Slab.create(folder.path, calls, model, page_bytes, label)
-            slab.index.load()
             room = Room(folder, slab, calls)
             if room.tidy() > size_bytes:
                 room.evict(size_bytes)

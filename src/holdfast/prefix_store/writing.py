@@ -17,7 +17,7 @@ from holdfast.prefix_store.calls import Calls
 from holdfast.prefix_store.folder import BusyError, Control, StoreFolder
 from holdfast.prefix_store.health import DiskHealth
 from holdfast.prefix_store.index import BLOCK_BYTES, RECORD, runs
-from holdfast.prefix_store.reading import AlignedMemory, address
+from holdfast.prefix_store.memory import AlignedMemory, CopyPool, address
 from holdfast.prefix_store.room import Room
 from holdfast.prefix_store.slab import Slab
 from holdfast.prefix_store.stats import Counts, DropReason, Rate
@@ -39,6 +39,8 @@ class _Write:
     key: bytes
     source: Source
     done: Callable[[bool], None] | None
+    copy: memoryview | None = None
+    """The source, where it is of the pool."""
     slot: int = -1
     generation: int = 0
     check: bytes = b""
@@ -61,6 +63,7 @@ class PageWriter:
         """Pages of the queue that are in the folder's numbers already."""
         self._last_generation = 0
         self._staging = AlignedMemory()
+        self._copies = CopyPool(slab.slot_bytes)
         self._thread = threading.Thread(target=self._run, name="kv-store-write", daemon=True)
         self._thread.start()
 
@@ -74,12 +77,19 @@ class PageWriter:
             if reason is not None:
                 self._counts.drop(reason)
                 return False
-            if done is None and not callable(source):
-                source = memoryview(bytearray(source))  # The caller's memory is theirs again when this returns.
             self._pending.add(key)
-            self._queue.append(_Write(key, source, done))
-            self._changed.notify_all()
-        return True
+        write = _Write(key, source, done)
+        if done is None and not callable(source):
+            # The caller's memory is theirs again when this returns.
+            write.copy = write.source = self._copies.copy(source[: self._slab.page_bytes])
+        with self._changed:
+            if not self._stopping:
+                self._queue.append(write)
+                self._changed.notify_all()
+                return True
+            self._pending.discard(key)
+        self._counts.drop("closing")
+        return False
 
     def _refusal(self, key: bytes) -> DropReason | None:
         if self._closing:
@@ -120,6 +130,8 @@ class PageWriter:
             self._changed.notify_all()
         there = {id(write) for write in written}
         for write in batch:
+            if write.copy is not None:
+                self._copies.give_back(write.copy)
             if write.done is not None:
                 try:
                     write.done(id(write) in there)
@@ -238,7 +250,7 @@ class PageWriter:
             return staging
         if len(source) == slab.slot_bytes and not (slab.direct and address(source) % BLOCK_BYTES):
             return source
-        staging[: slab.page_bytes] = source
+        staging[: slab.page_bytes] = source[: slab.page_bytes]
         return staging
 
     def _publish(self, writes: Sequence[_Write]) -> list[_Write]:
