@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.prefix_store import PrefixStore
-from holdfast.prefix_store.checksum import page_check
-from holdfast.prefix_store.index import RECORD
+from holdfast.prefix_store.files.checksum import page_check
+from holdfast.prefix_store.files.index import RECORD
 from holdfast.prefix_store.reading import DEPTH
 from holdfast.units import GIB, format_bytes, parse_bytes
 

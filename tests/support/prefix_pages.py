@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.prefix_store import PrefixStore, ReadResult
-from holdfast.prefix_store.calls import Calls
+from holdfast.prefix_store.files.calls import Calls
 
 PAGE_BYTES = 8192
 MODEL = b"a model"

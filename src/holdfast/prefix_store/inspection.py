@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.errors import ConfigurationError
-from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.folder import LOCK, StoreFolder
-from holdfast.prefix_store.index import DamagedIndexError, pages_in
-from holdfast.prefix_store.memory import AlignedMemory
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.folder import LOCK, StoreFolder
+from holdfast.prefix_store.files.index import DamagedIndexError, pages_in
+from holdfast.prefix_store.files.memory import AlignedMemory
+from holdfast.prefix_store.files.slab import Slab
 from holdfast.prefix_store.reading import PageReader, ReadResult
 from holdfast.prefix_store.room import Room
-from holdfast.prefix_store.slab import Slab
 from holdfast.prefix_store.stats import Counts, Rate
 
 VERIFY_BYTES = 64 << 20

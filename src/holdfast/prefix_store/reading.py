@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.prefix_store.index import BLOCK_BYTES
-from holdfast.prefix_store.memory import AlignedMemory, address
-from holdfast.prefix_store.slab import Slab, padded
+from holdfast.prefix_store.files.index import BLOCK_BYTES
+from holdfast.prefix_store.files.memory import AlignedMemory, address
+from holdfast.prefix_store.files.slab import Slab, padded
 from holdfast.prefix_store.stats import Counts, MissReason, Rate
 
 log = logging.getLogger("holdfast")

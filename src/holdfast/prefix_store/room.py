@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.folder import StoreFolder
-from holdfast.prefix_store.index import DamagedIndexError, Records
-from holdfast.prefix_store.slab import Slab
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.folder import StoreFolder
+from holdfast.prefix_store.files.index import DamagedIndexError, Records
+from holdfast.prefix_store.files.slab import Slab
 
 ABANDONED_US = 60_000_000
 """A page that is being written for longer than this was left by a process that ended."""

@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ConfigurationError
-from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.folder import BusyError, StoreFolder
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.folder import BusyError, StoreFolder
+from holdfast.prefix_store.files.index import KEY_BYTES, DamagedIndexError
+from holdfast.prefix_store.files.slab import Slab, padded, slab_name
 from holdfast.prefix_store.health import RETRY_S, DiskHealth
-from holdfast.prefix_store.index import KEY_BYTES, DamagedIndexError
 from holdfast.prefix_store.reading import PageReader, ReadResult, Ticket
 from holdfast.prefix_store.room import Room
-from holdfast.prefix_store.slab import Slab, padded, slab_name
 from holdfast.prefix_store.stats import Counts, Rate, StoreStats
 from holdfast.prefix_store.writing import PageWriter, Source
 from holdfast.units import format_bytes

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.folder import BusyError, Control, StoreFolder
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.folder import BusyError, Control, StoreFolder
+from holdfast.prefix_store.files.index import BLOCK_BYTES, RECORD, runs
+from holdfast.prefix_store.files.memory import AlignedMemory, CopyPool, address
+from holdfast.prefix_store.files.slab import Slab
 from holdfast.prefix_store.health import DiskHealth
-from holdfast.prefix_store.index import BLOCK_BYTES, RECORD, runs
-from holdfast.prefix_store.memory import AlignedMemory, CopyPool, address
 from holdfast.prefix_store.room import Room
-from holdfast.prefix_store.slab import Slab
 from holdfast.prefix_store.stats import Counts, DropReason, Rate
 from holdfast.units import format_bytes
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from prefix_pages import PAGE_BYTES, file_of, key_of, opened, page_of, put, served, until
 
-from holdfast.prefix_store.checksum import page_check
+from holdfast.prefix_store.files.checksum import page_check
 
 KEYS = [key_of(number) for number in range(8)]
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.checksum import page_check
-from holdfast.prefix_store.index import BLOCK_BYTES, KEY_BYTES, RECORD, DamagedIndexError, PageIndex, runs
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.checksum import page_check
+from holdfast.prefix_store.files.index import BLOCK_BYTES, KEY_BYTES, RECORD, DamagedIndexError, PageIndex, runs
 
 
 def slab_name(model: bytes, page_bytes: int) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.errors import ConfigurationError
-from holdfast.prefix_store.calls import Calls
+from holdfast.prefix_store.files.calls import Calls
 
 LOCK, CONTROL = "lock", "control"
 _CONTROL = struct.Struct("<16sqqqdd")

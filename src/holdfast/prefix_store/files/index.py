@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.prefix_store.calls import Calls
+from holdfast.prefix_store.files.calls import Calls
 
 BLOCK_BYTES = 4096
 KEY_BYTES = 32
