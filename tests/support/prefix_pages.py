@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.prefix_store import PrefixStore, ReadResult
-from holdfast.prefix_store.calls import Calls
+from holdfast.prefix_store.files.calls import Calls
 
 PAGE_BYTES = 8192
 MODEL = b"a model"
@@ -82,10 +82,11 @@ class FailingCalls(Calls):
         self.errors: list[int] = []
         self.delay_s = 0.0
         self.clock_s: float | None = None
+        self.ahead_s = 0.0
         self.failed = 0
 
     def now(self) -> float:
-        return super().now() if self.clock_s is None else self.clock_s
+        return (super().now() if self.clock_s is None else self.clock_s) + self.ahead_s
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)

@@ -10,9 +10,10 @@ from pathlib import Path
 log = logging.getLogger("holdfast")
 
 RETRY_S = 30.0
+TROUBLE = "HFW10"
 
 
-class Health:
+class DiskHealth:
     def __init__(self, folder: Path, retry_s: float = RETRY_S) -> None:
         self._folder, self._retry_s = folder, retry_s
         self._lock = threading.Lock()
@@ -42,7 +43,7 @@ class Health:
             if what in self._told:
                 return
             self._told.add(what)
-        log.warning("KV store %s: %s; serving goes on without it [HFW41]", self._folder, what)
+        log.warning("KV store %s: %s; serving goes on [%s]", self._folder, what, TROUBLE)
 
     def wrote(self) -> None:
         with self._lock:

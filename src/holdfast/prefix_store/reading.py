@@ -5,16 +5,14 @@ be is a miss, and forgotten. Knows nothing of room and of writing.
 from __future__ import annotations
 
 import logging
-import mmap
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from holdfast.prefix_store.index import BLOCK_BYTES
-from holdfast.prefix_store.slab import Slab, padded
+from holdfast.prefix_store.files.index import BLOCK_BYTES
+from holdfast.prefix_store.files.memory import AlignedMemory, address
+from holdfast.prefix_store.files.slab import Slab, padded
 from holdfast.prefix_store.stats import Counts, MissReason, Rate
 
 log = logging.getLogger("holdfast")
@@ -91,7 +89,7 @@ class Ticket:
             self._over.set()
 
 
-class Reader:
+class PageReader:
     """`suspect`: is told of a page that was not what it should be, by key, slot and generation."""
 
     def __init__(self, slab: Slab, counts: Counts, rate: Rate, suspect: Callable[[bytes, int, int], None]) -> None:
@@ -202,19 +200,3 @@ class Reader:
         for thread in self._threads:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._threads)
-
-
-class AlignedMemory:
-    """Of whole pages of the machine, as direct reads and writes need it. Grows, and is used again."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(b"")
-
-    def pieces(self, count: int, nbytes: int) -> list[memoryview]:
-        if len(self._memory) < count * nbytes:
-            self._memory = memoryview(mmap.mmap(-1, count * nbytes))
-        return [self._memory[number * nbytes : (number + 1) * nbytes] for number in range(count)]
-
-
-def address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data)

@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.folder import StoreFolder
-from holdfast.prefix_store.index import DamagedIndexError, Records
-from holdfast.prefix_store.slab import Slab
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.folder import StoreFolder
+from holdfast.prefix_store.files.index import DamagedIndexError, Records
+from holdfast.prefix_store.files.slab import Slab
 
 ABANDONED_US = 60_000_000
 """A page that is being written for longer than this was left by a process that ended."""
@@ -43,7 +43,8 @@ class Room:
 
     def _unused(self, own: Slab, pages: int, size_bytes: int) -> list[int]:
         held = own.index.held()[:pages]
-        room = max(0, size_bytes - self._folder.control().total_bytes) // own.slot_bytes
+        total = max(self._folder.control().total_bytes, own.index.taken_bytes())
+        room = max(0, size_bytes - total) // own.slot_bytes
         more = min(pages - len(held), room)
         given_back = (own.index.records["generation"] == 0) & (own.index.records["used"] == 0)
         again = np.flatnonzero(given_back)[:more].tolist()

@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.errors import ConfigurationError
-from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.folder import BusyError, StoreFolder
-from holdfast.prefix_store.health import RETRY_S, Health
-from holdfast.prefix_store.index import KEY_BYTES, DamagedIndexError
-from holdfast.prefix_store.reading import Reader, ReadResult, Ticket
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.folder import BusyError, StoreFolder
+from holdfast.prefix_store.files.index import KEY_BYTES, DamagedIndexError
+from holdfast.prefix_store.files.slab import Slab, padded, slab_name
+from holdfast.prefix_store.health import RETRY_S, DiskHealth
+from holdfast.prefix_store.reading import PageReader, ReadResult, Ticket
 from holdfast.prefix_store.room import Room
-from holdfast.prefix_store.slab import Slab, padded, slab_name
 from holdfast.prefix_store.stats import Counts, Rate, StoreStats
-from holdfast.prefix_store.writing import Source, Writer
+from holdfast.prefix_store.writing import PageWriter, Source
 from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast")
@@ -40,7 +40,7 @@ class PrefixStore:
     one that cannot be written is dropped, both counted."""
 
     def __init__(
-        self, folder: StoreFolder, slab: Slab | None, calls: Calls, health: Health,
+        self, folder: StoreFolder, slab: Slab | None, calls: Calls, health: DiskHealth,
         *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int, beat_s: float
     ) -> None:  # fmt: skip
         self._folder, self._slab, self._calls, self._health = folder, slab, calls, health
@@ -54,10 +54,10 @@ class PrefixStore:
         """Slots and generations that are to leave the index."""
         self._used_lock = threading.Lock()
         self._closed = threading.Event()
-        self._reader = None if slab is None else Reader(slab, self._counts, self._read_rate, self._suspect)
-        self._writer: Writer | None = None
+        self._reader = None if slab is None else PageReader(slab, self._counts, self._read_rate, self._suspect)
+        self._writer: PageWriter | None = None
         if slab is not None and slab.writable:
-            self._writer = Writer(
+            self._writer = PageWriter(
                 folder, slab, Room(folder, slab, calls, self._stamp), calls, self._counts, self._write_rate, health,
                 size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes,
             )  # fmt: skip
@@ -92,7 +92,7 @@ class PrefixStore:
             )
         calls = calls or Calls()
         opened = StoreFolder(folder, calls, create=True)
-        health = Health(folder, retry_s)
+        health = DiskHealth(folder, retry_s)
         slab = _open_slab(opened, calls, health, model, page_bytes, label, size_bytes)
         return cls(
             opened, slab, calls, health,
@@ -152,7 +152,7 @@ class PrefixStore:
         return StoreStats(
             pages=pages,
             nbytes=0 if slab is None else pages * slab.slot_bytes,
-            total_bytes=control.total_bytes,
+            total_bytes=max(0, control.total_bytes),
             size_bytes=self._size_bytes,
             pages_read=self._counts["pages_read"],
             bytes_read=self._counts["bytes_read"],
@@ -263,14 +263,13 @@ class PrefixStore:
 
 
 def _open_slab(
-    folder: StoreFolder, calls: Calls, health: Health, model: bytes, page_bytes: int, label: str, size_bytes: int
+    folder: StoreFolder, calls: Calls, health: DiskHealth, model: bytes, page_bytes: int, label: str, size_bytes: int
 ) -> Slab | None:
     """None: nothing can be read either. What is there over the size leaves."""
     slab = None
     try:
         with folder.locked(OPEN_S):
             slab = Slab.create(folder.path, calls, model, page_bytes, label)
-            slab.index.load()
             room = Room(folder, slab, calls)
             if room.tidy() > size_bytes:
                 room.evict(size_bytes)

@@ -13,20 +13,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.folder import BusyError, Control, StoreFolder
-from holdfast.prefix_store.health import Health
-from holdfast.prefix_store.index import BLOCK_BYTES, RECORD, runs
-from holdfast.prefix_store.reading import AlignedMemory, address
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.folder import BusyError, Control, StoreFolder
+from holdfast.prefix_store.files.index import BLOCK_BYTES, RECORD, runs
+from holdfast.prefix_store.files.memory import AlignedMemory, CopyPool, address
+from holdfast.prefix_store.files.slab import Slab
+from holdfast.prefix_store.health import DiskHealth
 from holdfast.prefix_store.room import Room
-from holdfast.prefix_store.slab import Slab
 from holdfast.prefix_store.stats import Counts, DropReason, Rate
 from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast")
 
-BATCH_BYTES = 8 << 20
-"""Written under one reservation; each needs the lock of the folder twice."""
+BATCH_BYTES, BATCH_PART = 8 << 20, 16
+"""Written under one reservation, which needs the lock of the folder twice; and no more than this part of the store: it
+is nobody's until it is written, or until it is clear that its process ended."""
 RESERVE_BYTES, RESERVE_PART = 1 << 30, 50
 """Of the disk stays free for others: this, or this part where that is less."""
 
@@ -38,20 +39,22 @@ class _Write:
     key: bytes
     source: Source
     done: Callable[[bool], None] | None
+    copy: memoryview | None = None
+    """The source, where it is of the pool."""
     slot: int = -1
     generation: int = 0
     check: bytes = b""
 
 
-class Writer:
+class PageWriter:
     def __init__(
-        self, folder: StoreFolder, slab: Slab, room: Room, calls: Calls, counts: Counts, rate: Rate, health: Health,
+        self, folder: StoreFolder, slab: Slab, room: Room, calls: Calls, counts: Counts, rate: Rate, health: DiskHealth,
         *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int,
     ) -> None:  # fmt: skip
         self._folder, self._slab, self._room, self._calls = folder, slab, room, calls
         self._counts, self._rate, self._health = counts, rate, health
         self._size_bytes, self._daily_write_bytes, self._queue_bytes = size_bytes, daily_write_bytes, queue_bytes
-        self._most = max(1, BATCH_BYTES // slab.slot_bytes)
+        self._most = max(1, min(BATCH_BYTES, size_bytes // BATCH_PART) // slab.slot_bytes)
         self._queue: deque[_Write] = deque()
         self._pending: set[bytes] = set()
         self._changed = threading.Condition()
@@ -60,6 +63,7 @@ class Writer:
         """Pages of the queue that are in the folder's numbers already."""
         self._last_generation = 0
         self._staging = AlignedMemory()
+        self._copies = CopyPool(slab.slot_bytes)
         self._thread = threading.Thread(target=self._run, name="kv-store-write", daemon=True)
         self._thread.start()
 
@@ -73,12 +77,19 @@ class Writer:
             if reason is not None:
                 self._counts.drop(reason)
                 return False
-            if done is None and not callable(source):
-                source = memoryview(bytearray(source))  # The caller's memory is theirs again when this returns.
             self._pending.add(key)
-            self._queue.append(_Write(key, source, done))
-            self._changed.notify_all()
-        return True
+        write = _Write(key, source, done)
+        if done is None and not callable(source):
+            # The caller's memory is theirs again when this returns.
+            write.copy = write.source = self._copies.copy(source[: self._slab.page_bytes])
+        with self._changed:
+            if not self._stopping:
+                self._queue.append(write)
+                self._changed.notify_all()
+                return True
+            self._pending.discard(key)
+        self._counts.drop("closing")
+        return False
 
     def _refusal(self, key: bytes) -> DropReason | None:
         if self._closing:
@@ -119,6 +130,8 @@ class Writer:
             self._changed.notify_all()
         there = {id(write) for write in written}
         for write in batch:
+            if write.copy is not None:
+                self._copies.give_back(write.copy)
             if write.done is not None:
                 try:
                     write.done(id(write) in there)
@@ -162,6 +175,9 @@ class Writer:
         with self._folder.locked():
             slab.index.refresh()
             control = self._folder.control()
+            if control.total_bytes < 0:
+                self._room.tidy()
+                control = self._folder.control()
             wanted: list[_Write] = []
             for write in batch:
                 if write.key in slab.index.slots:
@@ -234,7 +250,7 @@ class Writer:
             return staging
         if len(source) == slab.slot_bytes and not (slab.direct and address(source) % BLOCK_BYTES):
             return source
-        staging[: slab.page_bytes] = source
+        staging[: slab.page_bytes] = source[: slab.page_bytes]
         return staging
 
     def _publish(self, writes: Sequence[_Write]) -> list[_Write]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from prefix_pages import PAGE_BYTES, file_of, key_of, opened, page_of, put, served, until
 
-from holdfast.prefix_store.checksum import page_check
+from holdfast.prefix_store.files.checksum import page_check
 
 KEYS = [key_of(number) for number in range(8)]
 
@@ -45,8 +45,9 @@ def test_every_flipped_bit_of_a_page_is_found() -> None:
     right = page_check(memoryview(page), b"identity")
     assert page_check(memoryview(bytes(page)), b"identity") == right
     assert page_check(memoryview(page), b"identitz") != right
-    # The highest bits of two words are what sums of products alone would not see.
-    pairs = [[63, 64 * 5 + 63], [70_003 * 8 - 1], [0]]
+    # The highest bits of two words are what sums of products see worst.
+    pairs = [[63, 64 * 5 + 63], [31, 63], [70_003 * 8 - 1], [0]]
+    pairs += [[32 * word + 31, 32 * (word + 7) + 31] for word in range(500)]
     pairs += [[draws.randrange(len(page) * 8) for _ in range(draws.randint(1, 4))] for _ in range(200)]
     for bits in pairs:
         for bit in bits:

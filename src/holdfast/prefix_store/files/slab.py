@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.prefix_store.calls import Calls
-from holdfast.prefix_store.checksum import page_check
-from holdfast.prefix_store.index import BLOCK_BYTES, KEY_BYTES, RECORD, DamagedIndexError, Index, runs
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.checksum import page_check
+from holdfast.prefix_store.files.index import BLOCK_BYTES, KEY_BYTES, RECORD, DamagedIndexError, PageIndex, runs
 
 
 def slab_name(model: bytes, page_bytes: int) -> str:
@@ -42,7 +42,7 @@ class Slab:
         self.pages_path = folder / f"{name}.pages"
         flags = os.O_RDWR if writable else os.O_RDONLY
         with contextlib.ExitStack() as opened:
-            self.index = Index(folder / f"{name}.index", calls, flags)
+            self.index = PageIndex(folder / f"{name}.index", calls, flags)
             opened.callback(self.index.close)
             self.page_bytes, self.slot_bytes = self.index.page_bytes, self.index.slot_bytes
             self._pages = calls.open(self.pages_path, flags)
@@ -60,7 +60,7 @@ class Slab:
             if slab.is_of(model, page_bytes):
                 return slab
             slab.close()
-        Index.create(folder / f"{name}.index", calls, model_digest(model), page_bytes, label)
+        PageIndex.create(folder / f"{name}.index", calls, model_digest(model), page_bytes, label)
         pages = calls.open(folder / f"{name}.pages", os.O_RDWR | os.O_CREAT)
         try:
             calls.truncate(pages, 0)

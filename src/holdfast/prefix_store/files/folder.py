@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.errors import ConfigurationError
-from holdfast.prefix_store.calls import Calls
+from holdfast.prefix_store.files.calls import Calls
 
 LOCK, CONTROL = "lock", "control"
 _CONTROL = struct.Struct("<16sqqqdd")
@@ -42,8 +42,8 @@ class BusyError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    total_bytes: int = 0
-    """Of all models, as last counted."""
+    total_bytes: int = -1
+    """Of all models, as last counted; -1: not known."""
     day: int = 0
     written_bytes: int = 0
     """On that day."""
@@ -96,7 +96,7 @@ class StoreFolder:
             self._thread_lock.release()
 
     def control(self) -> Control:
-        """As of today. What cannot be read counts from zero again."""
+        """As of today. Where it is damaged, the budget begins anew, and bytes in use are to be counted."""
         now_s = self._calls.now()
         data = b"" if self._control < 0 else self._calls.read(self._control, _CONTROL.size + 4, 0)
         if len(data) == _CONTROL.size + 4 and zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little"):

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.prefix_store.calls import Calls
+from holdfast.prefix_store.files.calls import Calls
 
 BLOCK_BYTES = 4096
 KEY_BYTES = 32
@@ -48,7 +48,7 @@ class DamagedIndexError(Exception):
     """Its header is not one: everything in it is forgotten."""
 
 
-class Index:
+class PageIndex:
     """`records`: what this process knows. Threads may look up; changes of the file need the lock of the folder."""
 
     def __init__(self, path: Path, calls: Calls, flags: int) -> None:
@@ -224,10 +224,11 @@ class Index:
                 del self.slots[key]
 
     def stamp(self, used: Iterable[tuple[int, int]]) -> None:
-        """Slot and when, in microseconds. Neither needs the lock nor tells others: they look when they evict."""
+        """Slot and when, in microseconds. Others are not told: they look when they evict. Under the lock of the folder,
+        after `refresh`: of a page that is being written, `used` says since when."""
         for slot, when in used:
             with self._mutex:
-                if slot >= len(self.records) or not self.records[slot]["generation"]:
+                if slot >= len(self.records) or not pages_in(self.records[slot : slot + 1])[0]:
                     continue
                 self.records["used"][slot] = when
             self._calls.write(self._file, when.to_bytes(8, "little"), _RECORDS_AT + slot * RECORD.itemsize + _USED_AT)
