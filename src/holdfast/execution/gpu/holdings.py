@@ -31,11 +31,6 @@ class GpuHoldings:
         """What moves pages between the pool and tiers below it; before the first step that asks for it."""
         self._page_copies = copies
 
-    def abandon_copies(self) -> None:
-        """Pages on their way are nobody's from now on."""
-        if self._page_copies is not None:
-            self._page_copies.abandon()
-
     @property
     def kv_ram_bytes(self) -> int:
         """Pinned for KV pages."""

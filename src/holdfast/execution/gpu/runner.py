@@ -180,7 +180,7 @@ class GpuRunner(GpuHoldings):
             step = self._start(plan, masks)
             if self._page_copies is not None:
                 self._page_copies.launch_stores(plan)
-                step.over, step.host_pages = self._page_copies.over, self._page_copies.host_pages
+                step.over, step.host_pages = self._copies_over, self._page_copies.host_pages
         step.adapters = arrived
         for row in plan.rows:
             if row.samples and row.slot not in step.late:
@@ -189,6 +189,16 @@ class GpuRunner(GpuHoldings):
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
+
+    def _copies_over(self, wait: bool) -> tuple[list[int], list[int]]:
+        with self._here():
+            return ([], []) if self._page_copies is None else self._page_copies.over(wait)
+
+    def abandon_copies(self) -> None:
+        """Pages on their way between tiers are nobody's from now on."""
+        with self._here():
+            if self._page_copies is not None:
+                self._page_copies.abandon()
 
     @contextmanager
     def _here(self) -> Iterator[None]:
