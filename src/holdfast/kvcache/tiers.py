@@ -23,6 +23,8 @@ from holdfast.kvcache.pool import Block, BlockPool, BlockState, Tier
 from holdfast.kvcache.prefix import PrefixIndex
 from holdfast.records.steps import BlockCopy
 
+SAVED_AHEAD = 2
+"""Of those that run, the youngest, whose pages are saved before they are preempted."""
 WRITES_QUEUED = 8192
 """Pages that wait to be written to disk; more are not remembered."""
 
@@ -43,6 +45,8 @@ class TierLimits:
     """In RAM; more may come."""
     most_loading: int = 512
     """Pages on their way to the pool at once; others wait for their turn."""
+    loads_a_plan: int = 256
+    """Of these, that one plan begins: launching them takes time of who decodes."""
     most_loading_disk: int = 64
     """Of these, from disk: of one that nobody waits for any more the page is not free before it has come."""
     most_storing: int = 64
@@ -190,30 +194,34 @@ class LowerTiers:
                 table.append(page or 0)
             tables.append(table)
         for group, (first, table) in enumerate(zip(found.first_entries, tables, strict=True)):
-            for place, page in enumerate(table):
-                if not page:
-                    load = self._load(group, hashes[first + place])
-                    self._await(load, fetch)
-                    table[place] = load.copy.target
-                key = hashes[first + place]
-                if key in self._loading[group]:
-                    tier = Tier(self._loading[group][key].copy.source_tier)
-                    tiers[first + place] = max(tiers[first + place], tier)
+            for place, page in self._places(group, hashes[first : found.blocks], table):
+                load = self._load(group, hashes[first + place], page)
+                self._await(load, fetch)
+                table[place] = page
+            for place, key in enumerate(hashes[first : found.blocks]):
+                if (coming := self._loading[group].get(key)) is not None:
+                    tiers[first + place] = max(tiers[first + place], Tier(coming.copy.source_tier))
         fetch.blocks = {tier: tiers.count(tier) for tier in (Tier.HOST, Tier.DISK)}
         return fetch, tables
+
+    def _places(self, group: int, keys: Sequence[bytes], table: list[int]) -> list[tuple[int, int]]:
+        """Entries without a page, and a page for each: those that lie beside each other in RAM get pages that do."""
+        host = self.host.pages(group)
+        missing = sorted((host.get(keys[place], -1), place) for place, page in enumerate(table) if not page)
+        pages = sorted(self._pool.allocate(group).id for _ in missing)
+        return [(place, page) for (_, place), page in zip(missing, pages, strict=True)]
 
     def _await(self, load: _Load, fetch: Fetch) -> None:
         load.fetches.append(fetch)
         fetch.waiting += 1
 
-    def _load(self, group: int, key: bytes) -> _Load:
-        block = self._pool.allocate(group)
-        self._pool.begin_transfer(block.id, BlockState.LOADING)
+    def _load(self, group: int, key: bytes, page: int) -> _Load:
+        self._pool.begin_transfer(page, BlockState.LOADING)
         if key in self.host.pages(group):
             source, tier, stored = self.host.pin(group, key), Tier.HOST, b""
         else:
             source, tier, stored = 0, Tier.DISK, stored_key(group, key)
-        copy = BlockCopy(self._number(), tier, source, Tier.DEVICE, block.id, False, stored)
+        copy = BlockCopy(self._number(), tier, source, Tier.DEVICE, page, False, stored)
         load = self._loading[group][key] = _Load(copy, group, key, [])
         self._queued.append(load)
         return load
@@ -278,7 +286,8 @@ class LowerTiers:
         if not self.host.total or self._pool.spare >= self.limits.spare_pages:
             return
         low = self._pool.available < self.limits.spare_pages
-        for pages in (list(islice(self._pool.unsaved, budget)), *(running if low else ())):
+        # In the order of their numbers: pages beside each other go in one piece, to places beside each other.
+        for pages in (sorted(islice(self._pool.unsaved, budget)), *(islice(running, SAVED_AHEAD) if low else ())):
             for page in pages:
                 if budget <= 0:
                     return
@@ -323,6 +332,8 @@ class LowerTiers:
         """Copies for the plan that is being made. `running`: pages of who runs, the youngest first."""
         copies = list[BlockCopy]()
         while self._queued and sum(self._in_flight.values()) < self.limits.most_loading:
+            if len(copies) >= self.limits.loads_a_plan:
+                break
             tier = Tier(self._queued[0].copy.source_tier)
             if tier is Tier.DISK and self._in_flight[tier] >= self.limits.most_loading_disk:
                 break

@@ -63,7 +63,7 @@ BACK_TRIES = 4
 
 START_TRIES = 4
 
-MOST_LOADING, MOST_STORING, SPARE_PAGES = 1024, 128, 1024
+MOST_LOADING, MOST_STORING, SPARE_PAGES = 1024, 1024, 2048
 """KV pages on their way to the pool and from it at once, and those of it that are kept free or saved in RAM."""
 
 RAM_SHARE, RAM_KEPT_BYTES = 0.9, 3 * GIB
@@ -230,8 +230,13 @@ def use_kv_tiers(config: EngineConfig, plan: Plan, runner: GpuRunner, store: Sto
     if store is not None:
         disk = DiskPlaces.pinned(store, page, places, device)
     runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, CudaCopies(device), CudaCopies(device), host, disk))
-    spare = min(SPARE_PAGES, plan.engine.blocks // 4)
-    return TierLimits(most_loading=MOST_LOADING, most_loading_disk=places, most_storing=MOST_STORING, spare_pages=spare)
+    quarter = plan.engine.blocks // 4
+    return TierLimits(
+        most_loading=MOST_LOADING,
+        most_loading_disk=places,
+        most_storing=min(MOST_STORING, max(1, quarter // 2)),
+        spare_pages=min(SPARE_PAGES, quarter),
+    )
 
 
 def _settle(
