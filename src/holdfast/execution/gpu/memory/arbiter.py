@@ -91,6 +91,9 @@ class VramArbiter:
         """`base_blocks`: pages of the pool for which no layer has left."""
         self._planned_others = planned_bytes - self._layers_bytes()
         self._resident = 0 if layers is None else layers.resident_bytes
+        pinned = 0 if layers is None else page_tables_bytes(layers.pinned_bytes)
+        self._other_tables = max(0, self.shares.get("page_tables", 0) - pinned)
+        """Of RAM that is pinned for KV pages."""
         self._base_streamed: tuple[int, ...] = ()
         """Those that were streamed before layers left for KV."""
 
@@ -194,7 +197,7 @@ class VramArbiter:
         self.shares["weights"] = self.shares.get("weights", 0) + layers.resident_bytes - self._resident
         self.shares["layer_slots"] = layers.nbytes
         if "page_tables" in self.shares:  # More is pinned where a layer left for the first time.
-            self.shares["page_tables"] = page_tables_bytes(layers.pinned_bytes)
+            self.shares["page_tables"] = page_tables_bytes(layers.pinned_bytes) + self._other_tables
         self._resident = layers.resident_bytes
 
     # KV or layers
