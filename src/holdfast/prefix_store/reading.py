@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.prefix_store.files.index import BLOCK_BYTES
-from holdfast.prefix_store.files.memory import AlignedMemory, address
+from holdfast.prefix_store.files.memory import PIECES_AT_ONCE, AlignedMemory, address
 from holdfast.prefix_store.files.slab import Slab, padded
 from holdfast.prefix_store.stats import Counts, MissReason, Rate
 
@@ -123,7 +123,8 @@ class PageReader:
         pieces: list[list[_Page]] = []
         for page in pages:
             last = pieces[-1] if pieces else None
-            if last and page.slot == last[-1].slot + 1 and (len(last) + 1) * slot_bytes <= most:
+            beside = last is not None and page.slot == last[-1].slot + 1
+            if last and beside and (len(last) + 1) * slot_bytes <= most and len(last) < PIECES_AT_ONCE:
                 last.append(page)
             else:
                 pieces.append([page])

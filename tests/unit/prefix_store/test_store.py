@@ -49,6 +49,16 @@ def test_pages_of_any_size(tmp_path: Path, page_bytes: int) -> None:
     store.close(5)
 
 
+def test_thousands_of_small_pages_at_once(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", pages=50_000, page_bytes=4096)
+    keys = [key_of(number) for number in range(3000)]
+    assert all(put(store, keys, 4096))
+    assert served(store, keys, 4096) == keys
+    assert store.stats().dropped == {}
+    assert store.stats().missed == {}
+    store.close(5)
+
+
 def test_memory_at_whole_pages_of_the_machine_is_read_straight_into(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     put(store, KEYS)
