@@ -285,6 +285,23 @@ def test_closing_writes_what_waits_and_answers_all(tmp_path: Path) -> None:
     again.close(5)
 
 
+def test_reads_while_it_is_closed_are_all_answered(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    put(store, KEYS)
+    tickets = []
+    asking = threading.Thread(
+        target=lambda: tickets.extend(
+            store.read([(KEYS[number % 8], memoryview(bytearray(PAGE_BYTES)))], lambda result: None)
+            for number in range(400)
+        )
+    )
+    asking.start()
+    store.close(5)
+    asking.join()
+    assert len(tickets) == 400
+    assert all(ticket.wait(30) for ticket in tickets)
+
+
 def test_a_cancelled_read_is_answered_all_the_same(tmp_path: Path) -> None:
     calls = FailingCalls()
     store = opened(tmp_path / "store", page_bytes=1 << 20, calls=calls)
