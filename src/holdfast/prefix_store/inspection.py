@@ -92,7 +92,7 @@ class StoreInspection:
     def __exit__(self, *_: object) -> None:
         self._folder.close()
 
-    def list(self) -> StoreListing:
+    def listing(self) -> StoreListing:
         models, damaged = [], []
         with contextlib.ExitStack() as lock:
             with contextlib.suppress(OSError):  # Of a folder that can only be read.
@@ -111,7 +111,7 @@ class StoreInspection:
     def verify(self, *, forget: bool, progress: Callable[[int, int], None]) -> list[VerifiedPrefixes]:
         """Every page is read and proven. `forget`: those that are not what they should be leave the index. `progress`
         is told the bytes done and all."""
-        listing = self.list()
+        listing = self.listing()
         total = sum(model.pages * model.page_bytes for model in listing.models)
         found, done = [], 0
         for model in listing.models:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.prefix_store.files.index import BLOCK_BYTES
-from holdfast.prefix_store.files.memory import AlignedMemory, address
+from holdfast.prefix_store.files.memory import PIECES_AT_ONCE, AlignedMemory, address
 from holdfast.prefix_store.files.slab import Slab, padded
 from holdfast.prefix_store.stats import Counts, MissReason, Rate
 
@@ -95,6 +95,8 @@ class PageReader:
     def __init__(self, slab: Slab, counts: Counts, rate: Rate, suspect: Callable[[bytes, int, int], None]) -> None:
         self._slab, self._counts, self._rate, self._suspect = slab, counts, rate, suspect
         self._pieces: queue.SimpleQueue[tuple[Ticket, list[_Page]] | None] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        """Nothing is asked for behind the word that all is over."""
         self._closing = False
         self._threads = [threading.Thread(target=self._run, name="kv-store-read", daemon=True) for _ in range(DEPTH)]
         for thread in self._threads:
@@ -112,8 +114,14 @@ class PageReader:
                 found.append(_Page(position, padded(key), view.cast("B"), *place))
         pieces = self._cut(found) or [[]]  # `done` is always called by one of the threads.
         ticket.expect(len(pieces))
-        for piece in pieces:
-            self._pieces.put((ticket, piece))
+        with self._asking:
+            if not self._closing:
+                for piece in pieces:
+                    self._pieces.put((ticket, piece))
+                return ticket
+        self._miss(ticket, "closing", len(found))
+        ticket.expect(1)
+        threading.Thread(target=ticket.piece_done, daemon=True).start()
         return ticket
 
     def _cut(self, pages: list[_Page]) -> list[list[_Page]]:
@@ -123,7 +131,8 @@ class PageReader:
         pieces: list[list[_Page]] = []
         for page in pages:
             last = pieces[-1] if pieces else None
-            if last and page.slot == last[-1].slot + 1 and (len(last) + 1) * slot_bytes <= most:
+            beside = last is not None and page.slot == last[-1].slot + 1
+            if last and beside and (len(last) + 1) * slot_bytes <= most and len(last) < PIECES_AT_ONCE:
                 last.append(page)
             else:
                 pieces.append([page])
@@ -192,9 +201,10 @@ class PageReader:
 
     def close(self) -> None:
         """What waits is not read any more."""
-        self._closing = True
-        for _ in self._threads:
-            self._pieces.put(None)
+        with self._asking:
+            self._closing = True
+            for _ in self._threads:
+                self._pieces.put(None)
 
     def join(self, timeout_s: float) -> bool:
         for thread in self._threads:

@@ -113,10 +113,10 @@ class PrefixStore:
     def read(self, pages: Sequence[tuple[bytes, memoryview]], done: Callable[[ReadResult], None]) -> Ticket:
         """Begins to read pages into memory of at least their size, which is the store's until `done` is called, by a
         thread of the store. Fastest into memory at multiples of 4 KiB. Reading counts as use."""
-        if self._reader is None or self._closed.is_set():
+        if self._reader is None:
             ticket = Ticket(len(pages), done)
-            ticket.miss("absent" if self._reader is None else "closing", len(pages))
-            self._counts.miss("absent" if self._reader is None else "closing", len(pages))
+            ticket.miss("absent", len(pages))
+            self._counts.miss("absent", len(pages))
             ticket.expect(1)
             threading.Thread(target=ticket.piece_done, daemon=True).start()
             return ticket

@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.prefix_store.files.calls import Calls
 from holdfast.prefix_store.files.folder import BusyError, Control, StoreFolder
 from holdfast.prefix_store.files.index import BLOCK_BYTES, RECORD, runs
-from holdfast.prefix_store.files.memory import AlignedMemory, CopyPool, address
+from holdfast.prefix_store.files.memory import PIECES_AT_ONCE, AlignedMemory, CopyPool, address
 from holdfast.prefix_store.files.slab import Slab
 from holdfast.prefix_store.health import DiskHealth
 from holdfast.prefix_store.room import Room
@@ -54,7 +54,7 @@ class PageWriter:
         self._folder, self._slab, self._room, self._calls = folder, slab, room, calls
         self._counts, self._rate, self._health = counts, rate, health
         self._size_bytes, self._daily_write_bytes, self._queue_bytes = size_bytes, daily_write_bytes, queue_bytes
-        self._most = max(1, min(BATCH_BYTES, size_bytes // BATCH_PART) // slab.slot_bytes)
+        self._most = min(PIECES_AT_ONCE, max(1, min(BATCH_BYTES, size_bytes // BATCH_PART) // slab.slot_bytes))
         self._queue: deque[_Write] = deque()
         self._pending: set[bytes] = set()
         self._changed = threading.Condition()

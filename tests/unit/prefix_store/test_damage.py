@@ -156,6 +156,15 @@ def test_a_truncated_index(folder: Path, while_open: bool) -> None:
     store.close(5)
 
 
+def test_lost_numbers_of_the_folder_are_counted_again(folder: Path) -> None:
+    """Pages of other models count, too."""
+    store = opened(folder, pages=8, model=b"another")
+    os.truncate(folder / "control", 0)
+    assert put(store, [key_of(50)], model=b"another") == [True]
+    store.close(5)
+    assert sum(file.stat().st_blocks for file in folder.glob("*.pages")) * 512 == 8 * PAGE_BYTES
+
+
 def test_pages_in_each_others_place(folder: Path) -> None:
     pages = file_of(folder, "pages")
     content = pages.read_bytes()

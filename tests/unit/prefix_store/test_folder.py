@@ -10,6 +10,7 @@ import pytest
 from prefix_pages import PAGE_BYTES, opened, put
 
 from holdfast.errors import ConfigurationError
+from holdfast.prefix_store.inspection import StoreInspection
 
 
 def test_what_is_made_is_for_the_owner_alone(tmp_path: Path) -> None:
@@ -60,6 +61,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path / "store", 12345, 12345)
     with pytest.raises(ConfigurationError, match="belongs to another user"):
         opened(tmp_path / "store")
+    (tmp_path / "store" / "lock").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match="run it as user 12345"):
+        StoreInspection(tmp_path / "store")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")

@@ -49,6 +49,16 @@ def test_pages_of_any_size(tmp_path: Path, page_bytes: int) -> None:
     store.close(5)
 
 
+def test_thousands_of_small_pages_at_once(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", pages=50_000, page_bytes=4096)
+    keys = [key_of(number) for number in range(3000)]
+    assert all(put(store, keys, 4096))
+    assert served(store, keys, 4096) == keys
+    assert store.stats().dropped == {}
+    assert store.stats().missed == {}
+    store.close(5)
+
+
 def test_memory_at_whole_pages_of_the_machine_is_read_straight_into(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     put(store, KEYS)
@@ -197,7 +207,8 @@ def test_the_write_budget_is_shared_and_survives_restarts_until_the_next_day(tmp
     calls = FailingCalls()
     calls.clock_s = 20_000.5 * 86400
     budget = {"daily_write_bytes": 4 * PAGE_BYTES, "calls": calls}
-    first, second = opened(tmp_path / "store", **budget), opened(tmp_path / "store", **budget)
+    # The second does not look at what the first did before it writes.
+    first, second = opened(tmp_path / "store", **budget), opened(tmp_path / "store", beat_s=60, **budget)
     assert put(first, KEYS[:3]) == [True] * 3
     assert sorted(put(second, KEYS[3:])) == [False] * 4 + [True]
     assert second.stats().dropped == {"write budget": 4}
@@ -210,6 +221,36 @@ def test_the_write_budget_is_shared_and_survives_restarts_until_the_next_day(tmp
     assert third.stats().written_today_bytes == 0
     assert put(third, [key_of(50)]) == [True]
     third.close(5)
+
+
+def test_a_late_note_of_use_does_not_make_a_page_that_is_being_written_look_abandoned(tmp_path: Path) -> None:
+    calls = FailingCalls()
+    calls.ahead_s = -1000.0
+    late = opened(tmp_path / "store", pages=8, beat_s=60, calls=calls)
+    put(late, KEYS)
+    late.use(KEYS)
+    writer = opened(tmp_path / "store", pages=8)
+    filling, go_on = threading.Event(), threading.Event()
+
+    def fill(memory: memoryview) -> None:
+        filling.set()
+        go_on.wait(30)
+        memory[:] = page_of(key_of(100))
+
+    over: list[bool] = []
+    assert writer.write(key_of(100), fill, over.append)
+    assert filling.wait(30)
+    late.close(5)  # Notes what it used, among it the page whose slot the writer has now.
+    other = opened(tmp_path / "store", pages=8)
+    for number in range(20):
+        put(other, [key_of(200 + number)])
+    go_on.set()
+    until(lambda: len(over) == 1)
+    assert over == [True]
+    assert writer.stats().dropped == {}
+    assert served(writer, [key_of(100)]) == [key_of(100)]
+    other.close(5)
+    writer.close(5)
 
 
 def test_the_queue_is_bounded_and_drops_are_counted(tmp_path: Path) -> None:
@@ -242,6 +283,23 @@ def test_closing_writes_what_waits_and_answers_all(tmp_path: Path) -> None:
     again = opened(tmp_path / "store")
     assert served(again, KEYS) == KEYS
     again.close(5)
+
+
+def test_reads_while_it_is_closed_are_all_answered(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    put(store, KEYS)
+    tickets = []
+    asking = threading.Thread(
+        target=lambda: tickets.extend(
+            store.read([(KEYS[number % 8], memoryview(bytearray(PAGE_BYTES)))], lambda result: None)
+            for number in range(400)
+        )
+    )
+    asking.start()
+    store.close(5)
+    asking.join()
+    assert len(tickets) == 400
+    assert all(ticket.wait(30) for ticket in tickets)
 
 
 def test_a_cancelled_read_is_answered_all_the_same(tmp_path: Path) -> None:

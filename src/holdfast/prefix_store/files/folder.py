@@ -141,7 +141,7 @@ def _prepare(path: Path, *, create: bool) -> None:
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (user, 0):
         raise _unusable(path, "is a link that belongs to another user", f"user {link.st_uid}", "name the folder itself")
     if found.st_uid != user:
-        fix = f"chown -R {user} {path}, or a folder of your own"
+        fix = f"chown -R {user} {path}, or a folder of your own" if create else f"run it as user {found.st_uid}"
         raise _unusable(path, "belongs to another user, who could change pages", f"user {found.st_uid}", fix)
     if found.st_mode & 0o022:
         mode = f"mode {stat.S_IMODE(found.st_mode):04o}"

@@ -7,6 +7,9 @@ import threading
 
 import numpy as np
 
+PIECES_AT_ONCE = 512
+"""The system reads or writes no more than 1,024 pieces of memory in one call."""
+
 
 class AlignedMemory:
     """Of one thread. Grows."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(store: StoreInspection, arguments: argparse.Namespace) -> int:
-    listing = store.list()
+    listing = store.listing()
     if arguments.json:
         say_json(asdict(listing))
         return 0
@@ -147,6 +147,6 @@ def _late_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
