@@ -56,7 +56,11 @@ BytesOf = Callable[[int], bytes | None]
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use the rest of the context."""
+TO_THE_END = -1
+"""Of max_tokens, as llama.cpp's clients and LM Studio's write that there is no limit but the context."""
 MAX_PROMPTS = 1024
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""PowerShell and editors of Windows begin a file with it; RFC 8259 lets a reader pass over it."""
 
 _CHAT_FIELDS = honoured_fields(ChatBody)
 _COMPLETION_FIELDS = honoured_fields(CompletionBody)
@@ -118,7 +122,7 @@ class GenerationRequest:
 
 def decode_object(raw: bytes) -> dict[str, Any]:
     try:
-        body = msgspec.json.decode(raw)
+        body = msgspec.json.decode(raw.removeprefix(BYTE_ORDER_MARK))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(raw, error) from None
     if not isinstance(body, dict):
@@ -160,13 +164,16 @@ async def chat_request(
     tokenizer = tokenizer_of(engine, "messages")
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens  # OpenAI's newer name, and as in vLLM it wins.
+    default_tokens = settings.chat_max_tokens
+    if body.max_tokens == TO_THE_END:
+        body.max_tokens = default_tokens = None
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_logprobs(logprobs, "top_logprobs", settings.max_logprobs)
     logprobs = shown_logprobs(body, logprobs, settings.max_logprobs)
     check_prompt_logprobs(body, settings)
-    params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
+    params = _sampling(body, settings, logprobs=logprobs, max_tokens=default_tokens)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
     chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, size_bytes, workers, pool, cut)
@@ -208,6 +215,8 @@ async def read_completion(
     raw: bytes, engine: Engine, settings: ServerSettings, *, pool: TokenizePool, request_id: str | None = None
 ) -> GenerationRequest:
     fields = check_fields(decode_object(raw), _COMPLETION_FIELDS)
+    if isinstance(fields.get("logprobs"), bool):  # As a chat has it: of the tokens themselves, and the likeliest.
+        fields["logprobs"] = 1 if fields["logprobs"] else None
     body: CompletionBody = convert(fields, CompletionBody)
     _check_inner(fields, stream=body.stream)
     return await completion_request(body, engine, settings, pool, size_bytes=len(raw), request_id=request_id)
@@ -225,6 +234,8 @@ async def completion_request(
 ) -> GenerationRequest:
     """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
+    if body.max_tokens == TO_THE_END:
+        body.max_tokens = default_tokens = None
     check_logprobs(body.logprobs, "logprobs", settings.max_logprobs)
     check_prompt_logprobs(body, settings)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:
