@@ -18,7 +18,8 @@ from holdfast.server.http.middleware import Record
 from holdfast.server.http.paths import ALIASES
 from holdfast.server.openai_responses.schema import InputTokens
 from holdfast.server.request.chat import ChatPrompt, chat_prompt
-from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
+from holdfast.server.request.json_body import decode_object
+from holdfast.server.request.parse import served_model, tokenizer_of
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.response.json_handler import Exchange

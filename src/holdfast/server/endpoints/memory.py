@@ -16,7 +16,7 @@ from holdfast.errors import ConfigurationError, DoesNotFitError, HoldfastError, 
 from holdfast.observability.ledger import Ledger
 from holdfast.server.http.errors import FORBIDDEN, UNAVAILABLE, HttpFailure, json_response
 from holdfast.server.http.request_body import read_body
-from holdfast.server.request.parse import decode_object
+from holdfast.server.request.json_body import decode_object
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
-from holdfast.server.request.parse import GenerationRequest, completion_request, decode_object, tokenizer_of
+from holdfast.server.request.json_body import decode_object
+from holdfast.server.request.parse import GenerationRequest, completion_request, tokenizer_of
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.llama_cpp import COMPANIONS, HARMLESS_NATIVE, NEUTRAL, NativeBody, NativeOptions

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from holdfast.engine.interface import Engine
 from holdfast.errors import GrammarError, RequestError, UnknownModelError, UnsupportedOptionError
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.beams import BeamSearchParams
 from holdfast.server.request.chat import chat_prompt, final_answer
-from holdfast.server.request.json_errors import not_json
+from holdfast.server.request.json_body import decode_object
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.token_choice import (
@@ -59,8 +57,6 @@ COMPLETION_MAX_TOKENS = 16
 TO_THE_END = -1
 """Of max_tokens, as llama.cpp's clients and LM Studio's write that there is no limit but the context."""
 MAX_PROMPTS = 1024
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""PowerShell and editors of Windows begin a file with it; RFC 8259 lets a reader pass over it."""
 
 _CHAT_FIELDS = honoured_fields(ChatBody)
 _COMPLETION_FIELDS = honoured_fields(CompletionBody)
@@ -118,16 +114,6 @@ class GenerationRequest:
     """What llama.cpp's clients have asked for beside OpenAI's members."""
     options: object | None = None
     """Of an API other than OpenAI's chats and completions: what its ResponseFormatter must know."""
-
-
-def decode_object(raw: bytes) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(raw.removeprefix(BYTE_ORDER_MARK))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise not_json(raw, error) from None
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object", needed="object", found=type(body).__name__)
-    return body
 
 
 async def read_chat(
