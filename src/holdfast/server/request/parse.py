@@ -127,7 +127,9 @@ async def read_chat(
 ) -> GenerationRequest:
     """`request_id`: as the client named its request outside of the body."""
     given = decode_object(raw)
-    return await chat_request(given, len(raw), engine, settings, workers=workers, pool=pool, request_id=request_id)
+    return await chat_request(
+        given, len(raw), engine, settings, workers=workers, pool=pool, request_id=request_id, endless=True
+    )
 
 
 async def chat_request(
@@ -140,9 +142,10 @@ async def chat_request(
     pool: TokenizePool,
     request_id: str | None = None,
     prefix: str = "chatcmpl",
+    endless: bool = False,
 ) -> GenerationRequest:
     """`given`: as it was sent, or as another API's body was translated. `size_bytes`: of the raw body. `prefix`: of the
-    answer's id."""
+    answer's id. `endless`: whether max_tokens may be -1."""
     fields = check_fields(given, _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
     _check_inner(fields, stream=body.stream)
@@ -151,7 +154,7 @@ async def chat_request(
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens  # OpenAI's newer name, and as in vLLM it wins.
     default_tokens = settings.chat_max_tokens
-    if body.max_tokens == TO_THE_END:
+    if endless and body.max_tokens == TO_THE_END:
         body.max_tokens = default_tokens = None
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
