@@ -2,7 +2,8 @@
 
 Peak while loading: the final bytes, the raw bytes of one tensor (of a quantized matrix: of all that hold it), and one
 tile of its expansion (gguf_blocks.EXPAND_BYTES); in the host's memory, where the weights are for a GPU, also
-AHEAD_BYTES of experts (or one expert), which threads read meanwhile. Knows nothing of files beyond `Checkpoint.read`.
+AHEAD_BYTES of experts (or one expert), which threads read meanwhile, and the buffers of `StagedReads` for all else. Knows
+nothing of files beyond `Checkpoint`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.loading.staged_reads import StagedReads, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.streaming.device_experts import DeviceExperts
@@ -47,6 +49,8 @@ from holdfast.models.quantization import INSTEAD
 
 AHEAD_BYTES, READERS = 32 << 20, 4
 """Of experts' matrices that are read before their turn, and threads that read them: experts are many and small."""
+IN_ORDER = {name: at for at, name in enumerate(("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down"))}
+"""Of a layer's matrices: which is loaded when."""
 WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
 
@@ -94,8 +98,14 @@ def load_weights(
     loader = Loader(
         spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange, experts
     )
-    with torch.inference_mode(), loader.readers:
-        weights = loader.load()
+    if checkpoint is not None:
+        loader.staged = staged_reads(checkpoint, loader.expected(), device)
+    try:
+        with torch.inference_mode(), loader.readers:
+            weights = loader.load()
+    finally:
+        if loader.staged is not None:
+            loader.staged.close()
     here = weights.nbytes if device.type == "cpu" else 0
     if PeakMemory.resident_bytes() - before - here > WORTH_TRIMMING_BYTES:
         trim_memory()
@@ -133,6 +143,24 @@ class Loader:
         self.ahead_bytes = 0 if checkpoint is None or device.type == "cpu" else AHEAD_BYTES
         self.coming: dict[str, Future[Any]] = {}
         """What is being read, by the checkpoint's names."""
+        self.staged: StagedReads | None = None
+        """Of whole tensors, ahead of need; None: they are read when their turn comes."""
+
+    def expected(self) -> list[str]:
+        """The checkpoint's names of what is read whole, in the order in which it will be."""
+
+        def turn(at: int, tensor: TensorSpec) -> tuple[int, int, int]:
+            if tensor.layer is None:
+                return -1 if tensor.name == "embed" else len(self.spec.layers), 0, at
+            return tensor.layer, IN_ORDER.get(tensor.name.rpartition(".")[2], -1), at
+
+        known = [
+            (at, tensor)
+            for at, tensor in enumerate(self.spec.tensors)
+            if tensor.name in self.stored and not tensor.experts
+        ]
+        stored = [self.stored[tensor.name] for at, tensor in sorted(known, key=lambda one: turn(*one))]
+        return [part.name for one in stored for part in ([one] if one.packed is None else one.packed.parts.values())]
 
     def load(self) -> Weights:
         embed = self.embedding()
@@ -270,7 +298,7 @@ class Loader:
         stored = QuantizedMatrix(layout, sum(rows), columns, self.device, self.make)
         first = 0
         for name, count in zip(names, rows, strict=True):
-            stored.fill_rows(first, self.read(name).to(self.device), self.row_order(self.tensors[name]))
+            stored.fill_rows(first, self.bring(self.stored[name].name), self.row_order(self.tensors[name]))
             first += count
             self.step()
         return QuantizedLinear(stored, self.dtype, bias)
@@ -301,7 +329,7 @@ class Loader:
         elif self.stored[name].packed is not None:
             self.packed(name, matrix.layout, expert).fill(matrix, first)
         else:
-            raw = self.read(name) if expert is None else self.read_expert(name, expert)
+            raw = self.bring(self.stored[name].name) if expert is None else self.read_expert(name, expert)
             if self.stored[name].layout == "MXFP4":
                 fill_mxfp4(matrix, first, raw.view(rows, -1).to(self.device), self.stored[name].name)
             else:
@@ -326,7 +354,13 @@ class Loader:
         return PackedSource(stored.packing, parts, layout, rows, columns, read)
 
     def read_part(self, part: StoredTensor) -> torch.Tensor:
-        return self.read_whole(part.name).view(_TYPES[part.layout]).view(part.shape).to(self.device)
+        return self.bring(part.name).view(_TYPES[part.layout]).view(part.shape)
+
+    def bring(self, stored: str) -> torch.Tensor:
+        """All bytes of this name of the checkpoint's, on the device."""
+        if self.staged is not None and self.staged.foreseen(stored):
+            return self.staged.bring(stored)
+        return self.read_whole(stored).to(self.device)
 
     def read_of_stack(self, expert: int, part: StoredTensor) -> torch.Tensor:
         """One expert's of a tensor that has those of all."""
@@ -437,10 +471,22 @@ class Loader:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             self.packed(tensor.name, layout).expand(target)
         else:
-            expand_into(target, self.read(tensor.name), self.stored[tensor.name], self.row_order(tensor))
+            self.fill_plain(target, tensor)
             if tensor.plus_one and self.checkpoint.format == "safetensors":
                 target += 1
         self.step()
+
+    def fill_plain(self, target: torch.Tensor, tensor: TensorSpec) -> None:
+        """Numbers in their order as they come, without a place for all of their stored bytes on the device."""
+        stored, order = self.stored[tensor.name], self.row_order(tensor)
+        staged = self.staged is not None and self.staged.foreseen(stored.name) and target.is_contiguous()
+        if self.staged is None or not staged or stored.layout not in PLAIN_TYPES or order is not None:
+            expand_into(target, self.read(tensor.name), stored, order)
+            return
+        kind, numbers = PLAIN_TYPES[stored.layout], target.view(-1)
+        for first, piece in self.staged.pieces(stored.name):
+            part = piece.view(kind)
+            numbers[first // kind.itemsize :][: len(part)].copy_(part, non_blocking=True)
 
     def fill_experts(self, targets: Sequence[torch.Tensor], tensor: TensorSpec) -> None:
         """`targets`: [experts, rows, columns] each, which together have all experts; they may lie apart."""
