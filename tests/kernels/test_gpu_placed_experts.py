@@ -140,6 +140,31 @@ def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torc
         assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("share", [None, 0.0], ids=["fetched", "host"])
+def test_rows_that_pad_a_step_are_no_uses(share: float | None, tmp_path: Path, device: torch.device) -> None:
+    """Three sequences are a step of four rows: what the fourth would choose is not counted, fetched or computed."""
+    model = Experts(tmp_path, 4)
+    model.link_share = share
+    core = model.core(device, gpu=True, slots=3)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    experts = core.runner.decoder.experts
+    assert experts is not None
+    before = int(experts._uses.sum())
+    params = [SamplingParams(max_tokens=4, seed=number, ignore_eos=True) for number in range(3)]
+    run(core, [prompt(number, 1) for number in range(3)], params)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    pairs = int(experts._uses.sum()) - before
+    # Of each of 3 layers 2 experts for each of 3 sequences' 4 tokens; a graph's first launch is made twice.
+    tokens, once = 3 * 4, 2 * 3
+    assert pairs % once == 0
+    assert tokens * once <= pairs <= (2 * tokens if device.type == "cuda" else tokens) * once
+    if share is not None:
+        assert model.host.pairs <= pairs
+    core.close()
+
+
 def test_host_and_link_are_measured_and_share_what_waits(tmp_path: Path, device: torch.device) -> None:
     model = Experts(tmp_path, 4)
     model.link_share = 0.0

@@ -59,6 +59,9 @@ class Apart(NamedTuple):
     """Those that wait are to be fetched; None: they are in their slot."""
     exchange: LayerExchange | None = None
     """With the host, which computes with those that wait, or some of them."""
+    slots: torch.Tensor | None = None
+    """int32 [rows]: of the rows that are tokens. Others pad the step: nothing comes or is computed for what they would
+    choose, nor is it counted. None: it makes no difference."""
 
 
 class DeviceExperts:
@@ -94,6 +97,8 @@ class DeviceExperts:
         self._over_link = 0
         """Pairs that were computed with what came over the link, as told last."""
         self._paused, self._possible = False, 0.0
+        self.slots: torch.Tensor | None = None
+        """Of the rows of the step that is being launched, which is then padded."""
 
     @property
     def nbytes(self) -> int:
@@ -209,7 +214,7 @@ class DeviceExperts:
         places, uses = self.places[number], self._uses[number]
         if tokens <= self.few_tokens:
             exchange = None if self.host is None or not self.host.beside else self.host.exchanges[number]
-            return Apart(places, uses, self._fetched[layer], exchange)
+            return Apart(places, uses, self._fetched[layer], exchange, self.slots)
         if not self._paused:
             slot = self._slot(layer)
             if slot.layer != layer:
@@ -296,6 +301,7 @@ class DeviceExperts:
         self._exchanged.clear()
         self._memory.close()
         self._slots.clear()
+        self.slots = None
 
 
 class _ExpertSlot:

@@ -138,7 +138,8 @@ class ExpertGpuMlp:
         self._router.write(x, logits)
         exchange = None if apart is None else apart.exchange
         chosen = None if exchange is None else exchange.experts[:count]
-        kernels.route(logits, lines, normalized=spec.normalized, chosen=chosen)
+        slots = None if apart is None else apart.slots
+        kernels.route(logits, lines, normalized=spec.normalized, chosen=chosen, slots=slots)
         if apart is not None and exchange is not None and chosen is not None:
             send(x, chosen, lines, apart.places, apart.uses, exchange)
         if apart is not None and apart.fetched is not None and (exchange is None or exchange.over_link):
@@ -146,7 +147,7 @@ class ExpertGpuMlp:
         self._multiply_gated(x, lines, inner, rows, apart)
         self._down.multiply(self._down.inputs(inner, lines, inner), lines, rows, by_token=False, apart=apart)
         if exchange is None:
-            kernels.add_pairs(rows, lines, out, add=add)
+            kernels.add_pairs(rows, lines, out, add=add, padded=slots is not None)
         else:
             add_replies(rows, lines, exchange, out, add=add)
         if self._shared is not None:
