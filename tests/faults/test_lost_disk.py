@@ -1,5 +1,5 @@
 """A disk that loses what was written to it, while layers are read from there: the engine process ends, another one
-writes them anew, and answers go on with the same tokens; where nothing can be written either, clients hear of the disk."""
+writes them anew, and answers go on with the same tokens; where nothing can be written either, clients hear of it."""
 
 from __future__ import annotations
 

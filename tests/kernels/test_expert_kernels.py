@@ -112,7 +112,7 @@ def test_rows_of_no_meaning_disturb_nobody() -> None:
 
 @pytest.mark.parametrize("tokens", [7, 40])
 def test_rows_that_pad_a_step_choose_nothing(tokens: int) -> None:
-    """Those without a slot, and those beyond the slots: whoever looks at lines, weights or choices does not see them."""
+    """Those without a slot, and those beyond the slots: they are in no lines, weights or choices."""
     case = Case((tokens, 5, 2, 40, 24), torch.float32)
     slots = torch.arange(tokens - 2, dtype=torch.int32, device=DEVICE)
     slots[1] = slots[4] = -1

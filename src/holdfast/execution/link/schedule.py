@@ -44,9 +44,7 @@ class Later(Generic[Item]):
 class LinkSchedule(Generic[Item]):
     """Of one direction. `piece_bytes`, `idle_bytes` and `share`: as above."""
 
-    def __init__(
-        self, piece_bytes: int = PIECE_BYTES, idle_bytes: int = IDLE_BYTES, share: float = SHARE
-    ) -> None:
+    def __init__(self, piece_bytes: int = PIECE_BYTES, idle_bytes: int = IDLE_BYTES, share: float = SHARE) -> None:
         self._piece_bytes, self._idle_bytes, self._share = piece_bytes, max(idle_bytes, piece_bytes), share
         self._later: deque[Later[Item]] = deque()
         self._earned = 0.0

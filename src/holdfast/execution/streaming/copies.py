@@ -4,8 +4,8 @@
     the link                     └─ waits ──► copies into it ──┘
 
 What has no deadline waits until the link has time for it (`link.schedule`). What goes to the host has a stream of its
-own: the other direction of the link. Counts what the link moved, how long it was busy, and how long computing waited for
-it. Knows nothing of layers.
+own: the other direction of the link. Counts what the link moved, how long it was busy, and how long computing waited
+for it. Knows nothing of layers.
 """
 
 from __future__ import annotations

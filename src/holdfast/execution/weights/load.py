@@ -2,8 +2,8 @@
 
 Peak while loading: the final bytes, the raw bytes of one tensor (of a quantized matrix: of all that hold it), and one
 tile of its expansion (gguf_blocks.EXPAND_BYTES); in the host's memory, where the weights are for a GPU, also
-AHEAD_BYTES of experts (or one expert), which threads read meanwhile, and the buffers of `StagedReads` for all else. Knows
-nothing of files beyond `Checkpoint`.
+AHEAD_BYTES of experts (or one expert), which threads read meanwhile, and the buffers of `StagedReads` for all else.
+Knows nothing of files beyond `Checkpoint`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ becomes rows of a `ScaledMatrix`, or numbers.
     mxfp4           bytes hold two inputs, the first in the lower half
 
 Works on the device that the matrix is for, in slices of rows: beside the stored bytes of one matrix a tile of
-TILE_ELEMENTS codes is held, or some times as many on a GPU. What files say wrongly is refused with the tensor's name. Opens no files.
+TILE_ELEMENTS codes is held, or some times as many on a GPU. What files say wrongly is refused with the tensor's name.
+Opens no files.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def route(
 ) -> None:
     """Every row of logits [tokens, experts] takes its likeliest experts and stands in their lines; `lines` is for at
     least as many tokens. `normalized`: the weights of a token add up to one. `chosen` int32 [tokens, per_token]: gets
-    its experts, the likeliest first. `slots` int32 [rows]: rows that have none (less than 0), and those beyond it, pad a
-    step: they choose nothing (-1), and have no weights. None: all are tokens."""
+    its experts, the likeliest first. `slots` int32 [rows]: rows that have none (less than 0), and those beyond it, pad
+    a step: they choose nothing (-1), and have no weights. None: all are tokens."""
     (tokens, experts), per_token = logits.shape, lines.weights.shape[1]
     block = triton.next_power_of_2(experts)
     together = max(1, min(triton.next_power_of_2(tokens), ROUTED_TOGETHER[tokens >= MANY_ROUTED]))
@@ -128,7 +128,8 @@ def route(
     if tokens:
         _route[(triton.cdiv(tokens, together),)](
             logits, lines.counts, lines.pairs, lines.weights, chosen, slots, 0 if slots is None else len(slots), tokens,
-            logits.stride(0), lines.pairs.stride(0), EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token),
+            logits.stride(0), lines.pairs.stride(0), EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized,
+            CHOICES=triton.next_power_of_2(per_token),
             BLOCK=block, TOKENS=together, ALONE=alone, TOLD=chosen is not None, PADDED=slots is not None, EARLY=early,
             num_warps=min(8, max(1, together * block // 128)), launch_pdl=early,
         )  # fmt: skip
