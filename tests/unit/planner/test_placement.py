@@ -230,9 +230,9 @@ def test_where_the_host_computes_no_mlps_the_link_is_all(tmp_path: Path) -> None
     plan = served("llama-3.1-70b-awq", 22.93, **LIMITS)
     assert host_gain(on_host(plan, AMX_HOST)) == pytest.approx(1.7, abs=0.1)
     assert host_gain(on_host(plan, AMX_HOST), 64) == 1
-    for settings in ({"cpu_compute": "off"}, {"enable_lora": True}, {"nvme_path": str(tmp_path), "ram": 16 * GIB}):
-        other = on_host(served("llama-3.1-70b-awq", 22.93, **LIMITS | settings), AMX_HOST)
-        assert host_gain(other) == 1, settings
+    for more in ({"cpu_compute": "off"}, {"enable_lora": True}, {"nvme_path": str(tmp_path), "ram": 16 * GIB}):
+        other = on_host(served("llama-3.1-70b-awq", 22.93, **LIMITS | more), AMX_HOST)
+        assert host_gain(other) == 1, more
     assert host_gain(on_host(plan, replace(AMX_HOST, cores=2))) == 1
     # Where RAM has room for some of them only, so much less is gained.
     few = served("llama-3.1-70b-awq", 22.93, ram_gib=30, **LIMITS)

@@ -87,6 +87,10 @@ class QuantizedMatrix:
         parts = self._parts() if self.fragments is None else self.fragments[1:]
         return sum(part.nbytes for part in parts if part is not None)
 
+    def forget_together(self) -> None:
+        """Its scales, minimums and small ones lie apart from now on: they never become one plane."""
+        self._together = None
+
     def weave(self) -> Fragments:
         """Puts it into the order of `gguf_fragments`, which must fit; in the same memory."""
         if self.fragments is None:
