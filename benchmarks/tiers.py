@@ -121,7 +121,7 @@ class Stages:
                 self._begun.append((stage, time.perf_counter()))
             hear(bar, stage, done, total)
 
-        progress.LoadProgress.__call__ = heard  # type: ignore[method-assign]
+        progress.LoadProgress.__call__ = heard  # type: ignore[method-assign,assignment]
 
     def seconds(self) -> dict[str, float]:
         found = dict[str, float]()

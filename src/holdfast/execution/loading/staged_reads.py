@@ -154,7 +154,7 @@ class StagedReads:
         self._free.popleft()
         first = coming.asked_bytes
         size = min(self._piece_bytes, coming.nbytes - first)
-        view = memoryview(buffer.memory[:size].numpy())
+        view = buffer.memory[:size].numpy().data
         read = self._readers.submit(self._checkpoint.read_range, coming.name, first, view)
         coming.asked_bytes = first + size
         coming.pieces.append((first, buffer, read))

@@ -338,13 +338,11 @@ class DeviceExperts:
             self._slots = []
             for number, layer in enumerate(self._layers):  # Nothing has the old slots then.
                 self._lay(layer, self._piece(layer), self._planes[number][1])
-            if on_gpu:
-                torch.cuda.empty_cache()
+            self._give_back()
             self._slots = self._made_slots(slots)
             self._mapped = [as_device_memory(piece, self._device) for piece in self._pieces]
             for number, layer in enumerate(self._layers):
-                waiting, resident = self._lay(layer, self._slot(layer).tensor, self._planes[number][1])
-                self.know(layer, waiting, resident)
+                self.know(layer, *self._lay(layer, self._slot(layer).tensor, self._planes[number][1]))
 
     def _restack(self, number: int, wanted: int) -> None:
         """So many of a layer stay; as many as before where RAM or the device has no room for that."""
@@ -359,6 +357,7 @@ class DeviceExperts:
         self._takes[number]([], self._planes[number][0])  # Nothing has those that stay then.
         self._planes[number] = self._planes[number][0], []
         self._exchanged.pop(number, None)
+        self._give_back()  # Else torch would take a part of that memory for the next, and keep the rest.
         try:
             resident = self._made(number, wanted)
         except torch.OutOfMemoryError:
@@ -371,14 +370,18 @@ class DeviceExperts:
         row = torch.empty(len(order), dtype=torch.int32)
         row[order[:wanted]] = torch.arange(wanted, dtype=torch.int32)
         row[order[wanted:]] = -1 - torch.arange(len(order) - wanted, dtype=torch.int32)
-        for whole, stay, wait in zip(all_of_it, resident or [None] * len(waiting), waiting, strict=True):
-            if stay is not None:
-                _bytes_of(stay, wanted).copy_(whole[order[:wanted]])
+        for whole, stay in zip(all_of_it, resident, strict=False):
+            _bytes_of(stay, wanted).copy_(whole[order[:wanted]])
+        for whole, wait in zip(all_of_it, waiting, strict=True):
             _bytes_of(wait, len(order) - wanted).copy_(whole[order[wanted:]])
         self.places[number].copy_(row)
         self._counted.placed(number, row)
         if piece is not old:
             self._memory.drop(old)
+
+    def _give_back(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _gathered(self, number: int) -> list[torch.Tensor]:
         """All experts of a layer in the host's memory, by plane: bytes [experts, ..]."""

@@ -406,7 +406,7 @@ def _with_planes(like: Stack, planes: Sequence[torch.Tensor]) -> Stack:
     experts = like.experts * planes[0].numel() // _planes(like)[0].numel()
     matrix = copy(like.matrix)
     matrix.rows = experts * like.rows
-    names = ("codes", "scales", "zeros")
+    names: tuple[str, ...] = ("codes", "scales", "zeros")
     if isinstance(matrix, QuantizedMatrix):
         names = ("quants", "high", "scales", "minimums", "small")
         matrix.forget_together()

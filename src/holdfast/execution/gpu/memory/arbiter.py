@@ -12,6 +12,7 @@ Shares are reserved, so what a step needs at its worst is there when it comes. M
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -185,6 +186,8 @@ class VramArbiter:
                 self._move_layers(self._layers, streamed, blocks_beside, resize_kv)
             if self._experts is not None:
                 self._move_experts(self._experts, staying, blocks_beside, resize_kv)
+                # Memory of tensors comes and goes in pieces that torch divides.
+                unaccounted = max(unaccounted, (self.memory.told_bytes() or 0) - self._reserved())
             resize_kv(blocks_beside(self._layers_bytes()))
         except RangeError as error:
             if not error.out_of_memory:
@@ -216,10 +219,8 @@ class VramArbiter:
         # One by one: where one fewer of a layer stays, slots become larger for all.
         counts = range(experts.most_resident, -1, -1)
         chosen = next((count for count in counts if experts.bytes_with(count) + kv_bytes <= room), 0)
-        before = sum(experts.resident_counts)
-        while chosen < before and not experts.fits_ram(chosen):
-            chosen += 1
-        return chosen
+        most = max(chosen, sum(experts.resident_counts))
+        return bisect_left(range(most), True, lo=chosen, key=experts.fits_ram)
 
     def _move_experts(
         self,
