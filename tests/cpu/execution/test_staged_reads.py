@@ -19,9 +19,10 @@ from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.formats import gguf as gguf_files
 from holdfast.checkpoints.formats import safetensors
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, EngineError
 from holdfast.execution.device import GPU_TILES, tile_elements
 from holdfast.execution.layers.linear import QuantizedLinear, StackedLinear
+from holdfast.execution.loading import staged_reads as module
 from holdfast.execution.loading.staged_reads import WORTH_BYTES, StagedReads, staged_reads
 from holdfast.execution.weights import load
 from holdfast.execution.weights.decoder_weights import LayerWeights, Weights
@@ -99,6 +100,18 @@ def test_few_bytes_are_not_staged_nor_any_on_a_cpu(tmp_path: Path) -> None:
     assert staged_reads(checkpoint, list(contents), torch.device("cuda", 0)) is None
     checkpoint, contents = checkpoint_of(tmp_path / "file", [WORTH_BYTES])
     assert staged_reads(checkpoint, list(contents), CPU) is None
+
+
+def test_without_pinned_memory_tensors_are_read_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(sizes: list[int], device: torch.device) -> None:
+        raise EngineError("the driver did not pin host memory", code="HF444", found="CUDA error 2")
+
+    monkeypatch.setattr(module, "PinnedMemory", refused)
+    checkpoint, contents = checkpoint_of(tmp_path / "file", [WORTH_BYTES])
+    assert staged_reads(checkpoint, list(contents), torch.device("cuda", 0)) is None
+    assert "read one after the other" in caplog.text
 
 
 def planes(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ is asked for in another order, or was not foreseen, is read then. Knows nothing 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,8 +20,11 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.errors import EngineError
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.hardware import processor
+
+log = logging.getLogger("holdfast")
 
 PIECE_BYTES = 16 << 20
 BUFFERS, MOST_READERS = 16, 8
@@ -37,7 +41,11 @@ def staged_reads(checkpoint: Checkpoint, names: Sequence[str], device: torch.dev
     pieces = sum(-(-checkpoint.tensors[name].nbytes // PIECE_BYTES) for name in worth)
     if not worth or device.type != "cuda":
         return None
-    buffers = PinnedMemory([PIECE_BYTES] * min(BUFFERS, pieces), device)
+    try:
+        buffers = PinnedMemory([PIECE_BYTES] * min(BUFFERS, pieces), device)
+    except EngineError as error:  # It is only slower.
+        log.warning("tensors are read one after the other: %s (%s)", error.message, error.found)
+        return None
     return StagedReads(checkpoint, worth, buffers, device)
 
 
