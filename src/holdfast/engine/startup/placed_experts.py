@@ -48,7 +48,8 @@ def device_experts(plan: Plan, device: Device, progress: Callable[[int, int], No
         taken = 0 if now is None else now.pinned_bytes + now.exchange_bytes + places.host_bytes
         return free if most is None else max(0, min(free, most - taken))
 
-    pinned = PinnedMemory(places.pinned_sizes, device, progress)
+    # One layer's after the other, while those of the first are loaded.
+    pinned = PinnedMemory(places.pinned_sizes, device, progress, background=range(len(places.layers)))
     made = DeviceExperts(places, device, CudaCopies(device), pinned, room=room)
     held.append(weakref.ref(made))
     return made

@@ -94,7 +94,6 @@ class DeviceExperts:
         self._takes: dict[int, Take] = {}
         self._expert_sizes = places.sizes
         self._slots = self._made_slots(places.slots_used)
-        self._mapped = [as_device_memory(piece, device) for piece in memory.pieces]
         self._fetched: dict[int, FetchedPieces] = {}
         self._exchanged: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         """By number: planes of those that stay, and of those that wait, where they do; bytes [experts, ..]."""
@@ -150,6 +149,7 @@ class DeviceExperts:
     def keep(self, layer: int) -> None:
         """What was made in its slot goes to where it waits from now on."""
         slot = self._slot(layer)
+        self._memory.wait(self._number[layer])  # It may not be pinned yet.
         self._copies.now(slot.tensor[: self._size(layer)], self._piece(layer))
         slot.layer = layer
 
@@ -175,7 +175,8 @@ class DeviceExperts:
         ]
         self._exchanged.pop(number, None)
         self._bounds[number] = bounds = [(plane.data_ptr() - slot.data_ptr(), plane.nbytes) for plane in waiting]
-        mapped, piece = self._mapped[number], self._piece(layer)
+        piece = self._piece(layer)
+        mapped = as_device_memory(piece, self._device)
         self._fetched[layer] = FetchedPieces.of(
             waiting, [mapped[first : first + nbytes] for first, nbytes in bounds], self.waiting(layer)
         )
@@ -340,7 +341,6 @@ class DeviceExperts:
                 self._lay(layer, self._piece(layer), self._planes[number][1])
             self._give_back()
             self._slots = self._made_slots(slots)
-            self._mapped = [as_device_memory(piece, self._device) for piece in self._pieces]
             for number, layer in enumerate(self._layers):
                 self.know(layer, *self._lay(layer, self._slot(layer).tensor, self._planes[number][1]))
 
@@ -466,7 +466,7 @@ class DeviceExperts:
             self.host.close()
             self.host = None
         self._copies.close()
-        for kept in (self._mapped, self._fetched, self._exchanged, self._planes, self._takes, self._pieces):
+        for kept in (self._fetched, self._exchanged, self._planes, self._takes, self._pieces):
             kept.clear()
         self._memory.close()
         self._slots.clear()
