@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
 from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.files import StoredTensor
 from holdfast.errors import EngineError
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.hardware import processor
+from holdfast.models import ModelSpec, TensorSpec
 
 log = logging.getLogger("holdfast")
 
@@ -30,8 +32,24 @@ PIECE_BYTES = 16 << 20
 BUFFERS, MOST_READERS = 16, 8
 WORTH_BYTES = 1 << 20
 """Smaller tensors are read when they are asked for."""
+IN_ORDER = {name: at for at, name in enumerate(("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down"))}
+"""Of a layer's matrices: which is loaded when."""
 PASSED_OVER = 16
 """Tensors that were foreseen so far before one that is asked for are not waited for any longer: nobody wants them."""
+
+
+def expected_names(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> list[str]:
+    """The checkpoint's names of what is read whole, in the order in which a model is loaded. `stored`: by canonical
+    name."""
+
+    def turn(at: int, tensor: TensorSpec) -> tuple[int, int, int]:
+        if tensor.layer is None:
+            return -1 if tensor.name == "embed" else len(spec.layers), 0, at
+        return tensor.layer, IN_ORDER.get(tensor.name.rpartition(".")[2], -1), at
+
+    known = [(at, one) for at, one in enumerate(spec.tensors) if one.name in stored and not one.experts]
+    found = [stored[tensor.name] for _, tensor in sorted(known, key=lambda one: turn(*one))]
+    return [part.name for one in found for part in ([one] if one.packed is None else one.packed.parts.values())]
 
 
 def staged_reads(checkpoint: Checkpoint, names: Sequence[str], device: torch.device) -> StagedReads | None:
@@ -94,6 +112,12 @@ class StagedReads:
         for first, piece in self.pieces(name):
             made[first : first + len(piece)].copy_(piece, non_blocking=True)
         return made
+
+    def fill(self, name: str, kind: torch.dtype, numbers: torch.Tensor) -> None:
+        """Its numbers, of this kind, in their order as they come, without a place for all of its bytes on the device."""
+        for first, piece in self.pieces(name):
+            part = piece.view(kind)
+            numbers[first // kind.itemsize :][: len(part)].copy_(part, non_blocking=True)
 
     def foreseen(self, name: str) -> bool:
         return name in self._coming or any(one.name == name for one in self._later)

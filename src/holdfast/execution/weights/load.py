@@ -22,7 +22,7 @@ from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
-from holdfast.execution.loading.staged_reads import StagedReads, staged_reads
+from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.streaming.device_experts import DeviceExperts
@@ -49,8 +49,6 @@ from holdfast.models.quantization import INSTEAD
 
 AHEAD_BYTES, READERS = 32 << 20, 4
 """Of experts' matrices that are read before their turn, and threads that read them: experts are many and small."""
-IN_ORDER = {name: at for at, name in enumerate(("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down"))}
-"""Of a layer's matrices: which is loaded when."""
 WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
 
@@ -99,7 +97,7 @@ def load_weights(
         spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange, experts
     )
     if checkpoint is not None:
-        loader.staged = staged_reads(checkpoint, loader.expected(), device)
+        loader.staged = staged_reads(checkpoint, expected_names(spec, loader.stored), device)
     try:
         with torch.inference_mode(), loader.readers:
             weights = loader.load()
@@ -145,22 +143,6 @@ class Loader:
         """What is being read, by the checkpoint's names."""
         self.staged: StagedReads | None = None
         """Of whole tensors, ahead of need; None: they are read when their turn comes."""
-
-    def expected(self) -> list[str]:
-        """The checkpoint's names of what is read whole, in the order in which it will be."""
-
-        def turn(at: int, tensor: TensorSpec) -> tuple[int, int, int]:
-            if tensor.layer is None:
-                return -1 if tensor.name == "embed" else len(self.spec.layers), 0, at
-            return tensor.layer, IN_ORDER.get(tensor.name.rpartition(".")[2], -1), at
-
-        known = [
-            (at, tensor)
-            for at, tensor in enumerate(self.spec.tensors)
-            if tensor.name in self.stored and not tensor.experts
-        ]
-        stored = [self.stored[tensor.name] for at, tensor in sorted(known, key=lambda one: turn(*one))]
-        return [part.name for one in stored for part in ([one] if one.packed is None else one.packed.parts.values())]
 
     def load(self) -> Weights:
         embed = self.embedding()
@@ -477,16 +459,11 @@ class Loader:
         self.step()
 
     def fill_plain(self, target: torch.Tensor, tensor: TensorSpec) -> None:
-        """Numbers in their order as they come, without a place for all of their stored bytes on the device."""
-        stored, order = self.stored[tensor.name], self.row_order(tensor)
-        staged = self.staged is not None and self.staged.foreseen(stored.name) and target.is_contiguous()
-        if self.staged is None or not staged or stored.layout not in PLAIN_TYPES or order is not None:
+        stored, order, staged = self.stored[tensor.name], self.row_order(tensor), self.staged
+        if staged is None or order is not None or stored.layout not in PLAIN_TYPES or not staged.foreseen(stored.name):
             expand_into(target, self.read(tensor.name), stored, order)
-            return
-        kind, numbers = PLAIN_TYPES[stored.layout], target.view(-1)
-        for first, piece in self.staged.pieces(stored.name):
-            part = piece.view(kind)
-            numbers[first // kind.itemsize :][: len(part)].copy_(part, non_blocking=True)
+        else:
+            staged.fill(stored.name, PLAIN_TYPES[stored.layout], target.view(-1))
 
     def fill_experts(self, targets: Sequence[torch.Tensor], tensor: TensorSpec) -> None:
         """`targets`: [experts, rows, columns] each, which together have all experts; they may lie apart."""

@@ -14,9 +14,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.footprint.expert_places import FEW_TOKENS, ExpertPlaces
-from holdfast.footprint.streamed import MOST_IN_A_ROW, WORTH, hosted_layers, speedup
+from holdfast.footprint.expert_places import FEW_TOKENS, MLP_MATRICES, ExpertPlaces
+from holdfast.footprint.experts import kinds
+from holdfast.footprint.identity_key import Same
+from holdfast.footprint.streamed import MOST_IN_A_ROW, WORTH, StreamedLayers, hosted_layers, speedup
 from holdfast.hardware import Processor
+from holdfast.planner.fit.count import experts_on_gpu
+from holdfast.planner.fit.placement import pinned_room
+from holdfast.planner.fit.result import Plan
+from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.host_cores import KERNEL_SHARE, host_flops, host_gb_s
 
 GB = 10**9
@@ -117,3 +123,37 @@ class MlpSpeed:
             return 1.0
         hosted = 1.0 if self.room is None else min(1.0, max(0, self.room) / all_of_them)
         return 1 / (1 - hosted * (1 - 1 / found))
+
+
+def expert_speed(fit: Plan) -> ExpertSpeed | None:
+    """None: all experts stay on the GPU."""
+    places = experts_on_gpu(fit.question) if fit.own is None else fit.own.expert_places
+    if places is None:
+        return None
+    (kind,) = kinds(fit.question.model.spec)
+    parameters = 3 * fit.question.model.spec.hidden_size * kind.intermediate_size
+    return ExpertSpeed.of(places, kind.per_token, parameters, fit.question.machine.host)
+
+
+def mlp_speed(fit: Plan, streamed: StreamedLayers) -> MlpSpeed | None:
+    """None: the host's cores compute nothing, or it is not known what they do."""
+    question, spec = fit.question, fit.question.model.spec
+    host, weights = question.machine.host, engine_weights(Same(question.model))
+    may = question.settings.offload.cpu_compute and question.machine.host_computes and not question.settings.max_loras
+    if not may or host is None or weights is None or not streamed.layers or streamed.on_disk:
+        return None
+    if not weights.host_reads_mlps(dtype=fit.dtype):
+        return None
+    matrices = [tensor for tensor in spec.tensors if tensor.layer == streamed.layers[0] and len(tensor.shape) == 2]
+    mlp = sum(tensor.elements for tensor in matrices if tensor.name.endswith(MLP_MATRICES))
+    size = streamed.weights_bytes / len(streamed.layers)
+    mlp_bytes = size * mlp / sum(tensor.elements for tensor in matrices)
+    room = pinned_room(question)
+    return MlpSpeed(
+        layers=streamed.layers,
+        attention_bytes=size - mlp_bytes,
+        mlp_bytes=mlp_bytes,
+        parameters=mlp,
+        room=None if room is None else int((room - streamed.pinned_bytes) // mlp_bytes),
+        host=host,
+    )

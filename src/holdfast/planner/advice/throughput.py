@@ -17,17 +17,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from holdfast.footprint.expert_places import MLP_MATRICES
-from holdfast.footprint.experts import kinds
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.streamed import StreamedLayers
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec, TensorSpec
-from holdfast.planner.advice.expert_speed import ExpertSpeed, MlpSpeed
-from holdfast.planner.fit.count import experts_on_gpu, streamed_on_gpu
-from holdfast.planner.fit.placement import pinned_room
+from holdfast.planner.advice.expert_speed import ExpertSpeed, MlpSpeed, expert_speed, mlp_speed
+from holdfast.planner.fit.count import streamed_on_gpu
 from holdfast.planner.fit.search import Plan
-from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
 
@@ -307,44 +302,11 @@ def _stages(key: Same[Plan]) -> list[Stage] | None:
                 gpu=slowest.device.gpu,
                 moved_bytes=0 if streamed is None else streamed.moved_bytes,
                 read_bytes=0 if streamed is None else streamed.read_bytes,
-                experts=_expert_speed(fit),
-                mlps=None if streamed is None else _mlp_speed(fit, streamed),
+                experts=expert_speed(fit),
+                mlps=None if streamed is None else mlp_speed(fit, streamed),
             )
         )
     return stages
-
-
-def _expert_speed(fit: Plan) -> ExpertSpeed | None:
-    places = experts_on_gpu(fit.question) if fit.own is None else fit.own.expert_places
-    if places is None:
-        return None
-    (kind,) = kinds(fit.question.model.spec)
-    parameters = 3 * fit.question.model.spec.hidden_size * kind.intermediate_size
-    return ExpertSpeed.of(places, kind.per_token, parameters, fit.question.machine.host)
-
-
-def _mlp_speed(fit: Plan, streamed: StreamedLayers) -> MlpSpeed | None:
-    """None: the host's cores compute nothing, or it is not known what they do."""
-    question, spec = fit.question, fit.question.model.spec
-    host, weights = question.machine.host, engine_weights(Same(question.model))
-    may = question.settings.offload.cpu_compute and question.machine.host_computes and not question.settings.max_loras
-    if not may or host is None or weights is None or not streamed.layers or streamed.on_disk:
-        return None
-    if not weights.host_reads_mlps(dtype=fit.dtype):
-        return None
-    matrices = [tensor for tensor in spec.tensors if tensor.layer == streamed.layers[0] and len(tensor.shape) == 2]
-    mlp = sum(tensor.elements for tensor in matrices if tensor.name.endswith(MLP_MATRICES))
-    size = streamed.weights_bytes / len(streamed.layers)
-    mlp_bytes = size * mlp / sum(tensor.elements for tensor in matrices)
-    room = pinned_room(question)
-    return MlpSpeed(
-        layers=streamed.layers,
-        attention_bytes=size - mlp_bytes,
-        mlp_bytes=mlp_bytes,
-        parameters=mlp,
-        room=None if room is None else int((room - streamed.pinned_bytes) // mlp_bytes),
-        host=host,
-    )
 
 
 def host_gain(fit: Plan, batch: int = 1) -> float:
