@@ -114,7 +114,7 @@ class StagedReads:
         return made
 
     def fill(self, name: str, kind: torch.dtype, numbers: torch.Tensor) -> None:
-        """Its numbers, of this kind, in their order as they come, without a place for all of its bytes on the device."""
+        """Its numbers, of this kind, in order as they come, without a place for all of its bytes on the device."""
         for first, piece in self.pieces(name):
             part = piece.view(kind)
             numbers[first // kind.itemsize :][: len(part)].copy_(part, non_blocking=True)
