@@ -103,6 +103,7 @@ class StagedReads:
             _Coming(name, at, checkpoint.tensors[name].nbytes) for at, name in enumerate(dict.fromkeys(names))
         )
         self._coming: dict[str, _Coming] = {}
+        self._foreseen = set(names)
         self._readers = ThreadPoolExecutor(min(MOST_READERS, len(buffers.pieces), processor().cores), "staged-reader")
         self._go_on()
 
@@ -120,7 +121,8 @@ class StagedReads:
             numbers[first // kind.itemsize :][: len(part)].copy_(part, non_blocking=True)
 
     def foreseen(self, name: str) -> bool:
-        return name in self._coming or any(one.name == name for one in self._later)
+        """Whether it is read ahead, and was not taken yet."""
+        return name in self._foreseen
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """(first byte, bytes in the host's memory) of one that is foreseen, in order. Each may be used until the next
@@ -137,6 +139,7 @@ class StagedReads:
             self._release(buffer)
             self._go_on()
         del self._coming[name]
+        self._foreseen.discard(name)
 
     def _begin(self, name: str) -> _Coming:
         coming = self._coming.get(name)
@@ -157,6 +160,7 @@ class StagedReads:
     def _drop(self, coming: _Coming) -> None:
         """It is not foreseen any more."""
         del self._coming[coming.name]
+        self._foreseen.discard(coming.name)
         for _, buffer, read in coming.pieces:
             read.exception()  # Its thread may still write there.
             self._free.appendleft(buffer)  # Nobody copies from it.
