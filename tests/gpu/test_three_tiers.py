@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,11 +66,11 @@ class Server:
     """`holdfast serve` as people start it."""
 
     def __init__(self, *arguments: str) -> None:
-        self.port = free_port()
+        self.port, self._log = free_port(), tempfile.TemporaryFile("w+")  # noqa: SIM115 (it ends with this)
         # A session of its own: all of it can be killed.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast", "serve", *arguments, "--port", str(self.port)],
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
+            stderr=self._log, start_new_session=True,
         )  # fmt: skip
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
 
@@ -109,7 +110,9 @@ class Server:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.http.close()
-        return self.process.communicate()[1]
+        self.process.wait()
+        self._log.seek(0)
+        return self._log.read()
 
 
 @pytest.fixture
@@ -180,12 +183,9 @@ def test_a_server_streams_takes_other_budgets_and_leaves_nothing(
     assert until(lambda: used_mib() < before_mib + 64, 20.0), "VRAM stays"
 
 
-def test_a_server_whose_disk_is_lost_says_so(
-    shape: Callable[[str], str], serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_a_server_whose_disk_is_lost_says_so(shape: Callable[[str], str], serve: Callable[..., Server]) -> None:
     """First what was written, which is then written anew and answers go on; then the folder too."""
-    folder, disk = shape("1B"), tmp_path / "disk"
-    disk.mkdir()
+    folder, disk = shape("1B"), Path(tempfile.mkdtemp(dir="/var/tmp"))  # Not in memory, as /tmp may be.
     settings = {
         "model": folder, "load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True, "dtype": "float32",
         "max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 256, "cpu_compute": "off",
