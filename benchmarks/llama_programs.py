@@ -3,8 +3,8 @@
     python -m benchmarks.llama_programs FOLDER [--rounds 2] [--out FILE.json]
 
 FOLDER has llama-bench and llama-batched-bench with their libraries; no GPU is shown to them. Both sides run a file of
-random weights in SmolLM2's shape, so that nothing has to be downloaded. A round takes three quarters of a minute. Owns no
-other model: `benchmarks/cpu_peers.py` compares real ones in process.
+random weights in SmolLM2's shape, so that nothing has to be downloaded. A round takes three quarters of a minute. Owns
+no other model: `benchmarks/cpu_peers.py` compares real ones in process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.machine import commit, describe_machine, today
 
 ROWS = ("one stream", "prefill 512", "prefill 1500", "8 at once", "32 at once")
-"""Tokens a second: of 64 output tokens behind a token, of a prompt, and of outputs over the whole time of 128 in, 64 out."""
+"""Tokens a second: of 64 output tokens behind one, of a prompt, and of outputs over the whole time of 128 in, 64 out."""
 Rows = dict[str, float]
 
 
