@@ -127,8 +127,8 @@ class SlotBuffers:
         return self._form_any(plan, attention)
 
     def _form_decodes(self, rows: list[Row], attention: AttentionBackend) -> StepBatch:
-        """What `_form_any` makes of such rows, the step that one stream has again and again: a row is a token, and every
-        one of numpy's calls is time in which no core computes."""
+        """What `_form_any` makes of such rows, the step that one stream has again and again: a row is a token. Each of
+        numpy's calls is time in which no core computes."""
         lengths = numpy.array([row.start for row in rows], dtype=numpy.int64) + 1
         sampling_slots = numpy.array([row.slot for row in rows], dtype=numpy.int64)
         places = numpy.arange(len(rows), dtype=numpy.int64)
