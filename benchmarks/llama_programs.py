@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.machine import commit, describe_machine, today
 
 ROWS = ("one stream", "prefill 512", "prefill 1500", "8 at once", "32 at once")
-"""Tokens a second: of 64 output tokens behind one, of a prompt, and of outputs over the whole time of 128 in, 64 out."""
+"""Tokens a second: of 64 output tokens, of a prompt, and of outputs over the whole time of 128 in, 64 out."""
 Rows = dict[str, float]
 
 
@@ -129,7 +129,9 @@ def main() -> None:
     from benchmarks.random_checkpoints import write_smollm2
 
     cores = physical_cores(options.cores)
-    sides: dict[str, list[Rows]] = {"holdfast": []} | ({} if options.folder is None else {"llama.cpp": []})
+    sides: dict[str, list[Rows]] = {"holdfast": []}
+    if options.folder is not None:
+        sides["llama.cpp"] = []
     with tempfile.TemporaryDirectory() as scratch:
         model = str(Path(scratch) / "smollm2-shape.gguf")
         write_smollm2(Path(model))
