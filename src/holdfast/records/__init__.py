@@ -2,6 +2,7 @@
 
 from holdfast.records.lora import AdapterRef, LoRARequest
 from holdfast.records.memory import (
+    ExpertsGrant,
     ExpertUse,
     KVStoreUse,
     KVTierUse,
@@ -58,6 +59,7 @@ __all__ = [
     "EngineOutput",
     "EngineStats",
     "ExpertUse",
+    "ExpertsGrant",
     "Failure",
     "FinishReason",
     "GuidedDecodingParams",

@@ -19,14 +19,15 @@ from dataclasses import replace
 import numpy
 import torch
 
+from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
 from holdfast.execution.gpu.graphs import DecodeGraphs
-from holdfast.execution.gpu.holdings import GpuHoldings
 from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order, no_memory
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
+from holdfast.execution.gpu.memory.movable_weights import MovableWeights
 from holdfast.execution.gpu.memory.oom import give_back_cached, is_shortage
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
@@ -36,7 +37,7 @@ from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
-from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.tiers.gpu import GpuPageCopies
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
@@ -56,10 +57,11 @@ from holdfast.records import (
 )
 
 log = logging.getLogger("holdfast")
+
 STEPS_AHEAD = 1
 
 
-class GpuRunner(GpuHoldings):
+class GpuRunner(MovableWeights):
     def __init__(
         self,
         spec: ModelSpec,
@@ -75,8 +77,7 @@ class GpuRunner(GpuHoldings):
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
-        movable = weights.slots.resident_bytes if isinstance(weights.slots, DeviceLayers) else 0
-        self._fixed_bytes = weights.nbytes - movable
+        super().__init__(weights)
         self._books = SlotBuffers(limits, layout, spec.vocab_size)
         self._slots = DeviceSlots(layout, limits, device)
         self._dtype = weights.dtype
@@ -101,6 +102,7 @@ class GpuRunner(GpuHoldings):
         self._next = 0
         self._embeds = numpy.zeros(rows, dtype=bool)
         self._kv: KVRange | None = None
+        self._page_copies: GpuPageCopies | None = None
         # Streamed layers are waited for one by one, and launching takes less time than they take to come; so do all
         # experts of a layer for a step with many tokens.
         experts = self._decoder.experts
@@ -112,12 +114,48 @@ class GpuRunner(GpuHoldings):
         self._graphs = DecodeGraphs(rows, self._run_decode, device, around) if graphs and pin else None
 
     @property
+    def buffers_bytes(self) -> int:
+        return self._slots.nbytes + self._forms.nbytes
+
+    @property
+    def logits_bytes(self) -> int:
+        """With what sampling holds beside them."""
+        return self._logits.nbytes + self._sampler.nbytes
+
+    @property
+    def adapters_bytes(self) -> int:
+        return 0 if self._adapters is None else self._adapters.nbytes
+
+    def change_experts(self, count: int) -> None:
+        """So many experts of all layers stay on the GPU from the next step on. Graphs have addresses of those that
+        stayed so far: they are captured anew when they are needed."""
+        assert self.movable_experts is not None
+        with self._here():
+            if self._graphs is not None:
+                torch.cuda.synchronize(self.device)
+                self._graphs.close()
+            self.movable_experts.change(count)
+            give_back_cached(self.device)
+
+    @property
     def attention_backend(self) -> str:
         return "triton"
 
     @property
     def decisions(self) -> list[Decision]:
         return [*self.decoder.decisions, *self.decoder.product_decisions]
+
+    @property
+    def kv(self) -> KVRange:
+        if self._kv is None:
+            raise EngineError("the runner has no KV pages yet", fix="call back_kv before the first step")
+        return self._kv
+
+    @property
+    def decoder(self) -> GpuDecoder:
+        if self._decoder is None:
+            raise EngineError("the runner is closed")
+        return self._decoder
 
     def measure_link(self) -> list[Decision]:
         """Of layers or experts that do not stay on the GPU; nothing where all do."""
@@ -144,6 +182,7 @@ class GpuRunner(GpuHoldings):
 
     @property
     def most_blocks(self) -> int:
+        """Pages that addresses are reserved for."""
         return self.kv.most_blocks
 
     def resize_kv(self, blocks: int) -> None:
@@ -189,6 +228,10 @@ class GpuRunner(GpuHoldings):
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
+
+    def use_tiers(self, copies: GpuPageCopies) -> None:
+        """What moves pages between the pool and tiers below it; before the first step that asks for it."""
+        self._page_copies = copies
 
     def _copies_over(self, wait: bool) -> tuple[list[int], list[int]]:
         with self._here():
