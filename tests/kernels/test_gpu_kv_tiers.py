@@ -32,6 +32,7 @@ def with_ram(core: EngineCore, device: torch.device, blocks: int) -> EngineCore:
         memory = PinnedMemory([page * PAGES], device, background=[0])
     else:
         memory = PinnedMemory([page * PAGES], device, pin=lambda at, nbytes: 0, unpin=lambda at, one: None)
+    memory.wait(0)
     runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, *links(device), HostMemory(memory, page), None))
     kv = KVCache(core.scheduler.kv.layout, blocks, True, TierLimits(spare_pages=blocks, most_storing=8))
     return EngineCore(Scheduler(core.scheduler.limits, kv), runner, steps_ahead=1)

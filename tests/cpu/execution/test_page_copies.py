@@ -16,7 +16,7 @@ from simulated_copies import SimulatedCopies
 
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers.disk import DiskReads, staging_stride
-from holdfast.execution.tiers.gpu import DiskPlaces, GpuPageCopies, HostMemory
+from holdfast.execution.tiers.gpu import PIECE_BYTES, DiskPlaces, GpuPageCopies, HostMemory, piece_bytes
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import Request, SamplingParams
@@ -140,3 +140,12 @@ def test_pages_of_ram_are_used_as_they_are_pinned() -> None:
     while not broken._pinned._done[0].done() and time.monotonic() < deadline:
         time.sleep(0.001)
     assert broken.look() == 0
+
+
+@pytest.mark.parametrize("page", [512, 3 * 1024, 12_288, 2 << 20, 5 << 20])
+def test_pieces_are_whole_pages_of_both_kinds_and_no_more_than_was_asked_for(page: int) -> None:
+    for nbytes in (64 << 20, 1 << 30):
+        piece = piece_bytes(nbytes, page)
+        assert piece % page == piece % 4096 == 0
+        assert piece <= min(nbytes, PIECE_BYTES)
+    assert piece_bytes(1, page) % page == 0

@@ -50,8 +50,7 @@ class HostMemory:
     @classmethod
     def pinned(cls, nbytes: int, page_bytes: int, device: torch.device) -> HostMemory:
         """In pieces of whole pages, of the system and of the pool; what is left over is not taken."""
-        whole = mmap.PAGESIZE // math.gcd(page_bytes, mmap.PAGESIZE)
-        piece = max(1, PIECE_BYTES // (whole * page_bytes)) * whole * page_bytes
+        piece = piece_bytes(nbytes, page_bytes)
         pieces = max(1, nbytes // piece)
         return cls(PinnedMemory([piece] * pieces, device, background=range(pieces)), page_bytes)
 
@@ -65,8 +64,8 @@ class HostMemory:
             try:
                 if not self._pinned.is_pinned(self._ready_pieces):
                     break
-            except EngineError as error:
-                log.warning("the KV tier in RAM stays at %d pages: %s", self.ready, error.message)
+            except (EngineError, RuntimeError) as error:  # It is served from what there is.
+                log.warning("the KV tier in RAM stays at %d pages: %s", self.ready, str(error).splitlines()[0])
                 self._ready_pieces = len(self._pinned.pieces)
                 break
             self.ready += self._pinned.pieces[self._ready_pieces].nbytes // self._page_bytes
@@ -87,6 +86,12 @@ class HostMemory:
 
     def close(self) -> None:
         self._pinned.close()
+
+
+def piece_bytes(nbytes: int, page_bytes: int) -> int:
+    """Of RAM for KV pages that is pinned at once: whole pages of both kinds, one unit of them at least."""
+    unit = page_bytes * (mmap.PAGESIZE // math.gcd(page_bytes, mmap.PAGESIZE))
+    return max(1, min(PIECE_BYTES, nbytes) // unit) * unit
 
 
 class DiskPlaces:
