@@ -404,7 +404,7 @@ def _compressed_group(table: Fields, groups: Fields, name: str) -> QuantSpec:
         group_size=weights.integer("group_size", low=1, high=MAX_WIDTH) if strategy == "group" else 0,
         block=_block(weights, "block_structure") if strategy == "block" else (0, 0),
         symmetric=weights.boolean("symmetric", default=True),
-        activation_order=strategy == "group" and weights.values.get("actorder") in ("group", "dynamic", True),
+        activation_order=strategy == "group" and _ordered(weights),
         head_converted=True,
         targets=_targets(group),
         reach_field={"group": "group_size", "block": "block_structure"}.get(strategy, "strategy"),
@@ -417,6 +417,12 @@ def _compressed_group(table: Fields, groups: Fields, name: str) -> QuantSpec:
     return found if inputs is None else _with_inputs(inputs, found)
 
 
+def _ordered(weights: Fields) -> bool:
+    """Whether a group for every input is stored; of "weight" and "static" groups stay runs of inputs."""
+    said = weights.values.get("actorder")
+    return said is True or (isinstance(said, str) and said.lower() in ("group", "dynamic"))
+
+
 def _with_inputs(inputs: Fields, found: QuantSpec) -> QuantSpec:
     """Inputs are rounded to what the weights are, or the product is another one than this engine has."""
     bits, kind = inputs.integer("num_bits", high=64, default=8), inputs.text("type", default="int")
@@ -427,7 +433,10 @@ def _with_inputs(inputs: Fields, found: QuantSpec) -> QuantSpec:
         said = f"{kind}{bits}{'' if symmetric else ' with zero points'}"
         unread = f"inputs rounded to {shorten(said)} for weights in {found.method}"
         return replace(found, static_activations=dynamic is False, lacking=(*found.lacking, unread))
-    strategy = inputs.text("strategy", default="tensor")
+    strategy = inputs.text("strategy", default="group" if inputs.has("group_size") else "tensor")
+    if strategy not in ("tensor", "token", "group"):
+        unread = f"inputs with scales by {shorten(strategy)}"
+        return replace(found, static_activations=not dynamic, lacking=(*found.lacking, unread))
     group = inputs.integer("group_size", high=MAX_WIDTH) if strategy == "group" else 0
     return replace(
         found,

@@ -230,6 +230,17 @@ def test_inputs_that_are_rounded_to_something_else_are_refused() -> None:
     config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "symmetric": False, "dynamic": True}
     with pytest.raises(CheckpointError, match="int8 with zero points"):
         from_config({**LLAMA, "quantization_config": config})
+    for strategy in ("channel", "block", "tensor_group"):
+        config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True, "strategy": strategy}
+        with pytest.raises(CheckpointError, match=f"inputs with scales by {strategy}"):
+            from_config({**LLAMA, "quantization_config": config})
+
+
+def test_orders_of_compressed_tensors_may_be_written_in_capitals() -> None:
+    """As its own reader takes them; with "weight" and "static" groups stay runs of inputs."""
+    said = {"group": True, "GROUP": True, "dynamic": True, "weight": False, "static": False, "WEIGHT": False}
+    for order, ordered in said.items():
+        assert quantized(**compressed(num_bits=4, group_size=32, actorder=order)).activation_order is ordered
 
 
 def test_schemes_of_modules_are_found_by_name_before_all_linear_layers() -> None:

@@ -42,6 +42,8 @@ PART_NAMES = re.compile(
 """What quantizers write beside a module's name, or in place of its weight."""
 
 
+SCALE_PARTS = ("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
+"""One of these is beside every matrix that a quantizer took."""
 STACKED_PARTS = ("_blocks", "_scales")
 """What MXFP4 writes behind the name of a stack of experts."""
 

@@ -5,6 +5,7 @@ Headers only; what the numbers say (order of columns, zero points, scales that a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from holdfast.checkpoints.formats.quantized_tensors import PackedPart, Packing, 
 from holdfast.checkpoints.validation.stored_dtypes import PACKED_ENDINGS, PLAIN
 from holdfast.errors import CheckpointError
 from holdfast.models import TensorSpec
+from holdfast.units import shorten
 
 _FIX = (
     "download the model again, config.json too: a quantization_config that was edited, or is of another checkpoint,"
@@ -28,6 +30,9 @@ _SCALES = ("scales", "weight_scale", "input_scale", "input_scale_ub", "SCB", "we
 _EXPONENTS = ("F8_E8M0", "U8")
 """Of scales that are stored as powers of two."""
 _STATE = "weight.quant_state.bitsandbytes__"
+_INPUT_SCALES = re.compile(r"(?:.*\.)?(?:act|act_fn|activation)\.scales|.*\.pre_quant_scale")
+"""What inputs of a matrix are divided by or multiplied with first, each of them: AWQ behind an activation function that
+nothing is multiplied with (StarCoder2, Falcon, GPT-NeoX), and ModelOpt's AWQ."""
 
 
 def find_packed(
@@ -65,6 +70,13 @@ def find_packed(
     codes = next(iter(first.values()))
     whole = replace(codes, shape=tensor.shape, nbytes=total, packed=PackedMatrix(packing, first))
     return whole, codes.name
+
+
+def refuse_input_scales(stored: Mapping[str, StoredTensor]) -> None:
+    """No family here multiplies with them: passed over, every answer would be a little wrong."""
+    name = next((name for name in stored if _INPUT_SCALES.fullmatch(name)), None)
+    if name is not None:
+        raise _unread(shorten(name, 120), "scales for the inputs of a quantized matrix, one each")
 
 
 def _find_stack(

@@ -294,6 +294,12 @@ def require_mxfp4_scales(stored: torch.Tensor, name: str) -> None:
         raise _broken(name, "powers of two, 0 to 254, as scales", f"{_E8M0_NAN}, which is no number")
 
 
+def require_zero_bias(name: str, bias: torch.Tensor) -> None:
+    """Of one beside a quantized matrix of a model that has none there: some tools write zeros to every matrix."""
+    if bool(bias.float().ne(0).any()):
+        raise _broken(name, "no bias, or zeros: config.json describes a model without one there", "other numbers")
+
+
 def order_part(parts: Mapping[str, StoredTensor]) -> StoredTensor | None:
     """The one that says to which group each column belongs."""
     return parts.get("g_idx") or parts.get("weight_g_idx")
