@@ -94,22 +94,46 @@ FORMATS: dict[str, Write] = {
 }
 
 
+def _unpack_nf4(model: Any) -> None:
+    """With bitsandbytes' code, to float32: its products round weights and inputs to what a file was made from."""
+    import torch
+
+    quantized = [
+        (name, module)
+        for name, module in model.named_modules()
+        if getattr(getattr(module, "weight", None), "quant_state", None) is not None
+    ]
+    if not quantized:
+        return
+    for name, module in quantized:
+        from bitsandbytes import functional  # type: ignore[import-not-found]
+
+        module.weight.quant_state.dtype = torch.float32
+        plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+        plain.weight.data = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        if module.bias is not None:
+            plain.bias.data = module.bias.data.float()
+        model.set_submodule(name, plain)
+    torch.nn.Module.float(model)  # transformers forbids it of a quantized one, which it is not any more.
+
+
 def read(folder: Path) -> None:
     """Log-probabilities of each prompt's next token after every token of it."""
     import torch
 
     model = _model(folder)
+    _unpack_nf4(model)
     ids = prompts(model.config.vocab_size)
     with torch.no_grad():
         chances = [torch.log_softmax(model(torch.tensor([one])).logits[0].float(), -1) for one in ids]
-    said = {"prompts": ids, "chances": [one.tolist() for one in chances], "tools": _versions()}
+    said = {"prompts": ids, "chances": [one.tolist() for one in chances], "tools": versions()}
     (folder / "read.json").write_text(json.dumps(said))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     from importlib import metadata
 
-    tools = ("torch", "transformers", "compressed-tensors", "llmcompressor", "bitsandbytes")
+    tools = ("torch", "transformers", "compressed-tensors", "llmcompressor", "bitsandbytes", "autoawq", "gptqmodel")
     installed = {found.metadata["Name"].lower(): found.version for found in metadata.distributions()}
     return {tool: installed[tool] for tool in tools if tool in installed}
 
