@@ -87,8 +87,10 @@ def compressed_tensors() -> Iterator[Made]:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # type: ignore[import-not-found]
     from compressed_tensors.quantization.utils import calculate_qparams  # type: ignore[import-not-found]
 
-    group, channel, tensor = {"strategy": "group", "group_size": 32}, {"strategy": "channel"}, {"strategy": "tensor"}
-    block = {"strategy": "block", "block_structure": [64, 64]}
+    group: dict[str, Any] = {"strategy": "group", "group_size": 32}
+    channel: dict[str, Any] = {"strategy": "channel"}
+    tensor: dict[str, Any] = {"strategy": "tensor"}
+    block: dict[str, Any] = {"strategy": "block", "block_structure": [64, 64]}
     schemes = [
         *((PackedQuantizationCompressor, "pack-quantized",
            {"num_bits": bits, "type": "int", "symmetric": even, **reach})

@@ -184,4 +184,5 @@ def compare(target: str, results: str | None = None) -> None:
 if __name__ == "__main__":
     if len(sys.argv) < 3 or sys.argv[1] not in ("write", "read", "compare"):
         sys.exit("format_tools.py write PLAIN FOLDER [FORMAT ...] | read FOLDER [NAME ...] | compare FOLDER [RESULTS]")
-    {"write": write, "read": read_all, "compare": compare}[sys.argv[1]](*sys.argv[2:])
+    commands: dict[str, Callable[..., None]] = {"write": write, "read": read_all, "compare": compare}
+    commands[sys.argv[1]](*sys.argv[2:])
