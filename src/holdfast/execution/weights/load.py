@@ -37,7 +37,7 @@ from holdfast.execution.weights.decoder_weights import (
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import expert_rows, load_experts, reorder_rows
 from holdfast.execution.weights.gguf_blocks import PLAIN_TYPES, QuantizedMatrix, expand_into, read_rows
-from holdfast.execution.weights.packed import PackedSource, fill_mxfp4, require_zero_bias
+from holdfast.execution.weights.packed import PackedSource, fill_mxfp4, require_no_bias
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
@@ -318,26 +318,15 @@ class Loader:
         """A matrix of a quantized checkpoint, or one expert's of it."""
         stored, (rows, columns) = self.stored[name].packed, self.tensors[name].shape[-2:]
         assert stored is not None
+        assert self.checkpoint is not None
         parts, read = stored.parts, self.read_part
         if expert is not None and "{expert}" in self.tensors[name].hf_name:
-            assert self.checkpoint is not None
             named = {part: one.name.replace("{expert}", str(expert)) for part, one in parts.items()}
             parts = {part: self.checkpoint.tensors[one] for part, one in named.items()}
         elif expert is not None:
             read = partial(self.read_of_stack, expert)
-        self.refuse_bias(next(iter(parts.values())))
+        require_no_bias(next(iter(parts.values())), self.checkpoint, self.biases)
         return PackedSource(stored.packing, parts, layout, rows, columns, read)
-
-    def refuse_bias(self, codes: StoredTensor) -> None:
-        """One that the spec does not have would be left out of the product that these codes are for."""
-        assert self.checkpoint is not None
-        stack = codes.name.removesuffix("_blocks")
-        name = f"{codes.name.rpartition('.')[0]}.bias" if stack == codes.name else f"{stack}_bias"
-        bias = self.checkpoint.tensors.get(name)
-        if bias is None or name in self.biases:
-            return
-        self.biases.add(name)
-        require_zero_bias(name, torch.from_numpy(self.checkpoint.read(name)).view(_TYPES.get(bias.layout, torch.uint8)))
 
     def read_part(self, part: StoredTensor) -> torch.Tensor:
         return self.read_whole(part.name).view(_TYPES[part.layout]).view(part.shape).to(self.device)

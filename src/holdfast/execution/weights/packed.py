@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoints import Packing, StoredTensor
+from holdfast.checkpoints import Checkpoint, Packing, StoredTensor
 from holdfast.checkpoints.formats.quantized_tensors import BNB_BLOCK
 from holdfast.errors import CheckpointError
 from holdfast.execution.weights.scaled_matrix import INT4_ZERO, NF4_VALUES, ScaledMatrix
@@ -294,10 +294,16 @@ def require_mxfp4_scales(stored: torch.Tensor, name: str) -> None:
         raise _broken(name, "powers of two, 0 to 254, as scales", f"{_E8M0_NAN}, which is no number")
 
 
-def require_zero_bias(name: str, bias: torch.Tensor) -> None:
-    """Of one beside a quantized matrix of a model that has none there: some tools write zeros to every matrix."""
-    if bool(bias.float().ne(0).any()):
+def require_no_bias(codes: StoredTensor, checkpoint: Checkpoint, known: set[str]) -> None:
+    """Beside a quantized matrix, unless it is among the `known` ones or zero, as some tools write it to every matrix: no
+    product would add it. What was found to be zero becomes known."""
+    stack = codes.name.removesuffix("_blocks")
+    name = f"{codes.name.rpartition('.')[0]}.bias" if stack == codes.name else f"{stack}_bias"
+    if name not in checkpoint.tensors or name in known:
+        return
+    if checkpoint.read(name).any():
         raise _broken(name, "no bias, or zeros: config.json describes a model without one there", "other numbers")
+    known.add(name)
 
 
 def order_part(parts: Mapping[str, StoredTensor]) -> StoredTensor | None:
