@@ -15,6 +15,12 @@ _FORMS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized
 _MAX_GROUPS = 256
 
 
+def keys_and_values_alone(table: Fields) -> bool:
+    """Whether nothing but the KV cache is quantized: llm-compressor writes such checkpoints too."""
+    groups = table.table("config_groups")
+    return (groups is None or not groups.values) and table.table("kv_cache_scheme") is not None
+
+
 def compressed_tensors(table: Fields) -> QuantSpec:
     groups = table.table("config_groups")
     if groups is None or not groups.values:

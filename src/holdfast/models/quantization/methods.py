@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from holdfast.errors import CheckpointError
 from holdfast.models.fields import MAX_WIDTH, Fields
-from holdfast.models.quantization.compressed_tensors import compressed_tensors, modelopt
+from holdfast.models.quantization.compressed_tensors import compressed_tensors, keys_and_values_alone, modelopt
 from holdfast.models.quantization.spec import INSTEAD, QuantSpec
 from holdfast.models.quantization.values import bits_of, block_of, check_patterns, modules_of
 from holdfast.units import shorten
@@ -35,6 +35,8 @@ def _from_config(config: Fields) -> QuantSpec | None:
     if not table.has("quant_method") and not table.has("config_groups"):
         raise table.missing("quant_method", "one of " + ", ".join(_METHODS))
     method = table.text("quant_method", default="compressed-tensors").lower()
+    if method == "compressed-tensors" and keys_and_values_alone(table):
+        return None
     return replace(_of_method(config, table, method), quant_method=method.replace("_", "-"))
 
 
