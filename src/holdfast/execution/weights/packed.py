@@ -295,7 +295,7 @@ def require_mxfp4_scales(stored: torch.Tensor, name: str) -> None:
 
 
 def require_no_bias(codes: StoredTensor, checkpoint: Checkpoint, known: set[str]) -> None:
-    """Beside a quantized matrix, but for `known` ones and zeros, which some tools write to every matrix: no product adds
+    """Beside a quantized matrix, but for `known` ones and zeros, which some tools write to all matrices: no product adds
     it. What was found to be zero becomes known."""
     stack = codes.name.removesuffix("_blocks")
     name = f"{codes.name.rpartition('.')[0]}.bias" if stack == codes.name else f"{stack}_bias"
