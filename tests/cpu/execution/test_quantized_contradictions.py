@@ -169,6 +169,22 @@ def test_scales_that_inputs_are_divided_by_are_refused(name: str, oracles: Calla
     assert "GGUF" in str(caught.value.fix)
 
 
+@pytest.mark.parametrize("quantized", ["awq", "fp8"])
+def test_plain_weights_beside_scales_are_refused(quantized: str, oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """They may be there twice, or be codes in a wider type, which mean nothing alone."""
+    made = {
+        "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, written.awq()),
+        "fp8": Format({"quant_method": "fp8"}, written.fp8()),
+    }[quantized]
+    oracle = oracles("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    write_quantized(oracle.folder, tmp_path, made)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.self_attn.o_proj.weight"
+    tensors[name] = tensors.get(name, torch.zeros(64, 64)).to(torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight' is stored in BF16, beside"):
+        loaded(tmp_path)
+
+
 # One matrix
 
 

@@ -295,8 +295,8 @@ def require_mxfp4_scales(stored: torch.Tensor, name: str) -> None:
 
 
 def require_no_bias(codes: StoredTensor, checkpoint: Checkpoint, known: set[str]) -> None:
-    """Beside a quantized matrix, but for `known` ones and zeros, which some tools write to all matrices: no product adds
-    it. What was found to be zero becomes known."""
+    """Beside a quantized matrix, but for `known` ones and zeros, which some tools write to all matrices: it would be
+    left out. What was found to be zero becomes known."""
     stack = codes.name.removesuffix("_blocks")
     name = f"{codes.name.rpartition('.')[0]}.bias" if stack == codes.name else f"{stack}_bias"
     if name not in checkpoint.tensors or name in known:
