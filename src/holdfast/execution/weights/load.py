@@ -135,8 +135,9 @@ class Loader:
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
         self.slots, self.arrange, self.experts = slots, arrange, experts
         self.make: MakeTensor = exact_tensor
-        self.biases = {tensor.hf_name for tensor in spec.tensors if tensor.hf_name.endswith("bias")}
-        """That are read, or were found to be zero; by the checkpoint's names."""
+        self.biases = {
+            one.hf_name for one in spec.tensors if one.hf_name.endswith("bias")
+        }  # Read, or found to be zero.
         self.done = 0
         self.layouts: set[str] = set()
         self.readers = ThreadPoolExecutor(READERS, "reader")
@@ -327,8 +328,7 @@ class Loader:
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
         """A matrix of a quantized checkpoint, or one expert's of it."""
         stored, (rows, columns) = self.stored[name].packed, self.tensors[name].shape[-2:]
-        assert stored is not None
-        assert self.checkpoint is not None
+        assert stored is not None and self.checkpoint is not None
         parts, read = stored.parts, self.read_part
         if expert is not None and "{expert}" in self.tensors[name].hf_name:
             named = {part: one.name.replace("{expert}", str(expert)) for part, one in parts.items()}
