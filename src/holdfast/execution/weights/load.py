@@ -39,7 +39,7 @@ from holdfast.execution.weights.decoder_weights import (
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import expert_rows, load_experts, reorder_rows
 from holdfast.execution.weights.gguf_blocks import PLAIN_TYPES, QuantizedMatrix, expand_into, read_rows
-from holdfast.execution.weights.packed import PackedSource, fill_mxfp4, require_no_bias
+from holdfast.execution.weights.packed import PackedSource, biases_of, fill_mxfp4, require_no_bias
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
@@ -135,9 +135,7 @@ class Loader:
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
         self.slots, self.arrange, self.experts = slots, arrange, experts
         self.make: MakeTensor = exact_tensor
-        self.biases = {
-            one.hf_name for one in spec.tensors if one.hf_name.endswith("bias")
-        }  # Read, or found to be zero.
+        self.biases = biases_of(spec)
         self.done = 0
         self.layouts: set[str] = set()
         self.readers = ThreadPoolExecutor(READERS, "reader")
@@ -328,7 +326,8 @@ class Loader:
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
         """A matrix of a quantized checkpoint, or one expert's of it."""
         stored, (rows, columns) = self.stored[name].packed, self.tensors[name].shape[-2:]
-        assert stored is not None and self.checkpoint is not None
+        assert stored is not None
+        assert self.checkpoint is not None
         parts, read = stored.parts, self.read_part
         if expert is not None and "{expert}" in self.tensors[name].hf_name:
             named = {part: one.name.replace("{expert}", str(expert)) for part, one in parts.items()}
