@@ -496,6 +496,5 @@ class Loader:
             self.progress(self.done, len(self.tensors) if self.checkpoint is None else len(self.stored))
 
 
-def _of_stack(part: StoredTensor, expert: int) -> str:
-    """What one expert's of it is called while it is being read."""
+def _of_stack(part: StoredTensor, expert: int) -> str:  # Called so while it is being read.
     return f"{part.name}[{expert}]"
