@@ -13,8 +13,8 @@ from functools import cache
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
 from holdfast.doctor.diagnosis.fix_checks import Changes, Facts, sound
-from holdfast.doctor.diagnosis.kv_budget import room_for_kv
-from holdfast.doctor.diagnosis.llama_layers import layers_that_fit
+from holdfast.doctor.diagnosis.kv_budget import context_in_ram, room_for_kv
+from holdfast.doctor.diagnosis.llama_layers import experts_in_ram, layers_that_fit
 from holdfast.doctor.diagnosis.out_of_memory import UNIFIED_GIB
 from holdfast.doctor.evidence.log_state import Event, LogState
 from holdfast.doctor.findings import Basis, Fix
@@ -33,6 +33,7 @@ _SETTINGS = {
     "max_lora_rank": "max-lora-rank",
     "max_loras": "max-loras",
     "layers_on_gpu": "n-gpu-layers",
+    "n_cpu_moe": "n-cpu-moe",
     "swap_space": "swap-space",
     "graph_batch": "max-cudagraph-capture-size",
     "input_tokens": "max-input-tokens",
@@ -44,6 +45,8 @@ _SPELLED_TOO = {"tensor-parallel-size": ("tp",), "max-input-tokens": ("max-input
 """Older or shorter names in what engines print."""
 _OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
 """Without one of these nothing can be reckoned of KV, and no model need be looked up."""
+_EXPERTS_PLACED = frozenset(("override-tensor", "cpu-moe"))
+"""Flags with which experts are in RAM already, as far as somebody wants them there."""
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
 _SIXTEEN_BIT = re.compile(r"(?i)(?<![a-z0-9])(?:bf16|fp16|bfloat16|float16)(?![a-z0-9])")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)")
@@ -73,6 +76,13 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
         told["share_told"] = told.get("utilization", 0.0)
     if log.engine == "llama.cpp":
         told |= layers_that_fit(told)
+        if not log.settings.values.keys() & _EXPERTS_PLACED:
+            told |= experts_in_ram(told, log.settings.model or log.words.get("model_file"))
+            old = profile("llama.cpp").takes("n-cpu-moe", log.version) is False
+            told |= {"experts_by_pattern": 1.0} if old else {}
+    if log.engine == "ollama":
+        told |= context_in_ram(told)
+        told |= {"max_model_len": told["context_asked"]} if "context_asked" in told else {}
     if log.engine == "tgi":
         told.setdefault("tp", told.get("shards", 1))
     if log.engine == "sglang" and "free_at_start_gib" in told:
