@@ -1,4 +1,4 @@
-"""What goes to RAM where a GPU is full (experts of llama.cpp), and what is shortened where RAM is (Ollama's context)."""
+"""What goes to RAM where a GPU is full (llama.cpp's experts), and what is shortened where RAM is (Ollama's context)."""
 
 from __future__ import annotations
 

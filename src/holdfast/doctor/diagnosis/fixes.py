@@ -65,9 +65,10 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
         if value is not None:
             numbers[name] = value
             numbers[f"{name}_set"] = value
-    if _GGUF_FOLDER.search(log.settings.model or ""):
+    named = event.words.get("place") or log.settings.model
+    if _GGUF_FOLDER.search(named or ""):
         numbers["gguf_folder"] = 1
-    numbers["hub_name"] = float(_HUB_NAME.fullmatch(log.settings.model or "MODEL/NAME") is not None)
+    numbers["hub_name"] = float(_HUB_NAME.fullmatch(named or "MODEL/NAME") is not None)
     numbers["sixteen_bit"] = float(_SIXTEEN_BIT.search(log.settings.model or "") is not None)
     offloaded = log.settings.number("cpu-offload-gb")
     numbers["offload_asked"] = offloaded or 0.0
@@ -149,7 +150,7 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
     architecture = engine.class_of(event.words.get("architecture", ""))
     return {
         "model": log.settings.model or "MODEL",
-        "fetch_again": _fetch_again(log.engine, log.settings.model or "MODEL"),
+        "fetch_again": _fetch_again(log.engine, log.settings.model or _file(log) or "MODEL"),
         "package": engine.package,
         "since": engine.serves_since(architecture) or "",
         "until": engine.served_until(architecture) or "",
@@ -158,6 +159,11 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
         **log.words,
         **event.words,
     }
+
+
+def _file(log: LogState) -> str | None:
+    """Of llama.cpp, which is given a file and no name of the hub."""
+    return log.words.get("model_file", "MODEL.gguf") if log.engine == "llama.cpp" else None
 
 
 def _fetch_again(engine: str | None, model: str) -> str:
