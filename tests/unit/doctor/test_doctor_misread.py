@@ -364,8 +364,13 @@ TOLD_OTHERWISE = {
 def test_what_whole_logs_were_told_and_is_not_so(case: str) -> None:
     text, wrong = TOLD_OTHERWISE[case]
     first = diagnose_lines(text.split("\n"), "log").findings[0]
-    assert wrong not in (first.cause, first.what)
+    assert first.cause != wrong
     assert wrong not in first.what
+
+
+def test_a_comment_among_arguments_is_told_as_one() -> None:
+    first = diagnose_lines(["api_server.py: error: unrecognized arguments: # smaller here"], "log").findings[0]
+    assert first.what.startswith("A comment (#) is among the arguments")
 
 
 def test_a_setting_that_is_refused_is_quoted() -> None:
