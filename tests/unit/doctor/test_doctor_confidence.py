@@ -184,3 +184,9 @@ def test_a_fix_that_did_not_help_is_another_or_not_called_sure(case: Mended) -> 
     assert (found.fix.command or "").startswith(case.command or "")
     assert (found.fix.command is None) == (case.command is None)
     assert not case.without or case.without not in found.fix.why
+
+
+def test_a_misspelt_flag_of_a_command_that_is_not_seen_is_told_what_it_may_be_meant_for() -> None:
+    fix = _first("error: invalid argument: --tempp").fix
+    assert fix is not None
+    assert fix.why.startswith("--tempp may be meant for --temp; ")

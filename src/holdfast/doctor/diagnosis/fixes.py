@@ -243,6 +243,8 @@ def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> F
         why, price = others, None if corrected else price
     elif corrected:
         why, price = f"the flag is spelled {', '.join(corrected)}", None
+    elif "{flag}" in rule.change and (meant := _meant(engine, changes)):
+        why = f"{meant}; {why}"
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
         price = "weights and KV take twice the memory"
     known = bool(corrected) or (replaced is not None and replaced[1])
@@ -372,6 +374,12 @@ def _of_others(engine: str, changes: Changes) -> str:
         here += "" if same is None or same in changes else ", with the same value"
         said += [] if other is None else [f"{flag} is a flag of {other.name}; {here}"]
     return "; ".join(said)
+
+
+def _meant(engine: str, changes: Changes) -> str:
+    """Of flags that are taken away because their value is not seen: which ones they may have been meant for."""
+    near = {flag: profile(engine).nearest(flag) for flag, value in changes.items() if value is None}
+    return ", ".join(f"{flag} may be meant for --{name}" for flag, name in near.items() if name is not None)
 
 
 def _with_hyphens(engine: str, flag: str) -> str | None:
