@@ -190,3 +190,21 @@ def test_a_misspelt_flag_of_a_command_that_is_not_seen_is_told_what_it_may_be_me
     fix = _first("error: invalid argument: --tempp").fix
     assert fix is not None
     assert fix.why.startswith("--tempp may be meant for --temp; ")
+
+
+@pytest.mark.parametrize(
+    ("version", "context", "flag", "confidence"),
+    [
+        ("0.6.6", 8192, "--enable-chunked-prefill", "high"),
+        ("0.11.0", 8192, "--max-num-batched-tokens", "high"),
+        ("0.11.0", 131072, "--max-num-batched-tokens", "medium"),
+    ],
+)
+def test_chunks_are_not_offered_where_a_release_has_them_by_itself(
+    version: str, context: int, flag: str, confidence: str
+) -> None:
+    """They are off there because the model or the CPU has none."""
+    said = f"ValueError: max_num_batched_tokens (2048) is smaller than max_model_len ({context})."
+    found = _first(VLLM.replace("0.11.0", version), said)
+    assert found.fix is not None
+    assert (next(iter(found.fix.changes)), found.confidence) == (flag, confidence)

@@ -60,6 +60,7 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     numbers = {name: engine.defaults[ours] for name, ours in _SETTINGS.items() if ours in engine.defaults}
     if log.engine in (None, "vllm"):
         numbers["utilization"] = _default_utilization(log.version)
+        numbers |= {"before_chunks": 1.0} if () < release(log.version or "") < CHUNKS else {}
     for name, ours in _SETTINGS.items():
         value = log.settings.number(*_spellings(ours))
         if value is not None:
@@ -105,6 +106,8 @@ _FAMILY = {"ollama": "llama.cpp"}
 """Whose architectures an engine serves, where not its own."""
 
 
+CHUNKS = (0, 8)
+"""From it on vLLM computes prompts in chunks by itself; before it, it is asked for."""
 INSPECTED_APART = (0, 6, 5)
 """From it on vLLM says otherwise that a class which it has could not be looked into: its install is broken."""
 
