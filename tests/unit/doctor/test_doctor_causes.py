@@ -39,6 +39,11 @@ def test_memory_that_cpu_and_gpu_share_is_known_by_its_size() -> None:
     assert found.fix is not None
     assert found.fix.changes == {"--gpu-memory-utilization": "0.77"}
     assert _vllm(free.format("96.20", "139.80")).cause == "free_memory_below_utilization"
+    taken = _vllm(free.format("4.04", "119.63"))  # a share of 0.01 would hold no model
+    assert taken.cause == "unified_memory"
+    assert taken.fix is not None
+    assert not taken.fix.changes
+    assert taken.fix.basis == "look"
 
 
 def test_a_share_of_shared_memory_is_not_raised_beyond_what_the_system_needs() -> None:

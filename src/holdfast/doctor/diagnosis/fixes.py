@@ -393,10 +393,8 @@ def _with_hyphens(engine: str, flag: str) -> str | None:
 def _changed(formula: object, numbers: dict[str, float], words: dict[str, str]) -> str | None:
     if formula is False:
         return None
-    text = str(formula)
-    if text == "":
+    if not (text := str(formula)):
         return ""
     if text.startswith("'"):
         return filled((text.strip("'"),), {**words, **numbers}) or None
-    value = evaluate(text, numbers)
-    return None if value is None else written(value)
+    return None if (value := evaluate(text, numbers)) is None else written(value)
