@@ -208,9 +208,13 @@ def write_q4_k(config: dict[str, Any], path: Path, skew: float = 0.0) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     random, chunks = numpy.random.default_rng(0), dict[Any, Any]()
+    last: dict[Any, Any] = {}
 
     def blocks(kind: Any, count: int) -> Any:
-        """Random codes and small scales; the same million blocks again and again."""
+        """Random codes and small scales; the same million blocks again and again. Matrices of one size are one array:
+        all are held until the file is written."""
+        if (kind, count) in last:
+            return last[kind, count]
         if kind not in chunks:
             made = random.integers(0, 256, (1 << 18, gguf.GGML_QUANT_SIZES[kind][1]), dtype=numpy.uint8)
             if kind == kinds.Q4_K:
@@ -218,7 +222,8 @@ def write_q4_k(config: dict[str, Any], path: Path, skew: float = 0.0) -> None:
             else:
                 made[:, -2:] = numpy.array([1e-5], dtype=numpy.float16).view(numpy.uint8)
             chunks[kind] = made
-        return numpy.resize(chunks[kind], (count, chunks[kind].shape[1]))
+        last[kind, count] = numpy.resize(chunks[kind], (count, chunks[kind].shape[1]))
+        return last[kind, count]
 
     def add(name: str, shape: tuple[int, ...], kind: Any) -> None:
         elements, nbytes = gguf.GGML_QUANT_SIZES[kind]

@@ -19,6 +19,14 @@ KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2
 """By the planner's names."""
 HARDLY_BY_TORCH = 0.02
 """Of the weights, that torch may multiply with one thread: the routers of experts are less."""
+GPU_TILES = 8
+"""Times as much of a matrix is unpacked at once on a GPU, where launching takes longer than computing: with tiles of a
+million codes a 70B model is a million launches."""
+
+
+def tile_elements(on_cpu: int, device: torch.device) -> int:
+    """Of a matrix, unpacked at once while loading; on a CPU as much as its caches hold."""
+    return on_cpu if device.type == "cpu" else GPU_TILES * on_cpu
 
 
 def packs_weights(dtype: torch.dtype, device: torch.device, features: Collection[str] | None = None) -> bool:
