@@ -3,6 +3,7 @@
     write_awq(config, folder)      AWQ (gemm layout, 4 bits, groups of 128), one safetensors file a layer
     write_fp8(config, folder)      FP8, a scale for each matrix, inputs rounded as they come; alike
     write_q4_k(config, path)       GGUF: Q4_K, the head in Q6_K; no vocabulary: run with token ids
+    write_smollm2(path)            GGUF: SmolLM2-135M's shape, Q4_1 and Q8_0 as the built-in model has them; alike
 
 Numbers are scaled so that logits have spread. Needs torch, or numpy and gguf.
 """
@@ -182,8 +183,22 @@ def _modules(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def write_q4_k(config: dict[str, Any], path: Path, skew: float = 0.0) -> None:
-    """`skew`: logits of the n-th expert of a layer spread by n to the power of less that: the first are chosen more."""
+SMOLLM2 = {
+    "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 8192,
+    "rope_theta": 1e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def write_smollm2(path: Path) -> None:
+    write_q4_k(SMOLLM2, path, layers="Q4_1", embedding="Q8_0")
+
+
+def write_q4_k(
+    config: dict[str, Any], path: Path, skew: float = 0.0, *, layers: str = "Q4_K", embedding: str = "Q4_K"
+) -> None:
+    """`skew`: logits of the n-th expert of a layer spread by n to the power of less that: the first are chosen more.
+    `layers`, `embedding`: other types for their matrices."""
     import gguf
     import numpy
 
@@ -208,17 +223,26 @@ def write_q4_k(config: dict[str, Any], path: Path, skew: float = 0.0) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     random, chunks = numpy.random.default_rng(0), dict[Any, Any]()
+    last: dict[Any, Any] = {}
 
     def blocks(kind: Any, count: int) -> Any:
-        """Random codes and small scales; the same million blocks again and again."""
+        """Random codes and small scales; the same million blocks again and again. Matrices of one size are one array:
+        all are held until the file is written."""
+        if (kind, count) in last:
+            return last[kind, count]
         if kind not in chunks:
             made = random.integers(0, 256, (1 << 18, gguf.GGML_QUANT_SIZES[kind][1]), dtype=numpy.uint8)
             if kind == kinds.Q4_K:
                 made[:, :4] = numpy.array([1e-4, 7.5e-4], dtype=numpy.float16).view(numpy.uint8)
+            elif kind == kinds.Q4_1:
+                made[:, :4] = numpy.array([4e-3, -3e-2], dtype=numpy.float16).view(numpy.uint8)
+            elif kind == kinds.Q8_0:
+                made[:, :2] = numpy.array([2e-4], dtype=numpy.float16).view(numpy.uint8)
             else:
                 made[:, -2:] = numpy.array([1e-5], dtype=numpy.float16).view(numpy.uint8)
             chunks[kind] = made
-        return numpy.resize(chunks[kind], (count, chunks[kind].shape[1]))
+        last[kind, count] = numpy.resize(chunks[kind], (count, chunks[kind].shape[1]))
+        return last[kind, count]
 
     def add(name: str, shape: tuple[int, ...], kind: Any) -> None:
         elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
@@ -231,7 +255,7 @@ def write_q4_k(config: dict[str, Any], path: Path, skew: float = 0.0) -> None:
 
     hidden, width = config["hidden_size"], config["head_dim"]
     query, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-    add("token_embd.weight", (config["vocab_size"], hidden), kinds.Q4_K)
+    add("token_embd.weight", (config["vocab_size"], hidden), kinds[embedding])
     if not config["tie_word_embeddings"]:
         add("output.weight", (config["vocab_size"], hidden), kinds.Q6_K)
     for layer in range(config["num_hidden_layers"]):
@@ -242,7 +266,7 @@ def write_q4_k(config: dict[str, Any], path: Path, skew: float = 0.0) -> None:
             "v": (kv, hidden),
             "output": (hidden, query),
         }.items():
-            add(f"{stem}attn_{name}.weight", shape, kinds.Q4_K)
+            add(f"{stem}attn_{name}.weight", shape, kinds[layers])
         if experts:
             inner = config["moe_intermediate_size"]
             ones(f"{stem}attn_q_norm.weight", width)
@@ -259,7 +283,7 @@ def write_q4_k(config: dict[str, Any], path: Path, skew: float = 0.0) -> None:
             inner = config["intermediate_size"]
             sides = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         for name, side in sides.items():
-            add(f"{stem}ffn_{name}.weight", side, kinds.Q4_K)
+            add(f"{stem}ffn_{name}.weight", side, kinds[layers])
         ones(f"{stem}attn_norm.weight", hidden)
         ones(f"{stem}ffn_norm.weight", hidden)
     ones("output_norm.weight", hidden)

@@ -1,11 +1,13 @@
 """Models larger than the GPU's memory: tokens a second, bytes moved a step, how busy the link was, what the driver saw.
 
     python benchmarks/tiers.py ROW [ROW...]         rows: llama-70b-int4, llama-70b-int4-nvme, llama-8b-bf16,
-                                                    qwen3-30b-a3b-q4k, qwen3-30b-a3b-q4k-zipf
+                                                    qwen3-30b-a3b-q4k, qwen3-30b-a3b-q4k-zipf, llama-70b-q4k,
+                                                    llama-70b-int4-files: the start from files in the page cache
 
-Dummy weights in real shapes; prompts of token ids, no tokenizer, ends ignored, no prefix cache. Each row is an engine
-in a process of its own with a budget of VRAM, a line of JSON for each batch as it is measured. Figures of decoding are
-the difference of a long run and a short one with the same prompts, so that prompts are not in them.
+Dummy weights in real shapes, or random ones in files where TMPDIR has room (40 GB for a 70B: /dev/shm); prompts of
+token ids, no tokenizer, ends ignored, no prefix cache. Each row is an engine in a process of its own with a budget of
+VRAM, a line of JSON for each batch as it is measured. Figures of decoding are the difference of a long run and a short
+one with the same prompts, so that prompts are not in them.
 The most that NVML saw in use is sampled five times a second throughout, other processes included.
 """
 
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu_worker import LLAMA, SHAPES
-from benchmarks.random_checkpoints import awq_config, write_q4_k
+from benchmarks.random_checkpoints import awq_config
 
 LLAMA_70B: dict[str, Any] = LLAMA | {
     "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
@@ -36,8 +38,10 @@ class Row(NamedTuple):
     settings: dict[str, Any]
     batches: tuple[tuple[int, int, int], ...]
     """Sequences, tokens of each prompt, tokens of each answer."""
-    skew: float | None = None
-    """A GGUF file in Q4_K, whose routers prefer experts so much; None: dummies of the config."""
+    stored: str | None = None
+    """A file of random weights, q4_k (GGUF) or awq; None: dummies of the config."""
+    skew: float = 0.0
+    """How much its routers prefer some experts."""
     prompts: tuple[int, ...] = ()
     """Tokens of prompts that are measured by themselves, one at a time."""
 
@@ -62,10 +66,16 @@ EXPERTS = Row(
     SHAPES["qwen3-30b-a3b"],
     USUAL | {"vram": "8GiB"},
     ((1, 128, 132), (8, 128, 68), (32, 128, 36)),
-    skew=0.0,
+    stored="q4_k",
     prompts=(512, 2000),
 )
 ROWS |= {"qwen3-30b-a3b-q4k": EXPERTS, "qwen3-30b-a3b-q4k-zipf": EXPERTS._replace(skew=0.3)}
+ROWS |= {
+    "llama-70b-q4k": Row(
+        LLAMA_70B, USUAL | {"vram": "22.93GiB"}, ((1, 128, 24), (8, 128, 16), (32, 128, 16)), stored="q4_k"
+    ),
+    "llama-70b-int4-files": Row(LLAMA_70B, USUAL | {"vram": "22.93GiB"}, ((1, 128, 8),), stored="awq"),
+}
 SHORT_TOKENS = 4
 """Of answers in the short run."""
 NVML_PERIOD_MS = 200
@@ -95,6 +105,30 @@ class Run(NamedTuple):
     pairs: int
     hits: int
     host_s: float
+
+
+class Stages:
+    """How long each stage of a start took, in seconds: from its first word to the next one's."""
+
+    def __init__(self) -> None:
+        from holdfast.engine.startup import progress
+
+        self._begun: list[tuple[str, float]] = [("plan", time.perf_counter())]
+        hear = progress.LoadProgress.__call__
+
+        def heard(bar: Any, stage: str, done: int, total: int) -> None:
+            if stage != self._begun[-1][0]:
+                self._begun.append((stage, time.perf_counter()))
+            hear(bar, stage, done, total)
+
+        progress.LoadProgress.__call__ = heard  # type: ignore[method-assign,assignment]
+
+    def seconds(self) -> dict[str, float]:
+        found = dict[str, float]()
+        ends = [begun for _, begun in self._begun[1:]] + [time.perf_counter()]
+        for (stage, begun), end in zip(self._begun, ends, strict=True):
+            found[stage] = round(found.get(stage, 0.0) + end - begun, 2)
+        return found
 
 
 class HostDecided(logging.Handler):
@@ -157,6 +191,21 @@ def figures(sequences: int, output: int, whole: Run, short: Run) -> dict[str, fl
     }
 
 
+def write(row: Row, folder: Path) -> Path:
+    """The model. In a process of its own: what it takes on the GPU and in RAM goes with it."""
+    code = (
+        "import json, pathlib, sys; from benchmarks.random_checkpoints import write_awq, write_q4_k;"
+        " row = json.loads(sys.argv[1]); path = pathlib.Path(sys.argv[2]);"
+        " write_awq(row['config'], path) if row['stored'] == 'awq' else write_q4_k(row['config'], path, row['skew'])"
+    )
+    path = folder / "model.gguf" if row.stored == "q4_k" else folder
+    about = json.dumps({"config": row.config, "stored": row.stored, "skew": row.skew})
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code, about, str(path)], check=True, cwd=Path(__file__).parent.parent)
+    print(json.dumps({"written_s": round(time.perf_counter() - begin, 1)}), flush=True)
+    return path
+
+
 def measure(name: str) -> None:
     from holdfast import LLM
 
@@ -164,20 +213,20 @@ def measure(name: str) -> None:
     watcher = watch_nvml(most)
     with tempfile.TemporaryDirectory() as folder:
         model, settings = Path(folder), row.settings
-        if row.skew is None:
+        if row.stored is None:
             (model / "config.json").write_text(json.dumps(row.config))
             settings = settings | {"load_format": "dummy"}
         else:
-            model /= "model.gguf"
-            write_q4_k(row.config, model, row.skew)
-        begin, host = time.perf_counter(), HostDecided()
+            model = write(row, model)
+        begin, host, stages = time.perf_counter(), HostDecided(), Stages()
         llm = LLM(str(model), skip_tokenizer_init=True, enable_prefix_caching=False, **settings)
         ready_s = time.perf_counter() - begin
         told = ("streamed", "pinned", "layers_on_disk", "link_copy", "nvme_read", "kv_pool", "cpu_", "expe", "host_")
         lines = [line for line in llm.info.decisions if line.startswith(told)]
         memory = llm.info.memory
         terms = {} if memory is None else {one.term: (one.planned_bytes, one.measured_bytes) for one in memory.terms}
-        ready = {"row": name, "ready_s": ready_s, "decisions": lines, "terms": terms, "nvml_mib": most[0]}
+        ready = {"row": name, "ready_s": ready_s, "stages_s": stages.seconds(), "decisions": lines, "terms": terms}
+        ready["nvml_mib"] = most[0]
         print(json.dumps(ready), flush=True)
         run(llm, 1, 16, 2)
         if any(line.startswith("cpu_compute = auto") for line in lines):

@@ -27,13 +27,23 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
-    from holdfast.records.pooling import PoolingParams
+    from holdfast.records.pooling import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLMEngine",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -41,10 +51,14 @@ __all__ = [
     "GuidedDecodingParams",
     "LLMEngine",
     "LoRARequest",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -55,6 +69,10 @@ _RECORDS = (
     "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "GuidedDecodingParams", "LoRARequest",
     "RequestOutput", "SamplingParams", "StructuredOutputsParams",
 )  # fmt: skip
+_POOLED = (
+    "ClassificationOutput", "ClassificationRequestOutput", "PoolingOutput", "PoolingParams", "PoolingRequestOutput",
+    "ScoringOutput", "ScoringRequestOutput",
+)  # fmt: skip
 _INPUTS = ("PromptType", "TextPrompt", "TokensPrompt")
 
 
@@ -64,7 +82,7 @@ _ELSEWHERE = {
     "AsyncLLMEngine": "holdfast.engine.async_llm_engine",
     "EngineArgs": "holdfast.engine.arg_utils",
     "AsyncEngineArgs": "holdfast.engine.arg_utils",
-    "PoolingParams": "holdfast.records.pooling",
+    **dict.fromkeys(_POOLED, "holdfast.records.pooling"),
     "plan": "holdfast.planner.api",
     **dict.fromkeys(_RECORDS, "holdfast.records"),
     **dict.fromkeys(_INPUTS, "holdfast.inputs"),

@@ -110,6 +110,30 @@ def test_rows_of_no_meaning_disturb_nobody() -> None:
     assert torch.equal(found[3:], wanted)
 
 
+@pytest.mark.parametrize("tokens", [7, 40])
+def test_rows_that_pad_a_step_choose_nothing(tokens: int) -> None:
+    """Those without a slot, and those beyond the slots: they are in no lines, weights or choices."""
+    case = Case((tokens, 5, 2, 40, 24), torch.float32)
+    slots = torch.arange(tokens - 2, dtype=torch.int32, device=DEVICE)
+    slots[1] = slots[4] = -1
+    live = torch.ones(tokens, dtype=torch.bool, device=DEVICE)
+    live[[1, 4, -2, -1]] = False
+    chosen = torch.full((tokens, 2), 99, dtype=torch.int32, device=DEVICE)
+    kernels.route(case.logits, case.lines, normalized=True, chosen=chosen, slots=slots)
+    wanted = case.logits.topk(2, dim=-1).indices.int()
+    assert torch.equal(chosen, torch.where(live[:, None], wanted, -1))
+    assert torch.equal(case.lines.counts, wanted[live].view(-1).bincount(minlength=5).int())
+    standing = [pair for expert in range(5) for pair in case.lines.pairs[expert, : case.lines.counts[expert]].tolist()]
+    assert sorted(standing) == [2 * token + choice for token in live.nonzero().view(-1).tolist() for choice in (0, 1)]
+    weights = case.lines.weights[:tokens]
+    torch.testing.assert_close(weights.sum(1), live.float())
+    rows = torch.full((2 * tokens, 24), NAN, device=DEVICE)
+    rows.view(tokens, 2, 24)[live] = 3.0
+    out = torch.ones((tokens, 24), device=DEVICE)
+    kernels.add_pairs(rows, case.lines, out, add=True, padded=True)
+    torch.testing.assert_close(out, (1 + 3 * live.float())[:, None].expand(-1, 24))
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("shape", "tile"), CASES)
 @pytest.mark.parametrize("activation", ["silu", *(["gelu_tanh"] if ON_GPU else [])])

@@ -140,6 +140,67 @@ def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torc
         assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("kinds", [None, ("Q8_0", "Q4_0", "Q5_1")], ids=["numbers", "blocks"])
+def test_experts_come_and_go_while_answers_are_computed(
+    kinds: tuple[str, str, str] | None, tmp_path: Path, device: torch.device
+) -> None:
+    """Bit for bit, whatever number of them stays, in steps of few tokens and of many."""
+    model = Experts(tmp_path, 4, kinds)
+    core = model.core(device, gpu=True, slots=2)
+    experts, draw, counts = core.runner.decoder.experts, random.Random(3), set[tuple[int, ...]]()
+    assert experts is not None
+    assert experts.movable
+
+    def between() -> None:
+        if draw.random() < 0.5:
+            core.runner.change_experts(draw.choice([0, 1, 4, 7, experts.most_resident]))
+            counts.add(experts.resident_counts)
+            on_device = sum(plane.nbytes for _, stay in experts._planes.values() for plane in stay)
+            assert on_device == experts.resident_bytes == core.runner.weights_bytes - fixed
+            assert experts.nbytes + experts.resident_bytes == experts.bytes_with(sum(experts.resident_counts))
+            assert experts.pinned_bytes == sum(piece.nbytes for piece in experts._pieces)
+
+    fixed = core.runner.weights_bytes - experts.resident_bytes
+    params = [SamplingParams(max_tokens=8, seed=number, logprobs=2, ignore_eos=True) for number in range(2)]
+    found = run(core, [prompt(1, 9), prompt(2, 1)], params, between=between)
+    core.close()
+    assert len(counts) > 2
+    model.few = None
+    plain = model.core(device, gpu=True, slots=2)
+    assert told(found) == told(run(plain, [prompt(1, 9), prompt(2, 1)], params))
+    plain.close()
+
+
+def told(outputs: list[Any]) -> list[Any]:
+    entries = [entry for one in outputs for output in one for entry in output.logprobs or []]
+    return [*(tokens_of(one) for one in outputs), *((entry.token_ids, entry.logprobs) for entry in entries)]
+
+
+@pytest.mark.parametrize("share", [None, 0.0], ids=["fetched", "host"])
+def test_rows_that_pad_a_step_are_no_uses(share: float | None, tmp_path: Path, device: torch.device) -> None:
+    """Three sequences are a step of four rows: what the fourth would choose is not counted, fetched or computed."""
+    model = Experts(tmp_path, 4)
+    model.link_share = share
+    core = model.core(device, gpu=True, slots=3)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    experts = core.runner.decoder.experts
+    assert experts is not None
+    before = int(experts._uses.sum())
+    params = [SamplingParams(max_tokens=4, seed=number, ignore_eos=True) for number in range(3)]
+    run(core, [prompt(number, 1) for number in range(3)], params)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    pairs = int(experts._uses.sum()) - before
+    # Of each of 3 layers 2 experts for each of 3 sequences' 4 tokens; a graph's first launch is made twice.
+    tokens, once = 3 * 4, 2 * 3
+    assert pairs % once == 0
+    assert tokens * once <= pairs <= (2 * tokens if device.type == "cuda" else tokens) * once
+    if share is not None:
+        assert model.host.pairs <= pairs
+    core.close()
+
+
 def test_host_and_link_are_measured_and_share_what_waits(tmp_path: Path, device: torch.device) -> None:
     model = Experts(tmp_path, 4)
     model.link_share = 0.0

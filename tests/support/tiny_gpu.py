@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,13 +167,16 @@ def run(
     prompts: list[list[int]],
     params: list[SamplingParams],
     bad_words: list[list[list[int]]] | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> list[list[EngineOutput]]:
+    """`between`: called before every step."""
     found: dict[str, list[EngineOutput]] = {}
     for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         found[str(number)] = []
         words = [] if bad_words is None else bad_words[number]
         core.add(Request(request_id=str(number), prompt_token_ids=prompt, params=one, bad_word_ids=words))
     while core.has_work:
+        between()
         for output in core.step():
             found[output.request_id].append(output)
         core.scheduler.check_invariants()

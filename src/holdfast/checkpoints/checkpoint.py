@@ -58,6 +58,11 @@ class Checkpoint:
         assert target.nbytes == self._tensor(name).nbytes, "the bytes of the tensor, no more and no fewer"
         self._read_at(name, 0, target.data)
 
+    def read_range(self, name: str, start: int, target: memoryview) -> None:
+        """What the tensor has from `start` on, as many bytes as `target` has."""
+        assert start + target.nbytes <= self._tensor(name).nbytes, "within the tensor"
+        self._read_at(name, start, target)
+
     def _tensor(self, name: str) -> StoredTensor:
         tensor = self.tensors.get(name)
         if tensor is None:

@@ -49,6 +49,11 @@ def say_fatal(error: BaseException, words: Sequence[str], command: str | None = 
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
+def _has_blanks(command: str, words: Sequence[str]) -> bool:
+    """Whether there are words in it that stand for what only the user knows: `FILE`. It is no command to run."""
+    return any(word.isalpha() and word.isupper() and word not in words for word in command.split())
+
+
 def _with_diagnosis(lines: list[str], error: BaseException, words: Sequence[str], command: str | None) -> list[str]:
     from holdfast.doctor import diagnose_lines
     from holdfast.doctor.report.text import lines_of_findings
@@ -67,8 +72,9 @@ def _with_diagnosis(lines: list[str], error: BaseException, words: Sequence[str]
             lines.insert(above_fix, f"  cause:  {rulebook().causes[finding.cause].means} ({finding.cause})")
         if finding.fix is not None and written is None:
             lines.append(f"  fix:    {finding.fix.why}")
-        if command is None and finding.fix is not None and finding.fix.command not in (None, written):
-            lines.append(f"  run:    {finding.fix.command}")
+        advised = None if finding.fix is None else finding.fix.command
+        if command is None and advised not in (None, written) and not _has_blanks(advised or "", words):
+            lines.append(f"  run:    {advised}")
     if command is not None and command != written:
         lines.append(f"  run:    {command}")
     others = [finding for finding in diagnosis.findings if finding.code != code]

@@ -16,6 +16,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def working_command(error: HoldfastError, words: Sequence[str], parse: Parse) ->
         text = changed
         found = refused_start(shlex.split(text)[1:], parse)
         if found is None:
-            return WorkingCommand(text, tuple(also)) if _keeps_model(text, words, parse) else None
+            kept = _keeps_model(text, words, parse) and not _guesses_model(text, words, parse)
+            return WorkingCommand(text, tuple(also)) if kept else None
         also.append(found.message)
         refused = found
     return None
@@ -142,6 +144,25 @@ def _guards(text: str, error: HoldfastError) -> list[str]:
 def _keeps_model(text: str, words: Sequence[str], parse: Parse) -> bool:
     """Whether there is a model in it, where there was one."""
     return _named_model(list(words), parse) is None or _named_model(shlex.split(text)[1:], parse) is not None
+
+
+def _guesses_model(text: str, words: Sequence[str], parse: Parse) -> bool:
+    """Whether its model is a word that stood behind a flag that there is not, and is like no model's name: it may as
+    well be that flag's value."""
+    from holdfast.checkpoints.sources import builtin
+    from holdfast.checkpoints.sources.resolve import short_name
+
+    model = _named_model(shlex.split(text)[1:], parse)
+    if model is None or "/" in model or Path(model).exists() or builtin.find(model) or short_name(model):
+        return False
+    try:
+        parse(list(words))
+    except ConfigurationError as error:
+        unknown = {_flag_of(one) for one in error.unknown}
+        return any(
+            word == model and "=" not in before and _flag_of(before) in unknown for before, word in pairwise(words)
+        )
+    return False
 
 
 def _named_model(words: list[str], parse: Parse) -> str | None:

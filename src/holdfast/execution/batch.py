@@ -80,6 +80,7 @@ class StepBatch:
 
 Places = numpy.typing.NDArray[numpy.int64]
 _NOWHERE: Places = numpy.empty(0, dtype=numpy.int64)
+_NO_TOKENS = torch.from_numpy(_NOWHERE)
 
 
 def _wrong(message: str, *, needed: str | None = None, found: str | None = None) -> EngineError:
@@ -121,14 +122,54 @@ class SlotBuffers:
 
     def form(self, plan: StepPlan, attention: AttentionBackend) -> StepBatch:
         """The batch of an applied plan."""
+        if not self._limits.max_loras and all(row.count == 1 and row.samples and not row.scored for row in plan.rows):
+            return self._form_decodes(plan.rows, attention)
+        return self._form_any(plan, attention)
+
+    def _form_decodes(self, rows: list[Row], attention: AttentionBackend) -> StepBatch:
+        """What `_form_any` makes of such rows, the step that one stream has again and again: a row is a token. Each of
+        numpy's calls is time in which no core computes."""
+        lengths = numpy.array([row.start for row in rows], dtype=numpy.int64) + 1
+        sampling_slots = numpy.array([row.slot for row in rows], dtype=numpy.int64)
+        places = numpy.arange(len(rows), dtype=numpy.int64)
+        positions, slots, lasts = lengths - 1, sampling_slots, places
+        if len(rows) > 1:  # Longest context first, and back to the plan's order.
+            order = numpy.argsort(-lengths, kind="stable")
+            positions, slots, lasts = positions[order], slots[order], numpy.empty_like(places)
+            lasts[order] = places
+        step = StepRows(starts=positions, counts=numpy.ones_like(places), firsts=places, single=len(rows))
+        block_tokens = self._layout.block_tokens
+        reach = self._layout.blocks_for(int(positions[0]) + 1)
+        blocks, offsets = numpy.divmod(positions, block_tokens)
+        begun = (offsets == 0).nonzero()[0] if block_tokens > 1 and not offsets.all() else None
+        token_rows, fresh, plans = [], [], []
+        for group, table in zip(self._layout.groups, self.tables, strict=True):
+            tables = table[slots, :reach].astype(numpy.int64)
+            pages = tables[places, blocks]
+            token_rows.append(torch.from_numpy(pages * (self._layout.layers_per_page * 2 * block_tokens) + offsets))
+            plans.append(attention.plan(step, group, tables))
+            if begun is not None:
+                fresh.append(pages[begun])
+        return StepBatch(
+            tokens=torch.from_numpy(self.tokens[slots, positions].astype(numpy.int64)),
+            positions=torch.from_numpy(positions),
+            sampling_tokens=torch.from_numpy(lasts),
+            sampling_slots=sampling_slots,
+            sampling_lengths=lengths,
+            scored_tokens=_NO_TOKENS,
+            scored_targets=_NO_TOKENS,
+            scored_slots=[],
+            token_rows=tuple(token_rows),
+            fresh_pages=torch.from_numpy(numpy.concatenate(fresh)) if fresh else _NO_TOKENS,
+            attention_plans=tuple(plans),
+        )
+
+    def _form_any(self, plan: StepPlan, attention: AttentionBackend) -> StepBatch:
         rows = self._order(plan.rows)
         slots, ends = numpy.array([plan.rows[index].slot for index in rows.order], dtype=numpy.int64), rows.ends
-        if rows.single == len(slots):  # Decodes alone, the step that one stream has again and again: a row is a token.
-            positions, slot_of_token = rows.starts, slots
-        else:
-            row_of_token = numpy.repeat(numpy.arange(len(slots)), rows.counts)
-            positions = numpy.arange(len(row_of_token)) + (rows.starts - rows.firsts)[row_of_token]
-            slot_of_token = slots[row_of_token]
+        row_of_token = numpy.repeat(numpy.arange(len(slots)), rows.counts)
+        positions = numpy.arange(len(row_of_token)) + (rows.starts - rows.firsts)[row_of_token]
+        slot_of_token = slots[row_of_token]
         lasts = numpy.empty(len(slots), dtype=numpy.int64)
         lasts[rows.order] = rows.firsts + rows.counts - 1
         sampling = [index for index, row in enumerate(plan.rows) if row.samples]

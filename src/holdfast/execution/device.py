@@ -19,6 +19,14 @@ KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2
 """By the planner's names."""
 HARDLY_BY_TORCH = 0.02
 """Of the weights, that torch may multiply with one thread: the routers of experts are less."""
+GPU_TILES = 8
+"""Times as much of a matrix is unpacked at once on a GPU, where launching takes longer than computing: with tiles of a
+million codes a 70B model is a million launches."""
+
+
+def tile_elements(on_cpu: int, device: torch.device) -> int:
+    """Of a matrix, unpacked at once while loading; on a CPU as much as its caches hold."""
+    return on_cpu if device.type == "cpu" else GPU_TILES * on_cpu
 
 
 def packs_weights(dtype: torch.dtype, device: torch.device, features: Collection[str] | None = None) -> bool:
@@ -37,8 +45,9 @@ def lean_products(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     copies; its BLAS copies nothing and was 5 to 25% faster from 16 rows on (Neoverse-N1, torch 2.13).
     """
     backend = torch.backends.mkldnn
-    before = bool(backend.enabled)
-    if device.type != "cpu" or dtype != torch.float32 or not before or platform.machine() not in ("aarch64", "arm64"):
+    concerned = device.type == "cpu" and dtype == torch.float32 and platform.machine() in ("aarch64", "arm64")
+    before = concerned and bool(backend.enabled)  # Asked last: it is for every step.
+    if not before:
         yield
         return
     backend.enabled = False  # type: ignore[assignment]

@@ -33,6 +33,8 @@ HOST_ACTIVATIONS = "silu", "gelu_tanh"
 FEW_TOKENS = 32
 """At most, in a step for which no experts are copied: there is room for so many between the GPU and the host. Which
 steps have few is decided by calibration at the start."""
+MLP_MATRICES = ".gate", ".up", ".gate_up", ".down"
+MLP_BIASES = tuple(f"{name}_bias" for name in MLP_MATRICES)
 TABLE_BYTES = 8
 """Of an expert in its layer's tables: its place, and how often it was chosen, int32 each."""
 
@@ -172,6 +174,22 @@ def host_expert_sizes(
             return None
         sizes[layer] += _bytes_of_one(tensor, kept, layout, HOST_DTYPE)
     return dict(sizes)
+
+
+def host_reads_mlps(
+    spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, quantize: Quantize | None
+) -> bool:
+    """Whether the host's compiled products read the MLPs of all layers, none of which has experts or biases."""
+    if spec.decoder.mlp != "gated" or spec.activation not in HOST_ACTIVATIONS:
+        return False
+    for tensor, _, layout in held_tensors(spec, stored, dtype=dtype, expand=False, compiled=True, quantize=quantize):
+        if tensor.experts or tensor.name.endswith(MLP_BIASES):
+            return False
+        if tensor.layer is not None and tensor.name.endswith(MLP_MATRICES):
+            columns = tensor.shape[-1]
+            if columns % BLOCK_COLUMNS or (isinstance(layout, ScaledLayout) and not layout.compiles(columns)):
+                return False
+    return True
 
 
 def _experts(

@@ -215,3 +215,36 @@ def evenly(layers: Sequence[int], count: int) -> tuple[int, ...]:
     """So many of them."""
     of = len(layers)
     return tuple(layer for at, layer in enumerate(layers) if (at + 1) * count // of > at * count // of)
+
+
+# MLPs of streamed layers that the host's cores compute, beside a GPU
+
+WORTH = 1.1
+"""What steps must become faster by, as they are estimated, for the host to compute beside them."""
+MOST_IN_A_ROW = 2
+"""Layers that the host computes between two that come whole. The attention of a third would wait behind a whole MLP on
+the link, and the host with it."""
+DURING_COPIES = 0.8
+"""Of what the host reads alone, what is left beside the link's copies: 93 of 127 GB/s on an H200's host, and 52 of 54
+for the link."""
+
+
+def speedup(
+    in_a_row: int, attention_bytes: float, mlp_bytes: float, link_bytes_per_s: float, host_mlp_s: float
+) -> float:
+    """Of a step whose streamed layers are computed so, as estimated. `in_a_row`: layers that the host computes between
+    two that come whole; `host_mlp_s`: for one MLP, with nothing beside it."""
+    first, second = attention_bytes / link_bytes_per_s, mlp_bytes / link_bytes_per_s
+    computed = host_mlp_s / DURING_COPIES
+    # The next MLP comes beside the first that is computed here, the attention of each other one after that.
+    chain = first + max(computed, second) + (in_a_row - 1) * (first + computed)
+    return (in_a_row + 1) * (first + second) / max(chain, second + (in_a_row + 1) * first)
+
+
+def hosted_layers(streamed: Sequence[int], in_a_row: int, most: int) -> tuple[int, ...]:
+    """Of these, at most so many, spread evenly: the first comes whole."""
+    if in_a_row == 0 or most <= 0:
+        return ()
+    found = [layer for number, layer in enumerate(streamed) if number % (in_a_row + 1)]
+    count = min(most, len(found))
+    return tuple(found[number * len(found) // count] for number in range(count))

@@ -97,6 +97,11 @@ class Gpu:
         """The only one of its machine: it has the machine's RAM, and no link to others of its kind."""
         return self.unified and self.peer_link is None
 
+    @property
+    def of_laptop(self) -> bool:
+        """There is no place for a second one."""
+        return self.key.endswith("-laptop")
+
 
 @dataclass(frozen=True, slots=True)
 class Gpus:

@@ -2,6 +2,7 @@
 
 from holdfast.records.lora import AdapterRef, LoRARequest
 from holdfast.records.memory import (
+    ExpertsGrant,
     ExpertUse,
     LayersGrant,
     LinkUse,
@@ -56,6 +57,7 @@ __all__ = [
     "EngineOutput",
     "EngineStats",
     "ExpertUse",
+    "ExpertsGrant",
     "Failure",
     "FinishReason",
     "GuidedDecodingParams",

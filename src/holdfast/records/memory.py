@@ -104,6 +104,19 @@ class LayersGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Of RAM."""
 
 
+class ExpertsGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """Of experts that may come to stay on a GPU, and leave it."""
+
+    resident: tuple[int, ...]
+    """That stay, of each layer whose experts do not all."""
+    weights_bytes: int
+    """Of all that stays on the GPU."""
+    slots_bytes: int
+    """With tables of places."""
+    pinned_bytes: int
+    """Of RAM."""
+
+
 class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """What it keeps to from now on."""
 
@@ -115,3 +128,5 @@ class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Memory behind them."""
     layers: LayersGrant | None = None
     """None: all stay, or none can come and go."""
+    experts: ExpertsGrant | None = None
+    """None: likewise."""

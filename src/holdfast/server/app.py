@@ -50,7 +50,7 @@ from holdfast.server.http.errors import (
     is_anthropic,
     json_response,
 )
-from holdfast.server.http.middleware import METRICS_NEED_KEY, AccessMiddleware, RootPath, Tally
+from holdfast.server.http.middleware import METRICS_NEED_KEY, OPEN, AccessMiddleware, RootPath, Tally, WrittenPath
 from holdfast.server.http.paths import INVOCATIONS
 from holdfast.server.http.request_metrics import Counting
 from holdfast.server.openai_responses.endpoints import response_routes
@@ -137,6 +137,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
         routes=routes,
         middleware=[
             *([Middleware(RootPath, prefix=settings.root_path)] if settings.root_path else []),
+            Middleware(WrittenPath, paths=_asked_by_clients(routes)),
             *_cors(settings),
             Middleware(Counting, paths=[route.path for route in routes], metrics=HttpMetrics(metrics.registry)),
             Middleware(AccessMiddleware, engine=engine, settings=settings, log=log, tally=tally),
@@ -151,6 +152,11 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     app.state.template_workers = workers
     app.state.tokenize_pool = pool
     return app
+
+
+def _asked_by_clients(routes: list[Route]) -> frozenset[str]:
+    """Of the API, not of probes and of pages, whose links depend on their path."""
+    return frozenset({"/v1/models", *(route.path for route in routes if "POST" in (route.methods or ()))} - OPEN)
 
 
 def _metrics(engine: Engine, settings: ServerSettings) -> ServingMetrics:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -23,11 +25,12 @@ from holdfast.footprint.gpu import GRAPHS_BYTES
 from holdfast.footprint.streamed import page_tables_bytes, with_others_streamed
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
-from holdfast.models import ModelSpec, from_config
+from holdfast.models import ModelSpec, catalogue, from_config
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
+from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.records import LayersGrant, LowerTier, MemoryReport, MemoryTerm, VramBudget, VramGrant
+from holdfast.records import ExpertsGrant, LayersGrant, LowerTier, MemoryReport, MemoryTerm, VramBudget, VramGrant
 from holdfast.units import GIB, MIB
 
 UUID = "GPU-1"
@@ -120,7 +123,7 @@ class FakeRunner:
     decisions = ()
     kv_dtype = torch.bfloat16
     layer_slots_bytes = expert_slots_bytes = pinned_bytes = mapped_bytes = 0
-    movable_layers = None
+    movable_layers = movable_experts = change_experts = None
 
     def __init__(self, gpu: FakeGpu, plan: Plan, page: int) -> None:
         self.gpu, self.plan, self.page = gpu, plan, page
@@ -472,6 +475,45 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
         assert any(line == said for line in now.info.lowered) == bool(streamed)
         plan_told, info_told = balanced(now, granted)
         assert (plan_told.engine.streamed, info_told.blocks) == (then, 89)
+
+
+def test_what_experts_have_made_of_a_budget_is_told_and_kept() -> None:
+    """By plan, ledger and decisions: a process that is started again has as many on the GPU."""
+    gpu, model = FakeGpu(), planned(catalogue.find("qwen3-30b-a3b"))
+    assert model is not None
+    config = EngineConfig.from_arguments(device="cuda", load_format="dummy", vram="16GiB", max_model_len=2048)
+    host = Memory(total_bytes=256 * GIB, available_bytes=250 * GIB, limited_by="machine")
+    plan = make_gpu_plan(model.spec, None, config, [gpu.probed()], host=host)
+    places = plan.engine.expert_places
+    assert places is not None
+    runner = FakeRunner(gpu, plan, plan.engine.layout.page_bytes)
+    terms = [MemoryTerm(tier="vram", term=name, planned_bytes=size) for name, size in plan.terms.items()]
+    waiting = [MemoryTerm(tier="ram", term=name, planned_bytes=5 * MIB) for name in ("experts", "experts_cpu")]
+    below = LowerTier(tier="ram", total_bytes=GIB, free_bytes=GIB, limited_by="machine", terms=waiting)
+    report = MemoryReport(
+        tier="vram", total_bytes=gpu.total, free_bytes=gpu.free, limited_by="GPU 0", budget_bytes=plan.budget_bytes,
+        terms=terms, page_bytes=plan.engine.layout.page_bytes, below=[below], loading_bytes=0, loading_peak_bytes=0,
+        held_bytes=0,
+    )  # fmt: skip
+    found: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=model.spec)
+    info = engine_info(config, found.files, model.spec, plan, runner, report)  # type: ignore[arg-type]
+    now = Serving(config=config, model=found, plan=plan, info=info, pid=1)
+    resident = tuple(9 for _ in places.layers)
+    experts = ExpertsGrant(resident=resident, weights_bytes=4 * GIB, slots_bytes=6 * MIB, pinned_bytes=77 * MIB)
+    granted = VramGrant(budget_bytes=7 * GIB, blocks=90, kv_bytes=90 * MIB, experts=experts)
+    then = with_vram(now, VramBudget(budget_bytes=7 * GIB), 7 * GIB, granted)
+    assert then.plan.engine.expert_places == replace(places, resident=resident)
+    assert (then.plan.terms["weights"], then.plan.terms["expert_slots"]) == (4 * GIB, 6 * MIB)
+    measured = {term.term: term.measured_bytes for term in then.info.memory.terms}
+    assert (measured["weights"], measured["expert_slots"], then.info.weights_bytes) == (4 * GIB, 6 * MIB, 4 * GIB)
+    assert [term.measured_bytes for term in then.info.memory.below[0].terms] == [77 * MIB, None]
+    (said,) = [line for line in then.info.decisions if line.startswith("expert_places = ")]
+    assert f"{9 * len(places.layers):,} of {places.experts * len(places.layers):,} in VRAM, 77.00 MiB in RAM" in said
+    # By hand they stay, and so does what was said of them.
+    fixed = with_vram(now, VramBudget(budget_bytes=7 * GIB), 7 * GIB, msgspec.structs.replace(granted, experts=None))
+    (kept,) = [line for line in fixed.info.decisions if line.startswith("expert_places = ")]
+    assert kept in info.decisions
+    assert fixed.plan.engine.expert_places == places
 
 
 def test_files_are_closed_when_loading_fails(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

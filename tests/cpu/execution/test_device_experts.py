@@ -4,14 +4,19 @@ with, whatever order the GPU does things in, after steps with few tokens too."""
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from simulated_copies import QueuedCopies, unpinned_memory
 
+from holdfast.errors import EngineError
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.footprint.expert_places import ExpertPlaces, expert_places
 
 CPU = torch.device("cpu")
@@ -37,7 +42,12 @@ class Placed:
                 (self.resident[layer][expert] if expert < stay else made[expert - stay]).copy_(content(layer, expert))
             self.experts.keep(layer)
         for layer, made in self.slots.items():
-            self.experts.know(layer, [made], [self.resident[layer]] if len(self.resident[layer]) else [])
+            resident = [self.resident[layer]] if len(self.resident[layer]) else []
+            self.experts.know(layer, [made], resident, partial(self.take, layer))
+
+    def take(self, layer: int, resident: Sequence[torch.Tensor], waiting: Sequence[torch.Tensor]) -> None:
+        self.resident[layer] = resident[0] if resident else torch.zeros((0, SIZE), dtype=torch.uint8)
+        self.slots[layer] = waiting[0]
 
     def step(self, layers: int, tokens: int) -> None:
         with self.experts.step(tokens):
@@ -72,6 +82,67 @@ def test_all_experts_are_where_their_table_says(seed: int) -> None:
         looked += 2 * through if tokens > 4 else 0
     copies.run_all()
     assert placed.read == looked
+    placed.experts.close()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("seed", range(20))
+def test_experts_come_and_go(seed: int) -> None:
+    """As many as were asked for stay, the most used; memory in RAM is what the others have."""
+    rng, layers = random.Random(seed), 1 + seed % 5
+    sizes, first = dict.fromkeys(range(layers), SIZE), {layer: rng.randint(0, EXPERTS - 1) for layer in range(layers)}
+    copies = QueuedCopies(seed)
+    placed, looked = Placed(expert_places(sizes, EXPERTS, first), copies), 0
+    experts, used = placed.experts, placed.experts._counted
+    assert experts.movable
+    for _ in range(8):
+        if rng.random() < 0.7:
+            used._recent.copy_(
+                torch.rand(used._recent.shape, generator=torch.Generator().manual_seed(rng.randrange(99)))
+            )
+            before, count = experts.resident_counts, rng.randint(0, experts.most_resident)
+            experts.change(count)
+            assert experts.resident_counts == experts.spread(count)
+            assert experts.resident_bytes + experts.nbytes == experts.bytes_with(count)
+            assert experts.pinned_bytes == sum(piece.nbytes for piece in experts._memory.pieces)
+            for number, (was, stay) in enumerate(zip(before, experts.resident_counts, strict=True)):
+                staying = {expert for expert in range(EXPERTS) if used.places[number, expert] >= 0}
+                assert was == stay or staying == set(used.most_used(number)[:stay])
+        placed.step(layers, 9)
+        looked += 2 * layers
+    copies.run_all()
+    assert placed.read == looked
+    assert torch.equal(experts.places, used.places)
+    experts.close()
+
+
+@torch.inference_mode()
+def test_experts_stay_where_memory_for_them_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = QueuedCopies(0)
+    placed = Placed(in_threes(3), copies)
+    made, added = placed.experts._made, placed.experts._memory.add
+    refused = [False]
+
+    def no_device(number: int, experts: int) -> list[torch.Tensor]:
+        if number == 1 and experts > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made(number, experts)
+
+    def no_ram(nbytes: int) -> torch.Tensor:
+        if refused[0]:
+            raise EngineError("the driver did not pin host memory", code="HF444")
+        return added(nbytes)
+
+    monkeypatch.setattr(placed.experts, "_made", no_device)
+    monkeypatch.setattr(placed.experts._memory, "add", no_ram)
+    placed.experts.change(15)
+    assert placed.experts.resident_counts == (5, 3, 5)
+    refused[0] = True
+    placed.experts.change(3)
+    assert placed.experts.resident_counts == (5, 3, 5)
+    placed.step(3, 9)
+    copies.run_all()
+    assert placed.read == 6
     placed.experts.close()
 
 
@@ -129,6 +200,34 @@ def test_what_was_used_only_grows() -> None:
         use = experts.expert_use()
         told.append((use.host_pairs, use.pairs - use.hits - use.host_pairs))
     assert told == [(0, 0), (42, 18), (42, 18), (92, 28), (92, 28)]
+    experts.close()
+
+
+def test_what_is_not_pinned_yet_is_waited_for() -> None:
+    """Layers are loaded while memory for the others is pinned."""
+    places, may_pin, kept = in_threes(2), threading.Event(), list[int]()
+    memory = PinnedMemory(
+        places.pinned_sizes,
+        CPU,
+        pin=lambda address, nbytes: 0 if may_pin.wait(60) else 1,
+        unpin=lambda addresses, device: None,
+        background=range(2),
+    )
+    experts = DeviceExperts(places, CPU, QueuedCopies(0), memory, few_tokens=4)
+
+    def load() -> None:
+        for layer in range(2):
+            experts.arena(layer).tensor((3, SIZE), torch.uint8, CPU).fill_(layer + 1)
+            experts.keep(layer)
+            kept.append(int(memory.pieces[layer][0]))
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    loading.join(0.1)
+    assert kept == []
+    may_pin.set()
+    loading.join(60)
+    assert kept == [1, 2]
     experts.close()
 
 

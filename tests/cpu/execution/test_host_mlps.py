@@ -17,8 +17,8 @@ from holdfast.execution import native
 from holdfast.execution.gpu.batch_sizes import padded
 from holdfast.execution.streaming import host_mlps
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer, hosted_layers, speedup
-from holdfast.footprint.streamed import streamed_layers
+from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
+from holdfast.footprint.streamed import hosted_layers, speedup, streamed_layers
 from holdfast.units import GIB
 
 CPU = torch.device("cpu")

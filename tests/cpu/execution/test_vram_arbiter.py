@@ -184,3 +184,121 @@ def test_no_more_speed_of_one_sequence_is_given_up_than_a_share() -> None:
         balance.look(wants(gpu, 1000 + look), float(look), gpu.resize_kv)  # type: ignore[arg-type]
     assert STREAMED < len(gpu.layers.streamed) <= STREAMED / LEAST_SPEED
     gpu.close()
+
+
+class Experts:
+    """Eight of each of four layers, and two slots for those that wait. `ram`: of these, at most."""
+
+    experts, layers, size = 8, 4, 6 * PAGE
+
+    def __init__(self, count: int, ram: int) -> None:
+        self.count, self._ram = count, ram
+
+    @property
+    def resident_counts(self) -> tuple[int, ...]:
+        return tuple(self.count // self.layers + (number < self.count % self.layers) for number in range(self.layers))
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.count * self.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_with(self.count) - self.resident_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return (self.experts * self.layers - self.count) * self.size
+
+    @property
+    def most_resident(self) -> int:
+        return (self.experts - 1) * self.layers
+
+    def bytes_with(self, count: int) -> int:
+        return count * self.size + 2 * (self.experts - count // self.layers) * self.size
+
+    def fits_ram(self, count: int) -> bool:
+        return self.experts * self.layers - count <= self._ram
+
+    def change(self, count: int) -> None:
+        self.count = count
+
+
+class ExpertGpu(Gpu):
+    def __init__(self, count: int = 16, ram: int = 32) -> None:
+        self.total, self.kv_driver = 1000 * PAGE, FakeDriver(PAGE)
+        self.experts, self.most_own = Experts(count, ram), 0
+        groups, places = form_groups((None,))
+        layout = KVLayout(
+            groups=groups, block_tokens=4, layers_per_page=places, kv_heads=1, head_dim=PAGE // 32, element_bytes=4
+        )
+        self.kv = fake_kv_range(layout, 2000, torch.float32, self.kv_driver)
+        self.kv.resize(40)
+        held = {"context": OTHERS, "weights": self.experts.resident_bytes, "expert_slots": self.experts.nbytes}
+        self.budget = sum(held.values()) + self.kv.nbytes
+        self.arbiter = VramArbiter(
+            self,
+            self.kv,
+            self.budget,
+            held,
+            sum(held.values()),
+            None,
+            self.experts,
+            self.change_experts,  # type: ignore[arg-type]
+        )
+        self.arbiter.pool_is_backed()
+
+    def told_bytes(self) -> int:
+        return OTHERS + self.experts.resident_bytes + self.experts.nbytes + sum(self.kv_driver.handles.values())
+
+    def change_experts(self, count: int) -> None:
+        self.experts.change(count)
+        self.most_own = max(self.most_own, self.told_bytes())
+
+    def close(self) -> None:
+        self.kv.close()
+
+
+def test_experts_come_with_a_larger_budget_and_leave_with_a_smaller_one() -> None:
+    gpu = ExpertGpu()
+    more = gpu.change(gpu.budget + 20 * Experts.size)
+    assert gpu.experts.count == gpu.experts.most_resident
+    assert more.experts.resident == (7, 7, 7, 7)
+    assert more.kv_bytes > 40 * PAGE, "the rest is KV"
+    assert gpu.told_bytes() <= gpu.most_own <= gpu.budget + 20 * Experts.size
+    less = gpu.change(gpu.budget - 4 * Experts.size)
+    assert gpu.experts.count < 16
+    assert less.kv_bytes >= 0.9 * 40 * PAGE, "experts go before KV that is wanted"
+    assert gpu.told_bytes() <= gpu.budget - 4 * Experts.size == less.budget_bytes
+    assert less.experts.weights_bytes == gpu.experts.resident_bytes
+    least = gpu.change(PAGE)
+    assert gpu.experts.count == 0
+    assert least.kv_bytes == gpu.kv.backed_bytes(LEAST_BLOCKS)
+    assert least.budget_bytes == gpu.told_bytes()
+    back = gpu.change(gpu.budget)
+    assert (gpu.experts.count, back.experts.pinned_bytes) == (16, 16 * Experts.size)
+    gpu.close()
+
+
+def test_experts_that_ram_does_not_hold_stay() -> None:
+    gpu = ExpertGpu(ram=18)
+    found = gpu.change(gpu.budget - 10 * Experts.size)
+    assert gpu.experts.count == 14
+    assert found.budget_bytes == gpu.told_bytes() or found.kv_bytes < 40 * PAGE
+    gpu.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_budgets_at_random_over_experts_and_kv(seed: int) -> None:
+    rng, gpu = random.Random(seed), ExpertGpu()
+    for _ in range(30):
+        asked = rng.randrange(PAGE, gpu.total)
+        gpu.most_own, before = 0, gpu.arbiter.budget_bytes
+        granted = gpu.change(asked)
+        assert gpu.told_bytes() <= granted.budget_bytes
+        assert gpu.most_own <= max(before, granted.budget_bytes)
+        assert granted.budget_bytes == asked or (
+            gpu.experts.count == 0 and gpu.kv.nbytes == gpu.kv.backed_bytes(LEAST_BLOCKS)
+        )
+        assert sum(gpu.arbiter.shares.values()) + gpu.kv.nbytes == gpu.told_bytes()
+    gpu.close()

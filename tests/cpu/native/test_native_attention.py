@@ -147,13 +147,13 @@ def test_single_tokens_under_a_window(window: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *FLOAT8])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (4, 4, 128), (8, 1, 36)])
 def test_rows_of_many_tokens(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
-    check([40, 3, 130, 90, 70], [40, 2, 1, 37, 70], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    check([40, 3, 130, 90, 190], [40, 2, 1, 37, 190], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 90])
 @pytest.mark.parametrize("block", [1, 8, 16, 32])
 def test_rows_of_many_tokens_under_a_window(window: int, block: int) -> None:
-    check([100, 65, 150], [100, 1, 40], window=window, block=block)
+    check([200, 65, 150], [170, 1, 40], window=window, block=block)
 
 
 def test_a_row_does_not_depend_on_its_company_or_the_threads() -> None:
@@ -199,9 +199,12 @@ def test_heads_taken_apart_for_many_threads_give_the_same() -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_a_prompt_cut_into_chunks_gives_the_same() -> None:
-    case = make_case([150], [150], kv_heads=2, dim=64, block=16, window=None, dtype=torch.float32)
-    query, whole, chunked = torch.randn(150, 6, 64), torch.empty(150, 6, 64), torch.empty(150, 6, 64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [None, 1, 70])
+def test_a_prompt_cut_into_chunks_gives_the_same(window: int | None, dtype: torch.dtype) -> None:
+    """Queries that stand together in a piece change with chunks and with threads."""
+    case = make_case([330], [330], kv_heads=2, dim=64, block=16, window=None, dtype=dtype)
+    query, whole, chunked = torch.randn(330, 6, 64), torch.empty(330, 6, 64), torch.empty(330, 6, 64)
 
     def attend(first: int, last: int, out: torch.Tensor) -> None:
         rows = native.AttentionRows(
@@ -211,12 +214,19 @@ def test_a_prompt_cut_into_chunks_gives_the_same() -> None:
             slots=case.slots,
             counts=numpy.array([last - first], numpy.int32),
             firsts=numpy.array([first], numpy.int32),
+            window=window,
         )
         native.paged_attention(query, native.PoolPlace(case.pages, 1), rows, 0.125, out)
 
-    attend(0, 150, whole)
-    for first, last in ((0, 37), (37, 39), (39, 100), (100, 150)):
-        attend(first, last, chunked)
+    before = torch.get_num_threads()
+    try:
+        native.use_own_threads(1)
+        attend(0, 330, whole)
+        native.use_own_threads(3)
+        for first, last in ((0, 37), (37, 39), (39, 100), (100, 330)):
+            attend(first, last, chunked)
+    finally:
+        native.share_torch_threads(before)
     assert torch.equal(whole, chunked)
 
 

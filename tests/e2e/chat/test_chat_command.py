@@ -145,6 +145,14 @@ def test_each_line_of_a_pipe_is_a_message(server: Server) -> None:
     assert server.bodies[1]["messages"][2] == {"role": "assistant", "content": "2:one"}
 
 
+def test_commands_by_the_names_of_ollama(server: Server) -> None:
+    done = piped(server, "one\n/clear\n/?\ntwo\n/bye\nthree\n")
+    assert done.stdout.decode() == "1:one\n1:two\n"
+    assert b"conversation cleared" in done.stderr
+    assert b"/system TEXT" in done.stderr
+    assert done.returncode == 0
+
+
 def test_the_key_comes_from_flag_or_environment(server: Server) -> None:
     piped(server, "a\n", environment={"HOLDFAST_API_KEY": "from-environment"})
     piped(server, "a\n", "--api-key", "from-flag", environment={"HOLDFAST_API_KEY": "from-environment"})

@@ -215,6 +215,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
         ({"stop_sequences": ["a"] * 99}, "stop_sequences"),
         ({"messages": []}, "messages: at least one"),
         ({"messages": [{"role": "assistant", "content": ""}] * 8193}, "messages: too many messages"),

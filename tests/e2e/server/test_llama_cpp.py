@@ -66,7 +66,7 @@ def test_a_stream_of_its_own(http):
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
-        ({"n_predict": 0}, "n_predict"), ({"mirostat": 2}, "mirostat"), ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"n_predict": -3}, "n_predict"), ({"mirostat": 2}, "mirostat"), ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"repeat_penalty": 50}, "repeat_penalty"), ({"n_probs": 99}, "n_probs"), ({"prompt": ["a", 1]}, "prompt[1]"),
         ({"logit_bias": [["a", "b"]]}, "logit_bias"), ({"logit_bias": [["a" * 201, 1]]}, "logit_bias"),
         ({"logit_bias": [[1]]}, "logit_bias"),
@@ -76,6 +76,43 @@ def test_a_stream_of_its_own(http):
 def test_what_is_refused_is_named_as_it_was_sent(http, extra, param):
     refused = http.post("/completion", json={"prompt": "a", **extra})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert "max_tokens" not in refused.json()["error"]["message"]
+
+
+def test_a_prompt_that_is_only_to_be_kept(http):
+    """llama.cpp's n_predict 0 warms its cache."""
+    told = http.post("/completion", json={"prompt": "abc", "n_predict": 0, "return_tokens": True}).json()
+    assert (told["content"], told["tokens"], told["tokens_predicted"], told["tokens_evaluated"]) == ("", [], 0, 3)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+def test_what_its_clients_call_otherwise_counts_on_all_paths(launch, path):
+    """A small model has a limit of its own where nobody says one; -1 says that there is none."""
+    server = launch(chat_max_tokens=7)
+    prompt = {"messages": HELLO} if "chat" in path else {"prompt": "hi"}
+    expected = {None: 16 if path == "/v1/completions" else 7, 3: 3, -1: None}
+    with server.client() as http:
+        for count, most in expected.items():
+            sent = {**prompt, "repeat_penalty": 1.3} | ({} if count is None else {"n_predict": count})
+            answered = http.post(path, json=sent)
+            assert "x-holdfast-ignored-fields" not in answered.headers, answered.text
+            params = server.engine.received[-1][1]
+            assert (params.max_tokens, params.repetition_penalty) == (most, 1.3)
+        if path != "/completion":
+            http.post(path, json={**prompt, "max_tokens": -1})
+            assert server.engine.received[-1][1].max_tokens is None
+            told = http.post(path, json={**prompt, "max_tokens": 2, "n_predict": 3})
+            assert told.headers["x-holdfast-ignored-fields"] == "n_predict"
+            assert server.engine.received[-1][1].max_tokens == 2
+
+
+@pytest.mark.parametrize(("name", "kind"), [("regex", "regex"), ("ebnf", "grammar")])
+def test_constraints_by_the_names_of_sglang_are_kept(server, name, kind):
+    text = "[ab]+" if name == "regex" else 'root ::= "a"'
+    with server.client() as http:
+        answered = http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2, name: text})
+    assert answered.status_code == 200, answered.text
+    assert server.engine.received[-1][1].structured_outputs.kind == kind
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

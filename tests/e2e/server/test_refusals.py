@@ -121,8 +121,6 @@ def test_values_that_ask_for_nothing_are_accepted(http, path):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "tool"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
@@ -240,7 +238,7 @@ def test_unknown_model_path_and_method(http):
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     error_of(http.get("/v2/nothing"), 404)
     error_of(http.get("/v1/completions"), 405)
-    error_of(http.post("/v1/completions/", json={}), 404)
+    error_of(http.post("/v1/nothing/", json={}), 404)
 
 
 def test_key(launch):

@@ -230,6 +230,18 @@ def test_in_the_background(agents, client):
         client.responses.cancel(plain.id)
 
 
+def test_input_tokens_are_counted_as_they_would_be_asked(agents, client):
+    asked = {"model": "fake", "input": "hello", "instructions": "be brief"}
+    counted = client.responses.input_tokens.count(**asked)
+    answered = client.responses.create(**asked, max_output_tokens=1)
+    assert counted.input_tokens == answered.usage.input_tokens > 0
+    following = {"model": "fake", "input": "more", "previous_response_id": answered.id}
+    more = client.responses.input_tokens.count(**following)
+    assert more.input_tokens == client.responses.create(**following, max_output_tokens=1).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="not stored"):
+        client.responses.input_tokens.count(model="fake", input="x", previous_response_id="resp_gone")
+
+
 def test_a_client_that_leaves_ends_its_response(agents, client):
     agents.engine.aborted.clear()
     agents.call(agents.engine.pause)
@@ -295,6 +307,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "http:
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"reasoning": {"effort": "immense"}}, "reasoning.effort"),

@@ -170,6 +170,8 @@ def test_a_table_has_no_commands_to_choose_from(capsys: pytest.CaptureFixture[st
 def test_ps_without_a_server_says_how_to_ask_another(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Neither those of this machine, nor what a start in this process has left.
+    monkeypatch.setattr("holdfast.cli.servers.registry.running_servers", list)
     monkeypatch.setattr("holdfast.cli.commands.running.ps.DEFAULT_URL", f"http://{FREE_PORT_OF_NOBODY}")
     assert main(["ps"]) == 1
     told = capsys.readouterr().out

@@ -82,13 +82,15 @@ def test_no_command_is_printed_where_none_passes(capsys: pytest.CaptureFixture[s
         ("M --prot 3 --potr 4", "M --port 3"),
         ("M --api-key secret --api-kye secret2", None),
         ("--max-modle-len=2048 M", "--max-model-len=2048 M"),
-        ("--foo-bar M --port 8106", "M --port 8106"),
+        ("--foo-bar M --port 8106", None),
+        ("--foo-bar a/M --port 8106", "a/M --port 8106"),
         ("--foo-bar 1 M --port 8106", "M --port 8106"),
         ("--api-kye secret M", None),
         ("M --max-num-seqs -1 --port 99999", "M"),
         ("--port 99999", ""),
         ("-fa on", ""),
-        ("-fa M", "M"),
+        ("-fa M", None),
+        ("-fa a/M", "a/M"),
         ("--foo-bar 8192", ""),
         ("M -ctk q8_0 --port 9", "M --port 9"),
         ("M --mem-fraction-static 0.8 -np 4", "M --gpu-memory-utilization 0.8 --max-num-seqs 4"),
@@ -126,3 +128,33 @@ def test_a_flag_of_one_dash_is_not_guessed(words: str, named: str, capsys: pytes
     said = capsys.readouterr().err
     assert f"{words.split()[0]} is not understood" in said
     assert named in said
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["--speculative-modle", "x"], None),
+        (["--speculative-modle", "x", "--ram", "4GiB"], None),
+        (["--speculative-modle", "some/model"], ["some/model"]),
+        (["--speculative-modle", "llama3.1:8b"], ["llama3.1:8b"]),
+        (["some/model", "--speculative-modle", "x"], ["some/model"]),
+    ],
+)
+def test_the_value_of_a_flag_that_there_is_not_is_taken_for_no_model(
+    words: list[str], command: list[str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *words]) == 2
+    said = capsys.readouterr().err
+    if command is None:
+        assert "holdfast serve x" not in said
+    else:
+        assert command_in(said) == command
+
+
+def test_a_command_with_blanks_is_not_one_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_tiny_gguf(file)
+    assert main(["serve", str(file), "--ssl-keyfile", "/nope", "--ssl-certfile", "/nope", "--port", "0"]) != 0
+    said = capsys.readouterr().err
+    assert "--ssl-keyfile FILE" in said
+    assert "run:" not in said

@@ -59,6 +59,7 @@ INFO = EngineInfo(
 
 class PretendedChild:
     pid = 1
+    cause: Failure | None = None
 
     def __init__(self) -> None:
         self.heard: list[protocol.ToEngine] = []
@@ -75,6 +76,8 @@ class PretendedChild:
             raise said
         if said is not None:
             self.watch.heard()
+        if isinstance(said, protocol.StepFailed):
+            self.cause = said.failure
         return said
 
     def stay_silent(self, seconds: float) -> None:
@@ -264,6 +267,29 @@ async def test_a_lack_of_files_is_waited_out_however_long(engine, harbour) -> No
     assert engine.failure is None
     assert engine.restarts == 3  # One death and two failed starts; where nothing was started nothing is counted.
     await stream.aclose()
+
+
+async def test_what_a_process_says_at_last_is_what_clients_hear(engine, harbour, caplog) -> None:
+    """A disk that fails while answers are computed: by the code of that, not as a crash of nobody knows what."""
+    stream = await ask(engine, "a")
+    broken = EngineError("a layer could not be read", code="HF443", found="Input/output error", fix="another disk")
+    for count in range(2, CRASHES_IN_ALL + 2):
+        harbour.last.said.put_nowait(protocol.StepFailed(protocol.pack_failure(broken)))
+        harbour.last.die()
+        await until(lambda count=count: len(harbour.children) == count and engine.ready)
+        if not engine.unfinished:
+            break
+    with pytest.raises(EngineDiedError, match="a layer could not be read") as caught:
+        await anext(stream)
+    assert (caught.value.code, caught.value.found, caught.value.fix) == ("HF443", "Input/output error", "another disk")
+    assert "restarting it [HF443]" in caplog.text
+    # And where no process can be started again for it.
+    harbour.next_starts = [broken] * restarts.MAX_FRUITLESS_STARTS
+    stream = await ask(engine, "b")
+    harbour.last.die()
+    with pytest.raises(EngineDiedError, match="failed to start 4 times") as caught:
+        await anext(stream)
+    assert (caught.value.code, caught.value.fix) == ("HF443", "another disk")
 
 
 def test_pauses_grow_to_a_bound_and_only_other_reasons_give_up() -> None:

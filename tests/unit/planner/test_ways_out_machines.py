@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast import plan
 from holdfast.hardware import gpus
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.advice.remedy import Remedy
@@ -77,3 +78,10 @@ def test_a_card_of_the_same_size_is_not_a_bigger_one(ask: Ask) -> None:
 def test_fewer_bits_that_fit_need_no_bigger_card(ask: Ask) -> None:
     (way,) = ways(ask("qwen3-32b", "rtx4090"), "bigger_gpu")
     assert "model" not in way.settings
+
+
+@pytest.mark.parametrize(("gpu", "more"), [("rtx4090-laptop", False), ("rtx4090", True)])
+def test_no_second_card_goes_into_a_laptop(gpu: str, more: bool) -> None:
+    found = plan("qwen3-32b", gpu=gpu, engine="vllm", max_model_len=8192)
+    assert not found.fits
+    assert any(way.kind == "more_gpus" for way in found.ways_out) is more

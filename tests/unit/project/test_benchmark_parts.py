@@ -13,7 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import harness, machine, report, workloads
+from benchmarks import harness, llama_programs, machine, report, workloads
 from benchmarks.compat import vllm_formats
 from benchmarks.llama_adapter import shared_length
 
@@ -162,3 +162,29 @@ def test_a_run_is_added_to_those_measured_before(tmp_path: Path) -> None:
         vllm_formats.keep(tmp_path / "runs.json", {"formats": {"awq": number}})
     found = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert found == [{"formats": {"awq": 0}}, {"formats": {"awq": 1}}]
+
+
+def test_what_llama_programs_print_is_read() -> None:
+    bench = [
+        {"n_prompt": 512, "n_gen": 0, "avg_ts": 1026.5, "n_threads": 2},
+        {"n_prompt": 1500, "n_gen": 0, "avg_ts": 619.0},
+        {"n_prompt": 0, "n_gen": 64, "avg_ts": 214},
+    ]
+    rows = llama_programs.read_llama_bench(json.dumps(bench))
+    assert rows == {"prefill 512": 1026.5, "prefill 1500": 619.0, "one stream": 214.0}
+    batched = "llama_batched_bench: n_kv_max = 8192\n\n" + "\n".join(
+        json.dumps({"pp": 128, "tg": 64, "pl": streams, "t_pp": 1.0, "t_tg": 3.0, "t": 4.0}) for streams in (8, 32)
+    )
+    rows |= llama_programs.read_batched_bench(batched)
+    assert rows["8 at once"] == 128.0
+    assert set(rows) == set(llama_programs.ROWS)
+
+
+def test_threads_of_one_core_are_not_taken_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    siblings = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(siblings))
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    monkeypatch.setattr(Path, "read_text", lambda place: siblings[int(place.parts[-3].removeprefix("cpu"))])
+    assert llama_programs.physical_cores(2) == [0, 2]
+    with pytest.raises(SystemExit, match="3 cores are needed, 2 are allowed"):
+        llama_programs.physical_cores(3)

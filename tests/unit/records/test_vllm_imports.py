@@ -21,7 +21,9 @@ from holdfast.inputs import PromptType, TokensPrompt
 from holdfast.lora.request import LoRARequest as same
 from holdfast.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from holdfast import AsyncEngineArgs, EngineArgs, PoolingParams
+from holdfast import ClassificationOutput, PoolingOutput, PoolingRequestOutput, ScoringRequestOutput
 from holdfast.distributed import cleanup_dist_env_and_memory
+from holdfast.entrypoints.llm import LLM
 from holdfast.engine.arg_utils import EngineArgs as same_arguments
 from holdfast.pooling_params import PoolingParams as same_pooling
 from holdfast.sampling_params import BeamSearchParams, RequestOutputKind

@@ -208,9 +208,9 @@ class ChatHistory:
             return True
         command, _, rest = text.partition(" ")
         match command:
-            case "/exit" | "/quit":
+            case "/exit" | "/quit" | "/bye":  # The last as in Ollama, and two below.
                 return False
-            case "/reset":
+            case "/reset" | "/clear":
                 self._history.clear()
                 self._screen.say("conversation cleared")
             case "/system":
@@ -218,7 +218,7 @@ class ChatHistory:
                 self._screen.say("system prompt set" if self._system else "system prompt removed")
             case "/set" if rest.strip() in ("quiet", "verbose"):
                 self._screen.stats = rest.strip() == "verbose"
-            case "/help":
+            case "/help" | "/?":
                 self._screen.say(COMMANDS)
             case _:
                 self._screen.say(f"there is no command {command}; /help lists them")

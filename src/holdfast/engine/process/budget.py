@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,13 +24,12 @@ from holdfast.hardware import memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.planner.fit.result import describe_budget
-from holdfast.planner.sizing.terms import Term
-from holdfast.records import EngineInfo, Failure, LayersGrant, MemoryReport, VramBudget, VramGrant
+from holdfast.records import EngineInfo, ExpertsGrant, Failure, LayersGrant, MemoryReport, VramBudget, VramGrant
 from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
 
-REPLACED = ("budget", "kv_pool", "streamed_layers")
+REPLACED = ("budget", "kv_pool", "streamed_layers", "expert_places")
 """Decisions that another budget makes anew."""
 
 
@@ -69,11 +68,9 @@ class MemoryBudget:
         """How it serves from then on: so does whatever process is started after this one. `send`: False when there is
         no process to be told."""
         refuse_tier(now.info.memory, tier)
-        from_disk = now.plan.engine.streamed is not None and now.plan.engine.gpu is None
-        if from_disk or now.plan.engine.expert_places is not None:
-            what = "layers are streamed from a disk to the CPU" if from_disk else "experts wait in RAM"
+        if now.plan.engine.streamed is not None and now.plan.engine.gpu is None:
             raise UnsupportedOptionError(
-                f"the memory budget cannot be changed while {what}",
+                "the memory budget cannot be changed while layers are streamed from a disk to the CPU",
                 fix=f"restart with another --{tier}",
                 field=tier,
             )
@@ -113,8 +110,9 @@ class MemoryBudget:
 
 def _pool_and_layers(now: Serving) -> str:
     pool, blocks = format_bytes(now.info.kv_pool_bytes), counted(now.info.blocks, "block")
-    layers = [decision.value for decision in now.plan.decisions if decision.field == "streamed_layers"]
-    return f"KV pool {pool} ({blocks})" + "".join(f", layers streamed: {value}" for value in layers)
+    said = {"streamed_layers": "layers streamed", "expert_places": "experts"}
+    moved = [f", {said[one.field]}: {one.value}" for one in now.plan.decisions if one.field in said]
+    return f"KV pool {pool} ({blocks})" + "".join(moved)
 
 
 def refuse_tier(report: MemoryReport | None, tier: str) -> None:
@@ -153,17 +151,18 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     if vram is not None:
         config = replace(config, kv_cache_memory_bytes=None)
     rank = replace(rank, budget_bytes=budget, device=replace(rank.device, budget_bytes=config.vram))
-    layers = granted.layers
-    if layers is not None:
-        rank = replace(rank, terms=_with_layers(rank.terms, layers))
+    layers, experts = granted.layers, granted.experts
+    if (sizes := _sizes(granted)) is not None:
+        rank = replace(rank, terms=tuple(replace(one, nbytes=sizes.get(one.name, one.nbytes)) for one in rank.terms))
     why = describe_budget(rank, plan.utilization)
     if short:
         kept = f"weights, workspaces and one sequence of {counted(limits.max_model_len, 'token')}"
         why = f"{format_bytes(asked.budget_bytes)} was requested, but {kept} stay: the least that can be kept to"
     pool = f"{format_bytes(granted.blocks * layout.page_bytes)} ({counted(granted.blocks, 'block')})"
     decisions = (
-        *(decision for decision in plan.decisions if decision.field not in REPLACED),
+        *(decision for decision in plan.decisions if decision.field not in _replaced(granted)),
         *([] if layers is None else [_streamed_decision(plan, layers)]),
+        *([] if experts is None else [_experts_decision(plan, experts)]),
         Decision("budget", format_bytes(budget), why, "measured" if short or vram is None else "set", lowered=short),
         Decision("kv_pool", pool, "what the budget leaves of what is measured", "measured"),
     )
@@ -176,10 +175,14 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     streamed = plan.engine.streamed
     if layers is not None and streamed is not None:
         streamed = with_others_streamed(streamed, layers.streamed)
-    changed = replace(changed, own=replace(plan.engine, blocks=planned, most_blocks=most, streamed=streamed))
+    places = plan.engine.expert_places
+    if experts is not None and places is not None:
+        places = replace(places, resident=experts.resident)
+    own = replace(plan.engine, blocks=planned, most_blocks=most, streamed=streamed, expert_places=places)
+    changed = replace(changed, own=own)
     info = told(info, changed, granted.blocks, granted.kv_bytes)
-    if layers is not None:
-        info = _with_layers_told(info, layers)
+    if sizes is not None:
+        info = _with_sizes_told(info, granted, sizes)
     return replace(now, config=config, plan=changed, info=info)
 
 
@@ -189,16 +192,27 @@ def balanced(now: Serving, granted: VramGrant) -> tuple[Plan, EngineInfo]:
     return then.plan, then.info
 
 
-def _with_layers(terms: Sequence[Term], layers: LayersGrant) -> tuple[Term, ...]:
-    """With those of layers as they are now."""
-    sizes = _sizes(layers)
-    return tuple(replace(term, nbytes=sizes.get(term.name, term.nbytes)) for term in terms)
+def _sizes(granted: VramGrant) -> dict[str, int] | None:
+    """Of terms that go by layers or experts which may come and go; None: none may."""
+    moved, slots = (granted.layers, "layer_slots") if granted.experts is None else (granted.experts, "expert_slots")
+    if moved is None:
+        return None
+    tables = page_tables_bytes(moved.pinned_bytes)
+    return {"weights": moved.weights_bytes, slots: moved.slots_bytes, "page_tables": tables}
 
 
-def _sizes(layers: LayersGrant) -> dict[str, int]:
-    """Of terms that go by them."""
-    tables = page_tables_bytes(layers.pinned_bytes)
-    return {"weights": layers.weights_bytes, "layer_slots": layers.slots_bytes, "page_tables": tables}
+def _replaced(granted: VramGrant) -> set[str]:
+    """Decisions that are made anew; where experts stay as they are, so does what was said of them."""
+    return set(REPLACED) - (set() if granted.experts is not None else {"expert_places"})
+
+
+def _experts_decision(plan: Plan, experts: ExpertsGrant) -> Decision:
+    places = plan.engine.expert_places
+    assert places is not None
+    stay, every = sum(experts.resident), places.experts * len(places.layers)
+    value = f"{stay:,} of {every:,} in VRAM, {format_bytes(experts.pinned_bytes)} in RAM"
+    reason = f"the others of {counted(len(places.layers), 'layer')} wait in RAM, as the budget leaves it"
+    return Decision("expert_places", value, reason, "measured", lowered=True)
 
 
 def _streamed_decision(plan: Plan, layers: LayersGrant) -> Decision:
@@ -210,10 +224,12 @@ def _streamed_decision(plan: Plan, layers: LayersGrant) -> Decision:
     return Decision("streamed_layers", value, reason, "measured", lowered=bool(layers.streamed))
 
 
-def _with_layers_told(info: EngineInfo, layers: LayersGrant) -> EngineInfo:
-    """What is measured of them, in VRAM and in RAM."""
-    report, sizes = info.memory, _sizes(layers)
+def _with_sizes_told(info: EngineInfo, granted: VramGrant, sizes: Mapping[str, int]) -> EngineInfo:
+    """What is measured of layers or experts, in VRAM and in RAM."""
+    report, moved = info.memory, granted.layers if granted.experts is None else granted.experts
     assert report is not None
+    assert moved is not None
+    pinned = "weights" if granted.experts is None else "experts"
     terms = [
         msgspec.structs.replace(term, measured_bytes=sizes.get(term.term, term.measured_bytes)) for term in report.terms
     ]
@@ -221,8 +237,8 @@ def _with_layers_told(info: EngineInfo, layers: LayersGrant) -> EngineInfo:
         msgspec.structs.replace(
             tier,
             terms=[
-                msgspec.structs.replace(term, planned_bytes=layers.pinned_bytes, measured_bytes=layers.pinned_bytes)
-                if term.term == "weights"
+                msgspec.structs.replace(term, planned_bytes=moved.pinned_bytes, measured_bytes=moved.pinned_bytes)
+                if term.term == pinned
                 else term
                 for term in tier.terms
             ],
@@ -233,7 +249,7 @@ def _with_layers_told(info: EngineInfo, layers: LayersGrant) -> EngineInfo:
     ]
     return msgspec.structs.replace(
         info,
-        weights_bytes=layers.weights_bytes,
+        weights_bytes=moved.weights_bytes,
         memory=msgspec.structs.replace(report, terms=terms, below=below),
     )
 

@@ -40,6 +40,8 @@ class Child:
         self._started, self._process = started, started.process
         self._socket = socket
         self._stage = "starting"
+        self.cause: Failure | None = None
+        """Why it ended, as it said at last."""
         self.watch = HeartbeatMonitor(limit_s, self._process.kill)
         self._watching = asyncio.create_task(self.watch.run(), name="engine-watch")
         self._exit = asyncio.create_task(_ended(self._process), name="engine-exit")
@@ -111,6 +113,8 @@ class Child:
         message = protocol.decode_from_engine(receiving.result())
         if isinstance(message, protocol.Loading):
             self._stage = f"{message.stage} {message.done} of {message.total}" if message.total else message.stage
+        elif isinstance(message, protocol.StepFailed):
+            self.cause = message.failure
         return message
 
     def ending(self) -> str:
@@ -165,11 +169,20 @@ async def ready(child: Child, on_progress: Progress) -> protocol.Ready:
 
 def died(child: Child, message: str, request_id: str | None = None) -> EngineError:
     """Of a process that has ended: by itself, or because it hung."""
+    if (cause := child.cause) is not None and not child.watch.hung:
+        return EngineDiedError(
+            f"{message}: {cause.message}",
+            code=cause.code,
+            needed=cause.needed,
+            found=cause.found,
+            fix=cause.fix,
+            request_id=request_id,
+        )
     return (EngineHungError if child.watch.hung else EngineDiedError)(message, request_id=request_id)
 
 
 def blamed(child: Child, request_id: str) -> EngineError:
-    """What a request is ended with that is the cause."""
-    what = "hung" if child.watch.hung else "crashed"
-    cause = f"the engine process {what} on this request repeatedly, even when it ran alone"
-    return died(child, f"{cause} ({child.ending()})", request_id)
+    """What a request is ended with that is the cause, or that was there each time."""
+    what = "hung" if child.watch.hung else "crashed" if child.cause is None else "failed"
+    story = f"the engine process {what} on this request repeatedly, even when it ran alone"
+    return died(child, f"{story} ({child.ending()})", request_id)

@@ -62,6 +62,9 @@ def run(address: str) -> int:
         gc.enable()
         try:
             _serve(core, socket, heart)
+        except HoldfastError as error:  # A disk that fails, say: whoever waits for an answer shall hear of it.
+            socket.send(protocol.encode(protocol.StepFailed(protocol.pack_failure(error))))
+            raise
         finally:
             core.close()
     return 0

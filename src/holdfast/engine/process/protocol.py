@@ -63,6 +63,12 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
+class StepFailed(msgspec.Struct, frozen=True, tag=True):
+    """The last word of a process that ends: why."""
+
+    failure: Failure
+
+
 class Resized(msgspec.Struct, frozen=True, tag=True):
     """To a ResizeKV or a SetVram: it is as asked, or nothing has changed."""
 
@@ -88,7 +94,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | SetVram | Stop
-FromEngine = Loading | Ready | StartFailed | Resized | Balanced | Beat | StepOutputs
+FromEngine = Loading | Ready | StartFailed | StepFailed | Resized | Balanced | Beat | StepOutputs
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

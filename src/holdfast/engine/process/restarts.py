@@ -18,12 +18,15 @@ class RestartBackoff:
     def __init__(self) -> None:
         self.fruitless = 0
         self._shortages = 0
-        self._last = "it crashed while idle"
+        self._last, self._cause = "it crashed while idle", None
+        """What was said last, and by which error."""
+
+    _cause: HoldfastError | None
 
     def died(self, *, with_requests: bool) -> None:
         """A process that had been ready has ended."""
         self.fruitless = 0 if with_requests else self.fruitless + 1
-        self._shortages, self._last = 0, "it crashed while idle"
+        self._shortages, self._last, self._cause = 0, "it crashed while idle", None
 
     def failed(self, error: HoldfastError) -> None:
         """A process did not become ready, or there was none."""
@@ -31,6 +34,7 @@ class RestartBackoff:
             self._shortages += 1
         else:
             self._shortages, self.fruitless, self._last = 0, self.fruitless + 1, error.message
+            self._cause = error
 
     @property
     def delay_s(self) -> float:
@@ -41,9 +45,18 @@ class RestartBackoff:
 
     def check(self) -> None:
         """Raises EngineDiedError when it is time to give up."""
-        if self.fruitless >= MAX_FRUITLESS_STARTS:
+        if self.fruitless < MAX_FRUITLESS_STARTS:
+            return
+        story = (
+            f"the engine process crashed or failed to start {self.fruitless} times in a row, each time before it"
+            f" received a request (last: {self._last})"
+        )
+        if self._cause is not None and self._cause.fix is not None:  # It knows better what to do.
             raise EngineDiedError(
-                f"the engine process crashed or failed to start {self.fruitless} times in a row, each time before it"
-                f" received a request (last: {self._last})",
-                fix="see the engine's last log lines above; restart with smaller limits",
+                story,
+                code=self._cause.code,
+                needed=self._cause.needed,
+                found=self._cause.found,
+                fix=self._cause.fix,
             )
+        raise EngineDiedError(story, fix="see the engine's last log lines above; restart with smaller limits")

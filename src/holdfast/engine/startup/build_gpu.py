@@ -234,7 +234,18 @@ def _settle(
     uncounted = 0 if memory.told_bytes() is None else tables
     taken = _taken(plan, measured, captured.own_bytes + uncounted - runner.kv.nbytes)
     planned = sum(size for name, size in plan.terms.items() if name != "kv_pool")
-    arbiter = VramArbiter(memory, runner.kv, plan.budget_bytes, taken, planned, runner.movable_layers)
+    # What was asked for by hand stays so.
+    by_hand = plan.question.settings.offload.experts_by_hand
+    arbiter = VramArbiter(
+        memory,
+        runner.kv,
+        plan.budget_bytes,
+        taken,
+        planned,
+        runner.movable_layers,
+        None if by_hand else runner.movable_experts,
+        runner.change_experts,
+    )
     plan = _back(plan, runner, arbiter)
     arbiter.pool_is_backed()
     measured["kv_pool"] = runner.kv.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from holdfast.hardware import memory, processor
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan
 from holdfast.planner.fit.expert_placement import exchange_bytes
+from holdfast.planner.sizing.host_ram import host_budget
 from holdfast.records import LowerTier, MemoryTerm
 from holdfast.units import counted, format_bytes
 
@@ -38,7 +40,19 @@ def device_experts(plan: Plan, device: Device, progress: Callable[[int, int], No
     what = f"the experts of {counted(len(places.layers), 'layer')}"
     check_ram(places.pinned_bytes + places.host_bytes, what)
     log.info("pinning %s of RAM for %s", format_bytes(places.pinned_bytes), what)
-    return DeviceExperts(places, device, CudaCopies(device), PinnedMemory(places.pinned_sizes, device, progress))
+    most, held = plan.question.machine.pinned_bytes, list[weakref.ref[DeviceExperts]]()
+
+    def room() -> int:
+        """Of RAM that may still be pinned: of the server's share, and of what is free now."""
+        now, free = held[0](), host_budget(None, memory().available_bytes)
+        taken = 0 if now is None else now.pinned_bytes + now.exchange_bytes + places.host_bytes
+        return free if most is None else max(0, min(free, most - taken))
+
+    # One layer's after the other, while those of the first are loaded.
+    pinned = PinnedMemory(places.pinned_sizes, device, progress, background=range(len(places.layers)))
+    made = DeviceExperts(places, device, CudaCopies(device), pinned, room=room)
+    held.append(weakref.ref(made))
+    return made
 
 
 @contextmanager

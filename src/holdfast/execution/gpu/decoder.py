@@ -161,6 +161,8 @@ class GpuDecoder:
         self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count])
         if self._embedding_scale != 1.0:
             stream[:count].mul_(self._embedding_scale)
+        if self.experts is not None:
+            self.experts.slots = rows.slots
         heads_apart = self.spec.decoder.query_key_norm == "head"
         streamed = self.streamed
         for index, layer in enumerate(self._layers[:layers]):

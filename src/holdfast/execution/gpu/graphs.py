@@ -102,4 +102,6 @@ class DecodeGraphs:
         return graph
 
     def close(self) -> None:
+        """Nothing that was captured may be on its way. What is needed afterwards is captured anew."""
         self._graphs.clear()
+        self._pool = None  # It goes with the last of them.

@@ -27,6 +27,7 @@ from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order, no_memory
 from holdfast.execution.gpu.layers.lora import GpuAdapters
 from holdfast.execution.gpu.memory.kv_range import KVRange
+from holdfast.execution.gpu.memory.movable_weights import MovableWeights
 from holdfast.execution.gpu.memory.oom import give_back_cached, is_shortage
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
@@ -36,8 +37,6 @@ from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
-from holdfast.execution.streaming.device_experts import DeviceExperts
-from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
@@ -61,7 +60,7 @@ log = logging.getLogger("holdfast")
 STEPS_AHEAD = 1
 
 
-class GpuRunner:
+class GpuRunner(MovableWeights):
     def __init__(
         self,
         spec: ModelSpec,
@@ -77,8 +76,7 @@ class GpuRunner:
     ) -> None:
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
-        movable = weights.slots.resident_bytes if isinstance(weights.slots, DeviceLayers) else 0
-        self._fixed_bytes = weights.nbytes - movable
+        super().__init__(weights)
         self._books = SlotBuffers(limits, layout, spec.vocab_size)
         self._slots = DeviceSlots(layout, limits, device)
         self._dtype = weights.dtype
@@ -126,42 +124,16 @@ class GpuRunner:
     def adapters_bytes(self) -> int:
         return 0 if self._adapters is None else self._adapters.nbytes
 
-    @property
-    def weights_bytes(self) -> int:
-        """On the GPU, at the moment."""
-        movable = self.movable_layers
-        return self._fixed_bytes + (0 if movable is None else movable.resident_bytes)
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Of weights and layers' slots, what is not a tensor of torch's."""
-        movable = self.movable_layers
-        return 0 if movable is None else movable.resident_bytes + movable.nbytes
-
-    @property
-    def movable_layers(self) -> DeviceLayers | None:
-        """None: none may come to stay on the GPU, or leave it."""
-        streamed = self.decoder.streamed
-        return streamed if streamed is not None and streamed.movable else None
-
-    @property
-    def layer_slots_bytes(self) -> int:
-        return 0 if self.decoder.streamed is None else self.decoder.streamed.nbytes
-
-    @property
-    def expert_slots_bytes(self) -> int:
-        """With the tables of their places."""
-        return 0 if self.decoder.experts is None else self.decoder.experts.nbytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Of RAM, for layers or experts that do not stay on the GPU."""
-        return 0 if self._coming is None else self._coming.pinned_bytes
-
-    @property
-    def _coming(self) -> DeviceLayers | DeviceExperts | None:
-        """What does not all stay on the GPU."""
-        return self.decoder.streamed or self.decoder.experts
+    def change_experts(self, count: int) -> None:
+        """So many experts of all layers stay on the GPU from the next step on. Graphs have addresses of those that
+        stayed so far: they are captured anew when they are needed."""
+        assert self.movable_experts is not None
+        with self._here():
+            if self._graphs is not None:
+                torch.cuda.synchronize(self.device)
+                self._graphs.close()
+            self.movable_experts.change(count)
+            give_back_cached(self.device)
 
     @property
     def attention_backend(self) -> str:

@@ -2,12 +2,14 @@
  *
  *   piece = (row, kv heads, some queries, some keys)     what a thread takes at a time
  *     a row of one token: all kv heads together, so that pages are read from end to end, as they lie in memory
- *     a row of many: one kv head, whose keys and values then serve many queries from the cache
+ *     a row of many: one kv head, whose keys and values then serve many queries from the cache; the queries stand in
+ *     panels, which pass over a tile of keys one after the other: what is stored in halves is widened once for all
  *     the queries of all heads that share a kv head stand together: keys and values are read once for them
  *     keys pass in tiles: scores -> weights -> weighted values added to the sums
  *
  * A row of one token with a long context is cut at every PIECE_KEYS positions, and the parts are joined at the end.
- * Where the cuts lie depends on positions alone: an answer does not change with its company or the threads. */
+ * Where the cuts lie depends on positions alone: an answer does not change with its company or the threads. Tiles of a
+ * row of many tokens end at multiples of TILE_KEYS, whichever queries stand together. */
 #if defined(__GNUC__) && !defined(__clang__)
 /* gcc's first scheduling pass moves so many loads ahead of the products that registers run out. */
 #pragma GCC optimize("no-schedule-insns")
@@ -24,7 +26,11 @@
 #define SPARE_KEYS (2 * STEP_KEYS)
 #define NEXT_TILE (TILE_KEYS + SPARE_KEYS) /* two of them are room for PIECE_KEYS and SPARE_KEYS */
 #define CROWDING_BYTES 2048
-#define PIECE_QUERIES 48 /* queries times heads of a group, about: their sums stay in the first-level cache */
+#define PANEL_QUERIES 48 /* queries times heads of a group, about: their sums stay in the first-level cache */
+#define MOST_PANELS 4    /* of a piece */
+#define QUERIES_AHEAD 4  /* tokens whose queries are asked for early */
+#define EVEN_PIECES 8    /* of each thread, so that all end at about the same time */
+#define PANELS_BYTES (192L << 10) /* of all panels of a piece, about: in the second-level cache */
 
 typedef struct {
     int32_t row;
@@ -41,16 +47,23 @@ typedef struct {
     float *partials; /* [partial][head][dim sums, maximum, sum of weights] */
     long group, padded, partial_floats;
     long heads_together; /* kv heads of a piece of one token */
+    long panels;         /* of a piece of many tokens, at most */
     work_queue queue;
 } attention_work;
 
+/* Queries that are scored together: some of a piece of many tokens, or all of a piece of one. */
+typedef struct {
+    float *query;  /* many: [dim, columns]; of one token: [heads, padded] */
+    softmax state; /* of as many queries */
+    float *scores; /* many: [TILE_KEYS, columns]; of one token: [heads, TILE_KEYS] */
+    long columns;  /* queries, in whole vectors */
+    long token, tokens; /* first of the piece's, and how many */
+} query_panel;
+
 /* What one thread works in. */
 typedef struct {
-    float *query;         /* many: [dim, columns]; of one token: [heads, padded] */
-    softmax state;        /* of as many queries */
-    float *scores;        /* many: [TILE_KEYS, columns]; of one token: [heads, TILE_KEYS] */
-    float *copied;        /* [TILE_KEYS, padded] as floats: only where the stored form is not read in place */
-    long columns;         /* queries of the piece, in whole vectors */
+    query_panel panels[MOST_PANELS];
+    float *copied; /* [TILE_KEYS, padded] as floats: only where the stored form is not read in place */
     const uint8_t *copied_at[TILE_KEYS];
     /* The piece's first kv head of each position. Many: this tile and the next, in turn at 0 and at NEXT_TILE. */
     const uint8_t *key[2 * NEXT_TILE], *value[2 * NEXT_TILE];
@@ -149,14 +162,13 @@ static vectors float_vectors(const attention_work *work, bench *here, const uint
 }
 
 /* Takes from the queries what they do not see of positions first..last-1, and what stands beyond to a round number. */
-static void hide_unseen(const attention_work *work, bench *here, const piece *part, long first, long last) {
+static void hide_unseen(const attention_work *work, const query_panel *here, long position, long first, long last) {
     const attention *wanted = work->wanted;
-    const long position = wanted->ends[part->row] - row_count(wanted, part->row) + part->query;
     const long keys = round_up(last - first, AT_ONCE), columns = here->columns;
-    if (keys == last - first && last <= position + 1 && first >= first_seen(wanted, position + part->queries - 1))
+    if (keys == last - first && last <= position + 1 && first >= first_seen(wanted, position + here->tokens - 1))
         return;
-    for (long i = 0; i < part->queries * work->group; i++) {
-        long at = position + i / work->group, from = first_seen(wanted, at) - first, to = at + 1 - first;
+    for (long i = 0; i < here->tokens * work->group; i++) {
+        long at = position + i / work->group, from = first_seen(wanted, at) - first, to = shorter(at + 1, last) - first;
         for (long key = 0; key < from && key < keys; key++) here->scores[key * columns + i] = -INFINITY;
         for (long key = to > 0 ? to : 0; key < keys; key++) here->scores[key * columns + i] = -INFINITY;
     }
@@ -172,25 +184,51 @@ static void cap_scores(const attention *wanted, float *scores, long count) {
     }
 }
 
+static long panels_of(const piece *part, const bench *here) {
+    const query_panel *last = here->panels;
+    while (last->token + last->tokens < part->queries) last++;
+    return last - here->panels + 1;
+}
+
+/* Where a panel of a piece begins. */
+static long position_of(const attention_work *work, const piece *part, const query_panel *panel) {
+    return work->wanted->ends[part->row] - row_count(work->wanted, part->row) + part->query + panel->token;
+}
+
+/* How many of the tile's keys, from the first on, some query of the panel sees. */
+static long keys_seen(const attention_work *work, const query_panel *panel, long position, long first, long last) {
+    const long end = shorter(last, position + panel->tokens);
+    return end > first && last > first_seen(work->wanted, position) ? end - first : 0;
+}
+
 /* A row of many tokens: queries in lanes. */
 static void attend_many(const attention_work *work, bench *here, const piece *part) {
-    const long queries = part->queries * work->group;
     /* Tokens so far apart share few places of the first-level cache, and a tile could not stay there. */
     const int in_place = work->wanted->kv_heads * head_bytes(work->wanted) % CROWDING_BYTES != 0;
-    long first = part->first_key, at = 0, keys = shorter(part->last_key - first, TILE_KEYS);
+    const query_panel *end = here->panels + panels_of(part, here);
+    long first = part->first_key, at = 0, keys = shorter(part->last_key - first, TILE_KEYS - first % TILE_KEYS);
     find_keys(work, here, part, first, first + keys, at);
     while (keys > 0) {
         const long last = first + keys, coming = shorter(part->last_key - last, TILE_KEYS), next_at = NEXT_TILE - at;
         vectors read = float_vectors(work, here, here->key + at, round_up(keys, 4), 0, in_place);
         vectors next = stored_vectors(work, here->value + at, 0);
-        score_queries(here->query, here->columns, read, next, keys, work->wanted->dim, here->scores);
-        cap_scores(work->wanted, here->scores, keys * here->columns);
-        hide_unseen(work, here, part, first, last);
-        weigh_queries(&here->state, here->scores, here->columns, keys);
+        for (const query_panel *panel = here->panels; panel < end; panel++) {
+            const long position = position_of(work, part, panel), seen = keys_seen(work, panel, position, first, last);
+            if (seen == 0) continue;
+            score_queries(panel->query, panel->columns, read, next, seen, work->wanted->dim, panel->scores);
+            cap_scores(work->wanted, panel->scores, seen * panel->columns);
+            hide_unseen(work, panel, position, first, first + seen);
+            weigh_queries(&panel->state, panel->scores, panel->columns, seen);
+        }
         read = float_vectors(work, here, here->value + at, keys, 0, in_place);
         if (coming > 0) find_keys(work, here, part, last, last + coming, next_at);
         next = stored_vectors(work, here->key + next_at, 0);
-        add_values_to_queries(&here->state, here->scores, here->columns, queries, read, keys, next, coming);
+        for (const query_panel *panel = here->panels; panel < end; panel++) {
+            const long seen = keys_seen(work, panel, position_of(work, part, panel), first, last);
+            if (seen == 0) continue;
+            add_values_to_queries(&panel->state, panel->scores, panel->columns, panel->tokens * work->group, read, seen,
+                                  next, coming);
+        }
         first = last, at = next_at, keys = coming;
     }
 }
@@ -198,6 +236,7 @@ static void attend_many(const attention_work *work, bench *here, const piece *pa
 /* A row of one token: keys in lanes. Pages are read from end to end: some keys of all heads, then the next keys. */
 static void attend_one(const attention_work *work, bench *here, const piece *part) {
     const long group = work->group, padded = work->padded, count = part->last_key - part->first_key;
+    const query_panel *panel = here->panels;
     if (count == 0) return;
 #if defined(READS_HALVES)
     const int halves = work->wanted->stored == F16 && padded == work->wanted->dim;
@@ -208,8 +247,8 @@ static void attend_one(const attention_work *work, bench *here, const piece *par
         for (long i = first; i < last; i += STEP_KEYS) {
             for (long head = 0; head < part->heads; head++) {
                 vectors next = stored_vectors(work, here->key + i + STEP_KEYS, head);
-                float *scores = here->scores + head * group * TILE_KEYS + i - first;
-                const float *query = here->query + head * group * padded;
+                float *scores = panel->scores + head * group * TILE_KEYS + i - first;
+                const float *query = panel->query + head * group * padded;
 #if defined(READS_HALVES)
                 if (halves) {
                     score_group_halves(query, group, padded, stored_vectors(work, here->key + i, head), next, scores);
@@ -221,31 +260,37 @@ static void attend_one(const attention_work *work, bench *here, const piece *par
             }
         }
         for (long i = 0; i < part->heads * group; i++) {
-            cap_scores(work->wanted, here->scores + i * TILE_KEYS, last - first);
-            weigh_keys(&here->state, i, here->scores + i * TILE_KEYS, last - first);
+            cap_scores(work->wanted, panel->scores + i * TILE_KEYS, last - first);
+            weigh_keys(&panel->state, i, panel->scores + i * TILE_KEYS, last - first);
         }
         for (long i = first; i < last; i += STEP_KEYS) {
             const long keys = shorter(STEP_KEYS, last - i);
             for (long head = 0; head < part->heads; head++) {
                 vectors next = stored_vectors(work, here->value + i + STEP_KEYS, head);
-                const float *weights = here->scores + head * group * TILE_KEYS + i - first;
+                const float *weights = panel->scores + head * group * TILE_KEYS + i - first;
 #if defined(READS_HALVES)
                 if (halves) {
                     vectors stored = stored_vectors(work, here->value + i, head);
-                    add_halves_to_group(&here->state, head * group, group, weights, stored, next, keys);
+                    add_halves_to_group(&panel->state, head * group, group, weights, stored, next, keys);
                     continue;
                 }
 #endif
                 vectors read = float_vectors(work, here, here->value + i, round_up(keys, 4), head, 1);
-                add_values_to_group(&here->state, head * group, group, weights, read, next, keys);
+                add_values_to_group(&panel->state, head * group, group, weights, read, next, keys);
             }
         }
     }
 }
 
-static void open_bench(const attention_work *work, bench *here, const piece *part, int many) {
+/* Query or output i of a panel. */
+static float *panel_head(const attention_work *work, float *tokens, long stride, const piece *part,
+                         const query_panel *panel, long i) {
+    return head_of(work, tokens, stride, part, panel->token * part->heads * work->group + i);
+}
+
+static void open_panel(const attention_work *work, query_panel *here, const piece *part, int many) {
     const attention *wanted = work->wanted;
-    const long queries = part->queries * part->heads * work->group, dim = wanted->dim;
+    const long queries = here->tokens * part->heads * work->group, dim = wanted->dim;
     const float scale = wanted->scale * 1.44269504f; /* from powers of e to powers of two */
     const long columns = here->columns = round_up(queries, LANES);
     for (long i = 0; i < columns; i++) {
@@ -255,8 +300,12 @@ static void open_bench(const attention_work *work, bench *here, const piece *par
     memset(here->state.sums, 0, sizeof(float) * (size_t)(columns * work->padded));
     if (queries < columns) memset(here->query, 0, sizeof(float) * (size_t)(columns * work->padded));
     for (long i = 0; i < queries; i++) {
-        const float *from = head_of(work, (float *)wanted->query, wanted->query_stride, part, i);
+        const float *from = panel_head(work, (float *)wanted->query, wanted->query_stride, part, here, i);
         if (many) {
+            /* Tokens lie so far apart that the machine does not foresee the next one's heads. */
+            const float *ahead = from + QUERIES_AHEAD * wanted->query_stride;
+            if (i / work->group + QUERIES_AHEAD < here->tokens)
+                for (long d = 0; d < dim; d += LINE_FLOATS) __builtin_prefetch(ahead + d);
             for (long d = 0; d < dim; d++) here->query[d * columns + i] = from[d] * scale;
             continue;
         }
@@ -266,10 +315,10 @@ static void open_bench(const attention_work *work, bench *here, const piece *par
     }
 }
 
-static void close_bench(const attention_work *work, const bench *here, const piece *part) {
+static void close_panel(const attention_work *work, const query_panel *here, const piece *part) {
     const attention *wanted = work->wanted;
     const softmax *state = &here->state;
-    for (long i = 0; i < part->queries * part->heads * work->group; i++) {
+    for (long i = 0; i < here->tokens * part->heads * work->group; i++) {
         const float *sums = state->sums + i * work->padded;
         if (part->parts > 1) {
             float *kept = work->partials + part->partial * work->partial_floats;
@@ -279,20 +328,31 @@ static void close_bench(const attention_work *work, const bench *here, const pie
             kept[wanted->dim + 1] = state->weight[i];
             continue;
         }
-        float *out = head_of(work, wanted->out, wanted->out_stride, part, i);
+        float *out = panel_head(work, wanted->out, wanted->out_stride, part, here, i);
         float inverse = part->last_key > part->first_key ? 1.0f / state->weight[i] : 0.0f;
         for (long d = 0; d < wanted->dim; d++) out[d] = sums[d] * inverse;
     }
 }
 
+static long panel_tokens(const attention_work *work) {
+    long most = PANEL_QUERIES / work->group;
+    return most > 0 ? most : 1;
+}
+
 static void attend_piece(const attention_work *work, bench *here, const piece *part) {
     const int many = row_count(work->wanted, part->row) > 1;
-    open_bench(work, here, part, many);
+    const long most = panel_tokens(work);
+    query_panel *panel = here->panels;
+    for (long token = 0; token < part->queries; token += most, panel++) {
+        panel->token = token;
+        panel->tokens = shorter(part->queries - token, most);
+        open_panel(work, panel, part, many);
+    }
     if (many)
         attend_many(work, here, part);
     else
         attend_one(work, here, part);
-    close_bench(work, here, part);
+    while (panel-- > here->panels) close_panel(work, panel, part);
 }
 
 /* Joins the parts of one row, as if they had been one. */
@@ -316,20 +376,18 @@ static void join_parts(const attention_work *work, const piece *part) {
     }
 }
 
-static long most_queries(const attention_work *work) {
-    long most = PIECE_QUERIES / work->group;
-    return most > 0 ? most : 1;
-}
-
-/* Most queries a piece may have, in whole vectors. */
+/* Most queries a panel may have, in whole vectors. */
 static long most_columns(const attention_work *work) {
-    long many = most_queries(work) * work->group, one = work->wanted->heads;
+    long many = panel_tokens(work) * work->group, one = work->wanted->heads;
     return round_up(many > one ? many : one, LANES);
 }
 
+static long panel_floats(const attention_work *work) {
+    return most_columns(work) * (2 * work->padded + TILE_KEYS + 2);
+}
+
 static size_t bench_floats(const attention_work *work) {
-    size_t columns = (size_t)most_columns(work), padded = (size_t)work->padded;
-    return columns * (2 * padded + TILE_KEYS + 2) + TILE_KEYS * padded;
+    return (size_t)(work->panels * panel_floats(work) + TILE_KEYS * work->padded);
 }
 
 static void run_pieces(void *pointer) {
@@ -338,12 +396,15 @@ static void run_pieces(void *pointer) {
     float *memory = scratch(SCRATCH_OWN, sizeof(float) * bench_floats(work));
     if (memory == NULL) return; /* the others do it: attend() has its own before it starts */
     const long columns = most_columns(work), padded = work->padded;
-    here.query = memory;
-    here.state = (softmax){.sums = here.query + columns * padded, .padded = padded};
-    here.copied = here.state.sums + columns * padded;
-    here.scores = here.copied + TILE_KEYS * padded;
-    here.state.largest = here.scores + columns * TILE_KEYS;
-    here.state.weight = here.state.largest + columns;
+    here.copied = memory;
+    memory += TILE_KEYS * padded;
+    for (query_panel *panel = here.panels; panel < here.panels + work->panels; panel++, memory += panel_floats(work)) {
+        panel->query = memory;
+        panel->state = (softmax){.sums = panel->query + columns * padded, .padded = padded};
+        panel->scores = panel->state.sums + columns * padded;
+        panel->state.largest = panel->scores + columns * TILE_KEYS;
+        panel->state.weight = panel->state.largest + columns;
+    }
     for (long unit; (unit = claim(&work->queue)) >= 0;) attend_piece(work, &here, work->pieces + unit);
 }
 
@@ -377,7 +438,7 @@ static long cut_one(const attention_work *work, long row, piece *out, long *part
 
 static long cut_many(const attention_work *work, long row, piece *out) {
     const attention *wanted = work->wanted;
-    const long count = row_count(wanted, row), most = most_queries(work);
+    const long count = row_count(wanted, row), most = work->panels * panel_tokens(work);
     long pieces = 0;
     for (long head = 0; head < wanted->kv_heads; head++) {
         /* The last queries see the most keys: they come first, so that the threads end together. */
@@ -410,8 +471,12 @@ int attend(const attention *wanted) {
     work.padded = round_up(wanted->dim, LANES);
     work.partial_floats = wanted->heads * (wanted->dim + 2);
     work.heads_together = wanted->kv_heads;
+    work.panels = shorter(PANELS_BYTES / ((long)sizeof(float) * panel_floats(&work)), MOST_PANELS);
+    if (work.panels < 1) work.panels = 1;
     long partials, pieces = cut_rows(&work, NULL, &partials);
-    /* Too few pieces for the threads: heads part, which changes no answer. */
+    /* Too few pieces for the threads: panels part, then heads, which changes no answer. */
+    for (; pieces < EVEN_PIECES * wanted->threads && work.panels > 1; pieces = cut_rows(&work, NULL, &partials))
+        work.panels--;
     for (; pieces < wanted->threads && work.heads_together > 1; pieces = cut_rows(&work, NULL, &partials))
         work.heads_together = (work.heads_together + 1) / 2;
     work.pieces = scratch(SCRATCH_TEAM, sizeof(piece) * (size_t)pieces +

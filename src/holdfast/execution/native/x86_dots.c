@@ -74,12 +74,13 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
     const int blocks_together = blocks_of_32(plain) ? 1 : 8, groups = short_groups(plain) ? 2 : 1;
     vec scales[BUNDLES_AT_ONCE][KQUANT_GROUPS], added[BUNDLES_AT_ONCE][KQUANT_GROUPS];
     pairs_vec laid[BUNDLES_AT_ONCE][PAIRS];
-    for (int i = 0; i < wide * rows; i++) totals[i] = (vec){0};
+    const vec nothing[SUB_ROWS] = {0}; /* clearing all totals beforehand would take as long as a block */
     for (long block = 0; block < blocks; block += blocks_together) {
         UNROLL for (int b = 0; b < wide; b++) read_scales(bundle + b * bundle_bytes, plain, scales[b], added[b]);
         bundle += head_bytes(plain);
         for (int part = 0; part < blocks_together; part++, bundle += code_bytes(plain), x += panel_block_bytes(rows)) {
             const row_head *heads = (const row_head *)(x + 2 * BLOCK_ELEMENTS * rows);
+            const int begins = block + part == 0;
             weights_part here[BUNDLES_AT_ONCE];
             UNROLL for (int b = 0; b < wide; b++) {
                 const uint8_t *stored = bundle + b * bundle_bytes;
@@ -93,7 +94,8 @@ ALWAYS_INLINE void multiply_wide(const uint8_t *bundle, long bundle_bytes, int w
                 UNROLL for (int b = 0; b < wide; b++) {
                     /* Else gcc would hold what is laid out in registers, and the sums in memory. */
                     __asm__("" : "+r"(here[b].codes));
-                    UNROLL for (int r = 0; r < SUB_ROWS; r++) total[b][r] = totals[b * rows + first + r];
+                    const vec *before = begins ? nothing : totals + b * rows + first;
+                    UNROLL for (int r = 0; r < SUB_ROWS; r++) total[b][r] = before[r];
                 }
                 add_part(here, wide, plain, 1, x + 2 * BLOCK_ELEMENTS * first, heads + first, SUB_ROWS, total);
                 UNROLL for (int b = 0; b < wide; b++) {
@@ -114,7 +116,6 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, const uint8_t *x, long b
     vec scales[KQUANT_GROUPS], added[KQUANT_GROUPS];
     laid_weights laid; /* 30 KB, which an initializer would clear for every bundle */
     laid.blocks = 0;
-    for (int i = 0; i < rows; i++) totals[i] = (vec){0};
     for (long block = 0, first = 0; block < blocks;) {
         read_scales(bundle, plain, scales, added);
         bundle += head_bytes(plain);
@@ -124,7 +125,7 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, const uint8_t *x, long b
             lay_out(&laid, &here, plain, with_minimum(plain));
         }
         if (laid.blocks + blocks_together <= LAID_BLOCKS && block < blocks) continue;
-        multiply_laid(&laid, with_minimum(plain), x + first * panel_block_bytes(rows), rows, totals);
+        multiply_laid(&laid, with_minimum(plain), first == 0, x + first * panel_block_bytes(rows), rows, totals);
         first = block;
     }
 }

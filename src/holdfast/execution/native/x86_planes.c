@@ -111,7 +111,6 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, const
     weights_part here = {.scales = &scale, .added = &scale};
     laid_weights laid; /* 30 KB, which an initializer would clear for every bundle */
     laid.blocks = 0;
-    for (int i = 0; i < rows; i++) totals[i] = (vec){0};
     for (long block = 0, first = 0; block < blocks; bundle += code_bytes(plain)) {
         if (block % scales.group_blocks == 0) {
             scale = group_scales(&scales, block / scales.group_blocks);
@@ -121,7 +120,7 @@ ALWAYS_INLINE void multiply_tall(const uint8_t *bundle, long bundle_bytes, const
         fetch_ahead(bundle, plain);
         lay_out(&laid, &here, plain, 0);
         if (++block < blocks && laid.blocks < LAID_BLOCKS) continue;
-        multiply_laid(&laid, 0, x + first * panel_block_bytes(rows), rows, totals);
+        multiply_laid(&laid, 0, first == 0, x + first * panel_block_bytes(rows), rows, totals);
         first = block;
     }
 }

@@ -91,12 +91,12 @@ ALWAYS_INLINE void add_block(const tile_products *from, vec scales, vec added, c
 
 /* 16 rows of a panel, of which `x` is the first: `rows` of them count, the others are whatever lies there. `step`: from a
  * block of the panel to the next; `heads`: from x to what the rows are worth. */
-ALWAYS_INLINE void multiply_tile_rows(const laid_weights *laid, int minimum, const uint8_t *x, long step, long heads,
-                                      int rows, vec *totals) {
+ALWAYS_INLINE void multiply_tile_rows(const laid_weights *laid, int minimum, int begins, const uint8_t *x, long step,
+                                      long heads, int rows, vec *totals) {
     _Alignas(4096) tile_products products[2];
     vec total[TILE_HEIGHT];
     const long blocks = laid->blocks;
-    UNROLL for (int r = 0; r < TILE_HEIGHT; r++) total[r] = r < rows ? totals[r] : (vec){0};
+    UNROLL for (int r = 0; r < TILE_HEIGHT; r++) total[r] = r < rows && !begins ? totals[r] : (vec){0};
     multiply_block(0, x, laid->codes[0]);
     for (long block = 0; block < blocks + 2; block += 2) {
         UNROLL for (int odd = 0; odd < 2; odd++) {
@@ -113,7 +113,7 @@ ALWAYS_INLINE void multiply_tile_rows(const laid_weights *laid, int minimum, con
         if (r < rows) totals[r] = total[r];
 }
 
-void multiply_laid(laid_weights *laid, int minimum, const uint8_t *x, int rows, vec *totals) {
+void multiply_laid(laid_weights *laid, int minimum, int begins, const uint8_t *x, int rows, vec *totals) {
     const long step = panel_block_bytes(rows);
     finish_stores();
     shape_tiles();
@@ -122,9 +122,9 @@ void multiply_laid(laid_weights *laid, int minimum, const uint8_t *x, int rows, 
         const long heads = 2L * BLOCK_ELEMENTS * (rows - first) + (long)sizeof(row_head) * first;
         const int count = rows - first < TILE_HEIGHT ? rows - first : TILE_HEIGHT;
         if (minimum)
-            multiply_tile_rows(laid, 1, here, step, heads, count, totals + first);
+            multiply_tile_rows(laid, 1, begins, here, step, heads, count, totals + first);
         else
-            multiply_tile_rows(laid, 0, here, step, heads, count, totals + first);
+            multiply_tile_rows(laid, 0, begins, here, step, heads, count, totals + first);
     }
     _tile_release();
     laid->blocks = 0;

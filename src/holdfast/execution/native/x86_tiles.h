@@ -35,8 +35,8 @@ ALWAYS_INLINE void lay_out(laid_weights *laid, const weights_part *part, enum la
 }
 
 /* Adds what is laid out, times the blocks of a panel that begin at `x`, to the totals of its rows; then nothing is laid
- * out. `minimum`: whether something is added beside scaled codes. */
-void multiply_laid(laid_weights *laid, int minimum, const uint8_t *x, int rows, vec *totals);
+ * out. `minimum`: whether something is added beside scaled codes. `begins`: totals are written over, not added to. */
+void multiply_laid(laid_weights *laid, int minimum, int begins, const uint8_t *x, int rows, vec *totals);
 
 #endif
 

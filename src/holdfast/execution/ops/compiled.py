@@ -32,12 +32,13 @@ class CompiledAttention:
         self._shape = shape
 
     def plan(self, rows: StepRows, group: KVGroup, tables: Integers) -> native.AttentionRows:
+        alone = rows.single == len(rows.starts)  # Row i has token i and no other.
         return native.AttentionRows(
             tables.astype(numpy.int32),
             (rows.starts + rows.counts).astype(numpy.int32),
             block_tokens=self._shape.block_tokens,
-            counts=rows.counts.astype(numpy.int32),
-            firsts=rows.firsts.astype(numpy.int32),
+            counts=None if alone else rows.counts.astype(numpy.int32),
+            firsts=None if alone else rows.firsts.astype(numpy.int32),
             window=group.window,
         )
 

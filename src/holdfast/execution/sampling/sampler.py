@@ -275,7 +275,9 @@ def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
 
 def _greedy(logits: numpy.typing.NDArray[numpy.float32]) -> Integers:
     """The likeliest token of each row; NO_TOKEN where its logit is infinite or no number."""
-    chosen = logits.argmax(-1)
+    chosen: Integers = logits.argmax(-1)
+    if len(chosen) == 1 and logits[0, chosen[0]] < numpy.inf:
+        return chosen
     best = logits[numpy.arange(len(chosen)), chosen]
     return numpy.where(best < numpy.inf, chosen, NO_TOKEN)
 

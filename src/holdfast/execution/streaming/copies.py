@@ -3,7 +3,9 @@
     computing  ── reads a slot ──┬───────────────────────── waits ──► reads it again
     the link                     └─ waits ──► copies into it ──┘
 
-Counts what the link moved, how long it was busy, and how long computing waited for it. Knows nothing of layers.
+What has no deadline waits until the link has time for it (`link.schedule`). What goes to the host has a stream of its
+own: the other direction of the link. Counts what the link moved, how long it was busy, and how long computing waited
+for it. Knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from holdfast.execution.link.schedule import LinkSchedule
 from holdfast.records import LinkUse
 
 MOST_TIMED = 256
@@ -48,21 +52,54 @@ class Copies(Protocol):
         """On the host."""
 
     def settle(self) -> None:
-        """When this returns all that was launched is computed, and nothing is on its way."""
+        """When this returns all that was launched is computed, and nothing is on its way. What waits for the link still
+        does."""
 
     def close(self) -> None:
-        """When this returns nothing is on its way."""
+        """When this returns nothing is on its way, and what waited for the link never goes."""
 
     def use(self) -> LinkUse: ...
 
 
-class CudaCopies:
-    """On a stream of its own."""
+class LinkCopies(Copies, Protocol):
+    """With room for what is in no hurry. For one thread, as the others."""
 
-    def __init__(self, device: torch.device) -> None:
+    def copy_later(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
+        """From the host, without a deadline: piece by piece, when `after` is passed and the link has time, which is
+        looked at with each call of this object (`go_on` does nothing else). `done` are passed when all of it has
+        arrived; what awaits one of them lets it go at once. Neither memory may go before that."""
+
+    def copy_back(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
+        """To the host's pinned memory, beside what comes from there. Begins once `after` is passed."""
+
+    def go_on(self) -> None:
+        """What waits for the link goes, as far as there is time now."""
+
+    def waiting_bytes(self) -> int:
+        """That were not asked of the link yet."""
+
+
+@dataclass(eq=False, slots=True)
+class _LaterCopy:
+    source: torch.Tensor
+    target: torch.Tensor
+    after: torch.cuda.Event
+    done: Sequence[torch.cuda.Event]
+
+
+class CudaCopies:
+    """On a stream of its own for each direction."""
+
+    def __init__(self, device: torch.device, schedule: LinkSchedule[Any] | None = None) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+        self._back: torch.cuda.Stream | None = None
         self._bytes, self._began_s = 0, time.monotonic()
         self._busy, self._stalled = _Timed(), _Timed()
+        self._schedule: LinkSchedule[_LaterCopy] = LinkSchedule() if schedule is None else schedule
+        self._pending: dict[int, _LaterCopy] = {}
+        """By the marks that they will pass: an event that was never recorded counts as passed."""
+        self._on_way: deque[tuple[torch.cuda.Event, int, bool]] = deque()
+        """(passed when it arrived, bytes, whether it had a deadline), in order; kept while something waits."""
 
     def mark(self) -> torch.cuda.Event:
         return torch.cuda.Event()
@@ -73,6 +110,19 @@ class CudaCopies:
     def copy(
         self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event, done: Sequence[torch.cuda.Event]
     ) -> None:
+        self._send(source, target, after, done, due=True)
+        self._schedule.due(source.nbytes)
+        self.go_on()
+
+    def _send(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: torch.cuda.Event,
+        done: Sequence[torch.cuda.Event],
+        *,
+        due: bool,
+    ) -> None:
         self._stream.wait_event(after)
         timed = self._busy.begin(self._stream)
         with torch.cuda.stream(self._stream):
@@ -81,15 +131,71 @@ class CudaCopies:
         for mark in done:
             mark.record(self._stream)
         self._bytes += source.nbytes
+        if self._schedule or not due:
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+            self._on_way.append((arrived, source.nbytes, due))
+
+    def copy_later(
+        self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event, done: Sequence[torch.cuda.Event]
+    ) -> None:
+        if not self._schedule:  # What has a deadline, and may be on its way, was not looked at so far.
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+            self._on_way = deque([(arrived, 1, True)])
+        later = _LaterCopy(source, target, after, done)
+        self._schedule.add(later, source.nbytes)
+        self._pending |= {id(mark): later for mark in done}
+        self.go_on()
+
+    def copy_back(
+        self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event, done: Sequence[torch.cuda.Event]
+    ) -> None:
+        if self._back is None:
+            self._back = torch.cuda.Stream(self._device)
+        self._back.wait_event(after)
+        with torch.cuda.stream(self._back):
+            target[: len(source)].copy_(source, non_blocking=True)
+        for mark in done:
+            mark.record(self._back)
+
+    def go_on(self) -> None:
+        if not self._schedule or self.capturing():
+            return
+        while self._on_way and self._on_way[0][0].query():
+            self._on_way.popleft()
+        due = sum(nbytes for _, nbytes, hurried in self._on_way if hurried)
+        later = sum(nbytes for _, nbytes, hurried in self._on_way if not hurried)
+        for piece in self._schedule.pieces(due, later, lambda one: bool(one.after.query())):
+            self._send_piece(*piece)
+
+    def _send_piece(self, later: _LaterCopy, first: int, last: int, ended: bool) -> None:
+        done = later.done if ended else ()
+        self._send(later.source[first:last], later.target[first:last], later.after, done, due=False)
+        for mark in done:
+            if self._pending.get(id(mark)) is later:
+                del self._pending[id(mark)]
+
+    def _hurry(self, mark: torch.cuda.Event) -> None:
+        """What passes this mark is needed now."""
+        later = self._pending.get(id(mark))
+        if later is not None:
+            for piece in self._schedule.awaited(later):
+                self._send_piece(*piece)
+
+    def waiting_bytes(self) -> int:
+        return self._schedule.waiting_bytes
 
     def await_copy(self, mark: torch.cuda.Event) -> None:
+        self._hurry(mark)
         stream = torch.cuda.current_stream(self._device)
         timed = self._stalled.begin(stream)
         stream.wait_event(mark)
         timed.end(stream)
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
+        self.go_on()
+        return id(mark) not in self._pending and bool(mark.query())
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -100,13 +206,19 @@ class CudaCopies:
         torch.cuda.synchronize(self._device)
 
     def wait(self, mark: torch.cuda.Event) -> None:
+        self._hurry(mark)
         mark.synchronize()
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
+        self._schedule.dropped()
+        self._pending.clear()
+        self._on_way.clear()
         self._stream.synchronize()
+        if self._back is not None:
+            self._back.synchronize()
 
     def use(self) -> LinkUse:
         return LinkUse(

@@ -17,15 +17,17 @@ Knows nothing of products.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import msgspec
 import torch
 
+from holdfast.errors import EngineError
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange
@@ -33,9 +35,12 @@ from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
 from holdfast.footprint.expert_places import ExpertPlaces
+from holdfast.footprint.streamed import with_gaps
 from holdfast.observability.decisions import Decision
 from holdfast.records import ExpertUse, LinkUse
 from holdfast.units import format_bytes
+
+log = logging.getLogger("holdfast")
 
 FEW_TOKENS = 16
 """Of a step for which only the experts come that it chose. With more, most of those that wait are chosen by some token:
@@ -46,6 +51,9 @@ SWAPS_A_STEP = 2
 """Experts that change places before a step, at most: a tenth of a millisecond each on PCIe 5."""
 MEASURED_LAYERS = 8
 """Copied to see how fast the link is."""
+
+Take = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+"""(planes of those that stay, if any; planes of those that wait, in their slot): a layer's products use these."""
 
 
 class Apart(NamedTuple):
@@ -59,10 +67,14 @@ class Apart(NamedTuple):
     """Those that wait are to be fetched; None: they are in their slot."""
     exchange: LayerExchange | None = None
     """With the host, which computes with those that wait, or some of them."""
+    slots: torch.Tensor | None = None
+    """int32 [rows]: of the rows that are tokens. Others pad the step: nothing comes or is computed for what they would
+    choose, nor is it counted. None: it makes no difference."""
 
 
 class DeviceExperts:
-    """`memory`: pieces of its `pinned_sizes`. It is closed with this."""
+    """`memory`: pieces of its `pinned_sizes`. It is closed with this. `room`: bytes of RAM that may still be pinned for
+    experts that leave."""
 
     def __init__(
         self,
@@ -71,20 +83,26 @@ class DeviceExperts:
         copies: Copies,
         memory: PinnedMemory,
         few_tokens: int = FEW_TOKENS,
+        room: Callable[[], int] = lambda: 0,
     ) -> None:
         self._copies, self._memory, self.few_tokens = copies, memory, few_tokens
+        self._device, self._room = device, room
         self.host: ExpertHost | None = None
         self._number = {layer: number for number, layer in enumerate(places.layers)}
-        self._layers, self._resident, self._sizes = places.layers, places.resident, places.pinned_sizes
+        self._layers, self._resident, self._sizes = places.layers, list(places.resident), list(places.pinned_sizes)
+        self._pieces = list(memory.pieces)
+        self._takes: dict[int, Take] = {}
         self._expert_sizes = places.sizes
-        self._slots = [
-            _ExpertSlot(torch.empty(places.slot_bytes, dtype=torch.uint8, device=device), copies)
-            for _ in range(places.slots_used)
-        ]
-        self._mapped = [as_device_memory(piece, device) for piece in memory.pieces]
+        self._slots = self._made_slots(places.slots_used)
         self._fetched: dict[int, FetchedPieces] = {}
         self._exchanged: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         """By number: planes of those that stay, and of those that wait, where they do; bytes [experts, ..]."""
+        self._planes: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        """By number: as products have them, of those that wait and of those that stay."""
+        self._shapes: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+        """By number: of one expert in each plane."""
+        self._bounds: dict[int, list[tuple[int, int]]] = {}
+        """By number: where each plane of those that wait begins, in their piece as in the slot, and its bytes."""
         self._swaps: deque[Swap] = deque()
         first = [[*range(stay), *range(-1, stay - places.experts - 1, -1)] for stay in places.resident]
         self.places = torch.tensor(first, dtype=torch.int32, device=device).view(-1, places.experts)
@@ -94,6 +112,8 @@ class DeviceExperts:
         self._over_link = 0
         """Pairs that were computed with what came over the link, as told last."""
         self._paused, self._possible = False, 0.0
+        self.slots: torch.Tensor | None = None
+        """Of the rows of the step that is being launched, which is then padded."""
 
     @property
     def nbytes(self) -> int:
@@ -129,15 +149,34 @@ class DeviceExperts:
     def keep(self, layer: int) -> None:
         """What was made in its slot goes to where it waits from now on."""
         slot = self._slot(layer)
+        self._memory.wait(self._number[layer])  # It may not be pinned yet.
         self._copies.now(slot.tensor[: self._size(layer)], self._piece(layer))
         slot.layer = layer
 
-    def know(self, layer: int, waiting: Sequence[torch.Tensor], resident: Sequence[torch.Tensor]) -> None:
+    def _made_slots(self, count: int) -> list[_ExpertSlot]:
+        made = [torch.empty(max(self._sizes), dtype=torch.uint8, device=self._device) for _ in range(count)]
+        return [_ExpertSlot(tensor, self._copies) for tensor in made]
+
+    def know(
+        self,
+        layer: int,
+        waiting: Sequence[torch.Tensor],
+        resident: Sequence[torch.Tensor],
+        take: Take | None = None,
+    ) -> None:
         """Its planes, with all of an expert in one piece of each: of those that wait, in the layer's slot, and of those
-        that stay, in the same order, if any."""
+        that stay, in the same order, if any. `take`: lets its products use others; None: they cannot."""
         number, slot = self._number[layer], self._slot(layer).tensor
-        bounds = [(plane.data_ptr() - slot.data_ptr(), plane.nbytes) for plane in waiting]
-        mapped, piece = self._mapped[number], self._piece(layer)
+        if take is not None:
+            self._takes[number] = take
+        self._planes[number] = list(waiting), list(resident)
+        self._shapes[number] = [
+            ((plane.shape[0] // self.waiting(layer), *plane.shape[1:]), plane.dtype) for plane in waiting
+        ]
+        self._exchanged.pop(number, None)
+        self._bounds[number] = bounds = [(plane.data_ptr() - slot.data_ptr(), plane.nbytes) for plane in waiting]
+        piece = self._piece(layer)
+        mapped = as_device_memory(piece, self._device)
         self._fetched[layer] = FetchedPieces.of(
             waiting, [mapped[first : first + nbytes] for first, nbytes in bounds], self.waiting(layer)
         )
@@ -209,7 +248,7 @@ class DeviceExperts:
         places, uses = self.places[number], self._uses[number]
         if tokens <= self.few_tokens:
             exchange = None if self.host is None or not self.host.beside else self.host.exchanges[number]
-            return Apart(places, uses, self._fetched[layer], exchange)
+            return Apart(places, uses, self._fetched[layer], exchange, self.slots)
         if not self._paused:
             slot = self._slot(layer)
             if slot.layer != layer:
@@ -236,10 +275,146 @@ class DeviceExperts:
         return self._slots[self._number[layer] % len(self._slots)]
 
     def _piece(self, layer: int) -> torch.Tensor:
-        return self._memory.pieces[self._number[layer]]
+        return self._pieces[self._number[layer]]
 
     def _size(self, layer: int) -> int:
         return self._sizes[self._number[layer]]
+
+    # Experts come to stay, and leave.
+
+    @property
+    def movable(self) -> bool:
+        return len(self._takes) == len(self._layers)
+
+    @property
+    def resident_counts(self) -> tuple[int, ...]:
+        """Of each layer."""
+        return tuple(self._resident)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of those that stay."""
+        return sum(count * size for count, size in zip(self._resident, self._expert_sizes, strict=True))
+
+    @property
+    def most_resident(self) -> int:
+        """Of all layers: each has one that waits at least."""
+        return len(self._layers) * (self.places.shape[1] - 1)
+
+    def spread(self, count: int) -> tuple[int, ...]:
+        """So many of all layers, as evenly as can be."""
+        each, more = divmod(count, len(self._layers))
+        return tuple(each + (number < more) for number in range(len(self._layers)))
+
+    def bytes_with(self, count: int) -> int:
+        """On the device, if so many stayed: of these, of slots and of tables."""
+        resident = self.spread(count)
+        kept = sum(one * size for one, size in zip(resident, self._expert_sizes, strict=True))
+        slots = len(self._slots) * max(self._pinned_with(resident))
+        return kept + slots + self.places.nbytes + self._uses.nbytes
+
+    def pinned_with(self, count: int) -> int:
+        """Of RAM, if so many stayed, with what is taken meanwhile."""
+        sizes = self._pinned_with(self.spread(count))
+        return sum(sizes) + max(sizes)
+
+    def fits_ram(self, count: int) -> bool:
+        return self.pinned_with(count) <= self.pinned_bytes + self._room()
+
+    def _pinned_with(self, resident: Sequence[int]) -> list[int]:
+        experts = self.places.shape[1]
+        return [with_gaps((experts - one) * size) for one, size in zip(resident, self._expert_sizes, strict=True)]
+
+    def change(self, count: int) -> None:
+        """So many stay from the next step on, those that were used most lately; fewer where memory for them is not
+        there. Between steps only; what was launched is waited for. Nothing that was captured may be launched again."""
+        on_gpu = self._device.type == "cuda"
+        with torch.inference_mode(), torch.cuda.device(self._device) if on_gpu else nullcontext():
+            self._copies.settle()
+            self._swaps.clear()
+            for number, resident in enumerate(self.spread(count)):
+                if resident != self._resident[number]:
+                    self._restack(number, resident)
+            slots = len(self._slots)
+            self._slots = []
+            for number, layer in enumerate(self._layers):  # Nothing has the old slots then.
+                self._lay(layer, self._piece(layer), self._planes[number][1])
+            self._give_back()
+            self._slots = self._made_slots(slots)
+            for number, layer in enumerate(self._layers):
+                self.know(layer, *self._lay(layer, self._slot(layer).tensor, self._planes[number][1]))
+
+    def _restack(self, number: int, wanted: int) -> None:
+        """So many of a layer stay; as many as before where RAM or the device has no room for that."""
+        layer, before, old = self._layers[number], self._resident[number], self._pieces[number]
+        order, all_of_it = self._counted.most_used(number), self._gathered(number)
+        size = with_gaps((self.places.shape[1] - wanted) * self._expert_sizes[number])
+        try:
+            piece = self._memory.add(size)
+        except EngineError as error:
+            log.warning("experts of layer %d stay where they are: %s", layer, error.message)
+            return
+        self._takes[number]([], self._planes[number][0])  # Nothing has those that stay then.
+        self._planes[number] = self._planes[number][0], []
+        self._exchanged.pop(number, None)
+        self._give_back()  # Else torch would take a part of that memory for the next, and keep the rest.
+        try:
+            resident = self._made(number, wanted)
+        except torch.OutOfMemoryError:
+            log.warning("experts of layer %d stay where they are: the GPU has no memory for more", layer)
+            self._memory.drop(piece)
+            wanted, size, piece = before, self._sizes[number], old
+            resident = self._made(number, wanted)
+        self._resident[number], self._sizes[number], self._pieces[number] = wanted, size, piece
+        waiting, _ = self._lay(layer, piece, resident)
+        row = torch.empty(len(order), dtype=torch.int32)
+        row[order[:wanted]] = torch.arange(wanted, dtype=torch.int32)
+        row[order[wanted:]] = -1 - torch.arange(len(order) - wanted, dtype=torch.int32)
+        for whole, stay in zip(all_of_it, resident, strict=False):
+            _bytes_of(stay, wanted).copy_(whole[order[:wanted]])
+        for whole, wait in zip(all_of_it, waiting, strict=True):
+            _bytes_of(wait, len(order) - wanted).copy_(whole[order[wanted:]])
+        self.places[number].copy_(row)
+        self._counted.placed(number, row)
+        if piece is not old:
+            self._memory.drop(old)
+
+    def _give_back(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _gathered(self, number: int) -> list[torch.Tensor]:
+        """All experts of a layer in the host's memory, by plane: bytes [experts, ..]."""
+        table, found = self._counted.places[number], []
+        stay, wait = self._resident[number], len(table) - self._resident[number]
+        _, resident = self._planes[number]
+        for at, (first, nbytes) in enumerate(self._bounds[number]):
+            whole = torch.empty((len(table), nbytes // wait), dtype=torch.uint8)
+            waits, stays = table < 0, table >= 0
+            whole[waits] = self._pieces[number][first : first + nbytes].view(wait, -1)[(-1 - table[waits]).long()]
+            if resident:
+                whole[stays] = _bytes_of(resident[at], stay).cpu()[table[stays].long()]
+            found.append(whole)
+        return found
+
+    def _made(self, number: int, experts: int) -> list[torch.Tensor]:
+        """Planes on the device for so many."""
+        if not experts:
+            return []
+        shapes = self._shapes[number]
+        return [torch.empty((rows * experts, *rest), dtype=kind, device=self._device) for (rows, *rest), kind in shapes]
+
+    def _lay(
+        self, layer: int, memory: torch.Tensor, resident: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A layer's products find those that wait in `memory`, and these stay."""
+        number, wait = self._number[layer], self.waiting(layer)
+        arena, shapes = Arena(memory[: self._sizes[number]]), self._shapes[number]
+        waiting = [arena.tensor((rows * wait, *rest), kind, memory.device) for (rows, *rest), kind in shapes]
+        self._bounds[number] = [(plane.data_ptr() - memory.data_ptr(), plane.nbytes) for plane in waiting]
+        self._takes[number](resident, waiting)
+        self._planes[number] = waiting, resident
+        return waiting, resident
 
     def use(self) -> LinkUse:
         return msgspec.structs.replace(self._copies.use(), possible_bytes_per_s=self._possible)
@@ -291,11 +466,15 @@ class DeviceExperts:
             self.host.close()
             self.host = None
         self._copies.close()
-        self._mapped.clear()
-        self._fetched.clear()
-        self._exchanged.clear()
+        for kept in (self._fetched, self._exchanged, self._planes, self._takes, self._pieces):
+            kept.clear()
         self._memory.close()
         self._slots.clear()
+        self.slots = None
+
+
+def _bytes_of(plane: torch.Tensor, experts: int) -> torch.Tensor:
+    return plane.view(torch.uint8).view(experts, -1)
 
 
 class _ExpertSlot:

@@ -57,6 +57,15 @@ class ExpertUses:
                 self._arrived.record()
         return []
 
+    def most_used(self, number: int) -> list[int]:
+        """All experts of a layer, the most used lately first; of equals those that stay."""
+        recent, table = self._recent[number].tolist(), self.places[number].tolist()
+        return sorted(range(len(table)), key=lambda expert: (-recent[expert], table[expert] < 0, expert))
+
+    def placed(self, number: int, row: torch.Tensor) -> None:
+        """The places of a layer are these from now on."""
+        self.places[number] = row
+
     def swapped(self, swap: Swap) -> None:
         row = self.places[swap.number]
         comes, leaves = row[swap.comes].item(), row[swap.leaves].item()

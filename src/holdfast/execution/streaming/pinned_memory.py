@@ -29,6 +29,8 @@ TOUCHED_BYTES = 32 << 20
 MOST_THREADS = 16
 PROGRESS_S = 0.25
 """Between two calls of it while pinning is waited for."""
+DONT_NEED = 4
+"""Of madvise: the system has its pages back."""
 POPULATE_WRITE = 23
 """Of madvise, on Linux: the pages are there when it returns."""
 NOT_PINNED = "HF444"
@@ -71,6 +73,7 @@ class PinnedMemory:
         background: Sequence[int] | None = None,
     ) -> None:
         self.nbytes, self._progress = sum(sizes), progress
+        self._unpin, self._device = unpin, device
         self._pin = partial(register, device=device) if pin is None else pin
         self.pieces = _mapped(sizes)
         self._pinned: list[int] = []
@@ -112,6 +115,15 @@ class PinnedMemory:
         self.pieces.append(piece)
         self.nbytes += nbytes
         return piece
+
+    def drop(self, piece: torch.Tensor) -> None:
+        """Gives one of them back, which nothing copies from any more, nor ever will: reading it is a fault of whoever
+        does."""
+        self._unpin([piece.data_ptr()], self._device)
+        self._pinned.remove(piece.data_ptr())
+        self.pieces = [one for one in self.pieces if one.data_ptr() != piece.data_ptr()]
+        self.nbytes -= piece.nbytes
+        _libc.madvise(piece.data_ptr(), piece.nbytes, DONT_NEED)
 
     def close(self) -> None:
         """When nothing copies from it any more."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from holdfast.execution.device import tile_elements
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.models import TensorSpec
 
@@ -44,7 +45,7 @@ def fill_dummy_codes(matrix: ScaledMatrix, first: int, rows: int, tensor: Tensor
     layout = matrix.layout
     generator = _generator(f"{tensor.name}, rows from {first}", matrix.codes.device)
     reach = (3 / tensor.shape[-1]) ** 0.5
-    step = max(1, _TILE_ELEMENTS // matrix.columns)
+    step = max(1, tile_elements(_TILE_ELEMENTS, matrix.codes.device) // matrix.columns)
     for start in range(first, first + rows, step):
         tile = matrix.codes[start : min(start + step, first + rows)]
         if layout.codes == "fp8":

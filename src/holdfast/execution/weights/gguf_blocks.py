@@ -20,6 +20,7 @@ import torch
 from holdfast.checkpoints import StoredTensor
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.errors import CheckpointError
+from holdfast.execution.device import tile_elements
 from holdfast.execution.memory import MakeTensor, exact_tensor
 from holdfast.execution.weights.gguf_block_types import KINDS, BlockKind, fill_elements, group_scales, spread
 from holdfast.execution.weights.gguf_fragments import (
@@ -86,6 +87,10 @@ class QuantizedMatrix:
         parts = self._parts() if self.fragments is None else self.fragments[1:]
         return sum(part.nbytes for part in parts if part is not None)
 
+    def forget_together(self) -> None:
+        """Its scales, minimums and small ones lie apart from now on: they never become one plane."""
+        self._together = None
+
     def weave(self) -> Fragments:
         """Puts it into the order of `gguf_fragments`, which must fit; in the same memory."""
         if self.fragments is None:
@@ -100,7 +105,7 @@ class QuantizedMatrix:
         """Stored bytes of whole rows go to rows first, first+1, ...; `order` picks the stored row for each."""
         rows = stored.view(-1, self.columns // self._kind.elements * self._kind.nbytes)
         count = len(rows) if order is None else len(order)
-        at_once = max(1, PIECE_ELEMENTS // self.columns)
+        at_once = max(1, tile_elements(PIECE_ELEMENTS, rows.device) // self.columns)
         for start in range(0, count, at_once):
             piece = slice(start, min(start + at_once, count))
             part = rows[piece] if order is None else rows.index_select(0, order[piece].to(rows.device))

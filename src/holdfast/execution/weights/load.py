@@ -2,7 +2,8 @@
 
 Peak while loading: the final bytes, the raw bytes of one tensor (of a quantized matrix: of all that hold it), and one
 tile of its expansion (gguf_blocks.EXPAND_BYTES); in the host's memory, where the weights are for a GPU, also
-AHEAD_BYTES of experts (or one expert), which threads read meanwhile. Knows nothing of files beyond `Checkpoint.read`.
+AHEAD_BYTES of experts (or one expert), which threads read meanwhile, and the buffers of `StagedReads` for all else.
+Knows nothing of files beyond `Checkpoint`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.streaming.device_experts import DeviceExperts
@@ -94,8 +96,14 @@ def load_weights(
     loader = Loader(
         spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange, experts
     )
-    with torch.inference_mode(), loader.readers:
-        weights = loader.load()
+    if checkpoint is not None:
+        loader.staged = staged_reads(checkpoint, expected_names(spec, loader.stored), device)
+    try:
+        with torch.inference_mode(), loader.readers:
+            weights = loader.load()
+    finally:
+        if loader.staged is not None:
+            loader.staged.close()
     here = weights.nbytes if device.type == "cpu" else 0
     if PeakMemory.resident_bytes() - before - here > WORTH_TRIMMING_BYTES:
         trim_memory()
@@ -133,6 +141,8 @@ class Loader:
         self.ahead_bytes = 0 if checkpoint is None or device.type == "cpu" else AHEAD_BYTES
         self.coming: dict[str, Future[Any]] = {}
         """What is being read, by the checkpoint's names."""
+        self.staged: StagedReads | None = None
+        """Of whole tensors, ahead of need; None: they are read when their turn comes."""
 
     def load(self) -> Weights:
         embed = self.embedding()
@@ -270,7 +280,7 @@ class Loader:
         stored = QuantizedMatrix(layout, sum(rows), columns, self.device, self.make)
         first = 0
         for name, count in zip(names, rows, strict=True):
-            stored.fill_rows(first, self.read(name).to(self.device), self.row_order(self.tensors[name]))
+            stored.fill_rows(first, self.bring(self.stored[name].name), self.row_order(self.tensors[name]))
             first += count
             self.step()
         return QuantizedLinear(stored, self.dtype, bias)
@@ -301,7 +311,7 @@ class Loader:
         elif self.stored[name].packed is not None:
             self.packed(name, matrix.layout, expert).fill(matrix, first)
         else:
-            raw = self.read(name) if expert is None else self.read_expert(name, expert)
+            raw = self.bring(self.stored[name].name) if expert is None else self.read_expert(name, expert)
             if self.stored[name].layout == "MXFP4":
                 fill_mxfp4(matrix, first, raw.view(rows, -1).to(self.device), self.stored[name].name)
             else:
@@ -326,7 +336,13 @@ class Loader:
         return PackedSource(stored.packing, parts, layout, rows, columns, read)
 
     def read_part(self, part: StoredTensor) -> torch.Tensor:
-        return self.read_whole(part.name).view(_TYPES[part.layout]).view(part.shape).to(self.device)
+        return self.bring(part.name).view(_TYPES[part.layout]).view(part.shape)
+
+    def bring(self, stored: str) -> torch.Tensor:
+        """All bytes of this name of the checkpoint's, on the device."""
+        if self.staged is not None and self.staged.foreseen(stored):
+            return self.staged.bring(stored)
+        return self.read_whole(stored).to(self.device)
 
     def read_of_stack(self, expert: int, part: StoredTensor) -> torch.Tensor:
         """One expert's of a tensor that has those of all."""
@@ -437,10 +453,17 @@ class Loader:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             self.packed(tensor.name, layout).expand(target)
         else:
-            expand_into(target, self.read(tensor.name), self.stored[tensor.name], self.row_order(tensor))
+            self.fill_plain(target, tensor)
             if tensor.plus_one and self.checkpoint.format == "safetensors":
                 target += 1
         self.step()
+
+    def fill_plain(self, target: torch.Tensor, tensor: TensorSpec) -> None:
+        stored, order, staged = self.stored[tensor.name], self.row_order(tensor), self.staged
+        if staged is None or order is not None or stored.layout not in PLAIN_TYPES or not staged.foreseen(stored.name):
+            expand_into(target, self.read(tensor.name), stored, order)
+        else:
+            staged.fill(stored.name, PLAIN_TYPES[stored.layout], target.view(-1))
 
     def fill_experts(self, targets: Sequence[torch.Tensor], tensor: TensorSpec) -> None:
         """`targets`: [experts, rows, columns] each, which together have all experts; they may lie apart."""

@@ -8,7 +8,8 @@ becomes rows of a `ScaledMatrix`, or numbers.
     mxfp4           bytes hold two inputs, the first in the lower half
 
 Works on the device that the matrix is for, in slices of rows: beside the stored bytes of one matrix a tile of
-TILE_ELEMENTS codes is held. What files say wrongly is refused with the tensor's name. Opens no files.
+TILE_ELEMENTS codes is held, or some times as many on a GPU. What files say wrongly is refused with the tensor's name.
+Opens no files.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from holdfast.checkpoints import Packing, StoredTensor
 from holdfast.checkpoints.formats.quantized_tensors import BNB_BLOCK
 from holdfast.errors import CheckpointError
+from holdfast.execution.device import tile_elements
 from holdfast.execution.weights.scaled_matrix import INT4_ZERO, NF4_VALUES, ScaledMatrix
 from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
 from holdfast.units import shorten
@@ -78,7 +80,7 @@ class PackedSource:
 
     def _tiles(self) -> list[tuple[int, int]]:
         whole = lcm(8, self.layout.group_rows)
-        step = max(1, TILE_ELEMENTS // (self.columns * whole)) * whole
+        step = max(1, tile_elements(TILE_ELEMENTS, self._stored.device) // (self.columns * whole)) * whole
         return [(start, min(start + step, self.rows)) for start in range(0, self.rows, step)]
 
     def _fill(self, matrix: ScaledMatrix, to: int, start: int, last: int) -> None:

@@ -7,17 +7,28 @@
                   without them             bytes met / link, as kernels read over it
 
 Whichever is sooner counts. A router that prefers some experts is faster than this: those that are used most stay.
+And one whose layers are streamed, where the host's cores compute some of their MLPs: `footprint.streamed.speedup`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.footprint.expert_places import FEW_TOKENS, ExpertPlaces
+from holdfast.footprint.expert_places import FEW_TOKENS, MLP_MATRICES, ExpertPlaces
+from holdfast.footprint.experts import kinds
+from holdfast.footprint.identity_key import Same
+from holdfast.footprint.streamed import MOST_IN_A_ROW, WORTH, StreamedLayers, hosted_layers, speedup
 from holdfast.hardware import Processor
+from holdfast.planner.fit.count import experts_on_gpu
+from holdfast.planner.fit.placement import pinned_room
+from holdfast.planner.fit.result import Plan
+from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.host_cores import KERNEL_SHARE, host_flops, host_gb_s
 
 GB = 10**9
+COPIES_LEFT = 0.05, 0.65
+"""Of the link's rate, what each token more that the host's cores compute MLPs for takes, and what is left at least: on
+an H200's host it copied 51 GB/s beside one token, and 36 of 55 beside eight."""
 ROUND_TRIP_S = 15e-6
 """Of each layer whose experts the host computes: from the GPU's request to its reading the reply."""
 
@@ -70,3 +81,79 @@ class ExpertSpeed:
 
     def trips_s(self) -> float:
         return self.layers * ROUND_TRIP_S if self.host else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpeed:
+    """Of one plan with streamed layers, whose MLPs the host's cores may compute in steps of few tokens."""
+
+    layers: tuple[int, ...]
+    """That are streamed."""
+    attention_bytes: float
+    mlp_bytes: float
+    """Of one of them."""
+    parameters: float
+    """Of its MLP."""
+    room: int | None
+    """MLPs that RAM holds once more; None: it is not known."""
+    host: Processor
+
+    def gain(self, tokens: int, link_bytes_per_s: float, share: float) -> float:
+        """How many times as fast a step of so many tokens is, as a start would estimate it; 1: they are not asked.
+        `share` of what cores are taken to do."""
+        if tokens > FEW_TOKENS:
+            return 1.0
+
+        # Copies are slower beside cores that compute much.
+        left = max(COPIES_LEFT[1], 1 - (tokens - 1) * COPIES_LEFT[0])
+
+        def one(count: int) -> float:
+            """Seconds of an MLP with so many tokens."""
+            reading = self.mlp_bytes / (host_gb_s(self.host) * GB * share)
+            return max(reading, 2 * count * self.parameters / (host_flops(self.host) * share))
+
+        def gained(in_a_row: int, count: int, share_of_link: float) -> float:
+            link = link_bytes_per_s * share_of_link
+            return speedup(in_a_row, self.attention_bytes, self.mlp_bytes, link, one(count))
+
+        in_a_row = max(range(1, MOST_IN_A_ROW + 1), key=lambda row: gained(row, 1, 1.0))
+        found = left * gained(in_a_row, tokens, left)
+        all_of_them = len(hosted_layers(self.layers, in_a_row, len(self.layers)))
+        if found < WORTH or not all_of_them:
+            return 1.0
+        hosted = 1.0 if self.room is None else min(1.0, max(0, self.room) / all_of_them)
+        return 1 / (1 - hosted * (1 - 1 / found))
+
+
+def expert_speed(fit: Plan) -> ExpertSpeed | None:
+    """None: all experts stay on the GPU."""
+    places = experts_on_gpu(fit.question) if fit.own is None else fit.own.expert_places
+    if places is None:
+        return None
+    (kind,) = kinds(fit.question.model.spec)
+    parameters = 3 * fit.question.model.spec.hidden_size * kind.intermediate_size
+    return ExpertSpeed.of(places, kind.per_token, parameters, fit.question.machine.host)
+
+
+def mlp_speed(fit: Plan, streamed: StreamedLayers) -> MlpSpeed | None:
+    """None: the host's cores compute nothing, or it is not known what they do."""
+    question, spec = fit.question, fit.question.model.spec
+    host, weights = question.machine.host, engine_weights(Same(question.model))
+    may = question.settings.offload.cpu_compute and question.machine.host_computes and not question.settings.max_loras
+    if not may or host is None or weights is None or not streamed.layers or streamed.on_disk:
+        return None
+    if not weights.host_reads_mlps(dtype=fit.dtype):
+        return None
+    matrices = [tensor for tensor in spec.tensors if tensor.layer == streamed.layers[0] and len(tensor.shape) == 2]
+    mlp = sum(tensor.elements for tensor in matrices if tensor.name.endswith(MLP_MATRICES))
+    size = streamed.weights_bytes / len(streamed.layers)
+    mlp_bytes = size * mlp / sum(tensor.elements for tensor in matrices)
+    room = pinned_room(question)
+    return MlpSpeed(
+        layers=streamed.layers,
+        attention_bytes=size - mlp_bytes,
+        mlp_bytes=mlp_bytes,
+        parameters=mlp,
+        room=None if room is None else int((room - streamed.pinned_bytes) // mlp_bytes),
+        host=host,
+    )

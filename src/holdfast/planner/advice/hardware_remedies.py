@@ -80,8 +80,9 @@ def _alone(device: Device) -> bool:
 
 def more_gpus(found: Plan, offered: Sequence[Remedy]) -> Iterator[Iterable[Change]]:
     """The fewest that hold it as it is, and quantized where that takes fewer."""
-    before = len(offered)
-    if found.question.machine.kind == "gpu" and not any(_alone(device) for device in found.question.machine.devices):
+    before, devices = len(offered), found.question.machine.devices
+    fixed = any(_alone(device) or (device.gpu is not None and device.gpu.of_laptop) for device in devices)
+    if found.question.machine.kind == "gpu" and not fixed:
         for variant, question in _models(found):
             below = len(offered[-1].fit.ranks) if len(offered) > before else None
             yield _layouts(question, variant, below)

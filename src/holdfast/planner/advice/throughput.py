@@ -2,7 +2,7 @@
 
     step = max(bytes read / bandwidth, operations / rate) + all-reduces / link + what every step costs on top
     with layers that are streamed: no less than their bytes / the link to the host, and what of them is on a disk / its
-    rate; all of this overlaps
+    rate; all of this overlaps. Of few tokens less, where the host's cores compute some of their MLPs
     with experts over VRAM and RAM: expert_speed.py
     attention = 4 x columns x tokens seen: a window's at most, none of recurrent layers, of latents while decoding in
                 the width of the latent, which every head reads
@@ -17,12 +17,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from holdfast.footprint.experts import kinds
 from holdfast.footprint.identity_key import Same
 from holdfast.hardware.gpus import Gpu
 from holdfast.models import ModelSpec, TensorSpec
-from holdfast.planner.advice.expert_speed import ExpertSpeed
-from holdfast.planner.fit.count import experts_on_gpu, streamed_on_gpu
+from holdfast.planner.advice.expert_speed import ExpertSpeed, MlpSpeed, expert_speed, mlp_speed
+from holdfast.planner.fit.count import streamed_on_gpu
 from holdfast.planner.fit.search import Plan
 from holdfast.planner.sizing.kv_cost import KVCost
 from holdfast.planner.sizing.sharded_weights import DTYPE_BYTES, Weight, rank_bytes, stage_layers, weights_of
@@ -74,7 +73,9 @@ STATED = Efficiency(
 """The makers' figures: where nothing was measured, no less can be said to be out of reach."""
 
 EVIDENCE = "six measurements of vLLM 0.26 on one H200: dense models of 0.6B and 8B in bf16"
-STREAMING_EVIDENCE = f"{EVIDENCE}; one of Holdfast there with 42 of 80 layers streamed"
+STREAMING_EVIDENCE = (
+    f"{EVIDENCE}; three of Holdfast there with 40 to 42 of 80 layers streamed, two of them with MLPs on its 16 cores"
+)
 EXPERTS_EVIDENCE = (
     f"{EVIDENCE}; three of Holdfast there with experts over VRAM and RAM, whose host had 16 cores with AMX"
 )
@@ -166,6 +167,8 @@ class Stage:
     """Of these, from a disk."""
     experts: ExpertSpeed | None = None
     """None: all experts stay on the GPU, or come with their layers."""
+    mlps: MlpSpeed | None = None
+    """None: the GPU computes all of the layers that are streamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,19 +302,25 @@ def _stages(key: Same[Plan]) -> list[Stage] | None:
                 gpu=slowest.device.gpu,
                 moved_bytes=0 if streamed is None else streamed.moved_bytes,
                 read_bytes=0 if streamed is None else streamed.read_bytes,
-                experts=_expert_speed(fit),
+                experts=expert_speed(fit),
+                mlps=None if streamed is None else mlp_speed(fit, streamed),
             )
         )
     return stages
 
 
-def _expert_speed(fit: Plan) -> ExpertSpeed | None:
-    places = experts_on_gpu(fit.question) if fit.own is None else fit.own.expert_places
-    if places is None:
-        return None
-    (kind,) = kinds(fit.question.model.spec)
-    parameters = 3 * fit.question.model.spec.hidden_size * kind.intermediate_size
-    return ExpertSpeed.of(places, kind.per_token, parameters, fit.question.machine.host)
+def host_gain(fit: Plan, batch: int = 1) -> float:
+    """How many times as fast such a step is expected to be because the host's cores compute MLPs of streamed layers; 1:
+    they compute none."""
+    stages = _stages(Same(fit))
+    return 1.0 if stages is None else max(_gain(stage, StepWork(batch), EXPECTED) for stage in stages)
+
+
+def _gain(stage: Stage, work: StepWork, efficiency: Efficiency) -> float:
+    if stage.mlps is None:
+        return 1.0
+    link = max(1.0, stage.gpu.host_link.gb_s * GB * efficiency.host)
+    return stage.mlps.gain(work.tokens, link, efficiency.cores)
 
 
 def _met(spec: ModelSpec, tensor: TensorSpec) -> float:
@@ -424,7 +433,9 @@ def _parts_of(fit: Plan, stage: Stage, work: StepWork, efficiency: Efficiency) -
         "compute": work.tokens * ((2 * stage.parameters + attention) / half + 2 * stage.fp8_parameters / fp8),
         "link": _link_s(fit, stage, work.tokens, efficiency),
         "launches": efficiency.step_s + decoding * efficiency.sequence_s,
-        "host": stage.moved_bytes / max(1.0, stage.gpu.host_link.gb_s * GB * efficiency.host),
+        "host": stage.moved_bytes
+        / max(1.0, stage.gpu.host_link.gb_s * GB * efficiency.host)
+        / _gain(stage, work, efficiency),
         "disk": stage.read_bytes / (NVME_GB_S * GB * efficiency.link),
         "cores": 0.0,
         "over_link": 0.0,

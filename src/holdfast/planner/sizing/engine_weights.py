@@ -72,6 +72,10 @@ class EngineWeights:
         """The same as the host's cores compute with it; None: they cannot."""
         return _host_expert_sizes(Same(self.spec), Same(self.stored), self.quantize)
 
+    def host_reads_mlps(self, *, dtype: str) -> bool:
+        """Whether the host's cores can compute the MLPs of its layers for a GPU."""
+        return expert_places.host_reads_mlps(self.spec, self.stored, dtype=dtype, quantize=self.quantize)
+
     @property
     def experts_in_order(self) -> bool:
         """Some take their inputs in an order of their own (GPTQ's act-order)."""

@@ -20,7 +20,8 @@ from holdfast.server.anthropic.schema import (
 )
 from holdfast.server.http.middleware import Record
 from holdfast.server.request.chat import chat_prompt
-from holdfast.server.request.parse import GenerationRequest, chat_request, decode_object, served_model, tokenizer_of
+from holdfast.server.request.json_body import decode_object
+from holdfast.server.request.parse import GenerationRequest, chat_request, served_model, tokenizer_of
 from holdfast.server.request.translated import ChatMessages, check_counts, not_here, told_as
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool

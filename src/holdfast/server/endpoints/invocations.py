@@ -16,7 +16,7 @@ from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.server.http.middleware import CLIENT_GONE
 from holdfast.server.http.request_body import read_body
-from holdfast.server.request.parse import decode_object
+from holdfast.server.request.json_body import decode_object
 from holdfast.server.response.streams import ClientGone
 from holdfast.server.settings import ServerSettings, body_limit
 

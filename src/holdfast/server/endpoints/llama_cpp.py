@@ -4,7 +4,7 @@ paths without /v1."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,8 +16,10 @@ from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.errors import json_response
 from holdfast.server.http.middleware import Record
 from holdfast.server.http.paths import ALIASES
+from holdfast.server.openai_responses.schema import InputTokens
 from holdfast.server.request.chat import ChatPrompt, chat_prompt
-from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
+from holdfast.server.request.json_body import decode_object
+from holdfast.server.request.parse import served_model, tokenizer_of
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.response.json_handler import Exchange
@@ -36,11 +38,6 @@ def aliases(routes: Iterable[Route]) -> list[Route]:
 
 class AppliedTemplate(msgspec.Struct, kw_only=True):
     prompt: str
-
-
-class InputTokens(msgspec.Struct, kw_only=True):
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: int
 
 
 class LlamaCpp:

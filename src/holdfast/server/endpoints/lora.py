@@ -22,7 +22,7 @@ from holdfast.checkpoints.lora.adapter import too_slow
 from holdfast.engine.requests.adapters import Adapters, Loaded
 from holdfast.errors import AdapterError, UnknownModelError
 from holdfast.server.http.request_body import read_body
-from holdfast.server.request.parse import decode_object
+from holdfast.server.request.json_body import decode_object
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten

@@ -3,7 +3,6 @@ docs/memory.md says what the fields mean."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import msgspec
@@ -11,14 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from holdfast.config.setting import memory
 from holdfast.engine.interface import Engine
 from holdfast.errors import ConfigurationError, DoesNotFitError, HoldfastError, RequestError
 from holdfast.observability.ledger import Ledger
 from holdfast.server.http.errors import FORBIDDEN, UNAVAILABLE, HttpFailure, json_response
 from holdfast.server.http.request_body import read_body
-from holdfast.server.request.parse import decode_object
+from holdfast.server.request.json_body import decode_object
 from holdfast.server.settings import ServerSettings
-from holdfast.units import parse_bytes, shorten
+from holdfast.units import shorten
 
 MAX_BODY_BYTES = 4 << 10
 TIERS = ("ram", "vram")
@@ -87,10 +87,10 @@ def _asked(body: dict[str, Any]) -> tuple[str, int]:
             fix="name one size; GET /memory shows the budget in force",
         )
     ((tier, size),) = asked.items()
-    with contextlib.suppress(ConfigurationError):
-        if isinstance(size, (str, int)) and not isinstance(size, bool) and (nbytes := parse_bytes(size)) > 0:
-            return tier, nbytes
-    raise RequestError(f"{tier} is not a size", needed="8GiB, or a number of bytes", field=tier)
+    try:
+        return tier, memory(tier, size)
+    except ConfigurationError as error:
+        raise RequestError(error.message, needed=error.needed, found=error.found, fix=error.fix, field=tier) from None
 
 
 def _refused(error: HoldfastError, tier: str) -> RequestError:

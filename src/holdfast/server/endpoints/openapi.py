@@ -22,7 +22,7 @@ from holdfast.server.anthropic.schema import (
     CountedTokens,
     MessagesBody,
 )
-from holdfast.server.endpoints.llama_cpp import AppliedTemplate, InputTokens
+from holdfast.server.endpoints.llama_cpp import AppliedTemplate
 from holdfast.server.endpoints.lora import LoadBody, UnloadBody
 from holdfast.server.endpoints.memory import MemoryBody
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
@@ -31,6 +31,7 @@ from holdfast.server.openai_responses.schema import (
     PASSED,
     DeletedResponse,
     InputItemList,
+    InputTokens,
     ResponseObject,
     ResponsesBody,
 )
@@ -122,6 +123,8 @@ OPERATIONS = (
               answer=CompletionAnswer, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
     Operation(path="/v1/responses", method="post", summary="Create a response (OpenAI's Responses API)",
               body=ResponsesBody, answer=ResponseObject, streams=True, refusals=(400, 404, 408, 413, 415, 429, 503)),
+    Operation(path="/v1/responses/input_tokens", method="post", summary="Count a response's input tokens",
+              body=ResponsesBody, answer=InputTokens, refusals=(400, 404, 408, 413, 415, 503)),
     Operation(path="/v1/responses/{response_id}", method="get", summary="A stored response", answer=ResponseObject,
               query=(("stream", ("false",)),), refusals=(400, 404, 503)),
     Operation(path="/v1/responses/{response_id}", method="delete", summary="Delete a stored response",

@@ -13,7 +13,8 @@ from holdfast.errors import RequestError
 from holdfast.server.http.errors import json_response
 from holdfast.server.http.middleware import Record
 from holdfast.server.request.chat import chat_prompt
-from holdfast.server.request.parse import decode_object, served_model, tokenizer_of
+from holdfast.server.request.json_body import decode_object
+from holdfast.server.request.parse import served_model, tokenizer_of
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool, encode_within
 from holdfast.server.schema.auxiliary import (

@@ -1,4 +1,4 @@
-"""Paths of vLLM that are not there: refused by name and with the reason, as its flags and fields are."""
+"""Paths of vLLM and other engines that are not there: refused by name and with the reason, as flags and fields are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from holdfast.server.http.errors import NOT_FOUND, describe, error_response
 
 _NO_SOUND = "only text input and output are supported"
 _CHAT = "POST /v1/chat/completions"
+_OPENAI = "an OpenAI client with http://HOST:PORT/v1 as its address"
 
 PATHS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
@@ -36,6 +37,27 @@ PATHS: dict[str, tuple[str, str]] = {
         "start the server with --enable-tokenizer-info-endpoint",
     ),
     "/server_info": ("it would expose settings of this machine", "GET /memory, or holdfast ps on that machine"),
+    **dict.fromkeys(
+        ("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/ps", "/api/pull", "/api/embed",
+         "/api/embeddings", "/api/version"),
+        ("it is Ollama's own API; this server has OpenAI's", _OPENAI),
+    ),
+    **dict.fromkeys(
+        ("/generate", "/generate_stream", "/get_model_info", "/get_server_info", "/health_generate", "/flush_cache"),
+        ("it is an API of SGLang or TGI; this server has OpenAI's", _OPENAI),
+    ),
+    "/infill": ("fill-in-the-middle is not implemented", "POST /completion with the model's own marks in the prompt"),
+    "/embedding": ("llama.cpp's own shape is not implemented", "POST /v1/embeddings"),
+    **dict.fromkeys(
+        ("/slots", "/slots/{name:path}"), ("there are no slots: requests are batched", "GET /metrics, or GET /ui/state")
+    ),
+    "/lora-adapters": ("adapters are chosen by model name here", "--enable-lora, and GET /v1/models"),
+    "/v1/moderations": ("there is no moderation model", "POST /classify with a classifier"),
+    "/v1/responses/compact": ("conversations are not compacted", "send fewer items as input"),
+    **dict.fromkeys(
+        ("/v1/chat/completions/render", "/v1/completions/render"),
+        ("llama.cpp's path renders a chat", "POST /apply-template, or POST /tokenize"),
+    ),
     "/inference/v1/generate": ("/v1/completions accepts and returns token ids", "POST /v1/completions"),
     **dict.fromkeys(
         ("/start_profile", "/stop_profile", "/collective_rpc", "/pause", "/resume", "/is_paused", "/scale_elastic_ep",

@@ -10,6 +10,7 @@ request that offers an upgrade for the next request. Here
               so that the client comes to read it
     behind    further requests may arrive before the first response: few of them wait, and reading continues, so that a
               client that disconnects is noticed
+    invalid   bytes behind a whole request, that are no request: those before it are answered, and the connection ends
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._linger_bytes: int | None = None
         """Left to be thrown away; None: the connection is in use."""
+        self._unread_bytes: int | None = None
+        """The same while answers are on their way, behind which nothing is read any more."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -92,6 +95,11 @@ class Connection(HttpToolsProtocol):
             if self._linger_bytes < 0:
                 self.transport.close()
             return
+        if self._unread_bytes is not None:
+            self._unread_bytes -= len(data)
+            if self._unread_bytes < 0:
+                self.transport.close()
+            return
         self._unset_keepalive_if_required()
         if self._in_head:
             self._head_bytes += len(data)
@@ -105,10 +113,12 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as found:
             self._decline_upgrade(data[found.args[0] :])
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
             # What was sent is not repeated, it may be anything.
             log.info("invalid HTTP request from client %s; its connection is closed", _peer(self.client))
-            self._refuse(*_BAD)
+            mistaken = not isinstance(error, httptools.HttpParserCallbackError)  # Else refused here: it asks too much.
+            if not (mistaken and self._answering and self._end_after_answers()):
+                self._refuse(*_BAD)
 
     def _check_sizes(self, read_bytes: int) -> None:
         """One read may hold a whole head and much of a body; only a head that has not ended by then is counted."""
@@ -224,12 +234,26 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, phrase: str, message: str) -> None:
         if self.transport.is_closing() or self._linger_bytes is not None:
             return
-        if self._answering:
+        if self._answering and not self.cycle.disconnected:
             self.transport.close()  # Into the middle of another answer nothing can be said.
             return
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/plain\r\ncontent-length: {len(message)}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n{message}".encode())
         self.part()
+
+    def _end_after_answers(self) -> bool:
+        """What was asked in whole is answered before the connection ends. False: it is not that, and a request whose
+        body cannot be read is free to be refused, if nothing of its answer is out."""
+        last = self.cycle
+        if not last.more_body:
+            last.keep_alive = False
+            self._unread_bytes = LINGER_BYTES
+            self._stop_waiting()
+            return True
+        if last is self._answered and not last.response_started:
+            last.disconnected = True  # Nothing of the application's goes out.
+            last.message_event.set()
+        return False
 
     def part(self) -> None:
         """All is said: closes once the client has read it and closes too, or at the limits."""

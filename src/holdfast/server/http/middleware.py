@@ -234,6 +234,22 @@ class AccessMiddleware:
             )
 
 
+class WrittenPath:
+    """A path with a slash too many, as a base URL with one at its end leaves it, is the path without it: of `paths`,
+    before anything looks at it."""
+
+    def __init__(self, app: ASGIApp, *, paths: frozenset[str]) -> None:
+        self._app = app
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._paths:
+            path = "/" + scope["path"].strip("/")
+            if path in self._paths:
+                scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
+
+
 class RootPath:
     """Takes the prefix off that a proxy in front has left on, before anything looks at a path."""
 
@@ -270,6 +286,14 @@ def _keys(headers: dict[bytes, bytes]) -> list[bytes]:
 def _check_media(headers: dict[bytes, bytes]) -> None:
     """JSON is what is read here, and a body that says it is something else is none of ours. A browser sends forms and
     plain text for any web page without asking first: so what says nothing is taken only from whoever is no browser."""
+    packed = headers.get(b"content-encoding", b"").strip().lower()
+    if packed not in (b"", b"identity"):
+        raise HttpFailure(
+            WRONG_MEDIA,
+            f"a body with Content-Encoding {shorten(packed.decode('latin-1'))!r} is not supported: send it as it is",
+            kind="invalid_request_error",
+            code="unsupported_media_type",
+        )
     given = headers.get(b"content-type")
     if given is None:
         if b"origin" not in headers and b"sec-fetch-site" not in headers:

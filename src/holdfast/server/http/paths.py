@@ -14,6 +14,8 @@ ALIASES = {
     "/score": "/v1/score",
     "/rerank": "/v1/rerank",
     "/v2/rerank": "/v1/rerank",
+    "/reranking": "/v1/rerank",
+    "/v1/reranking": "/v1/rerank",
     "/v1/classify": "/classify",
     "/models": "/v1/models",
 }

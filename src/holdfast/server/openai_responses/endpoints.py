@@ -19,7 +19,7 @@ from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.server.http.errors import NOT_FOUND, HttpFailure, describe, json_response
 from holdfast.server.http.middleware import CLIENT_GONE, CUT_OFF, Record, tenant_of
 from holdfast.server.openai_responses.read import ResponseOptions, owner_of, read_response_request
-from holdfast.server.openai_responses.schema import DeletedResponse, InputItemList
+from holdfast.server.openai_responses.schema import DeletedResponse, InputItemList, InputTokens
 from holdfast.server.openai_responses.shape import ResponseShape, failed
 from holdfast.server.openai_responses.store import OWN_BYTES, ResponseStore, StoredResponse
 from holdfast.server.request.logprob_budget import LogprobBudget
@@ -27,6 +27,7 @@ from holdfast.server.request.parse import GenerationRequest
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.response.generation import Generation
+from holdfast.server.response.json_handler import Exchange
 from holdfast.server.response.logprobs import encode
 from holdfast.server.schema.fields import unsupported
 from holdfast.server.settings import ServerSettings
@@ -34,6 +35,7 @@ from holdfast.server.settings import ServerSettings
 MOST_LISTED = 100
 """Items on one page, and how many where nobody says: OpenAI's own."""
 LISTED = 20
+COUNTED = "/v1/responses/input_tokens"
 
 
 def response_routes(
@@ -48,7 +50,15 @@ def response_routes(
     read = partial(read_response_request, workers=workers, pool=pool, store=store)
     shape = partial(ResponseShape, store=store)
     made = ResponseGeneration(read, shape, engine, settings, metrics, room, store=store)
-    return [Route("/v1/responses", made, methods=["POST"]), *StoredResponses(store, settings).routes]
+
+    async def count(raw: bytes, record: Record) -> InputTokens:
+        return InputTokens(input_tokens=sum(map(len, (await read(raw, engine, settings)).prompts)))
+
+    return [
+        Route("/v1/responses", made, methods=["POST"]),
+        Route(COUNTED, Exchange(count, engine, settings), methods=["POST"]),
+        *StoredResponses(store, settings).routes,
+    ]
 
 
 class ResponseGeneration(Generation):

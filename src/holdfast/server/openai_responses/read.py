@@ -24,7 +24,8 @@ from holdfast.server.openai_responses.schema import (
     TextOptions,
 )
 from holdfast.server.openai_responses.store import ResponseStore, StoredResponse
-from holdfast.server.request.parse import GenerationRequest, chat_request, decode_object
+from holdfast.server.request.json_body import decode_object
+from holdfast.server.request.parse import GenerationRequest, chat_request
 from holdfast.server.request.translated import check_counts, not_here, told_as
 from holdfast.server.request.workers.template_workers import TemplateWorkers
 from holdfast.server.request.workers.tokenize_pool import TokenizePool

@@ -109,6 +109,13 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: None = None
 
 
+class InputTokens(msgspec.Struct, kw_only=True):
+    """Of a request that is counted and not answered."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class DeletedResponse(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"

@@ -10,7 +10,8 @@ from typing import Any
 
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
-from holdfast.server.request.parse import GenerationRequest, completion_request, decode_object, tokenizer_of
+from holdfast.server.request.json_body import decode_object
+from holdfast.server.request.parse import GenerationRequest, completion_request, tokenizer_of
 from holdfast.server.request.workers.tokenize_pool import TokenizePool
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.llama_cpp import COMPANIONS, HARMLESS_NATIVE, NEUTRAL, NativeBody, NativeOptions
@@ -22,6 +23,10 @@ MOST_BIASED_CHARS = 200
 """Of a text that is named by itself: words, not documents."""
 NEVER = -100.0
 """The least bias: what llama.cpp writes as false."""
+_COUNTS: dict[int | None, int | None] = {-1: None, 0: 1}
+"""Of n_predict: to the end of the context, and nothing but the prompt."""
+_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
+"""Of /v1/completions, and here."""
 
 
 async def read_native(
@@ -42,7 +47,7 @@ async def read_native(
         prompt=body.prompt,
         model=body.model,
         stream=body.stream,
-        max_tokens=None if wanted == -1 else wanted,
+        max_tokens=_COUNTS.get(wanted, wanted),
         temperature=None if body.temperature is None else max(body.temperature, 0.0),
         top_k=body.top_k,
         top_p=body.top_p,
@@ -62,15 +67,19 @@ async def read_native(
     )
     try:
         ask = await completion_request(
-            as_completion, engine, settings, pool, size_bytes=len(raw), default_tokens=None, request_id=request_id
+            *(as_completion, engine, settings, pool),
+            size_bytes=len(raw),
+            default_tokens=settings.chat_max_tokens if wanted is None else None,
+            request_id=request_id,
         )
     except RequestError as error:
-        error.field = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}.get(
-            error.field or "", error.field
-        )
+        field, error.field = error.field or "", _NAMES.get(error.field or "", error.field)
+        if field in _NAMES and error.message.startswith(field):
+            error.message = f"{error.field}{error.message.removeprefix(field)}"
         raise
     text = body.prompt if isinstance(body.prompt, str) else ""
-    return replace(ask, options=NativeOptions(return_tokens=body.return_tokens, prompt=text))
+    # 0: only the prompt is wanted in the cache, which costs a token that nobody sees.
+    return replace(ask, echoes_alone=wanted == 0, options=NativeOptions(return_tokens=body.return_tokens, prompt=text))
 
 
 def _biases(given: Any, engine: Engine) -> dict[str, float] | None:

@@ -60,8 +60,6 @@ def _read_message(raw: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}.role has {len(role)} characters", needed=f"1 to {MAX_ROLE_CHARS}", field=f"{where}.role"
         )
     content = message.content
-    if content is None and role != "assistant" and "content" not in raw:
-        raise RequestError(f"{where}.content is missing", field=f"{where}.content")
     if isinstance(content, list):
         rendered: Any = _read_parts(content, raw["content"], f"{where}.content")
     else:

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from holdfast.engine.interface import Engine
 from holdfast.errors import GrammarError, RequestError, UnknownModelError, UnsupportedOptionError
 from holdfast.records import AdapterRef, SamplingParams
 from holdfast.records.beams import BeamSearchParams
 from holdfast.server.request.chat import chat_prompt, final_answer
-from holdfast.server.request.json_errors import not_json
+from holdfast.server.request.json_body import decode_object
 from holdfast.server.request.output_parser import OutputParserConfig
 from holdfast.server.request.structured_output import form_of
 from holdfast.server.request.token_choice import (
@@ -56,6 +54,8 @@ BytesOf = Callable[[int], bytes | None]
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use the rest of the context."""
+TO_THE_END = -1
+"""Of max_tokens, as llama.cpp's clients and LM Studio's write that there is no limit but the context."""
 MAX_PROMPTS = 1024
 
 _CHAT_FIELDS = honoured_fields(ChatBody)
@@ -116,16 +116,6 @@ class GenerationRequest:
     """Of an API other than OpenAI's chats and completions: what its ResponseFormatter must know."""
 
 
-def decode_object(raw: bytes) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise not_json(raw, error) from None
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object", needed="object", found=type(body).__name__)
-    return body
-
-
 async def read_chat(
     raw: bytes,
     engine: Engine,
@@ -137,7 +127,9 @@ async def read_chat(
 ) -> GenerationRequest:
     """`request_id`: as the client named its request outside of the body."""
     given = decode_object(raw)
-    return await chat_request(given, len(raw), engine, settings, workers=workers, pool=pool, request_id=request_id)
+    return await chat_request(
+        given, len(raw), engine, settings, workers=workers, pool=pool, request_id=request_id, endless=True
+    )
 
 
 async def chat_request(
@@ -150,9 +142,10 @@ async def chat_request(
     pool: TokenizePool,
     request_id: str | None = None,
     prefix: str = "chatcmpl",
+    endless: bool = False,
 ) -> GenerationRequest:
     """`given`: as it was sent, or as another API's body was translated. `size_bytes`: of the raw body. `prefix`: of the
-    answer's id."""
+    answer's id. `endless`: whether max_tokens may be -1."""
     fields = check_fields(given, _CHAT_FIELDS)
     body: ChatBody = convert(fields, ChatBody)
     _check_inner(fields, stream=body.stream)
@@ -160,13 +153,16 @@ async def chat_request(
     tokenizer = tokenizer_of(engine, "messages")
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens  # OpenAI's newer name, and as in vLLM it wins.
+    default_tokens = settings.chat_max_tokens
+    if endless and body.max_tokens == TO_THE_END:
+        body.max_tokens = default_tokens = None
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_logprobs(logprobs, "top_logprobs", settings.max_logprobs)
     logprobs = shown_logprobs(body, logprobs, settings.max_logprobs)
     check_prompt_logprobs(body, settings)
-    params = _sampling(body, settings, logprobs=logprobs, max_tokens=settings.chat_max_tokens)
+    params = _sampling(body, settings, logprobs=logprobs, max_tokens=default_tokens)
     _check_places(params.n, engine, settings, "n")
     cut = truncation_of(body, engine.info.max_model_len, body.max_tokens)
     chat = await chat_prompt(body, fields.get("tools"), tokenizer, engine, settings, size_bytes, workers, pool, cut)
@@ -208,6 +204,8 @@ async def read_completion(
     raw: bytes, engine: Engine, settings: ServerSettings, *, pool: TokenizePool, request_id: str | None = None
 ) -> GenerationRequest:
     fields = check_fields(decode_object(raw), _COMPLETION_FIELDS)
+    if isinstance(fields.get("logprobs"), bool):  # As a chat has it: of the tokens themselves, and the likeliest.
+        fields["logprobs"] = 1 if fields["logprobs"] else None
     body: CompletionBody = convert(fields, CompletionBody)
     _check_inner(fields, stream=body.stream)
     return await completion_request(body, engine, settings, pool, size_bytes=len(raw), request_id=request_id)
@@ -225,6 +223,8 @@ async def completion_request(
 ) -> GenerationRequest:
     """`size_bytes`: of the raw body. `default_tokens`: of an answer, where the body does not say; None: no limit."""
     model = served_model(body.model, settings)
+    if body.max_tokens == TO_THE_END:
+        body.max_tokens = default_tokens = None
     check_logprobs(body.logprobs, "logprobs", settings.max_logprobs)
     check_prompt_logprobs(body, settings)
     if body.echo and body.logprobs is not None and body.stream and (body.n or 1) > 1:

@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+import msgspec.inspect
 
 from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.records.sampling import REFUSED
@@ -99,6 +100,15 @@ FIXES = {
     "best_of": "send n with logprobs, and keep the completion with the largest sum of logprobs",
 }
 
+SYNONYMS = {
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "regex": "guided_regex",
+    "ebnf": "guided_grammar",
+}
+"""Names that llama.cpp's and SGLang's servers have beside OpenAI's fields, and what they are called here: each
+would change the answer, and is read where the other is left out."""
+
 _NUMBER = re.compile(r"\[\d+\]")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
@@ -110,6 +120,8 @@ def check_fields(body: dict[str, Any], honoured: frozenset[str]) -> dict[str, An
     for name, value in body.items():
         if value is None:
             continue
+        if name in SYNONYMS and name not in honoured and body.get(SYNONYMS[name]) is None:
+            name = SYNONYMS[name] if SYNONYMS[name] in honoured else name
         if name in honoured:
             kept[name] = value
         elif name in HARMLESS:
@@ -203,4 +215,26 @@ def convert(body: Any, kind: Any, where: str = "", *, strict: bool = False) -> A
             # The place is where the field is not; what a client looks for is the field.
             name = f"{field}.{missing[1]}" if field else missing[1]
             raise RequestError(f"{name} is missing", needed=name, field=name) from None
-        raise RequestError(f"{field or 'the body'}: {what[:1].lower()}{what[1:]}", field=field) from None
+        choices = _choices(kind, path.rstrip("`")) if "enum value" in what else ()
+        needed = f"one of {', '.join(choices)}" if choices else None
+        raise RequestError(f"{field or 'the body'}: {what[:1].lower()}{what[1:]}", needed=needed, field=field) from None
+
+
+def _choices(kind: Any, path: str) -> list[str]:
+    """The values that a field may have, by its place in a body (`$.tools[0].type`)."""
+    types = [msgspec.inspect.type_info(kind)]
+    for step in [None, *re.findall(r"\[\w*\.*\]|\.\w+", path)]:
+        if step is not None:
+            types = [inner for one in types for inner in _inside(one, step)]
+        types = [
+            inner for one in types for inner in (one.types if isinstance(one, msgspec.inspect.UnionType) else (one,))
+        ]
+    return [str(value) for one in types if isinstance(one, msgspec.inspect.LiteralType) for value in one.values]
+
+
+def _inside(one: msgspec.inspect.Type, step: str) -> list[msgspec.inspect.Type]:
+    if isinstance(one, msgspec.inspect.StructType) and step.startswith("."):
+        return [field.type for field in one.fields if field.encode_name == step[1:]]
+    if isinstance(one, msgspec.inspect.ListType) and step.startswith("["):
+        return [one.item_type]
+    return []

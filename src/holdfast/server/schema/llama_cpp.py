@@ -17,7 +17,7 @@ class NativeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool = False
     n_predict: Small | None = None
-    """-1, or left out: to the end of the context."""
+    """-1: to the end of the context; 0: the prompt is computed and kept in the prefix cache, and nothing said."""
     max_tokens: Small | None = None
     """The same, by OpenAI's name."""
     temperature: float | None = None

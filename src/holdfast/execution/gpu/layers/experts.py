@@ -11,7 +11,10 @@ a graph. More tokens than the buffers hold are taken in turns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -110,9 +113,30 @@ class ExpertGpuMlp:
             stacks = [stack for stack in (*weights.gate_up, weights.down) if isinstance(stack, PlacedStack)]
             waiting = [plane for stack in stacks for plane in _planes(stack.waiting)]
             resident = [plane for stack in stacks if stack.resident is not None for plane in _planes(stack.resident)]
-            placed.experts.know(placed.layer, waiting, resident)
+            ordered = any(isinstance(stack.waiting, QuantizedStack) and _in_order(stack.waiting) for stack in stacks)
+            take = None if ordered else partial(self._take, weights, scratch)
+            placed.experts.know(placed.layer, waiting, resident, take)
         self._router = gpu_linear(weights.router, scratch)
         self._shared = None if weights.shared is None else _Shared(weights.shared, activation, scratch)
+
+    def _take(
+        self,
+        weights: ExpertWeights,
+        scratch: Scratch,
+        resident: Sequence[torch.Tensor],
+        waiting: Sequence[torch.Tensor],
+    ) -> None:
+        """Other planes, in the order in which they were told, for other numbers of experts: those that were there are
+        not used any more."""
+        stay, wait = iter(resident), iter(waiting)
+        for stack in (*weights.gate_up, weights.down):
+            assert isinstance(stack, PlacedStack)
+            count = len(_planes(stack.waiting))
+            like, kept = stack.waiting, [next(stay) for _ in range(count if resident else 0)]
+            stack.resident = _with_planes(like, kept) if resident else None
+            stack.waiting = _with_planes(like, [next(wait) for _ in range(count)])
+        self._gate_up = [_products(stack, scratch) for stack in weights.gate_up]
+        self._down = _products(weights.down, scratch)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -138,7 +162,8 @@ class ExpertGpuMlp:
         self._router.write(x, logits)
         exchange = None if apart is None else apart.exchange
         chosen = None if exchange is None else exchange.experts[:count]
-        kernels.route(logits, lines, normalized=spec.normalized, chosen=chosen)
+        slots = None if apart is None else apart.slots
+        kernels.route(logits, lines, normalized=spec.normalized, chosen=chosen, slots=slots)
         if apart is not None and exchange is not None and chosen is not None:
             send(x, chosen, lines, apart.places, apart.uses, exchange)
         if apart is not None and apart.fetched is not None and (exchange is None or exchange.over_link):
@@ -146,7 +171,7 @@ class ExpertGpuMlp:
         self._multiply_gated(x, lines, inner, rows, apart)
         self._down.multiply(self._down.inputs(inner, lines, inner), lines, rows, by_token=False, apart=apart)
         if exchange is None:
-            kernels.add_pairs(rows, lines, out, add=add)
+            kernels.add_pairs(rows, lines, out, add=add, padded=slots is not None)
         else:
             add_replies(rows, lines, exchange, out, add=add)
         if self._shared is not None:
@@ -366,6 +391,29 @@ def _planes(stack: Stack) -> list[torch.Tensor]:
     else:
         kept = [matrix.quants, matrix.high, matrix.scales, matrix.minimums, matrix.small]
     return [plane for plane in kept if plane is not None]
+
+
+def _in_order(stack: QuantizedStack) -> bool:
+    """Its experts take their inputs in orders of their own."""
+    return isinstance(stack.matrix, ScaledMatrix) and stack.matrix.order is not None
+
+
+def _with_planes(like: Stack, planes: Sequence[torch.Tensor]) -> Stack:
+    """One that is kept the same way, of as many experts as these planes have."""
+    if isinstance(like, DenseStack):
+        return DenseStack(planes[0])
+    assert isinstance(like, QuantizedStack)
+    experts = like.experts * planes[0].numel() // _planes(like)[0].numel()
+    matrix = copy(like.matrix)
+    matrix.rows = experts * like.rows
+    names: tuple[str, ...] = ("codes", "scales", "zeros")
+    if isinstance(matrix, QuantizedMatrix):
+        names = ("quants", "high", "scales", "minimums", "small")
+        matrix.forget_together()
+    present = [name for name in names if getattr(matrix, name) is not None]
+    for name, plane in zip(present, planes, strict=True):
+        setattr(matrix, name, plane)
+    return QuantizedStack(matrix, experts)
 
 
 def _products(stack: Stack, scratch: Scratch) -> _Products:

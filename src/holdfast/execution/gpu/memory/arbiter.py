@@ -12,6 +12,7 @@ Shares are reserved, so what a step needs at its worst is there when it comes. M
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from holdfast.execution.gpu.memory.kv_range import KVRange
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.streaming.pinned_memory import NOT_PINNED
 from holdfast.footprint.streamed import page_tables_bytes
-from holdfast.records import LayersGrant, LinkUse, VramBudget, VramGrant
+from holdfast.records import ExpertsGrant, LayersGrant, LinkUse, VramBudget, VramGrant
 from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
@@ -71,10 +72,37 @@ class MovableLayers(Protocol):
         """These are streamed from now on; more of them where memory for one that was to stay is not there."""
 
 
+class MovableExperts(Protocol):
+    """Experts that may come to stay on the GPU, and leave it: so many of all layers, spread evenly."""
+
+    @property
+    def resident_counts(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of slots, and of tables of places."""
+
+    @property
+    def resident_bytes(self) -> int: ...
+
+    @property
+    def pinned_bytes(self) -> int: ...
+
+    @property
+    def most_resident(self) -> int: ...
+
+    def bytes_with(self, count: int) -> int:
+        """Of slots, tables and those that stay, if so many did."""
+
+    def fits_ram(self, count: int) -> bool:
+        """Whether RAM would hold the others."""
+
+
 class VramArbiter:
     """`shares`: what each but the KV pool holds or may still take. `planned_bytes`: of all of them as a start would
     plan them; no budget is granted that the next start would refuse. `layers`: which may come and go, and are in
-    `shares` as weights and layer_slots; beside them the pool is what is wanted, and what no layer has room in."""
+    `shares` as weights and layer_slots; beside them the pool is what is wanted, and what no layer has room in.
+    `experts`: in their place, as weights and expert_slots, and `change_experts` lets so many stay."""
 
     def __init__(
         self,
@@ -84,13 +112,16 @@ class VramArbiter:
         shares: Mapping[str, int],
         planned_bytes: int,
         layers: MovableLayers | None = None,
+        experts: MovableExperts | None = None,
+        change_experts: Callable[[int], None] | None = None,
     ) -> None:
         self.memory, self._kv, self._layers = memory, kv, layers
+        self._experts, self._change_experts = experts, change_experts
         self.budget_bytes, self.shares = budget_bytes, dict(shares)
         self._base_kv = self._wanted_kv = self.base_blocks = 0
         """`base_blocks`: pages of the pool for which no layer has left."""
         self._planned_others = planned_bytes - self._layers_bytes()
-        self._resident = 0 if layers is None else layers.resident_bytes
+        self._resident = self._layers_bytes() - self._slots_bytes()
         self._base_streamed: tuple[int, ...] = ()
         """Those that were streamed before layers left for KV."""
 
@@ -100,7 +131,13 @@ class VramArbiter:
         self._base_kv = self._wanted_kv = int(WANTED_SHARE * self._kv.nbytes)
 
     def _layers_bytes(self) -> int:
-        return 0 if self._layers is None else self._layers.resident_bytes + self._layers.nbytes
+        """Of layers, or experts, that may come and go."""
+        movable = self._layers or self._experts
+        return 0 if movable is None else movable.resident_bytes + movable.nbytes
+
+    def _slots_bytes(self) -> int:
+        movable = self._layers or self._experts
+        return 0 if movable is None else movable.nbytes
 
     def own_bytes(self) -> int:
         return self.memory.own_bytes()
@@ -129,8 +166,12 @@ class VramArbiter:
         others = self._others() + unaccounted
         wanted = min(asked.budget_bytes, own + free) if asked.at_most_free else asked.budget_bytes
         least = max(others, self._planned_others) + self._kv.backed_bytes(least_blocks)
-        streamed = self._streamed_within(wanted - others, max(self._wanted_kv, self._kv.backed_bytes(least_blocks)))
-        budget = max(wanted, least + (0 if self._layers is None else self._layers.bytes_with(streamed)))
+        kv_bytes = max(self._wanted_kv, self._kv.backed_bytes(least_blocks))
+        streamed, staying = self._streamed_within(wanted - others, kv_bytes), self._staying(wanted - others, kv_bytes)
+        movable_bytes = 0 if self._layers is None else self._layers.bytes_with(streamed)
+        if self._experts is not None:
+            movable_bytes = self._experts.bytes_with(staying)
+        budget = max(wanted, least + movable_bytes)
         if budget > max(own + free, self.budget_bytes):
             raise _not_there(budget, own, free)
 
@@ -143,6 +184,10 @@ class VramArbiter:
         try:
             if self._layers is not None:
                 self._move_layers(self._layers, streamed, blocks_beside, resize_kv)
+            if self._experts is not None:
+                self._move_experts(self._experts, staying, blocks_beside, resize_kv)
+                # Memory of tensors comes and goes in pieces that torch divides.
+                unaccounted = max(unaccounted, (self.memory.told_bytes() or 0) - self._reserved())
             resize_kv(blocks_beside(self._layers_bytes()))
         except RangeError as error:
             if not error.out_of_memory:
@@ -165,6 +210,36 @@ class VramArbiter:
         while chosen and layers.bytes_with(fewer := layers.one_less(chosen)) + kv_bytes <= room:
             chosen = fewer
         return chosen
+
+    def _staying(self, room: int, kv_bytes: int) -> int:
+        """As many experts as leave so much to KV of what there is; where RAM does not take the others, more."""
+        experts = self._experts
+        if experts is None:
+            return 0
+        # One by one: where one fewer of a layer stays, slots become larger for all.
+        counts = range(experts.most_resident, -1, -1)
+        chosen = next((count for count in counts if experts.bytes_with(count) + kv_bytes <= room), 0)
+        most = max(chosen, sum(experts.resident_counts))
+        return bisect_left(range(most), True, lo=chosen, key=experts.fits_ram)
+
+    def _move_experts(
+        self,
+        experts: MovableExperts,
+        staying: int,
+        blocks_beside: Callable[[int], int],
+        resize_kv: Callable[[int], None],
+    ) -> None:
+        if staying == sum(experts.resident_counts):
+            return
+        assert self._change_experts is not None
+        if experts.bytes_with(staying) > self._layers_bytes():  # The pool makes room first.
+            resize_kv(min(self._kv.blocks, blocks_beside(experts.bytes_with(staying))))
+        self._change_experts(staying)
+        self.shares["weights"] = self.shares.get("weights", 0) + experts.resident_bytes - self._resident
+        self.shares["expert_slots"] = experts.nbytes
+        if "page_tables" in self.shares:
+            self.shares["page_tables"] = page_tables_bytes(experts.pinned_bytes)
+        self._resident = experts.resident_bytes
 
     def _move_layers(
         self,
@@ -259,6 +334,15 @@ class VramArbiter:
                 slots_bytes=layers.nbytes,
                 pinned_bytes=layers.pinned_bytes,
             ),
+            experts=None if self._experts is None else self._experts_granted(self._experts),
+        )
+
+    def _experts_granted(self, experts: MovableExperts) -> ExpertsGrant:
+        return ExpertsGrant(
+            resident=experts.resident_counts,
+            weights_bytes=self.shares["weights"],
+            slots_bytes=experts.nbytes,
+            pinned_bytes=experts.pinned_bytes,
         )
 
 

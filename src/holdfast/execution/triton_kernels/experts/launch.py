@@ -56,19 +56,24 @@ class ExpertAssignments(NamedTuple):
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["present"])
 def _route(
-    logits, counts, pairs, weights, experts, tokens, logits_stride, pairs_stride,
+    logits, counts, pairs, weights, experts, slots, present, tokens, logits_stride, pairs_stride,
     EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, NORMALIZED: tl.constexpr, CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr, TOLD: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr, TOLD: tl.constexpr, PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some tokens, which stand one behind the other in a line. The softmax is over all experts; what is taken is left
-    out of the next choice. ALONE: there is no other program. TOLD: `experts` gets what each token chose."""
+    out of the next choice. ALONE: there is no other program. TOLD: `experts` gets what each token chose. PADDED: those
+    without a slot are no tokens, and choose nothing."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, BLOCK)
     there, known = (token < tokens)[:, None], (expert < EXPERTS)[None, :]
     source = logits + token.to(tl.int64)[:, None] * logits_stride + expert[None, :]
     wait_for_others(EARLY)
+    live = token < tokens
+    if PADDED:
+        live = live & (tl.load(slots + token, mask=token < present, other=-1) >= 0)
     wide = tl.load(source, mask=there & known, other=float("-inf")).to(tl.float32)
     # Rows that nobody reads may hold anything: they get experts that there are, and weights of no meaning.
     left = tl.where(known, tl.where(wide > -1e30, tl.minimum(wide, 1e30), -1e30), float("-inf"))
@@ -83,12 +88,12 @@ def _route(
         mine = expert[None, :] == chosen[:, None]
         number = tl.where(mine, choice, number)
         if TOLD:
-            tl.store(experts + token * PER_TOKEN + choice, chosen, mask=token < tokens)
+            tl.store(experts + token * PER_TOKEN + choice, tl.where(live, chosen, -1), mask=token < tokens)
         left = tl.where(mine, float("-inf"), left)
     let_others_start(EARLY)
     if NORMALIZED:
         total = tl.sum(shares, 1)
-    taken = ((number >= 0) & there).to(tl.int32)
+    taken = ((number >= 0) & live[:, None]).to(tl.int32)
     totals = tl.sum(taken, 0)
     if ALONE:
         tl.store(counts + expert, totals, mask=expert < EXPERTS)
@@ -99,15 +104,21 @@ def _route(
     line = pairs + expert.to(tl.int64)[None, :] * pairs_stride
     tl.store(line + place, token[:, None] * PER_TOKEN + number, mask=taken > 0)
     target = weights + token[:, None] * PER_TOKEN + index
-    tl.store(target, shares / total[:, None], mask=there & (index < PER_TOKEN))
+    tl.store(target, tl.where(live[:, None], shares / total[:, None], 0.0), mask=there & (index < PER_TOKEN))
 
 
 def route(
-    logits: torch.Tensor, lines: ExpertAssignments, *, normalized: bool, chosen: torch.Tensor | None = None
+    logits: torch.Tensor,
+    lines: ExpertAssignments,
+    *,
+    normalized: bool,
+    chosen: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
     """Every row of logits [tokens, experts] takes its likeliest experts and stands in their lines; `lines` is for at
     least as many tokens. `normalized`: the weights of a token add up to one. `chosen` int32 [tokens, per_token]: gets
-    its experts, the likeliest first."""
+    its experts, the likeliest first. `slots` int32 [rows]: rows that have none (less than 0), and those beyond it, pad
+    a step: they choose nothing (-1), and have no weights. None: all are tokens."""
     (tokens, experts), per_token = logits.shape, lines.weights.shape[1]
     block = triton.next_power_of_2(experts)
     together = max(1, min(triton.next_power_of_2(tokens), ROUTED_TOGETHER[tokens >= MANY_ROUTED]))
@@ -116,9 +127,10 @@ def route(
         lines.counts.zero_()
     if tokens:
         _route[(triton.cdiv(tokens, together),)](
-            logits, lines.counts, lines.pairs, lines.weights, chosen, tokens, logits.stride(0), lines.pairs.stride(0),
-            EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized, CHOICES=triton.next_power_of_2(per_token),
-            BLOCK=block, TOKENS=together, ALONE=alone, TOLD=chosen is not None, EARLY=early,
+            logits, lines.counts, lines.pairs, lines.weights, chosen, slots, 0 if slots is None else len(slots), tokens,
+            logits.stride(0), lines.pairs.stride(0), EXPERTS=experts, PER_TOKEN=per_token, NORMALIZED=normalized,
+            CHOICES=triton.next_power_of_2(per_token),
+            BLOCK=block, TOKENS=together, ALONE=alone, TOLD=chosen is not None, PADDED=slots is not None, EARLY=early,
             num_warps=min(8, max(1, together * block // 128)), launch_pdl=early,
         )  # fmt: skip
 
@@ -180,7 +192,7 @@ def gates_of(activation: Activation | None, gates: Gates) -> tuple[int, int]:
 @triton.jit
 def _add_pairs(
     rows, weights, out, rows_stride, out_stride, columns, PER_TOKEN: tl.constexpr, ADD: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -191,19 +203,25 @@ def _add_pairs(
     for choice in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + choice
         line = tl.load(rows + pair * rows_stride + column, mask=inside, other=0.0).to(tl.float32)
-        total += line * tl.load(weights + pair)
+        weight = tl.load(weights + pair)
+        if PADDED:  # Rows of what nobody chose were not written.
+            total += tl.where(weight > 0.0, line * weight, 0.0)
+        else:
+            total += line * weight
     let_others_start(EARLY)
     if ADD:
         total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def add_pairs(rows: torch.Tensor, lines: ExpertAssignments, out: torch.Tensor, *, add: bool) -> None:
+def add_pairs(
+    rows: torch.Tensor, lines: ExpertAssignments, out: torch.Tensor, *, add: bool, padded: bool = False
+) -> None:
     """out [tokens, columns] = (or +=) the rows [pairs, columns] of each token by their weights: in float32, rounded
-    once."""
+    once. `padded`: some rows are no tokens, and chose nothing."""
     (tokens, columns), early = out.shape, starts_early()
     if tokens:
         _add_pairs[(tokens, triton.cdiv(columns, SUMMED_COLUMNS))](
             rows, lines.weights, out, rows.stride(0), out.stride(0), columns, PER_TOKEN=lines.weights.shape[1],
-            ADD=add, BLOCK=SUMMED_COLUMNS, EARLY=early, num_warps=4, launch_pdl=early,
+            ADD=add, BLOCK=SUMMED_COLUMNS, PADDED=padded, EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from holdfast.errors import RequestError, UnsupportedOptionError
 from holdfast.server.endpoints.pooling.prompt_vectors import FLOAT_BYTES, PromptVector, PromptVectors, usage_of
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.middleware import Record
-from holdfast.server.request.parse import decode_object
+from holdfast.server.request.json_body import decode_object
 from holdfast.server.response.json_handler import Pieces
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields, unsupported
 from holdfast.server.schema.pooling import EmbeddingBody, PoolingBody

@@ -18,7 +18,8 @@ from holdfast.server.endpoints.pooling.prompt_vectors import MAX_INPUTS, PromptV
 from holdfast.server.endpoints.tokenize import PROMPT_FIELDS
 from holdfast.server.http.middleware import Record
 from holdfast.server.request.chat import check_variables
-from holdfast.server.request.parse import decode_object, tokenizer_of
+from holdfast.server.request.json_body import decode_object
+from holdfast.server.request.parse import tokenizer_of
 from holdfast.server.request.workers.tokenize_pool import Truncation, check_ids, check_text
 from holdfast.server.schema.fields import check_fields, convert, honoured_fields
 from holdfast.server.schema.pooling import (

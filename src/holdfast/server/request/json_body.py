@@ -1,8 +1,25 @@
-"""What is wrong with a body that is not JSON, and where. Knows nothing of what a body should say."""
+"""A body as a JSON object, and of one that is none what is wrong and where. Knows nothing of what bodies should say."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from holdfast.errors import RequestError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""PowerShell and editors of Windows begin a file with it; RFC 8259 lets a reader pass over it."""
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw.removeprefix(BYTE_ORDER_MARK))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(raw, error) from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object", needed="object", found=type(body).__name__)
+    return body
 
 
 def not_json(raw: bytes, error: Exception) -> RequestError:

@@ -1,0 +1,5 @@
+"""Where vLLM keeps `LLM`, for code that imports it from there. Owns nothing."""
+
+from holdfast.engine.offline.llm import LLM
+
+__all__ = ["LLM"]

@@ -1,0 +1,66 @@
+"""What of a runner's weights is on its GPU at the moment, and which of it may come and go: layers, or experts. Moves
+nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from holdfast.execution.gpu.decoder import GpuDecoder
+from holdfast.execution.streaming.device_experts import DeviceExperts
+from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.weights.decoder_weights import Weights
+
+
+class MovableWeights(ABC):
+    def __init__(self, weights: Weights) -> None:
+        movable = weights.slots.resident_bytes if isinstance(weights.slots, DeviceLayers) else 0
+        placed = 0 if weights.experts is None else weights.experts.resident_bytes
+        self._fixed_bytes = weights.nbytes - movable - placed
+
+    @property
+    @abstractmethod
+    def decoder(self) -> GpuDecoder: ...
+
+    @property
+    def weights_bytes(self) -> int:
+        """On the GPU, at the moment."""
+        movable, experts = self.movable_layers, self.decoder.experts
+        placed = 0 if experts is None else experts.resident_bytes
+        return self._fixed_bytes + placed + (0 if movable is None else movable.resident_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of weights and layers' slots, what is not a tensor of torch's."""
+        movable = self.movable_layers
+        return 0 if movable is None else movable.resident_bytes + movable.nbytes
+
+    @property
+    def movable_layers(self) -> DeviceLayers | None:
+        """None: none may come to stay on the GPU, or leave it."""
+        streamed = self.decoder.streamed
+        return streamed if streamed is not None and streamed.movable else None
+
+    @property
+    def movable_experts(self) -> DeviceExperts | None:
+        """None: none may come to stay on the GPU, or leave it."""
+        experts = self.decoder.experts
+        return experts if experts is not None and experts.movable else None
+
+    @property
+    def layer_slots_bytes(self) -> int:
+        return 0 if self.decoder.streamed is None else self.decoder.streamed.nbytes
+
+    @property
+    def expert_slots_bytes(self) -> int:
+        """With the tables of their places."""
+        return 0 if self.decoder.experts is None else self.decoder.experts.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of RAM, for layers or experts that do not stay on the GPU."""
+        return 0 if self._coming is None else self._coming.pinned_bytes
+
+    @property
+    def _coming(self) -> DeviceLayers | DeviceExperts | None:
+        """What does not all stay on the GPU."""
+        return self.decoder.streamed or self.decoder.experts

@@ -1,0 +1,1 @@
+"""Bytes of files on their way to a device."""

@@ -1,0 +1,95 @@
+"""Experts that come to stay on the GPU, and leave it, while 32 answers are computed: in float32 the same tokens as of a
+model whose experts all stay, within a budget that changes at random, with graphs, and nothing leaks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from many_streams import STREAMS, run
+
+from holdfast.config import EngineConfig
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.startup.build import build_core, find_model
+from holdfast.records import VramBudget
+from holdfast.units import GIB, MIB
+
+LAYERS, EXPERTS = 8, 32
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "hidden_act": "silu", "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "vocab_size": 102400,
+    "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 512, "num_experts": EXPERTS,
+    "num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "num_hidden_layers": LAYERS, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+    "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SMALL, LARGE = 2500 * MIB, 6 * GIB
+SLACK = 32 * MIB
+"""Of what else may come or go meanwhile; torch's own pieces of memory among it."""
+
+
+def built(folder: Path, **more: Any) -> EngineCore:
+    config = EngineConfig.from_arguments(
+        model=str(folder), load_format="dummy", skip_tokenizer_init=True, device="cuda", dtype="float32",
+        max_model_len=1024, max_num_seqs=STREAMS, max_num_batched_tokens=512, **more,
+    )  # fmt: skip
+    return build_core(config, find_model(config), lambda stage, done, total: None)[0]
+
+
+def free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize("compute", ["off", "auto"])
+def test_the_budget_changes_at_random_while_experts_wait(compute: str, tmp_path: Path) -> None:
+    """What the host's cores compute is summed in another order: then tokens are only counted."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    whole = built(tmp_path, vram="12GiB")
+    assert whole.runner.decoder.experts is None  # type: ignore[attr-defined]
+    plain = run(whole)
+    whole.close()
+    core = built(tmp_path, vram=str(SMALL), cpu_compute=compute)
+    runner: Any = core.runner
+    experts = runner.movable_experts
+    assert experts is not None
+    first = sum(experts.resident_counts)
+    assert 0 < first < experts.most_resident
+    dice, counts, seconds = random.Random(5), list[int](), list[float]()
+
+    def between() -> None:
+        if dice.random() > 0.08:
+            return
+        budget = dice.choice([1900 * MIB, LARGE, dice.randrange(1900 * MIB, LARGE)])
+        begin_s = time.perf_counter()
+        granted = core.set_vram(VramBudget(budget_bytes=budget))
+        seconds.append(time.perf_counter() - begin_s)
+        assert granted.experts is not None
+        assert granted.experts.resident == experts.resident_counts
+        assert core.stats().device_bytes <= granted.budget_bytes + SLACK
+        counts.append(sum(experts.resident_counts))
+
+    found = run(core, between)
+    print(f"{len(counts)} budgets, experts that stay {sorted(set(counts))}")
+    print(f"{statistics.median(seconds):.2f} s each, {max(seconds):.2f} s at most; {experts.expert_use()}")
+    assert len(counts) > 5
+    assert max(counts) == experts.most_resident > min(counts)
+    if compute == "off":
+        assert found == plain
+    assert {name: len(one) for name, one in found.items()} == {name: len(one) for name, one in plain.items()}
+    core.set_vram(VramBudget(budget_bytes=SMALL))
+    held, before = experts.pinned_bytes, free()
+    for budget in (LARGE, SMALL):
+        core.set_vram(VramBudget(budget_bytes=budget))
+    assert (experts.pinned_bytes, sum(experts.resident_counts)) == (held, pytest.approx(first, abs=2 * LAYERS))
+    assert before - free() <= SLACK
+    core.close()
+    gc.collect()
+    assert torch.cuda.memory_allocated() < 64 * MIB
