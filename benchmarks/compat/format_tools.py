@@ -1,11 +1,13 @@
 """Checkpoints that the formats' own tools write, read by those tools and by Holdfast: log-probabilities side by side.
 
     python benchmarks/compat/format_tools.py write PLAIN FOLDER [FORMAT ...]    with llmcompressor and bitsandbytes
-    python -m benchmarks.compat.format_tools compare FOLDER                     with Holdfast
+    python benchmarks/compat/format_tools.py read FOLDER [NAME ...]             what is there, through the tools' code
+    python -m benchmarks.compat.format_tools compare FOLDER [RESULTS.json]      with Holdfast
 
-PLAIN is an unquantized folder (`benchmarks/export_safetensors.py`). The first half imports nothing of Holdfast and
-runs in an environment of its own: the tools want other releases of transformers. Beside each checkpoint it leaves
-`read.json`: what transformers, through the format's own code, has for some prompts in float32.
+PLAIN is an unquantized folder (`benchmarks/export_safetensors.py`); `read` takes checkpoints of others, such as of
+`vllm_formats.py --write FOLDER`. Neither imports anything of Holdfast, and both run in an environment of their own: the
+tools want other releases of transformers. Beside each checkpoint they leave `read.json`: what transformers, through the
+format's own code, has for some prompts in float32.
 
 Where inputs are rounded too, one rounding that falls to the other side moves every later one: take a model of few
 layers to see the arithmetic, not the noise.
@@ -92,15 +94,55 @@ FORMATS: dict[str, Write] = {
 }
 
 
+def _unpack_nf4(model: Any) -> None:
+    """With bitsandbytes' code, to float32: its products round weights and inputs to what a file was made from."""
+    import torch
+
+    quantized = [
+        (name, module)
+        for name, module in model.named_modules()
+        if getattr(getattr(module, "weight", None), "quant_state", None) is not None
+    ]
+    if not quantized:
+        return
+    for name, module in quantized:
+        from bitsandbytes import functional  # type: ignore[import-not-found]
+
+        module.weight.quant_state.dtype = torch.float32
+        plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+        plain.weight.data = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        if module.bias is not None:
+            plain.bias.data = module.bias.data.float()
+        model.set_submodule(name, plain)
+    torch.nn.Module.float(model)  # transformers forbids it of a quantized one, which it is not any more.
+
+
 def read(folder: Path) -> None:
     """Log-probabilities of each prompt's next token after every token of it."""
     import torch
 
     model = _model(folder)
+    _unpack_nf4(model)
     ids = prompts(model.config.vocab_size)
     with torch.no_grad():
         chances = [torch.log_softmax(model(torch.tensor([one])).logits[0].float(), -1) for one in ids]
-    (folder / "read.json").write_text(json.dumps({"prompts": ids, "chances": [one.tolist() for one in chances]}))
+    said = {"prompts": ids, "chances": [one.tolist() for one in chances], "tools": versions()}
+    (folder / "read.json").write_text(json.dumps(said))
+
+
+def versions() -> dict[str, str]:
+    from importlib import metadata
+
+    tools = ("torch", "transformers", "compressed-tensors", "llmcompressor", "bitsandbytes", "autoawq", "gptqmodel")
+    installed = {found.metadata["Name"].lower(): found.version for found in metadata.distributions()}
+    return {tool: installed[tool] for tool in tools if tool in installed}
+
+
+def read_all(target: str, *names: str) -> None:
+    for folder in sorted(path.parent for path in Path(target).glob("*/config.json")):
+        if folder.name in (names or (folder.name,)) and not folder.name.startswith("source-of-"):
+            read(folder)
+            print(f"{folder.name}: read", file=sys.stderr, flush=True)
 
 
 def write(plain: str, target: str, *names: str) -> None:
@@ -112,9 +154,10 @@ def write(plain: str, target: str, *names: str) -> None:
         print(f"{name}: written and read", file=sys.stderr, flush=True)
 
 
-def compare(target: str) -> None:
+def compare(target: str, results: str | None = None) -> None:
     from holdfast import LLM, SamplingParams
 
+    rows: dict[str, dict[str, Any]] = {}
     print(f"{'format':<20}{'mean':>12}{'largest':>12}  differences of log-probabilities")
     for folder in sorted(path.parent for path in Path(target).glob("*/read.json")):
         wanted = json.loads((folder / "read.json").read_text())
@@ -129,13 +172,17 @@ def compare(target: str) -> None:
         ]
         mean = sum(differences) / len(differences)
         print(f"{folder.name:<20}{mean:>12.6f}{max(differences):>12.5f}", flush=True)
+        rows[folder.name] = {"mean": mean, "largest": max(differences), "of": len(differences), **wanted["tools"]}
         del llm
+    if results is not None:
+        from benchmarks.machine import commit, today
+
+        said = {"date": today(), "commit": commit(), "differences_in_nats": rows}
+        Path(results).write_text(json.dumps(said, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or sys.argv[1] not in ("write", "compare"):
-        sys.exit("format_tools.py write PLAIN FOLDER [FORMAT ...] | compare FOLDER")
-    if sys.argv[1] == "write":
-        write(*sys.argv[2:])
-    else:
-        compare(sys.argv[2])
+    if len(sys.argv) < 3 or sys.argv[1] not in ("write", "read", "compare"):
+        sys.exit("format_tools.py write PLAIN FOLDER [FORMAT ...] | read FOLDER [NAME ...] | compare FOLDER [RESULTS]")
+    commands: dict[str, Callable[..., None]] = {"write": write, "read": read_all, "compare": compare}
+    commands[sys.argv[1]](*sys.argv[2:])

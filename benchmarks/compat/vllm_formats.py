@@ -1,6 +1,7 @@
 """Holdfast and vLLM on the same quantized files, format by format: log-probabilities and greedy tokens.
 
     python -m benchmarks.compat.vllm_formats [--vllm SITE] [--only NAME ...] [--out FILE] [--beside 14]
+    python -m benchmarks.compat.vllm_formats --write FOLDER [--only NAME ...]     the files alone, for other readers
 
 Small models in real layout (a Llama, and a Qwen3 with experts) of random weights are put into each format by
 tests/support/quantized_files.py, which shares no code with either engine; a format that vLLM reads is one that is
@@ -340,7 +341,12 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=14, help="engines that run at the same time")
     parser.add_argument("--within", type=float, default=900.0, metavar="SECONDS", help="what takes longer is left out")
     parser.add_argument("--out", type=Path, help="JSON file: this run is added to those in it")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="only write the files there; needs no GPU")
     asked = parser.parse_args()
+    if asked.write is not None:
+        for name in asked.only:
+            write_case(name, asked.write)
+        return
     until = time.monotonic() + asked.within
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

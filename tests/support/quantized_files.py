@@ -288,6 +288,7 @@ def compressed(
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
         "format": form,
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*mlp.gate$"],

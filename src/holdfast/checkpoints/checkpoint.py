@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 from holdfast.checkpoints.bounded_files import open_file
 from holdfast.checkpoints.files import ModelFiles, StoredTensor
 from holdfast.checkpoints.formats import gguf, safetensors
-from holdfast.checkpoints.formats.quantized_tensors import PART_NAMES, STACKED_PARTS
+from holdfast.checkpoints.formats.quantized_tensors import PART_NAMES, SCALE_PARTS, STACKED_PARTS
 from holdfast.errors import CheckpointError
 from holdfast.models import ModelSpec, TensorSpec
 
@@ -135,13 +135,19 @@ def extra_tensors(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[str, ...]:
             modules = {name.removesuffix(".weight") for name in known if name.endswith(".weight")}
             stacked = [tensor.hf_name for tensor in spec.tensors if tensor.experts and tensor.hf_name]
             known |= {name + part for name in stacked for part in STACKED_PARTS}
-    return tuple(name for name in checkpoint.tensors if name not in known and not _is_part(name, modules))
+    return tuple(
+        name for name in checkpoint.tensors if name not in known and not _is_part(name, modules, checkpoint.tensors)
+    )
 
 
-def _is_part(name: str, modules: Set[str]) -> bool:
-    """Whether it is one of the tensors that a quantizer spread a matrix of these modules over."""
+def _is_part(name: str, modules: Set[str], stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether it is one of the tensors that a quantizer spread a matrix of these modules over, or a bias beside them:
+    GPTQ's tools write one to every matrix, and loading refuses one that is not zero."""
     found = PART_NAMES.match(name)
-    return found is not None and found[1] in modules
+    if found is not None:
+        return found[1] in modules
+    module = name.removesuffix(".bias")
+    return module != name and module in modules and any(f"{module}.{part}" in stored for part in SCALE_PARTS)
 
 
 def stored_name(tensor: TensorSpec, checkpoint: Checkpoint) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from holdfast.models.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Fields
-from holdfast.models.kv_scheme import kv_cache_fp8
 from holdfast.models.quantization import QuantSpec, quantization_from_config
+from holdfast.models.quantization.kv_scheme import kv_cache_fp8
 from holdfast.models.rope import longest_context, no_rope, rope_from_config, rope_from_gguf
 from holdfast.models.spec import Activation, DecoderSpec, EncoderSpec, LayerSpec, ModelSpec, RopeSpec, TensorSpec
 

@@ -337,6 +337,8 @@ def test_a_checkpoint_says_that_it_was_made_for_fp8(oracles: Callable[..., Oracl
     assert not describe_config(config).kv_cache_fp8
     assert describe_config(config | {"quantization_config": table}).kv_cache_fp8
     assert not describe_config(config | {"quantization_config": table | {"kv_cache_scheme": None}}).kv_cache_fp8
+    alone = describe_config(config | {"quantization_config": table | {"config_groups": {}}})
+    assert (alone.kv_cache_fp8, alone.quantization, alone.runnable) == (True, None, True)
     for other in ({"type": "int"}, {"num_bits": 4}, {"strategy": "attn_head"}):
         made = table | {"kv_cache_scheme": scheme | other}
         assert not describe_config(config | {"quantization_config": made}).kv_cache_fp8

@@ -385,6 +385,14 @@ def test_eight_bits_with_zero_points_are_refused_elsewhere(oracles: Callable[...
             }),
             r"experts\.4\.down_proj\.qweight",
         ),
+        (
+            lambda tensors: tensors.update({
+                "model.layers.0.mlp.experts.0.down_proj.weight": torch.zeros(64, 64),
+                **{f"unused.{part}": tensors.pop(f"model.layers.0.mlp.experts.0.down_proj.{part}")
+                   for part in ("qweight", "qzeros", "scales")},
+            }),
+            r"experts\.1\.down_proj\.weight",
+        ),
     ],
 )  # fmt: skip
 def test_an_expert_unlike_the_others_is_named(

@@ -14,9 +14,9 @@ import quantized_files as written
 import torch
 from quantized_files import Format, compressed, write_quantized
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from holdfast.checkpoints import Checkpoint, match, packing_of, require_agreement
+from holdfast.checkpoints import Checkpoint, extra_tensors, match, packing_of, require_agreement
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.validation.packed_parts import find_packed
 from holdfast.errors import CheckpointError
@@ -123,6 +123,66 @@ def test_matrices_beside_one_that_is_left_alone_have_scales_of_their_own(
     oracle = oracles("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     write_quantized(oracle.folder, tmp_path, made)
     loaded(tmp_path)
+
+
+@pytest.mark.parametrize("quantized", ["gptq", "fp8", "experts"])
+def test_a_bias_of_a_model_without_one_must_be_zero(
+    quantized: str, oracles: Callable[..., Any], tmp_path: Path
+) -> None:
+    """AutoGPTQ writes zeros to every matrix. Other numbers, passed over, would be missing in every answer."""
+    config: dict[str, Any] = {"quant_method": "gptq", **GPTQ} if quantized != "fp8" else {"quant_method": "fp8"}
+    made = Format(config, written.fp8() if quantized == "fp8" else written.gptq())
+    llama = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    oracle = oracles("Qwen3Moe", **MOE) if quantized == "experts" else oracles("Llama", **llama)
+    write_quantized(oracle.folder, tmp_path, made)
+    module = f"model.layers.0.{'mlp.experts.2.up' if quantized == 'experts' else 'self_attn.o'}_proj"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{module}.bias"] = torch.zeros(64, dtype=torch.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded(tmp_path)
+    spec = from_config(json.loads((tmp_path / "config.json").read_text()))
+    with Checkpoint(safetensors.read_headers((tmp_path / "model.safetensors",)), "safetensors") as checkpoint:
+        assert extra_tensors(spec, checkpoint) == ()
+    tensors[f"{module}.bias"][7] = 0.25
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{module}\.bias"):
+        loaded(tmp_path)
+
+
+def test_a_bias_of_the_model_stays_one(oracles: Callable[..., Any], tmp_path: Path) -> None:
+    oracle = oracles("Qwen2", hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    write_quantized(oracle.folder, tmp_path, Format({"quant_method": "gptq", **GPTQ}, written.gptq()))
+    qkv = loaded(tmp_path).layers[0].qkv
+    assert bool(qkv.bias.any())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.act.scales", "model.layers.0.mlp.down_proj.pre_quant_scale"])
+def test_scales_that_inputs_are_divided_by_are_refused(name: str, oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """AWQ of an MLP without a gate divides behind the activation function; no product here does."""
+    oracle = oracles("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    write_quantized(oracle.folder, tmp_path, Format(config, written.awq()))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, name: torch.ones(128, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
+        loaded(tmp_path)
+    assert "GGUF" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("quantized", ["awq", "fp8"])
+def test_plain_weights_beside_scales_are_refused(quantized: str, oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """They may be there twice, or be codes in a wider type, which mean nothing alone."""
+    made = {
+        "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, written.awq()),
+        "fp8": Format({"quant_method": "fp8"}, written.fp8()),
+    }[quantized]
+    oracle = oracles("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    write_quantized(oracle.folder, tmp_path, made)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.self_attn.o_proj.weight"
+    tensors[name] = tensors.get(name, torch.zeros(64, 64)).to(torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight' is stored in BF16, beside"):
+        loaded(tmp_path)
 
 
 # One matrix

@@ -39,6 +39,11 @@ def test_memory_that_cpu_and_gpu_share_is_known_by_its_size() -> None:
     assert found.fix is not None
     assert found.fix.changes == {"--gpu-memory-utilization": "0.77"}
     assert _vllm(free.format("96.20", "139.80")).cause == "free_memory_below_utilization"
+    taken = _vllm(free.format("4.04", "119.63"))  # a share of 0.01 would hold no model
+    assert taken.cause == "unified_memory"
+    assert taken.fix is not None
+    assert not taken.fix.changes
+    assert taken.fix.basis == "look"
 
 
 def test_a_share_of_shared_memory_is_not_raised_beyond_what_the_system_needs() -> None:
@@ -129,10 +134,73 @@ def test_a_flag_that_is_gone_is_replaced_as_the_doctor_of_commands_does() -> Non
             "gated_or_missing_model",
         ),
         ("OSError: /m does not appear to have a file named preprocessor_config.json.", "gated_or_missing_model"),
+        ("OSError: /m does not appear to have a file named config.json.", "gated_or_missing_model"),
+        ("ValueError: No supported config format found in /m.", "gated_or_missing_model"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/m/tokenizer.model'", "tokenizer_mismatch"),
     ],
 )
 def test_each_is_named(line: str, cause: str) -> None:
     assert _vllm(line).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "command"),
+    [
+        ("/m/a", "/m/a", "ls -l /m/a"),
+        ("an/adapter", "an/adapter", "hf download an/adapter config.json"),
+        ("an/Other-GGUF", "an/Other-GGUF", None),
+    ],
+)
+def test_a_missing_config_is_looked_for_where_the_model_was_named(model: str, place: str, command: str | None) -> None:
+    found = _first(f"$ vllm serve {model}", f"OSError: {place} does not appear to have a file named config.json.")
+    assert place in found.what
+    assert found.fix is not None
+    assert found.fix.command == command
+
+
+def test_out_of_memory_where_the_system_shares_it_is_not_laid_on_another_process() -> None:
+    out = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.20 GiB. GPU 0 has a total capacity of {} GiB"
+        " of which 1.10 GiB is free. Including non-PyTorch memory, this process has 60.10 GiB memory in use. Of the"
+        " allocated memory 58.10 GiB is allocated by PyTorch, and 310.00 MiB is reserved by PyTorch but unallocated."
+    )
+    loaded = "INFO 11-01 10:00:20 [gpu_model_runner.py:2653] Model loading took 15.27 GiB and 9.8 seconds"
+    assert _vllm(loaded, out.format("121.63")).cause == "unified_memory"
+    assert _vllm(loaded, out.format("79.10")).cause == "other_process_on_gpu"
+
+
+@pytest.mark.parametrize("whose", ["Qwen2Tokenizer", "'Qwen2Tokenizer' object"])
+def test_a_library_that_is_newer_than_the_engine_is_named(whose: str) -> None:
+    assert (
+        "transformers is newer" in _vllm(f"AttributeError: {whose} has no attribute all_special_tokens_extended").what
+    )
+
+
+def test_a_pull_of_ollama_that_broke_is_not_well() -> None:
+    found = diagnose_lines([OLLAMA, "Error: max retries exceeded: EOF"], "log")
+    assert not found.healthy
+    assert "pulled" in found.findings[0].what
+
+
+def test_the_model_that_ollama_lacks_is_named_in_its_command() -> None:
+    fix = _first(OLLAMA, "Error: model 'llama9' not found").fix
+    assert fix is not None
+    assert fix.command == "ollama list; ollama pull llama9"
+
+
+def test_a_file_of_llama_cpp_is_not_fetched_by_a_name_of_the_hub() -> None:
+    torn = "llama_model_load: error loading model: tensor 'a' data is not within the file bounds, model is corrupted"
+    named = "llama_model_loader: loaded meta data with 40 key-value pairs and 579 tensors from /m/a.gguf (version V3)"
+    for lines, file in (((torn,), "MODEL.gguf"), ((named, torn), "/m/a.gguf")):
+        fix = _first(*lines).fix
+        assert fix is not None
+        assert fix.command == f"ls -l {file}; sha256sum {file}"
+
+
+def test_a_gpu_that_sglang_does_not_run_on_is_named() -> None:
+    found = _first("[2025-11-01 10:00:00] server_args=ServerArgs(model_path='a/b', tp_size=1)",
+                   "RuntimeError: SGLang only supports sm75 and above.")  # fmt: skip
+    assert (found.cause, "sm75" in found.what) == ("kernel_image_missing", True)
 
 
 def test_an_argument_inside_the_engine_is_no_flag_of_the_command() -> None:

@@ -184,3 +184,27 @@ def test_a_fix_that_did_not_help_is_another_or_not_called_sure(case: Mended) -> 
     assert (found.fix.command or "").startswith(case.command or "")
     assert (found.fix.command is None) == (case.command is None)
     assert not case.without or case.without not in found.fix.why
+
+
+def test_a_misspelt_flag_of_a_command_that_is_not_seen_is_told_what_it_may_be_meant_for() -> None:
+    fix = _first("error: invalid argument: --tempp").fix
+    assert fix is not None
+    assert fix.why.startswith("--tempp may be meant for --temp; ")
+
+
+@pytest.mark.parametrize(
+    ("version", "context", "flag", "confidence"),
+    [
+        ("0.6.6", 8192, "--enable-chunked-prefill", "high"),
+        ("0.11.0", 8192, "--max-num-batched-tokens", "high"),
+        ("0.11.0", 131072, "--max-num-batched-tokens", "medium"),
+    ],
+)
+def test_chunks_are_not_offered_where_a_release_has_them_by_itself(
+    version: str, context: int, flag: str, confidence: str
+) -> None:
+    """They are off there because the model or the CPU has none."""
+    said = f"ValueError: max_num_batched_tokens (2048) is smaller than max_model_len ({context})."
+    found = _first(VLLM.replace("0.11.0", version), said)
+    assert found.fix is not None
+    assert (next(iter(found.fix.changes)), found.confidence) == (flag, confidence)

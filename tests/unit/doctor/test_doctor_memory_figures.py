@@ -104,6 +104,8 @@ SHARES = {
     "the sums of older releases": (OLD.format("8.00", "0.70", "1.05") + NO_BLOCKS, {"--gpu-memory-utilization": "0.9"}),
     "a step that is most of what is missing": (OLD.format("8.00", "0.92", "0.70") + NO_BLOCKS, {"--gpu-memory-utilization": "0.95", "--max-num-batched-tokens": "2048", "--enforce-eager": ""}),
     "SGLang's, by what is free before and after the weights": (SGLANG.format(0.8, "10.73", "67.87", NO_POOL), {"--mem-fraction-static": "0.89"}),
+    "SGLang's, where the share that was refused should have been enough by the sums": (SGLANG.format(0.75, "20.73", "57.87", NO_POOL), {"--mem-fraction-static": "0.78"}),
+    "SGLang's, with the share in the message alone": ("ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.6.", {"--mem-fraction-static": "0.66"}),
     "SGLang's, that no share gives": (SGLANG.format(0.8, "1.73", "76.87", "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.8."), {"--tp": "2"}),
 }  # fmt: skip
 

@@ -338,3 +338,76 @@ def test_a_config_of_another_copy_is_not_told_as_a_flag() -> None:
     found = _read(START + line).findings[0]
     assert "config.json" in found.what
     assert found.confidence == "medium"
+
+
+SGLANG = "[2025-11-01 10:00:00] server_args=ServerArgs(model_path='a/b', tp_size=8)"
+TOLD_OTHERWISE = {
+    "tensors that do not broadcast are no damaged weights": (
+        f"{START}RuntimeError: shape mismatch: value tensor of shape [5] cannot be broadcast to indexing result of shape [1]",
+        "corrupt_download",
+    ),
+    "a version that was not read while importing is no mismatch": (
+        f"{START}cannot import name '_version' from partially initialized module 'vllm' (most likely due to a circular import)"
+        "\nRuntimeError: shape '[332, -1]' is invalid for input of size 89128960",
+        "lacks what is called",
+    ),
+    "a rank that lost another is not one whose links fail": (
+        f"{SGLANG}\nRuntimeError: NCCL error: remote process exited or there was a network error", "cannot reach each other",
+    ),
+    "a comment is no model": (
+        "api_server.py: error: unrecognized arguments: # smaller here", "given as a word",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOLD_OTHERWISE)
+def test_what_whole_logs_were_told_and_is_not_so(case: str) -> None:
+    text, wrong = TOLD_OTHERWISE[case]
+    first = diagnose_lines(text.split("\n"), "log").findings[0]
+    assert first.cause != wrong
+    assert wrong not in first.what
+
+
+def test_a_comment_among_arguments_is_told_as_one() -> None:
+    first = diagnose_lines(["api_server.py: error: unrecognized arguments: # smaller here"], "log").findings[0]
+    assert first.what.startswith("A comment (#) is among the arguments")
+
+
+def test_a_setting_that_is_refused_is_quoted() -> None:
+    refused = (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig",
+        "  Value error, This scheduler supports max_num_seqs 1 through 4 [type=value_error, input_value=ArgsKwargs(())]",
+    )
+    first = diagnose_lines([*START.splitlines(), *refused], "log").findings[0]
+    assert first.what == "The settings are refused: This scheduler supports max_num_seqs 1 through 4."
+
+
+def test_a_refused_context_with_commas_in_its_numbers_is_read() -> None:
+    line = "input (691,793 tokens) is longer than the model's context length (540000)"
+    first = diagnose_lines([SGLANG, line], "log").findings[0]
+    assert (first.cause, "691,793" in first.what) == ("context_length_exceeded_request", True)
+
+
+def test_who_runs_ollama_without_its_library_installs_it_again() -> None:
+    first = diagnose_lines(
+        [
+            'time=2024-08-28T18:43:24.393Z level=INFO source=server.go:591 msg="waiting for llama runner"',
+            "/tmp/r/ollama_llama_server: error while loading shared libraries: libllama.so: cannot open shared object file",
+        ],
+        "log",
+    ).findings[0]
+    assert first.fix is not None
+    assert "ollama.com/install.sh" in (first.fix.command or "")
+
+
+@pytest.mark.parametrize("version", ["0.11.0", "0.14.0"])
+def test_a_backend_that_does_not_run_the_model_is_taken_away(version: str) -> None:
+    lines = [
+        f"INFO 01-10 10:00:00 [api_server.py:1839] vLLM API server version {version}",
+        "INFO 01-10 10:00:00 [utils.py:233] non-default args: {'model': 'a/b', 'attention_backend': 'flashinfer'}",
+        "ValueError: Selected backend AttentionBackendEnum.FLASHINFER is not valid for this configuration. Reason: ['head size']",
+    ]
+    fix = diagnose_lines(lines, "log").findings[0].fix
+    assert fix is not None
+    assert fix.changes == {"--attention-backend": None}
+    assert "flashinfer" not in (fix.command or "flashinfer")

@@ -106,7 +106,7 @@ def test_the_same_lines_of_each_start_are_not_lines_that_were_cut(tmp_path: Path
     assert not any("wrapped" in one for one in _read((BEGIN + DIE) * 4, tmp_path).seen)
 
 
-@pytest.mark.parametrize("form", ["{}-1  | ", "[pod/{}-7c9f-x2/main] ", "{} stdout | "])
+@pytest.mark.parametrize("form", ["{}-1  | ", "{}.1.k2j3@node-1    | ", "[pod/{}-7c9f-x2/main] ", "{} stdout | "])
 def test_programs_of_one_log_are_judged_each(form: str, tmp_path: Path) -> None:
     names = {"ollama": OLLAMA, "vllm": BEGIN + DIE, "db": DATABASE}
     every = [_under(form.format(name), lines) for name, lines in names.items()]
@@ -134,6 +134,7 @@ def test_a_table_in_a_log_is_no_program(tmp_path: Path) -> None:
 def test_a_known_message_is_named_whatever_engine_the_rest_is_of() -> None:
     found = diagnose_lines([*OLLAMA[:1] * 3, *['level=INFO source=a.go:1 msg="x"'] * 5, NO_BLOCKS], "log")
     assert [one.cause for one in found.findings] == ["no_memory_for_kv_blocks"]
+    assert "runs on the CPU" not in found.findings[0].what
     assert found.findings[0].confidence == "medium"
 
 

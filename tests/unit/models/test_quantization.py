@@ -220,6 +220,20 @@ def test_nvfp4_is_planned_for_engines_that_read_it() -> None:
     assert stored["head"].packed is None
 
 
+@pytest.mark.parametrize(("algorithm", "matrix"), [("NVFP4", 64 * 64 // 2 + 64 * 64 // 16 + 8), ("FP8", 64 * 64 + 8)])
+def test_modelopt_is_planned_for_engines_that_read_it(algorithm: str, matrix: int) -> None:
+    """With a scale of the inputs and one of the matrix; modules are left alone by a * too."""
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "model.layers.0.mlp*"]}
+    spec = describe_config({**LLAMA, "quantization_config": config})
+    stored = published_tensors(Same(spec))
+    assert stored["layers.0.q"].nbytes == matrix
+    assert stored["layers.0.up"].packed is None
+    assert stored["head"].packed is None
+    with pytest.raises(CheckpointError, match=f"weights in {algorithm}, of ModelOpt") as caught:
+        from_config({**LLAMA, "quantization_config": config})
+    assert "GGUF" in str(caught.value.fix)
+
+
 def test_inputs_that_are_rounded_to_something_else_are_refused() -> None:
     config = compressed(num_bits=4, group_size=32)
     for inputs in ({"num_bits": 8, "type": "float", "dynamic": True}, {"num_bits": 4, "type": "int"}):
@@ -230,6 +244,17 @@ def test_inputs_that_are_rounded_to_something_else_are_refused() -> None:
     config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "symmetric": False, "dynamic": True}
     with pytest.raises(CheckpointError, match="int8 with zero points"):
         from_config({**LLAMA, "quantization_config": config})
+    for strategy in ("channel", "block", "tensor_group"):
+        config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True, "strategy": strategy}
+        with pytest.raises(CheckpointError, match=f"inputs with scales by {strategy}"):
+            from_config({**LLAMA, "quantization_config": config})
+
+
+def test_orders_of_compressed_tensors_may_be_written_in_capitals() -> None:
+    """As its own reader takes them; with "weight" and "static" groups stay runs of inputs."""
+    said = {"group": True, "GROUP": True, "dynamic": True, "weight": False, "static": False, "WEIGHT": False}
+    for order, ordered in said.items():
+        assert quantized(**compressed(num_bits=4, group_size=32, actorder=order)).activation_order is ordered
 
 
 def test_schemes_of_modules_are_found_by_name_before_all_linear_layers() -> None:

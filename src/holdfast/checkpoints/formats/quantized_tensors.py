@@ -12,6 +12,7 @@ matrices of a model a quantizer took: norms, embeddings and heads mostly stay as
     bnb-int8        weight I8 [out, in]                          SCB F32 [out]
     mxfp4           blocks U8 [out, in/32, 16]                   scales U8 (e8m0) [out, in/32]
     nvfp4           weight_packed U8 [out, in/2]                 weight_scale F8_E4M3 [out, in/16]
+                    ModelOpt: weight                             the same, and weight_scale_2 for weight_global_scale
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ _NESTED_OFFSET_DIGITS = 19
 
 
 PART_NAMES = re.compile(
-    r"(.*)\.(?:qweight|qzeros|scales|g_idx|SCB|weight_(?:packed|scale|scale_inv|zero_point|g_idx|shape|format)"
-    r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)|input_(?:scale|scale_ub|zero_point))"
+    r"(.*)\.(?:qweight|qzeros|scales|g_idx|SCB|weight_(?:packed|scale|scale_inv|scale_2|global_scale|zero_point|g_idx|shape|format)"
+    r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)"
+    r"|input_(?:scale|scale_ub|global_scale|zero_point))"
 )
 """What quantizers write beside a module's name, or in place of its weight."""
 
 
+SCALE_PARTS = ("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
+"""One of these is beside every matrix that a quantizer took."""
 STACKED_PARTS = ("_blocks", "_scales")
 """What MXFP4 writes behind the name of a stack of experts."""
 

@@ -6,7 +6,7 @@ from holdfast.checkpoints.checkpoint import Checkpoint, stored_name
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.formats.block_layouts import ENGINE_LAYOUTS
 from holdfast.checkpoints.formats.packed_modules import packing_of
-from holdfast.checkpoints.validation.packed_parts import find_packed
+from holdfast.checkpoints.validation.packed_parts import find_packed, refuse_input_scales, refuse_scaled_numbers
 from holdfast.checkpoints.validation.stored_dtypes import PLAIN, require_quantization
 from holdfast.checkpoints.validation.tensor_shapes import require_no_more
 from holdfast.errors import CheckpointError
@@ -27,6 +27,8 @@ def match(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """
     unannounced = require_quantization(spec, checkpoint.tensors) if checkpoint.format == "safetensors" else ()
     require_no_more(spec, checkpoint)
+    if spec.quantization is not None and checkpoint.format == "safetensors":
+        refuse_input_scales(checkpoint.tensors)
     found, missing = find_tensors(spec, checkpoint)
     if missing:
         raise lacking(missing, spec, checkpoint, UNANNOUNCED if unannounced else _FIX)
@@ -66,6 +68,8 @@ def _find(tensor: TensorSpec, spec: ModelSpec, checkpoint: Checkpoint) -> tuple[
         left_alone = codes is not None and codes.layout in PLAIN
         if packing is not None and not left_alone:
             return find_packed(tensor, packing, checkpoint.tensors)
+        if packing is not None:
+            refuse_scaled_numbers(tensor, checkpoint.tensors)
     if "{expert}" not in name:
         stored = checkpoint.tensors.get(name)
         if stored is not None:

@@ -5,14 +5,16 @@ Headers only; what the numbers say (order of columns, zero points, scales that a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from holdfast.checkpoints.files import PackedMatrix, StoredTensor
-from holdfast.checkpoints.formats.quantized_tensors import PackedPart, Packing, stored_parts
+from holdfast.checkpoints.formats.quantized_tensors import SCALE_PARTS, PackedPart, Packing, stored_parts
 from holdfast.checkpoints.validation.stored_dtypes import PACKED_ENDINGS, PLAIN
 from holdfast.errors import CheckpointError
 from holdfast.models import TensorSpec
+from holdfast.units import shorten
 
 _FIX = (
     "download the model again, config.json too: a quantization_config that was edited, or is of another checkpoint,"
@@ -27,7 +29,11 @@ _ZERO_LAYOUTS = ("I8", "F8_E4M3", "I32", "I64", *PLAIN)
 _SCALES = ("scales", "weight_scale", "input_scale", "input_scale_ub", "SCB", "weight.nested_absmax")
 _EXPONENTS = ("F8_E8M0", "U8")
 """Of scales that are stored as powers of two."""
+_BESIDE_CODES = (*SCALE_PARTS, "qweight", "weight_packed")
 _STATE = "weight.quant_state.bitsandbytes__"
+_INPUT_SCALES = re.compile(r"(?:.*\.)?(?:act|act_fn|activation)\.scales|.*\.pre_quant_scale")
+"""What inputs of a matrix are divided by or multiplied with first, each of them: AWQ behind an activation function that
+nothing is multiplied with (StarCoder2, Falcon, GPT-NeoX), and ModelOpt's AWQ."""
 
 
 def find_packed(
@@ -65,6 +71,29 @@ def find_packed(
     codes = next(iter(first.values()))
     whole = replace(codes, shape=tensor.shape, nbytes=total, packed=PackedMatrix(packing, first))
     return whole, codes.name
+
+
+def refuse_input_scales(stored: Mapping[str, StoredTensor]) -> None:
+    """No family here multiplies with them: passed over, every answer would be a little wrong."""
+    name = next((name for name in stored if _INPUT_SCALES.fullmatch(name)), None)
+    if name is not None:
+        raise _unread(shorten(name, 120), "scales for the inputs of a quantized matrix, one each")
+
+
+def refuse_scaled_numbers(tensor: TensorSpec, stored: Mapping[str, StoredTensor]) -> None:
+    """Of a matrix that the config takes for quantized and that is plain all the same: with scales beside it, it may be
+    codes in a wider type, or be there twice."""
+    for name, _ in tensor.in_safetensors():
+        module = name.removesuffix(".weight")
+        found = next((f"{module}.{part}" for part in _BESIDE_CODES if f"{module}.{part}" in stored), None)
+        if found is not None and name in stored:
+            raise CheckpointError(
+                f"tensor {name!r} is stored in {stored[name].layout}, beside {found!r} of a quantized matrix",
+                needed="codes with their scales, or plain weights alone",
+                found=f"{list(stored[name].shape)} in {stored[name].layout}, and {found}",
+                fix=_FIX,
+                field="quantization_config",
+            )
 
 
 def _find_stack(

@@ -37,7 +37,7 @@ _WRITES: Mapping[str, frozenset[str]] = {
     "fp8": _FLOAT8,
     "bitsandbytes": frozenset({"U8", "I8"}),
     "mxfp4": frozenset({"_blocks", ".blocks"}),
-    "nvfp4": frozenset({".weight_packed"}),
+    "nvfp4": frozenset({".weight_packed", "U8"}),
 }
 """What each method leaves in a checkpoint: the ending of a name, or the layout of what keeps its name."""
 _SCALES = (".scales", ".weight_scale", ".weight_scale_inv")

@@ -81,8 +81,8 @@ def sound(facts: Facts, changes: Changes) -> tuple[Changes, str] | None:
 
 def _spelled(facts: Facts, changes: Changes, say: Say) -> Changes | None:
     """As that release takes it."""
-    if facts.before(_BACKEND_FLAG) and (backend := changes.pop("--attention-backend", None)) is not None:
-        changes["VLLM_ATTENTION_BACKEND"] = backend
+    if facts.before(_BACKEND_FLAG) and changes.get("--attention-backend") is not None:
+        changes["VLLM_ATTENTION_BACKEND"] = changes.pop("--attention-backend")
     if facts.before(_CAPTURE_FLAG) and "--max-cudagraph-capture-size" in changes:
         if facts.before(_CAPTURE_SIZES):
             return None

@@ -13,8 +13,8 @@ from functools import cache
 from holdfast.doctor.command.parse import ServerCommand
 from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
 from holdfast.doctor.diagnosis.fix_checks import Changes, Facts, sound
-from holdfast.doctor.diagnosis.kv_budget import room_for_kv
-from holdfast.doctor.diagnosis.llama_layers import layers_that_fit
+from holdfast.doctor.diagnosis.kv_budget import context_in_ram, room_for_kv
+from holdfast.doctor.diagnosis.llama_layers import experts_in_ram, layers_that_fit
 from holdfast.doctor.diagnosis.out_of_memory import UNIFIED_GIB
 from holdfast.doctor.evidence.log_state import Event, LogState
 from holdfast.doctor.findings import Basis, Fix
@@ -33,6 +33,7 @@ _SETTINGS = {
     "max_lora_rank": "max-lora-rank",
     "max_loras": "max-loras",
     "layers_on_gpu": "n-gpu-layers",
+    "n_cpu_moe": "n-cpu-moe",
     "swap_space": "swap-space",
     "graph_batch": "max-cudagraph-capture-size",
     "input_tokens": "max-input-tokens",
@@ -44,6 +45,8 @@ _SPELLED_TOO = {"tensor-parallel-size": ("tp",), "max-input-tokens": ("max-input
 """Older or shorter names in what engines print."""
 _OF_KV = frozenset(("kv_short_gib", "after_load_gib", "weights_gib"))
 """Without one of these nothing can be reckoned of KV, and no model need be looked up."""
+_EXPERTS_PLACED = frozenset(("override-tensor", "cpu-moe"))
+"""Flags with which experts are in RAM already, as far as somebody wants them there."""
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
 _SIXTEEN_BIT = re.compile(r"(?i)(?<![a-z0-9])(?:bf16|fp16|bfloat16|float16)(?![a-z0-9])")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)")
@@ -57,14 +60,16 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     numbers = {name: engine.defaults[ours] for name, ours in _SETTINGS.items() if ours in engine.defaults}
     if log.engine in (None, "vllm"):
         numbers["utilization"] = _default_utilization(log.version)
+        numbers |= {"before_chunks": 1.0} if () < release(log.version or "") < CHUNKS else {}
     for name, ours in _SETTINGS.items():
         value = log.settings.number(*_spellings(ours))
         if value is not None:
             numbers[name] = value
             numbers[f"{name}_set"] = value
-    if _GGUF_FOLDER.search(log.settings.model or ""):
+    named = event.words.get("place") or log.settings.model
+    if _GGUF_FOLDER.search(named or ""):
         numbers["gguf_folder"] = 1
-    numbers["hub_name"] = float(_HUB_NAME.fullmatch(log.settings.model or "MODEL/NAME") is not None)
+    numbers["hub_name"] = float(_HUB_NAME.fullmatch(named or "MODEL/NAME") is not None)
     numbers["sixteen_bit"] = float(_SIXTEEN_BIT.search(log.settings.model or "") is not None)
     offloaded = log.settings.number("cpu-offload-gb")
     numbers["offload_asked"] = offloaded or 0.0
@@ -73,6 +78,13 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
         told["share_told"] = told.get("utilization", 0.0)
     if log.engine == "llama.cpp":
         told |= layers_that_fit(told)
+        if not log.settings.values.keys() & _EXPERTS_PLACED:
+            told |= experts_in_ram(told, log.settings.model or log.words.get("model_file"))
+            old = profile("llama.cpp").takes("n-cpu-moe", log.version) is False
+            told |= {"experts_by_pattern": 1.0} if old else {}
+    if log.engine == "ollama":
+        told |= context_in_ram(told)
+        told |= {"max_model_len": told["context_asked"]} if "context_asked" in told else {}
     if log.engine == "tgi":
         told.setdefault("tp", told.get("shards", 1))
     if log.engine == "sglang" and "free_at_start_gib" in told:
@@ -94,6 +106,8 @@ _FAMILY = {"ollama": "llama.cpp"}
 """Whose architectures an engine serves, where not its own."""
 
 
+CHUNKS = (0, 8)
+"""From it on vLLM computes prompts in chunks by itself; before it, it is asked for."""
 INSPECTED_APART = (0, 6, 5)
 """From it on vLLM says otherwise that a class which it has could not be looked into: its install is broken."""
 
@@ -139,7 +153,7 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
     architecture = engine.class_of(event.words.get("architecture", ""))
     return {
         "model": log.settings.model or "MODEL",
-        "fetch_again": _fetch_again(log.engine, log.settings.model or "MODEL"),
+        "fetch_again": _fetch_again(log.engine, log.settings.model or _file(log) or "MODEL"),
         "package": engine.package,
         "since": engine.serves_since(architecture) or "",
         "until": engine.served_until(architecture) or "",
@@ -148,6 +162,11 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
         **log.words,
         **event.words,
     }
+
+
+def _file(log: LogState) -> str | None:
+    """Of llama.cpp, which is given a file and no name of the hub."""
+    return log.words.get("model_file", "MODEL.gguf") if log.engine == "llama.cpp" else None
 
 
 def _fetch_again(engine: str | None, model: str) -> str:
@@ -227,6 +246,8 @@ def _fix(log: LogState, rule: FixRule, facts: Facts, words: dict[str, str]) -> F
         why, price = others, None if corrected else price
     elif corrected:
         why, price = f"the flag is spelled {', '.join(corrected)}", None
+    elif "{flag}" in rule.change and (meant := _meant(engine, changes)):
+        why = f"{meant}; {why}"
     if changes.get("--dtype") == "float32" and asked.get("--dtype") != "float32":
         price = "weights and KV take twice the memory"
     known = bool(corrected) or (replaced is not None and replaced[1])
@@ -358,6 +379,12 @@ def _of_others(engine: str, changes: Changes) -> str:
     return "; ".join(said)
 
 
+def _meant(engine: str, changes: Changes) -> str:
+    """Of flags that are taken away because their value is not seen: which ones they may have been meant for."""
+    near = {flag: profile(engine).nearest(flag) for flag, value in changes.items() if value is None}
+    return ", ".join(f"{flag} may be meant for --{name}" for flag, name in near.items() if name is not None)
+
+
 def _with_hyphens(engine: str, flag: str) -> str | None:
     """SGLang takes no underscores; its flags are in no list here."""
     return flag.lstrip("-").replace("_", "-") if engine == "sglang" and "_" in flag else None
@@ -366,10 +393,8 @@ def _with_hyphens(engine: str, flag: str) -> str | None:
 def _changed(formula: object, numbers: dict[str, float], words: dict[str, str]) -> str | None:
     if formula is False:
         return None
-    text = str(formula)
-    if text == "":
+    if not (text := str(formula)):
         return ""
     if text.startswith("'"):
         return filled((text.strip("'"),), {**words, **numbers}) or None
-    value = evaluate(text, numbers)
-    return None if value is None else written(value)
+    return None if (value := evaluate(text, numbers)) is None else written(value)

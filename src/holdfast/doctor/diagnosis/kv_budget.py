@@ -5,7 +5,8 @@ weights.
     sglang   share x free at start = weights and KV       the log has free memory before and after the weights
 
 Where the log does not have the GPU's size, it is at least what the budget held, and the weights, which were loaded; if
-it does not have the share either, nothing is reckoned. Arithmetic; knows no flag.
+it does not have the share either, nothing is reckoned. And of Ollama, which says what RAM a model needs and what there
+is: the context whose KV cache that holds. Arithmetic; knows no flag.
 """
 
 from __future__ import annotations
@@ -68,4 +69,32 @@ def _sglang(numbers: Mapping[str, float], one: float) -> tuple[float, float] | N
     free = numbers.get("free_at_start_gib")
     if free is None and after is not None and weights is not None:
         free = after + weights
-    return None if free is None or after is None or free <= 0 else (free, (free - after + one) / free)
+    if free is None or after is None or free <= 0:
+        return None
+    # It refused the share that was set, whatever the sum says: more than that is needed.
+    refused = numbers.get("utilization", 0.0)
+    return free, max((free - after + one) / free, refused + one / free if refused else 0.0)
+
+
+CONTEXT_STEP, LEAST_CONTEXT = 512, 2048
+SPARE_SHARE = 0.95
+"""Of the RAM that is free, for KV: buffers and what else is started take some."""
+
+
+def context_in_ram(numbers: Mapping[str, float]) -> dict[str, float]:
+    """`context_asked` for one request and `context_kv_gib` of all of them, as Ollama's log has them; `context_fit`:
+    the longest whose KV the RAM holds beside the rest of what the model needs there, where that can be reckoned."""
+    cells, slots = numbers.get("kv_cells", numbers.get("max_model_len")), max(1.0, numbers.get("kv_slots", 1.0))
+    if not cells:
+        return {}
+    told = {"context_asked": cells / slots}
+    kv = numbers.get("ram_kv_gib")
+    if kv is None and "split_kv_gib" in numbers and numbers.get("split_layers"):
+        kv = numbers["split_kv_gib"] * (1 - numbers["split_offloaded"] / numbers["split_layers"])
+    needed, available = numbers.get("needed_gib"), numbers.get("available_gib")
+    if kv is None or needed is None or available is None or not 0 < kv <= needed:
+        return told
+    told["context_kv_gib"] = kv
+    room = available * SPARE_SHARE - (needed - kv)
+    fit = math.floor(cells * room / kv / slots / CONTEXT_STEP) * CONTEXT_STEP
+    return told | ({"context_fit": float(fit)} if fit >= LEAST_CONTEXT else {"context_fits_not": 1.0})

@@ -1,4 +1,5 @@
-"""How many layers (-ngl) fit on llama.cpp's GPU, from the numbers in its log.
+"""How many layers (-ngl) fit on llama.cpp's GPU, and of how many the experts must stay in RAM so that all do, from the
+numbers in its log.
 
     projected   the total for the requested layers, as llama.cpp itself estimated it
     buffers     weights and KV are loaded, and the compute buffers were refused
@@ -10,6 +11,7 @@ Arithmetic; knows no flag.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 MARGIN_GIB = 1.0
@@ -19,6 +21,9 @@ STEP_GIB = 0.6
 SLACK_GIB = 0.2
 """Beyond what was refused: allocations are rounded up, and several."""
 _KV_BYTES = 2
+_EXPERT_MATRICES = 3
+_EXPERTS_NAMED = re.compile(r"(?i)\d+x\d+(?:\.\d+)?b|(?<![a-z0-9])a\d+(?:\.\d+)?b(?![a-z0-9])|moe|gpt-oss|mixtral")
+"""In the name of a model or its file, where the log does not print the dimensions."""
 
 
 def layers_that_fit(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -75,3 +80,26 @@ def _weights(numbers: Mapping[str, float], asked: float) -> tuple[float, float] 
     shared = max(1.0, numbers.get("gpus", 1.0))
     kv = numbers.get("max_model_len", 0.0) * widths * _KV_BYTES * asked / shared / 2**30
     return tried + kv, free - STEP_GIB
+
+
+def experts_in_ram(numbers: Mapping[str, float], model: str | None) -> dict[str, float]:
+    """`has_experts`, and where it can be reckoned `expert_layers`: of so many layers, the first ones, the experts go to
+    RAM. `expert_layers_most`: of all. Call it with what `layers_that_fit` told."""
+    if numbers.get("experts", 0.0) < 2 and ("experts" in numbers or not _EXPERTS_NAMED.search(model or "")):
+        return {}
+    told = {"has_experts": 1.0}
+    if "layers" not in numbers:
+        return told
+    told["expert_layers_most"] = numbers["layers"]
+    sizes = [numbers.get(name, 0.0) for name in ("width", "expert_width", "experts", "weight_bits")]
+    layer_gib = _EXPERT_MATRICES * math.prod(sizes) / 8 / 2**30
+    if layer_gib <= 0 or "layers_gib" not in numbers:
+        return told
+    missing = numbers["layers_gib"] - numbers["layers_room_gib"]
+    # The first layers of the model are those that have no experts, and those that -ngl leaves in RAM already.
+    before = max(numbers.get("dense_layers", 0.0), numbers["layers"] + 1 - numbers["layers_asked"])
+    there = max(before, numbers.get("n_cpu_moe", 0.0))
+    count = there + math.ceil(missing / layer_gib)
+    if count <= numbers["layers"]:
+        told |= {"expert_layers": count, "expert_layer_gib": layer_gib, "experts_missing_gib": missing}
+    return told

@@ -137,7 +137,7 @@ def _names_holders(failure: FailedAllocation) -> bool:
 
 
 def _unified(failure: FailedAllocation) -> bool:
-    return UNIFIED_GIB[0] <= (failure.total or 0.0) < UNIFIED_GIB[1]
+    return UNIFIED_GIB[0] <= (failure.total or 0.0) < UNIFIED_GIB[1] or "unified" in failure.log.run.tags
 
 
 def _speculates(failure: FailedAllocation) -> bool:
@@ -172,8 +172,11 @@ _SURENESS: Mapping[str, Mapping[Sureness, Sureness]] = {
     "low": {"high": "low", "medium": "low"},
 }  # fmt: skip
 _LOADING = ("args", "download", "load")
+_LOADED = ("profile", "capture", "warmup", "serve", "request", None)
 RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], bool], str], ...] = (
     ("oom_quadratic", (), lambda one: one.total is not None and one.number("tried_gib") > 2 * one.total, "high"),
+    # There the system, its file cache and other programs are what is not this process's.
+    ("oom_unified", _LOADED, lambda one: _held_by_others(one) and _unified(one), "medium"),
     ("oom_neighbour", (), lambda one: _held_by_others(one) and _names_holders(one), "high"),
     ("oom_neighbour", (), _held_by_others, "medium"),
     ("oom_before_start", (*_LOADING, None), lambda one: one.tagged("first_touch"), "at least medium"),
@@ -189,7 +192,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], boo
     ("oom_fragmentation", ("profile", "capture", "warmup"), _in_pieces, "medium"),
     ("oom_parallel_unused", _LOADING, _unused_gpus, "medium"),
     ("oom_weights", _LOADING, lambda one: True, "of the phase"),
-    ("oom_unified", ("profile", "capture", "warmup", "serve", "request", None), _unified, "medium"),
+    ("oom_unified", _LOADED, _unified, "medium"),
     ("oom_weights_profile", ("profile",), _crowded_by_weights, "at least medium"),
     ("oom_profile", ("profile",), lambda one: True, "at least medium"),
     ("oom_capture", ("capture",), lambda one: True, "of the phase"),

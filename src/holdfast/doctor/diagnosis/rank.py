@@ -177,7 +177,7 @@ def _applies(run: Run, rule: Rule) -> bool:
 def _passed_over(log: LogState) -> list[Candidate]:
     """Messages of another engine, or of a start after it, where the log has no better reason for its failure."""
     failed = [run for run in log.final_runs if run.failed and (not run.ready or run.wrappers)]
-    events = [event for run in failed for event in run.passed_over.values()]
+    events = [event for run in failed for event in run.passed_over.values() if _applies(run, event.rule)]
     return [Candidate(event, event.rule, event.rule.phase or None, "medium") for event in events]
 
 

@@ -22,7 +22,7 @@ _WORD = r"[\w.@/:-]+"
 _SERVICES = (
     r"\[pod/(?P<pod>[\w./-]+)\] ",  # kubectl logs --prefix
     r"(?P<supervised>[\w.-]{1,60}) (?:stdout|stderr) \| ",  # supervisord
-    r"(?P<composed>[\w.-]{1,60}) +\| ?",  # docker compose
+    r"(?P<composed>[\w.-]{1,60})(?:@[\w.-]{1,60})? +\| ?",  # docker compose; docker service logs name the node too
 )
 """Prefixes that name the one of several programs that a line is of."""
 _SERVICE = re.compile("|".join((*_SERVICES, r"(?P<exited>[\w.-]{1,60}) exited with code \d+")))

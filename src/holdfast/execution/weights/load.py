@@ -39,7 +39,7 @@ from holdfast.execution.weights.decoder_weights import (
 from holdfast.execution.weights.dummy import fill_dummy, fill_dummy_codes
 from holdfast.execution.weights.experts import expert_rows, load_experts, reorder_rows
 from holdfast.execution.weights.gguf_blocks import PLAIN_TYPES, QuantizedMatrix, expand_into, read_rows
-from holdfast.execution.weights.packed import PackedSource, fill_mxfp4
+from holdfast.execution.weights.packed import PackedSource, biases_of, fill_mxfp4, require_no_bias
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix
 from holdfast.footprint.layouts import Quantize, memory_layout, scaled_layout
@@ -135,6 +135,7 @@ class Loader:
         self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
         self.slots, self.arrange, self.experts = slots, arrange, experts
         self.make: MakeTensor = exact_tensor
+        self.biases = biases_of(spec)
         self.done = 0
         self.layouts: set[str] = set()
         self.readers = ThreadPoolExecutor(READERS, "reader")
@@ -326,13 +327,14 @@ class Loader:
         """A matrix of a quantized checkpoint, or one expert's of it."""
         stored, (rows, columns) = self.stored[name].packed, self.tensors[name].shape[-2:]
         assert stored is not None
+        assert self.checkpoint is not None
         parts, read = stored.parts, self.read_part
         if expert is not None and "{expert}" in self.tensors[name].hf_name:
-            assert self.checkpoint is not None
             named = {part: one.name.replace("{expert}", str(expert)) for part, one in parts.items()}
             parts = {part: self.checkpoint.tensors[one] for part, one in named.items()}
         elif expert is not None:
             read = partial(self.read_of_stack, expert)
+        require_no_bias(next(iter(parts.values())), self.checkpoint, self.biases)
         return PackedSource(stored.packing, parts, layout, rows, columns, read)
 
     def read_part(self, part: StoredTensor) -> torch.Tensor:
@@ -494,6 +496,5 @@ class Loader:
             self.progress(self.done, len(self.tensors) if self.checkpoint is None else len(self.stored))
 
 
-def _of_stack(part: StoredTensor, expert: int) -> str:
-    """What one expert's of it is called while it is being read."""
+def _of_stack(part: StoredTensor, expert: int) -> str:  # Called so while it is being read.
     return f"{part.name}[{expert}]"

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoints import Packing, StoredTensor
+from holdfast.checkpoints import Checkpoint, Packing, StoredTensor
 from holdfast.checkpoints.formats.quantized_tensors import BNB_BLOCK
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import tile_elements
 from holdfast.execution.weights.scaled_matrix import INT4_ZERO, NF4_VALUES, ScaledMatrix
 from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
+from holdfast.models import ModelSpec
 from holdfast.units import shorten
 
 TILE_ELEMENTS = 1 << 20
@@ -294,6 +295,23 @@ def require_mxfp4_scales(stored: torch.Tensor, name: str) -> None:
     """Of GGUF's MXFP4, whichever way it is then read: expanded, a scale that is no number would spoil all answers."""
     if bool((stored.view(-1, 1 + PIECE // 2)[:, 0] == _E8M0_NAN).any()):
         raise _broken(name, "powers of two, 0 to 254, as scales", f"{_E8M0_NAN}, which is no number")
+
+
+def biases_of(spec: ModelSpec) -> set[str]:
+    """Those that are read, by the checkpoint's names."""
+    return {tensor.hf_name for tensor in spec.tensors if tensor.hf_name.endswith("bias")}
+
+
+def require_no_bias(codes: StoredTensor, checkpoint: Checkpoint, known: set[str]) -> None:
+    """Beside a quantized matrix, but for `known` ones and zeros, which some tools write to all matrices: it would be
+    left out. What was found to be zero becomes known."""
+    stack = codes.name.removesuffix("_blocks")
+    name = f"{codes.name.rpartition('.')[0]}.bias" if stack == codes.name else f"{stack}_bias"
+    if name not in checkpoint.tensors or name in known:
+        return
+    if checkpoint.read(name).any():
+        raise _broken(name, "no bias, or zeros: config.json describes a model without one there", "other numbers")
+    known.add(name)
 
 
 def order_part(parts: Mapping[str, StoredTensor]) -> StoredTensor | None:
