@@ -71,7 +71,7 @@ def _memory(spec: ModelSpec) -> Iterator[str]:
 
 def _experts(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:
     if spec.family not in _FAMILIES_WITH_EXPERTS:
-        yield "mixtures of experts"
+        yield f"experts routed as in the {spec.family} family"
     if spec.activation == "gelu":
         yield "experts with an exact gelu"
     for width in (spec.hidden_size, experts.intermediate_size):

@@ -153,10 +153,9 @@ def left_to_the_plan(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Ch
 
 
 def tiers_here(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:
-    """On the GPU, in the RAM and on the disk that are known to be there."""
-    if pinned_room(found.question) is not None:
-        for group in tiers(found, offered):
-            yield [change for change in group if change.available and "nvme" not in change.settings]
+    """On the GPU and in RAM, as this engine serves it: RAM costs less than a GPU, also where it has to be had."""
+    for group in tiers(found, offered):
+        yield [change for change in group if change.available and "nvme" not in change.settings]
 
 
 def tiers(found: Plan, offered: Sequence[Remedy]) -> Iterator[list[Change]]:

@@ -5,6 +5,7 @@ Each yields candidates; what fits is found by the search in remedies.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -27,6 +28,7 @@ from holdfast.planner.advice.remedy import (
 from holdfast.planner.compat.gpu_kernels import lacks_engine, lacks_method
 from holdfast.planner.fit.count import least_bytes
 from holdfast.planner.fit.search import Plan, Question
+from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.model_sources import MADE_WHILE_LOADING
 from holdfast.planner.models.variants import (
     GGUF_TYPES,
@@ -102,15 +104,24 @@ def _variants(key: Same[Question]) -> list[Variant]:
 def _of_base(question: Question) -> list[Variant]:
     """Of a quantized checkpoint: what its unquantized model is published in, or made into, with fewer bits than it has.
     Files that have to be made are told elsewhere."""
-    stored, base = question.model.spec.quantization, base_of(question.model)
-    if stored is None or base is None or question.engine == "llama.cpp":
+    base = base_of(question.model)
+    if base is None or question.engine == "llama.cpp":
         return []
+    stored = _stored_bits(question.model)
     found = _variants(Same(replace(question, model=base)))
     return [
         one if one.published else replace(one, label=f"{one.label}, of {base.name}", made_of=base.name)
         for one in found
-        if _is_ready(one) and bits(one) < stored.bits
+        if _is_ready(one) and bits(one) < stored
     ]
+
+
+def _stored_bits(model: PlannedModel) -> int:
+    """Of a quantized model; of a GGUF, whose types are mixed, the whole bits of a weight: 4 of Q4_K_M, 8 of Q8_0."""
+    if model.spec.quantization is not None:
+        return model.spec.quantization.bits
+    stored = (model.stored or {}).values()
+    return sum(tensor.nbytes for tensor in stored) * 8 // max(1, sum(math.prod(tensor.shape) for tensor in stored))
 
 
 def _made_methods(question: Question, ready: Sequence[Variant]) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
     layers as the plan places them, where their number was set - configuration (utilization, context, sequences, idle
     GPUs) - FP8 KV - a quantized variant: one that is published, one that is made while loading, a file that has to be
-    made; with FP8 KV where neither is enough, below four bits where nothing yet is - tiers in the RAM that is there -
-    more GPUs - other tiers - a bigger GPU or more RAM - a file to be made that this engine cannot read - what serves
+    made; with FP8 KV where neither is enough, below four bits where nothing yet is - tiers in RAM that this engine
+    serves with - more GPUs, the fewest first - other tiers - a bigger GPU or more RAM - a file to be made that this engine cannot read - what serves
     only part of the traffic - a smaller model, last
 
     requests longer than the model can read: shorter ones - a model of the same kin that reads them
@@ -291,8 +291,13 @@ def _search(found: Plan, rows: Iterable[RemedyRow]) -> list[Remedy]:
             if best is not None:
                 change = best[0] if row.by_hand else replace(best[0], settings={**undone, **best[0].settings})
                 offered.append(change.remedy(row.kind, row.price, found.question, best[1]))
-        offered[before:] = sorted(offered[before:], key=lambda way: not way.meets_request)[: row.most]
+        offered[before:] = sorted(offered[before:], key=_within_a_row)[: row.most]
     return offered
+
+
+def _within_a_row(way: Remedy) -> tuple[bool, int]:
+    """What serves all that was requested first; of more GPUs the fewest, which cost least."""
+    return not way.meets_request, len(way.fit.ranks) if way.kind == "more_gpus" else 0
 
 
 def _without_hand(found: Plan) -> tuple[Plan, dict[str, object]]:

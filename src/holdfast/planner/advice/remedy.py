@@ -6,7 +6,7 @@ Knows no order and no reasons; those are in remedies.py.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -140,11 +140,6 @@ class Remedy:
 
     def commands(self, vllm: Vllm | None = None) -> dict[str, Command]:
         return commands(self.fit, sequences=self.fit.limits.max_num_seqs, vllm=vllm)
-
-
-def best_of(ways: Sequence[Remedy]) -> int | None:
-    """The first that needs nothing that has to be made, or has still to be written; None: there is none."""
-    return next((index for index, way in enumerate(ways) if way.available and way.fit.fits), None)
 
 
 def meets(asked: Question, found: Plan) -> bool:

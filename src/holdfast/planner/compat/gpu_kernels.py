@@ -48,6 +48,8 @@ def lacks_capability(what: str, gpus: Iterable[Gpu | None], least: Sequence[int]
 def lacks_engine(engine: str, gpus: Iterable[Gpu | None], version: Release | None = None) -> str | None:
     """Why the engine does not run on these GPUs at all; of vLLM by release, None being the newest."""
     there, known = [gpu for gpu in gpus if gpu is not None], profile(engine)
+    if engine == "llama.cpp":  # It has kernels for every GPU of the catalogue.
+        return None
     if engine == "vllm" and version is not None:
         newer = next((said for gpu in there if (said := _newer_than(version, gpu)) is not None), None)
         if newer is not None:

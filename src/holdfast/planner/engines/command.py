@@ -37,6 +37,8 @@ class Command:
     """What the engine's own sizing gives the pool, as it prints it; None: not known beside the plan's."""
     max_model_len: int | None = None
     """What it is told, where its own sizing has a say in that."""
+    remedy: int | None = None
+    """Of a plan that does not fit: which of its remedies this is of, counted from 1; None: of the plan itself."""
     reasons: tuple[str, ...] = ()
     """What it keeps otherwise than the plan does; among the notes too."""
 

@@ -130,7 +130,10 @@ def unquantized(model: PlannedModel) -> PlannedModel | None:
 
 
 def base_of(model: PlannedModel) -> PlannedModel | None:
-    """The catalogue's unquantized model that this quantized one was made of."""
+    """The unquantized model that this quantized one was made of: itself where it is only planned as if it were
+    quantized, else the catalogue's."""
+    if model.made_as is not None:
+        return as_plain(model)
     entry = entry_of(model)
     if entry is None or model.origin == "file":
         return None

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.presets import max_configuration, safe_configuration, with_margin
 from holdfast.planner.advice.remedies import ways_out
-from holdfast.planner.advice.remedy import Remedy, best_of, too_long
+from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.advice.rules_of_thumb import rules_of_thumb
 from holdfast.planner.advice.throughput import no_throughput_reason, throughput
 from holdfast.planner.advice.warnings import warnings
@@ -26,6 +26,7 @@ from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, d
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.json import document
 from holdfast.planner.report.offload import Offload
+from holdfast.planner.report.remedy_commands import RemedyCommands, remedy_commands
 from holdfast.planner.report.text import lines
 from holdfast.units import format_bytes
 
@@ -57,9 +58,9 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     unreadable = too_long(question)
     rate = None if unreadable else throughput(found)
     fits = found.fits and not unreadable
-    shown, of = (found, "plan") if fits else _best(ways)
+    remedied = RemedyCommands({}, None) if fits else remedy_commands(found.question, ways, vllm)
     safe = safe_configuration(found) if fits else None
-    printed = {} if shown is None else commands(shown, sequences=shown.limits.max_num_seqs, vllm=vllm)
+    printed = commands(found, sequences=found.limits.max_num_seqs, vllm=vllm) if fits else remedied.commands
     return PlanAnswer(
         fit=found,
         safe=safe,
@@ -70,7 +71,8 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         throughput=rate,
         no_throughput=None if rate is not None else _no_rate(found),
         commands=printed,
-        commands_of=of,
+        commands_of="plan" if fits else "none" if remedied.best is None else ways[remedied.best].kind,
+        best=remedied.best,
         engine=name,
         vllm=vllm,
         as_requested=None if fits or name != "vllm" else _as_requested(found, vllm),
@@ -116,11 +118,6 @@ def _as_the_engine(command: Command | None, vllm: Vllm) -> Iterator[Decision]:
 
 def _no_rate(found: Plan) -> str:
     return "requests are longer than the model's context" if too_long(found.question) else no_throughput_reason(found)
-
-
-def _best(ways: tuple[Remedy, ...]) -> tuple[Plan | None, str]:
-    best = best_of(ways)
-    return (None, "none") if best is None else (ways[best].fit, ways[best].kind)
 
 
 def _budgets(found: Plan) -> list[Decision]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from holdfast.footprint.cpu import KV_ELEMENT_BYTES
 from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.presets import Configuration
-from holdfast.planner.advice.remedy import Remedy, best_of, too_long
+from holdfast.planner.advice.remedy import Remedy, too_long
 from holdfast.planner.advice.rules_of_thumb import Thumb
 from holdfast.planner.advice.throughput import Throughput
 from holdfast.planner.advice.warnings import PlanWarning
+from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Plan, Question, device_budget
@@ -31,14 +32,17 @@ class PlanFindings:
     no_throughput: str | None
     """Why there is none."""
     commands: dict[str, Command]
-    """Of the plan; where it does not fit, of the best way out. Empty where there is none."""
+    """Of the plan; where it does not fit, each of the first way out that its engine runs. Empty where there is none."""
     commands_of: str
-    """plan, or the kind of that way out."""
+    """plan, the kind of the best way out, or none."""
     engine: str | None
     vllm: Vllm
     as_requested: Command | None
     """Of a plan that does not fit, where vLLM was asked for: how it would size what was requested, and refuse it."""
     decisions: tuple[Decision, ...]
+    best: int | None = None
+    """Which of the ways out, from 0: the first that the engine runs that was asked for, or else Holdfast, or else any;
+    the one that `commands_of` is about."""
     offload: Offload | None = None
     """With layers in RAM and on a disk: as was asked for by hand, or what a server does where all do not fit on the
     GPU. None: nothing is streamed, or it cannot be."""
@@ -56,9 +60,16 @@ class PlanFindings:
         return self.fits or (self.offload is not None and self.offload.runs and self.problem is None)
 
     @property
-    def best(self) -> int | None:
-        """Which of the ways out can be taken as it is, the first of them: the one that `commands` are of."""
-        return best_of(self.ways_out)
+    def refused(self) -> str | None:
+        """Why the engine that was asked for, or else Holdfast, would not run what does not fit, whatever memory there
+        was: its family, or the GPU. None: it would, or it fits, and `lacks` says it."""
+        if self.fits:
+            return None
+        engine, spec = self.engine or "holdfast", self.question.model.spec
+        lacking = lacks_engine(engine, [rank.device.gpu for rank in self.fit.ranks])
+        if lacking is None and engine == "holdfast" and not spec.runnable:
+            return f"Holdfast cannot run this model yet: it lacks {', '.join(spec.unsupported)}"
+        return lacking
 
     @property
     def problem(self) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
@@ -83,6 +84,8 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         loading = any(found.lacks_for_loading(rank) for rank in found.ranks)
         when = " while loading" if loading else ""
         verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short{when}", "1;31"
+        if answer.refused is not None:
+            verdict = f"{verdict}; {_named(answer, answer.refused)}"
         if answer.offload is not None:
             verdict, code = f"{verdict}; {answer.offload.verdict}", "1;33" if answer.runs else "1;31"
     text = f"{model.name} on {where}: "
@@ -92,8 +95,11 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
 
 
 def _lacking(answer: PlanFindings) -> str:
+    return _named(answer, answer.lacks[0])
+
+
+def _named(answer: PlanFindings, why: str) -> str:
     name = profile(answer.engine or "holdfast").name
-    why = answer.lacks[0]
     return why if why.startswith(name) else f"not for {name}: {why}"
 
 
@@ -348,18 +354,31 @@ def _flags(configuration: Configuration) -> str:
 def _commands_title(answer: PlanFindings) -> str:
     if answer.commands_of == "plan" or answer.best is None:
         return "Commands"
+    if _of_several(answer):
+        return "Commands, each of the first remedy that its engine runs"
     return f"Commands of remedy {answer.best + 1}: {answer.commands_of}"
+
+
+def _of_several(answer: PlanFindings) -> bool:
+    """Remedies: not all engines run the same."""
+    return answer.engine is None and len({one.remedy for one in answer.commands.values() if not one.lacks}) > 1
 
 
 def _commands(answer: PlanFindings, width: int) -> Iterator[str]:
     for name, command in answer.commands.items():
         if answer.engine is not None and name != answer.engine:
             continue
+        if _of_several(answer) and command.remedy is not None and not command.lacks:
+            kind = answer.ways_out[command.remedy - 1].kind
+            command = replace(command, notes=(f"of remedy {command.remedy}: {kind}", *command.notes))
         yield from command_lines(command, width)
 
 
 def command_lines(command: Command, width: int) -> list[str]:
-    """The command first, broken after whole words with a backslash; then what must be known of it, as comments."""
+    """The command first, broken after whole words with a backslash; then what must be known of it, as comments. Of one
+    that the engine refuses only why: it would be pasted."""
+    if command.lacks:
+        command = replace(command, text="", notes=command.lacks)
     found: list[str] = []
     line = " "
     for word in _words(command.text):
