@@ -56,10 +56,12 @@ def test_how_a_completion_has_ended(http):
 def test_a_stream_of_its_own(http):
     text = http.post("/completion", json={"prompt": "abc", "stream": True, "n_predict": 2}).text
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
-    assert [(event["content"], event["stop"]) for event in events] == [("a", False), ("b", True)]
-    assert [event["tokens_predicted"] for event in events] == [1, 2]
-    assert "timings" not in events[0]
-    assert events[1]["timings"]["predicted_n"] == 2
+    # As llama.cpp has it: the last event has figures and no text.
+    assert [(event["content"], event["stop"]) for event in events] == [("a", False), ("b", False), ("", True)]
+    assert [event["tokens"] for event in events] == [[97], [98], []]
+    assert [event["tokens_predicted"] for event in events] == [1, 2, 2]
+    assert not any("timings" in event for event in events[:2])
+    assert events[2]["timings"]["predicted_n"] == 2
     assert "[DONE]" not in text
 
 

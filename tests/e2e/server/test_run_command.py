@@ -59,6 +59,7 @@ def test_a_server_is_started_once_and_stays(
     second = asked(model[0], "something", *SAMPLING, stdin="Say\n")
     assert second.returncode == 0, second.stderr
     assert "starting" not in second.stderr
+    assert "using http://127.0.0.1:" in second.stderr, "whose answer it is"
     assert main(["ps", "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)
     process = psutil.Process(listed["process"]["pid"])

@@ -20,7 +20,7 @@ from holdfast.cli.main import main
 from holdfast.cli.servers import background, registry
 from holdfast.cli.servers.background import is_called
 from holdfast.cli.servers.registry import Registration, RunningServer, is_alive, running_servers
-from holdfast.errors import EngineError
+from holdfast.errors import ConfigurationError, EngineError
 
 HOLDER = """
 import os, sys, time, psutil
@@ -131,14 +131,33 @@ def test_a_pid_that_is_used_again_is_not_the_server() -> None:
     assert not is_alive(server(created_s=time.time() - 1_000_000))
 
 
-@pytest.mark.parametrize("words", [["one"], ["1"], ["PID"], ["http://localhost:1/v1"]])
-def test_stop_by_name_port_pid_and_address(
+@pytest.mark.parametrize("words", [["1"], ["PID"], ["http://localhost:1/v1"]])
+def test_stop_by_port_pid_and_address(
     holders: list[subprocess.Popen[str]], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["stop", *(word.replace("PID", str(holders[0].pid)) for word in words)]) == 0
     assert f"stopped one (http://127.0.0.1:1, pid {holders[0].pid})" in capsys.readouterr().out
     assert holders[0].wait(PATIENCE_S) == -15
     assert [one.name for one in running_servers()] == ["two"]
+
+
+def test_by_name_only_what_run_started_in_the_background_is_stopped(
+    holders: list[subprocess.Popen[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["stop", "one"]) == 2
+    said = capsys.readouterr().err
+    assert "`holdfast run` did not start" in said
+    assert f"holdfast stop {holders[0].pid}" in said
+    assert len(running_servers()) == 2, "somebody's server in a terminal"
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path))
+    ours = server(model="one", log=str(tmp_path.resolve() / "logs" / "1.log"))
+    theirs = server(model="one", pid=1, port=9, log="/var/log/one.log")
+    assert _chosen(["one"], [theirs, ours]) == [ours]
+    with pytest.raises(ConfigurationError, match="2 servers are meant"):
+        _chosen(["one"], [ours, msgspec.structs.replace(ours, pid=2, port=8)])
 
 
 def test_stop_by_the_path_of_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,8 +178,11 @@ def test_what_cannot_be_read_is_named(config: dict[str, Any], word: str) -> None
     [
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, "experts in FP4"),
-        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.v_proj": {"bits": 2}}}, "GPTQ of 2 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits (4 and 8 bits are read)"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {r"+:.*\.v_proj": {"bits": 2}}},
+            "GPTQ of 2 bits (4 and 8 bits are read)",
+        ),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "FP4 of bitsandbytes"),

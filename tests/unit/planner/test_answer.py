@@ -53,7 +53,7 @@ def test_40_gb_and_llama_3_70b_awq_is_refused_with_what_would_do(ask: Ask) -> No
     assert not found.fits
     assert found.fit.weights_bytes > found.fit.ranks[0].budget_bytes
     assert found.fit.short_bytes > 4 * GIB
-    assert next(way.kind for way in found.ways_out if way.available) == "more_gpus"
+    assert [way.kind for way in found.ways_out if way.available][:2] == ["tiers", "more_gpus"], "RAM costs less"
 
 
 def test_24_gb_and_llama_3_70b_does_not_fit_in_four_bits_or_more(ask: Ask) -> None:

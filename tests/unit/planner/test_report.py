@@ -190,7 +190,8 @@ def test_one_is_not_many(number: float, said: str) -> None:
 
 def test_brief_is_the_answer_and_the_best_way_out(answers: list[PlanAnswer]) -> None:
     short, asked = lines(answers[1], brief=True), "\n".join(lines(answers[2], brief=True, width=120))
-    assert len(short) < 30 < len(lines(answers[1]))
+    assert len(short) < 16 < 30 < len(lines(answers[1]))
+    assert not any("█" in line for line in short), "bars are for the whole answer"
     assert "does not fit" in " ".join(short[:2])
     (number,) = (line[:6] for line in short if re.match(r"   \d\. ", line))
     assert int(number.strip(" .")) == (answers[1].best or 0) + 1

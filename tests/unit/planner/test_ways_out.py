@@ -36,8 +36,8 @@ ORDER = (
 
 
 def position(way: Remedy) -> float:
-    """In the table: tiers in RAM that is not known to be there, or that nobody runs, come after more GPUs."""
-    here = way.kind != "tiers" or (way.available and not {"ram_bytes", "nvme"} & set(way.settings))
+    """In the table: tiers on a disk that is not known to be there, or that nobody runs, come after more GPUs."""
+    here = way.kind != "tiers" or (way.available and "nvme" not in way.settings)
     return ORDER.index(way.kind) if here else ORDER.index("more_gpus") + 0.5
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.chat_backends import UrlBackend
 from holdfast.cli.commands.chat import add_chat_arguments, hold_chat, take_chat_arguments
 from holdfast.config import EngineConfig
 from holdfast.config.sources import add_flags
+
+if TYPE_CHECKING:
+    from holdfast.cli.servers.registry import RunningServer
 
 HELP = """Chat with a model, served in the background.
 
@@ -55,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     except BackgroundStartError as failed:
         return failed.code
     if message == "":  # Nothing was asked: it is there for whoever asks next.
-        screen.say(f"{server.name} is served at {server.url}; to end it: holdfast stop {server.name}")
+        screen.say(f"{server.name} is served at {server.url}; to end it: holdfast stop {_stopped_by(server)}")
         return 0
     opening = UrlBackend.open(
         server.url,
@@ -65,8 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
     )
     code = hold_chat(opening, options, system, screen, message)
     if screen.interactive and sys.stderr.isatty():
-        screen.say(f"{server.name} is still served at {server.url}; to end it: holdfast stop {server.name}")
+        screen.say(f"{server.name} is still served at {server.url}; to end it: holdfast stop {_stopped_by(server)}")
     return code
+
+
+def _stopped_by(server: RunningServer) -> str:
+    """By its name where it was started in the background."""
+    from holdfast.cli.servers.background import is_background
+
+    return server.name if is_background(server) else str(server.pid)
 
 
 def _message(prompt: list[str], *, interactive: bool) -> str | None:

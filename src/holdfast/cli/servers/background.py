@@ -54,6 +54,11 @@ def is_called(server: RunningServer, name: str) -> bool:
     return wanted in {identity(known) for known in (server.model, *server.names) if known} | {server.path}
 
 
+def is_background(server: RunningServer) -> bool:
+    """Whether `holdfast run` started it: it writes to a log among those. Others are somebody's terminal or service."""
+    return bool(server.log) and Path(server.log).parent == _log_folder().resolve()
+
+
 def identity(name: str) -> str:
     """One word for all names of a model."""
     path = Path(name).expanduser()
@@ -88,6 +93,7 @@ def ensure_server(model: str, settings: Mapping[str, Any], say: Say) -> RunningS
                 server = next((one for one in mine if is_called(one, model)), None)
                 if server is not None:
                     _require_same(server, model, settings)
+                    say(f"using {server.url} (pid {server.pid}), which serves {printable(model)} already")
                     started, log = None, Path(server.log) if server.log else None
                 else:
                     log = _log_path(model)
@@ -163,9 +169,13 @@ def _port() -> int:
     return USUAL_PORT
 
 
+def _log_folder() -> Path:
+    return cache_folder() / "logs"
+
+
 def _log_path(model: str) -> Path:
     """A new file; of older ones the last few are kept, and those that running servers write to."""
-    folder = cache_folder() / "logs"
+    folder = _log_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     open_ones = {server.log for server in registered_servers()}
     closed = (path for path in folder.glob("*.log") if str(path.resolve()) not in open_ones)

@@ -76,7 +76,7 @@ def _awq(table: Fields) -> QuantSpec:
         group_size=max(group, 0),
         symmetric=not table.boolean("zero_point", default=True),
         not_converted=modules_of(table, "modules_to_not_convert"),
-        lacking=() if version == "gemm" else (f"AWQ in the {shorten(version)} layout",),
+        lacking=() if version == "gemm" else (f"AWQ in the {shorten(version)} layout (the gemm layout is read)",),
         reach_field=group_name,
     )
 
@@ -108,7 +108,7 @@ def _gptq_scheme(table: Fields, base: QuantSpec) -> QuantSpec:
     ordered = table.boolean("desc_act", default=base.activation_order)
     # With static groups, columns are quantized in another order but keep their groups.
     ordered = ordered and group > 0 and not table.boolean("static_groups", default=False)
-    unread = (f"GPTQ of {bits} bits",) if bits in (2, 3) else ()
+    unread = (f"GPTQ of {bits} bits (4 and 8 bits are read)",) if bits in (2, 3) else ()
     return replace(
         base,
         bits=bits,

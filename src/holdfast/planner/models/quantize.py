@@ -65,7 +65,7 @@ def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
         raise ConfigurationError(
             f"quantization: {shorten(name)!r} is not known",
             code=CANNOT_QUANTIZE,
-            needed="one of " + ", ".join(METHODS),
+            needed=_known_methods(),
             found=shorten(name),
             fix=_nearest(name),
             field="quantization",
@@ -88,6 +88,20 @@ def _quantized_as(key: Same[PlannedModel], asked: str) -> PlannedModel:
             field="quantization",
         ) from error
     return packed
+
+
+def _known_methods() -> str:
+    """By kind: all in one row are too many to read."""
+    gguf = [name for name in METHODS if kind_of(name) is not None]
+    others = [name for name in METHODS if name not in gguf]
+    kinds = {
+        "k-quants": [name for name in gguf if "_K" in name],
+        "i-quants": [name for name in gguf if name.startswith("IQ")],
+    }
+    told = {name for names in kinds.values() for name in names}
+    rows = [", ".join(others), *(f"{kind} {', '.join(names)}" for kind, names in kinds.items())]
+    rows.append("other GGUF " + ", ".join(name for name in gguf if name not in told))
+    return ";\n          ".join(rows)
 
 
 def _nearest(name: str) -> str:

@@ -37,7 +37,7 @@ from holdfast.models.catalogue import CatalogueEntry
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.inputs.timeout import within
-from holdfast.planner.models.gguf_mixes import description
+from holdfast.planner.models.gguf_mixes import description, kind_of
 from holdfast.planner.models.quantize import quantized_as
 from holdfast.planner.models.variants import of_entry
 from holdfast.planner.sizing.engine_weights import OF_QUANTIZATION, held_or_not
@@ -119,7 +119,13 @@ def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) 
                 field="revision",
             )
     if entry is None:
-        return _from_files(locate_headers(wanted, revision=revision, patience_s=_first_answer_s()))
+        try:
+            return _from_files(locate_headers(wanted, revision=revision, patience_s=_first_answer_s()))
+        except ModelAccessError as error:
+            near = _without_network(wanted)
+            if near is not None:
+                error.fix = f"{'' if error.fix is None else f'{error.fix}; '}without the network: {near}"
+            raise
     ask = partial(locate_headers, wanted, revision=revision, patience_s=_first_answer_s())
     try:
         return _from_files(_within(HUB_PATIENCE_S, wanted, ask))
@@ -129,6 +135,18 @@ def _from_afar(wanted: str, entry: CatalogueEntry | None, revision: str | None) 
         of = "the catalogue" if wanted == entry.hub_id else f"{entry.hub_id}, which the catalogue treats as the same"
         reason = f"the hub cannot be read ({shorten(error.message, 100)}); shapes of {of}, {entry.provenance}"
         return _from_catalogue(entry, reason, name=wanted)
+
+
+def _without_network(wanted: str) -> str | None:
+    """The plan of shapes that the catalogue has for somebody's quantized copy: of TheBloke/Llama-2-13B-chat-GPTQ, say.
+    None: it has none, or the name does not tell in what the copy is stored."""
+    name, _, kind = wanted.rpartition("/")[2].partition(":")
+    base, _, ending = name.rpartition("-")
+    known = catalogue.lookup(base)
+    method = {"gguf": kind or "Q4_K_M"}.get(ending.lower(), ending.lower())
+    if known is None or (kind_of(method) is None and method not in ("awq", "gptq", "fp8")):
+        return None
+    return f"holdfast plan {known.name} -q {method}"
 
 
 def _first_answer_s() -> float:

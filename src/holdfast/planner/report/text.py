@@ -44,7 +44,7 @@ def lines(
     width, paint = max(LEAST_WIDTH, width), Paint(colour)
     parts = [
         list(_headline(answer, width, paint)),
-        list(_devices(answer, width, paint)),
+        [] if brief else list(_devices(answer, width, paint)),
         list(_capacity(answer, width, brief)),
         _titled(
             "" if answer.offload is None else answer.offload.title, () if brief else _offload(answer, width), paint

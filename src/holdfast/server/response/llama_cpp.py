@@ -4,7 +4,7 @@ Knows nothing of the engine or of HTTP."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from holdfast.records import AnswerDelta, Logprob, RequestTiming
@@ -30,20 +30,27 @@ class NativeShape:
         return ()
 
     def event(self, answer: ResponseChoice, delta: AnswerDelta, usage: Usage | None) -> bytes:
-        told: dict[str, Any] = {
+        """As llama.cpp has it, the event with `stop` has no text: what the last step brought is one of its own."""
+        ended, events = delta.finish_reason is not None, b""
+        if not ended or delta.text or delta.token_ids:
+            told = self._part(answer, delta.text, delta.token_ids)
+            if delta.logprobs is not None:
+                told["completion_probabilities"] = self._probabilities(delta.logprobs)
+            events = b"data: " + encode(told) + b"\n\n"
+        if ended:
+            events += b"data: " + encode(self._part(answer, "", []) | {"stop": True} | self._end(answer)) + b"\n\n"
+        return events
+
+    def _part(self, answer: ResponseChoice, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {
             "index": answer.index,
-            "content": delta.text,
-            "tokens": delta.token_ids,
-            "stop": delta.finish_reason is not None,
+            "content": text,
+            "tokens": token_ids,
+            "stop": False,
             "id_slot": -1,
             "tokens_predicted": len(answer.token_ids),
             "tokens_evaluated": self._evaluated(answer),
         }
-        if delta.logprobs is not None:
-            told["completion_probabilities"] = self._probabilities(delta.logprobs)
-        if delta.finish_reason is not None:
-            told |= self._end(answer)
-        return b"data: " + encode(told) + b"\n\n"
 
     def ending(self, usage: Usage) -> bytes:
         """Nothing: llama.cpp's own streams end with the event that has `stop`."""

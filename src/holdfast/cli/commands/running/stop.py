@@ -23,7 +23,7 @@ HELP = """Stop servers on this machine. Requests that are running are finished f
 USAGE = "holdfast stop NAME|PORT|PID|URL|SOCKET ... [--now]    or: holdfast stop --all"
 
 EXAMPLES = """examples:
-  holdfast stop smollm2          the server of that model
+  holdfast stop smollm2          the server of that model that `holdfast run` started in the background
   holdfast stop 8000             the server on that port, or with that process id
   holdfast stop --all            every server of this user
   holdfast stop 8000 --now       do not wait for answers that are being written
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _chosen(which: list[str], running: list[RunningServer]) -> list[RunningServer]:
     """All are found before the first is stopped."""
-    from holdfast.cli.servers.background import is_called
+    from holdfast.cli.servers.background import is_background, is_called
 
     found: dict[int, RunningServer] = {}
     for word in which:
@@ -82,6 +82,11 @@ def _chosen(which: list[str], running: list[RunningServer]) -> list[RunningServe
             if number in (server.port, server.pid)
             or (number is None and (is_called(server, word) or _is_address(word, server)))
         ]
+        by_name = [server for server in matches if number is None and not _is_address(word, server)]
+        started = [server for server in by_name if is_background(server)]
+        if by_name and not started:
+            raise _not_by_name(by_name[0], word)
+        matches = started or matches
         if len(matches) > 1:
             listed = ", ".join(f"pid {server.pid} at {server.url}" for server in matches)
             raise ConfigurationError(
@@ -96,6 +101,16 @@ def _chosen(which: list[str], running: list[RunningServer]) -> list[RunningServe
             )
         found[matches[0].pid] = matches[0]
     return list(found.values())
+
+
+def _not_by_name(server: RunningServer, word: str) -> ConfigurationError:
+    """A name that `run` was given may be that of a server which somebody else keeps in a terminal or as a service."""
+    return ConfigurationError(
+        f"{shorten(word)} is served at {server.url} (pid {server.pid}) by a server that `holdfast run` did not start",
+        needed="its pid, port or address, or --all: by name only servers in the background are stopped",
+        found=shorten(word),
+        fix=f"holdfast stop {server.pid}",
+    )
 
 
 def _place(server: RunningServer) -> str:
