@@ -77,6 +77,27 @@ def test_a_family_that_holdfast_lacks_has_no_command(capsys: pytest.CaptureFixtu
     assert "experts routed as in the gpt_oss family" in said
 
 
+def test_llama_cpp_runs_with_some_layers_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.1-70b", "-q", "Q4_K_M", "--gpu", "rtx3090", "--for", "llama.cpp"]
+    assert main([*words, "--ram", "64GiB"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    layers = int(said.partition("llama.cpp runs it with ")[2].split()[0])
+    assert 30 < layers < 40, "of 80 of 0.47 GiB each, in 21.3 GiB with the output, KV and a step's buffer"
+    assert f"-ngl {layers}" in said
+    assert "-c 4096" in said
+    assert "not something to run" not in said
+    assert main([*words, "--ram", "16GiB"]) == 1
+    assert "RAM is" in capsys.readouterr().out
+    assert main(words) == 1, "it is not known what RAM there is"
+    assert "of free RAM" in " ".join(capsys.readouterr().out.split())
+    found = plan("llama-3.1-70b", quantization="Q4_K_M", gpu="rtx3090", engine="llama.cpp", ram="64GiB")
+    assert found.partly is not None
+    longer = plan("llama-3.1-70b", quantization="Q4_K_M", gpu="rtx3090", engine="llama.cpp", max_model_len=32768)
+    assert longer.partly is not None
+    assert longer.partly.on_gpu < found.partly.on_gpu, "KV of a layer lies beside it"
+    assert "-c 32768" in longer.commands["llama.cpp"].text
+
+
 @pytest.mark.parametrize(
     ("name", "instead"),
     [

@@ -3,8 +3,8 @@
     layers as the plan places them, where their number was set - configuration (utilization, context, sequences, idle
     GPUs) - FP8 KV - a quantized variant: one that is published, one that is made while loading, a file that has to be
     made; with FP8 KV where neither is enough, below four bits where nothing yet is - tiers in RAM that this engine
-    serves with - more GPUs, the fewest first - other tiers - a bigger GPU or more RAM - a file to be made that this engine cannot read - what serves
-    only part of the traffic - a smaller model, last
+    serves with - more GPUs, the fewest first - other tiers - a bigger GPU or more RAM - a file to be made that this
+    engine cannot read - what serves only part of the traffic - a smaller model, last
 
     requests longer than the model can read: shorter ones - a model of the same kin that reads them
 

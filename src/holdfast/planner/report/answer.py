@@ -25,6 +25,7 @@ from holdfast.planner.fit.placement import may_stream
 from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, describe_devices, fit
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.json import document
+from holdfast.planner.report.llama_layers import llama_layers
 from holdfast.planner.report.offload import Offload
 from holdfast.planner.report.remedy_commands import RemedyCommands, remedy_commands
 from holdfast.planner.report.text import lines
@@ -58,7 +59,12 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     unreadable = too_long(question)
     rate = None if unreadable else throughput(found)
     fits = found.fits and not unreadable
+    partly = None if unreadable else llama_layers(found)
+    if partly is not None:  # It says itself what the estimate of tiers would.
+        ways = tuple(way for way in ways if way.tiers is None)
     remedied = RemedyCommands({}, None) if fits else remedy_commands(found.question, ways, vllm)
+    if partly is not None:
+        remedied = RemedyCommands({"llama.cpp": partly.command}, None)
     safe = safe_configuration(found) if fits else None
     printed = commands(found, sequences=found.limits.max_num_seqs, vllm=vllm) if fits else remedied.commands
     return PlanAnswer(
@@ -71,8 +77,15 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         throughput=rate,
         no_throughput=None if rate is not None else _no_rate(found),
         commands=printed,
-        commands_of="plan" if fits else "none" if remedied.best is None else ways[remedied.best].kind,
+        commands_of="plan"
+        if fits
+        else "tiers"
+        if partly is not None
+        else "none"
+        if remedied.best is None
+        else ways[remedied.best].kind,
         best=remedied.best,
+        partly=partly,
         engine=name,
         vllm=vllm,
         as_requested=None if fits or name != "vllm" else _as_requested(found, vllm),

@@ -15,6 +15,7 @@ from holdfast.planner.compat.gpu_kernels import lacks_engine
 from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Plan, Question, device_budget
+from holdfast.planner.report.llama_layers import LlamaLayers
 from holdfast.planner.report.offload import Offload
 from holdfast.planner.sizing.kv_cost import kv_cost
 from holdfast.units import counted
@@ -47,6 +48,9 @@ class PlanFindings:
     """With layers in RAM and on a disk: as was asked for by hand, or what a server does where all do not fit on the
     GPU. None: nothing is streamed, or it cannot be."""
 
+    partly: LlamaLayers | None = None
+    """With --for llama.cpp, where all layers do not fit on the GPU: as many as do. None: not one does, or it fits."""
+
     @property
     def fits(self) -> bool:
         """On the GPU; with layers in RAM where that was asked for by hand."""
@@ -56,7 +60,10 @@ class PlanFindings:
 
     @property
     def runs(self) -> bool:
-        """Whether Holdfast serves it there: all of it on the GPU, or with layers in RAM."""
+        """Whether Holdfast, or the engine that was asked for, serves it there: all of it on the GPU, or with layers in
+        RAM."""
+        if self.partly is not None and self.partly.runs and self.problem is None:
+            return True
         return self.fits or (self.offload is not None and self.offload.runs and self.problem is None)
 
     @property

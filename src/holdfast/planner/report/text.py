@@ -84,6 +84,8 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         loading = any(found.lacks_for_loading(rank) for rank in found.ranks)
         when = " while loading" if loading else ""
         verdict, code = f"does not fit: {format_bytes(found.short_bytes)} short{when}", "1;31"
+        if answer.partly is not None:
+            verdict, code = f"{verdict}; {answer.partly.verdict}", "1;33" if answer.runs else "1;31"
         if answer.refused is not None:
             verdict = f"{verdict}; {_named(answer, answer.refused)}"
         if answer.offload is not None:
