@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.engine.core.kv_store import _computed_as, files_stamp, model_digest, open_kv_store, usual_size
 from holdfast.errors import ConfigurationError, EngineError
+from holdfast.footprint.cpu import kv_store_bytes
 from holdfast.kvcache import KVLayout, form_groups
 from holdfast.models import RopeSpec
+from holdfast.prefix_store.files.index import RECORD
 
 
 def layout() -> KVLayout:
@@ -119,6 +123,7 @@ def test_the_usual_size_does_not_shrink_as_the_store_fills(tmp_path: Path, monke
         ({"kv_store": "/x", "enable_prefix_caching": False}, "kv_store"),
         ({"kv_ram": "1GiB", "device": "cpu"}, "kv_ram"),
         ({"kv_ram": "1GiB", "device": "cuda", "enable_prefix_caching": False}, "kv_ram"),
+        ({"kv_offloading_size": 1, "device": "cuda", "enable_prefix_caching": False}, "kv_offloading_size"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(arguments: dict[str, Any], field: str) -> None:
@@ -132,3 +137,25 @@ def test_vllms_names_mean_the_same_ram() -> None:
     for arguments in ({"kv_ram": "3GiB"}, {"kv_offloading_size": 3}, {"swap_space": 3}):
         assert EngineConfig.from_arguments(device="cuda", **arguments).kv_ram_bytes == 3 << 30
     assert EngineConfig.from_arguments(device="cpu", swap_space=3).kv_ram_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [("cpu", "swap_space"), ("cpu", "kv_offloading_size"), ("cuda", "swap_space")]
+)
+def test_a_command_of_vllms_without_prefix_caching_still_starts(device: str, name: str) -> None:
+    arguments: dict[str, Any] = {name: 4, "device": device, "enable_prefix_caching": False}
+    assert EngineConfig.from_arguments(**arguments).kv_ram_bytes == 0
+
+
+def test_the_plan_has_room_for_the_index_of_a_full_store() -> None:
+    """What a store of many small pages holds in memory, counted while it is filled."""
+    pages = 20_000
+    records, slots = np.zeros(pages, RECORD), dict[bytes, int]()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(pages):
+        slots[number.to_bytes(32, "big")] = number
+    held = tracemalloc.get_traced_memory()[0] - before + records.nbytes
+    tracemalloc.stop()
+    planned = kv_store_bytes(pages * 4096, 4096) - kv_store_bytes(0, 4096)
+    assert held <= planned

@@ -21,6 +21,8 @@ from prefix_pages import (
     until,
 )
 
+from holdfast.prefix_store.inspection import StoreInspection
+
 KEYS = [key_of(number) for number in range(8)]
 
 
@@ -47,6 +49,14 @@ def test_pages_of_any_size(tmp_path: Path, page_bytes: int) -> None:
     assert all(put(store, KEYS, page_bytes))
     assert served(store, KEYS, page_bytes) == KEYS
     store.close(5)
+
+
+def test_a_model_whose_path_is_no_text_is_kept_all_the_same(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", label="/models/\udcff")
+    assert put(store, KEYS[:1]) == [True]
+    store.close(5)
+    with StoreInspection(tmp_path / "store") as inspection:
+        assert inspection.listing().models[0].label == "/models/?"
 
 
 def test_thousands_of_small_pages_at_once(tmp_path: Path) -> None:

@@ -14,19 +14,19 @@ from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.errors import EngineError
 from holdfast.footprint.cpu import KV_QUEUE_BYTES
+from holdfast.footprint.cpu import KV_STORE_USUAL_BYTES as USUAL_BYTES
 from holdfast.kvcache import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import KVStoreUse
-from holdfast.units import GIB, format_bytes
+from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast")
 
 VERSION = 1
 """Of how pages are laid out and computed: another one reads no page of this."""
-USUAL_BYTES = 100 * GIB
 DAILY = 10
 """Times its size that may be written in a day, where that was not set."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
