@@ -38,6 +38,9 @@ class StoredPages(Protocol):
     def use(self, keys: Sequence[bytes]) -> None:
         """They were asked for, in the order of their chain, and need not be read."""
 
+    def takes(self) -> bool:
+        """Whether a page would be written now, as far as is known: the disk is well, and the day's budget not spent."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierLimits:
@@ -115,7 +118,7 @@ class LowerTiers:
         self.loaded_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.stored_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_copies = self.dropped_writes = 0
-        """`dropped_writes`: pages that were to be written to disk when too many waited for it."""
+        """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none."""
         self._loading: list[dict[bytes, _Load]] = [{} for _ in range(groups)]
         self._queued: dict[Tier, deque[_Load]] = {Tier.DISK: deque(), Tier.HOST: deque()}
         """Loads that have not been planned yet, by where they come from: who comes from RAM does not stand behind who
@@ -273,6 +276,9 @@ class LowerTiers:
 
     def _writes(self, applied_step: int, budget: int) -> Iterator[BlockCopy]:
         """To disk. What has left the pool meanwhile is not written; what is on its way elsewhere is tried again."""
+        if self._to_write and self.stored is not None and not self.stored.takes():
+            self.dropped_writes += len(self._to_write)
+            self._to_write.clear()
         for group, key in list(islice(self._to_write, budget)):
             page = self._index.pages(group).get(key)
             block = None if page is None else self._pool.blocks[page]

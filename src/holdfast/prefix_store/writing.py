@@ -96,6 +96,11 @@ class PageWriter:
         self._counts.drop("closing")
         return False
 
+    def takes(self) -> bool:
+        """Whether there is any sense in writing: not whether the queue has a place."""
+        today = self._folder.seen.on(self._calls.now())
+        return not self._closing and self._health.able() and not self._over_budget(today, self._slab.slot_bytes)
+
     def _refusal(self, key: bytes) -> DropReason | None:
         if self._closing:
             return "closing"

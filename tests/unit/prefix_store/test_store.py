@@ -245,6 +245,19 @@ def test_the_write_budget_is_shared_and_survives_restarts_until_the_next_day(tmp
     third.close(5)
 
 
+def test_it_takes_nothing_once_the_budget_is_spent(tmp_path: Path) -> None:
+    calls = FailingCalls()
+    calls.clock_s = 10 * 86400.0
+    store = opened(tmp_path / "store", calls=calls, daily_write_bytes=2 * PAGE_BYTES)
+    assert store.takes()
+    assert put(store, KEYS[:2]) == [True, True]
+    assert not store.takes()
+    calls.clock_s += 86400
+    assert store.takes()
+    store.close(5)
+    assert not store.takes()
+
+
 def test_a_late_note_of_use_does_not_make_a_page_that_is_being_written_look_abandoned(tmp_path: Path) -> None:
     calls = FailingCalls()
     calls.ahead_s = -1000.0

@@ -99,6 +99,23 @@ def test_a_prefix_goes_to_disk_on_its_second_use_and_not_before() -> None:
     assert store.used > 0
 
 
+def test_a_store_that_takes_nothing_is_brought_nothing() -> None:
+    """Else pages would be copied, and held meanwhile, to be dropped."""
+    store = FakeStore(random.Random(1), most=1000)
+    engine = world(store=store)
+    store.well = False
+    for name in ("first", "second"):
+        ask(engine, name, PROMPT)
+    tiers = engine.scheduler.kv.tiers
+    assert tiers is not None
+    assert not store.pages
+    assert tiers.dropped_writes >= 18
+    assert not engine.scheduler.has_copies
+    store.well = True
+    ask(engine, "third", PROMPT)
+    assert len(store.pages) >= 18
+
+
 def test_an_abort_while_pages_come_gives_them_back() -> None:
     engine = world()
     ask(engine, "first", PROMPT)
