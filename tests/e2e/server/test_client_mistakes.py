@@ -179,3 +179,11 @@ def test_a_budget_without_its_unit_is_refused_with_the_size_that_was_meant(chang
     if str(size) == "2":
         assert "'2' is not valid: 2 bytes?" in error["message"]
         assert error["holdfast"]["fix"] == "write 2GiB"
+
+
+@pytest.mark.parametrize("size", [10**30, "9999999999TiB"])
+def test_a_budget_that_no_machine_has_is_refused(changeable, size):
+    """Nor could the engine be told of it: its messages have numbers of 64 bits."""
+    told = changeable.post("/memory", json={"ram": size})
+    assert told.status_code == 400
+    assert told.json()["error"]["message"].startswith("ram: no machine has so much memory")
