@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import time
 
 from holdfast.errors import ConfigurationError, printable
 
@@ -50,19 +51,19 @@ def parse_tokens(text: str | int, *, field: str = "tokens") -> int:
     return int(float(found[1]) * units[found[2]])
 
 
-_SPAN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h|)\s*")
-_SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
+_SPAN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h|d|)\s*")
+_SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_duration(text: str | int | float, *, field: str = "duration") -> float:
-    """Seconds: `90`, `90s`, `1.5m`, `500ms`, `1h`."""
+    """Seconds: `90`, `90s`, `1.5m`, `500ms`, `1h`, `7d`."""
     if not isinstance(text, str):
         return float(text)
     found = _SPAN.fullmatch(text)
     if found is None:
         raise ConfigurationError(
             f"{field}: {shorten(text)!r} is not a duration",
-            needed="a number with an optional unit: 90, 90s, 1.5m, 500ms, 1h",
+            needed="a number with an optional unit: 90, 90s, 1.5m, 500ms, 1h, 7d",
             fix="write it as 90s or 5m",
             field=field,
         )
@@ -97,3 +98,15 @@ def format_duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def format_ago(when_s: float | None) -> str:
+    """How long ago a time of the clock is, in one unit, as people say it."""
+    if when_s is None:
+        return "-"
+    left_s = max(0.0, time.time() - when_s)
+    for unit, length_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        count = int(left_s // length_s)
+        if count:
+            return f"{counted(count, unit)} ago"
+    return "just now"

@@ -1,4 +1,5 @@
-"""A million random operations on pool, prefix index and scheduler together; every row proves what it reads."""
+"""A million random operations on pool, prefix index and scheduler together, and as many on these with tiers below the
+pool whose copies fail at random; every row proves what it reads."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import time
 from collections import Counter
 
 import pytest
-from simulated_engine import SimulatedEngine
+from simulated_engine import FakeStore, SimulatedEngine, SimulatedTiers
 
-from holdfast.kvcache import KVCache, KVLayout, form_groups
+from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
@@ -34,7 +35,7 @@ def random_windows(choice: random.Random) -> list[int | None]:
     return windows
 
 
-def random_engine(choice: random.Random) -> SimulatedEngine:
+def random_engine(choice: random.Random, *, tiers: bool = False) -> SimulatedEngine:
     groups, places = form_groups(random_windows(choice))
     layout = KVLayout(
         groups=groups,
@@ -54,8 +55,24 @@ def random_engine(choice: random.Random) -> SimulatedEngine:
     )
     # From barely enough for the longest request to enough for a few of them: pages must run out.
     alone = layout.peak_blocks(limits.max_model_len, 1)
-    kv = KVCache(layout, 1 + int(alone * choice.choice([0.6, 1.0, 1.2, 1.5, 2.0, 3.0])) + 1, choice.random() < 0.85)
-    return SimulatedEngine(Scheduler(limits, kv), vocabulary=VOCABULARY)
+    blocks = 1 + int(alone * choice.choice([0.6, 1.0, 1.2, 1.5, 2.0, 3.0])) + 1
+    if not tiers:
+        return SimulatedEngine(
+            Scheduler(limits, KVCache(layout, blocks, choice.random() < 0.85)), vocabulary=VOCABULARY
+        )
+    store = FakeStore(choice, most=choice.choice([5, 100, 1000])) if choice.random() < 0.6 else None
+    below = TierLimits(
+        host_pages=choice.choice([0, 2, blocks, 4 * blocks]),
+        most_loading=choice.choice([2, 16, 500]),
+        most_loading_disk=choice.choice([1, 8]),
+        most_storing=choice.choice([1, 8, 64]),
+        spare_pages=choice.choice([2, blocks // 3, 2 * blocks]),
+    )
+    return SimulatedEngine(
+        Scheduler(limits, KVCache(layout, blocks, True, below, store)),
+        vocabulary=VOCABULARY,
+        tiers=SimulatedTiers(choice, store, failing=choice.choice([0.0, 0.1, 0.5])),
+    )
 
 
 def random_request(choice: random.Random, number: int, families: list[list[int]], longest: int) -> Request:
@@ -80,9 +97,9 @@ def random_request(choice: random.Random, number: int, families: list[list[int]]
     )
 
 
-def run_world(choice: random.Random, counts: Counter[str]) -> None:
+def run_world(choice: random.Random, counts: Counter[str], *, tiers: bool = False) -> None:
     """One engine from its first request until all have ended."""
-    engine = random_engine(choice)
+    engine = random_engine(choice, tiers=tiers)
     families = [[choice.randint(0, 3) for _ in range(40)] for _ in range(3)]
     crowd = choice.choice([3, 10, 30])
     for number in range(OPERATIONS_A_WORLD):
@@ -96,11 +113,14 @@ def run_world(choice: random.Random, counts: Counter[str]) -> None:
         elif 0.205 <= draw < 0.207:
             engine.scheduler.reset_prefix_cache()
             counts["reset"] += 1
+        elif 0.207 <= draw < 0.209 and tiers:
+            engine.resize(engine.scheduler.least_blocks + choice.randint(0, 40))
+            counts["resize"] += 1
         elif engine.can_plan and (draw < 0.6 or not engine.plans_in_flight):
             engine.plan()
             counts["plan"] += 1
         elif engine.plans_in_flight:
-            engine.execute()
+            engine.execute(failing_row=choice.randrange(8) if tiers and choice.random() < 0.05 else None)
             counts["execute"] += 1
         else:
             continue
@@ -110,20 +130,31 @@ def run_world(choice: random.Random, counts: Counter[str]) -> None:
     engine.scheduler.check_invariants()
     stats = engine.scheduler.stats()
     assert stats.blocks_used == 0
-    counts["refused"] += sum(news[-1].failure is not None for news in engine.outputs.values() if news)
+    counts["refused or failed"] += sum(news[-1].failure is not None for news in engine.outputs.values() if news)
     counts["preemptions"] += stats.preemptions_total
     counts["tokens hit"] += stats.prefix_hits_total
     counts["tokens computed"] += engine.runner.tokens_computed
+    if (moved := engine.runner.tiers) is not None:
+        counts["pages from RAM"] += moved.copied[Tier.HOST]
+        counts["pages from disk"] += moved.copied[Tier.DISK]
+        counts["copies failed"] += moved.failed
+        hits = engine.scheduler.kv.below_hits_total
+        counts["tokens from RAM"] += hits[Tier.HOST]
+        counts["tokens from disk"] += hits[Tier.DISK]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_million_operations_leak_nothing_and_share_nothing_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("tiers", [False, True], ids=["pool alone", "tiers"])
+def test_a_million_operations_leak_nothing_and_share_nothing_wrongly(
+    capsys: pytest.CaptureFixture[str], tiers: bool
+) -> None:
     choice, counts = random.Random(SEED), Counter[str]()
     began_s = time.monotonic()
     while counts["operations"] < OPERATIONS:
-        run_world(choice, counts)
+        run_world(choice, counts, tiers=tiers)
     with capsys.disabled():
         print(f"\n{counts['operations']:,} operations, seed {SEED}, {time.monotonic() - began_s:.0f} s: {dict(counts)}")
     assert counts["preemptions"] > 0
     assert counts["tokens hit"] > 0
+    assert not tiers or min(counts["tokens from RAM"], counts["tokens from disk"], counts["copies failed"]) > 0

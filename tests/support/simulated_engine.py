@@ -7,12 +7,14 @@ token sampled behind it is a function of that number alone. So an answer must no
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.kvcache import NULL_PAGE, KVGroup, KVLayout
+from holdfast.kvcache import NULL_PAGE, KVGroup, KVLayout, Tier
 from holdfast.records import (
+    BlockCopy,
     EngineOutput,
     Failure,
     FinishReason,
@@ -74,11 +76,100 @@ class _Slot:
         self.histories.append(extend_history(self.histories[-1] if self.histories else 0, token))
 
 
+class FakeStore:
+    """A store on disk that forgets at random, and says it has what it has lost."""
+
+    def __init__(self, choice: random.Random, most: int = 60) -> None:
+        self._choice, self._most = choice, most
+        self.pages: dict[bytes, list[int]] = {}
+        self.lost: set[bytes] = set()
+        self.used = 0
+
+    def has(self, keys: Sequence[bytes]) -> int:
+        return next((place for place, key in enumerate(keys) if key not in self.pages), len(keys))
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        assert self.has(keys) == len(keys)
+        self.used += len(keys)
+
+    def write(self, key: bytes, page: list[int]) -> None:
+        self.pages[key] = page
+        self.lost.discard(key)
+        while len(self.pages) > self._most:
+            del self.pages[self._choice.choice(list(self.pages))]
+        if self._choice.random() < 0.05:
+            self.lost.add(key)
+
+    def read(self, key: bytes) -> list[int] | None:
+        return None if key in self.lost else self.pages.get(key)
+
+
+class SimulatedTiers:
+    """Pages that move beside steps: each copy is over after some steps, or has failed. What it reads is looked at when
+    it is over, and what it writes is unusable until then: whoever disturbs it, or does not wait for it, is caught."""
+
+    def __init__(self, choice: random.Random, store: FakeStore | None, failing: float = 0.1) -> None:
+        self._choice, self.store, self._failing = choice, store, failing
+        self.host: dict[int, list[int]] = {}
+        self._under_way: list[BlockCopy] = []
+        self.copied = {Tier.HOST: 0, Tier.DISK: 0}
+        self.failed = 0
+
+    def follow(self, plan: StepPlan, runner: SimulatedRunner) -> tuple[list[int], list[int]]:
+        """Copies that are over, and copies that failed."""
+        for copy in plan.copies:
+            if copy.before_step:
+                continue
+            self._under_way.append(copy)
+            if copy.target_tier == Tier.DEVICE:
+                runner.poison([copy.target])
+            elif copy.target_tier == Tier.HOST:
+                self.host[copy.target] = [POISON]
+            if copy.source_tier == Tier.DEVICE:
+                assert POISON not in runner.pages[copy.source], f"page {copy.source} is stored before it is written"
+        finished, failed = list[int](), list[int]()
+        for copy in list(self._under_way):
+            if self._choice.random() < 0.4 or (not plan.rows and copy is self._under_way[0]):
+                self._under_way.remove(copy)
+                whole = self._choice.random() >= self._failing and self._move(copy, runner)
+                (finished if whole else failed).append(copy.copy_id)
+        self.failed += len(failed)
+        return finished, failed
+
+    def _move(self, copy: BlockCopy, runner: SimulatedRunner) -> bool:
+        if copy.source_tier == Tier.DEVICE:
+            page = list(runner.pages[copy.source])
+            assert POISON not in page, f"page {copy.source} was given away while it was stored"
+        elif copy.source_tier == Tier.HOST:
+            page = self.host[copy.source]
+            assert POISON not in page, f"page {copy.source} of RAM is read before it was filled"
+            self.copied[Tier.HOST] += 1
+        else:
+            assert self.store is not None
+            found = self.store.read(copy.key)
+            if found is None:
+                return False
+            page = found
+            self.copied[Tier.DISK] += 1
+        if copy.target_tier == Tier.DEVICE:
+            assert set(runner.pages[copy.target]) == {POISON}, f"page {copy.target} was written while it was loaded"
+            runner.pages[copy.target] = list(page)
+        elif copy.target_tier == Tier.HOST:
+            self.host[copy.target] = page
+        else:
+            assert self.store is not None
+            self.store.write(copy.key, page)
+        return True
+
+
 class SimulatedRunner:
     """Executes plans in order, at once. Raises AssertionError when a plan breaks the contract of StepPlan, or when a
     position that a row must read holds anything but what this very sequence would have written there."""
 
-    def __init__(self, layout: KVLayout, blocks: int, *, slots: int, vocabulary: int) -> None:
+    def __init__(
+        self, layout: KVLayout, blocks: int, *, slots: int, vocabulary: int, tiers: SimulatedTiers | None = None
+    ) -> None:
+        self.tiers = tiers
         self.layout = layout
         self.vocabulary = vocabulary
         self.pages = [[POISON] * layout.block_tokens for _ in range(blocks)]
@@ -97,6 +188,9 @@ class SimulatedRunner:
     def execute(self, plan: StepPlan, failing: int | None = None) -> StepResult:
         """`failing`: the row of this slot is not done, and who reads what it should have written gets nonsense."""
         for copy in plan.copies:
+            if not copy.before_step:
+                assert self.tiers is not None, "a page goes to a tier that is not there"
+                continue
             self.pages[copy.target] = list(self.pages[copy.source])
             spoiled = {offset for page, offset in self._spoiled if page == copy.source}
             self._spoiled = {(page, offset) for page, offset in self._spoiled if page != copy.target}
@@ -122,12 +216,15 @@ class SimulatedRunner:
                 if row.slot not in nonsense:
                     self._read(row, group)
         self.tokens_computed += plan.token_count
+        finished, broken = ([], []) if self.tiers is None else self.tiers.follow(plan, self)
         failure = Failure(kind="StepMemoryError", message="as if there were no memory", code="HF441")
         return StepResult(
             step_id=plan.step_id,
             prompt_logprobs=[self._score(row, row.slot == failing) for row in plan.rows if row.scored],
             token_ids=[self._sample(row, row.slot in nonsense) for row in plan.rows if row.samples],
             failures=[] if failing is None else [StepFailure(slot=failing, failure=failure)],
+            finished_copies=finished,
+            failed_copies=broken,
         )
 
     def _places(self, slot: _Slot, group: int, first: int, end: int) -> list[tuple[int, int]]:
@@ -212,12 +309,10 @@ class SimulatedEngine:
     must not disturb it. Pages free at the time of a plan are poisoned before that plan is executed.
     """
 
-    def __init__(self, scheduler: Scheduler, *, vocabulary: int) -> None:
+    def __init__(self, scheduler: Scheduler, *, vocabulary: int, tiers: SimulatedTiers | None = None) -> None:
         self.scheduler = scheduler
-        kv = scheduler.kv
-        self.runner = SimulatedRunner(
-            kv.layout, kv.blocks_total + 1, slots=scheduler.limits.max_num_seqs, vocabulary=vocabulary
-        )
+        kv, slots = scheduler.kv, scheduler.limits.max_num_seqs
+        self.runner = SimulatedRunner(kv.layout, kv.blocks_total + 1, slots=slots, vocabulary=vocabulary, tiers=tiers)
         self.unfinished: dict[str, Request] = {}
         self.outputs: dict[str, list[EngineOutput]] = {}
         self._plans: deque[tuple[StepPlan, list[int]]] = deque()
@@ -245,7 +340,8 @@ class SimulatedEngine:
         plan = self.scheduler.schedule(now_s)
         if plan is not None:
             limits = self.scheduler.limits
-            assert 0 < plan.token_count <= limits.max_num_batched_tokens, f"{plan.token_count} tokens in a step"
+            least = 1 if self.runner.tiers is None else 0
+            assert least <= plan.token_count <= limits.max_num_batched_tokens, f"{plan.token_count} tokens in a step"
             assert len(plan.rows) <= limits.max_num_seqs, f"{len(plan.rows)} rows in a step"
             self._plans.append((plan, self.scheduler.kv.free_pages))
         return plan
@@ -254,7 +350,7 @@ class SimulatedEngine:
         """Executes and applies the oldest plan; `failing_row` of it cannot be done."""
         plan, free_pages = self._plans.popleft()
         self.runner.poison(free_pages)
-        failing = None if failing_row is None else plan.rows[failing_row % len(plan.rows)].slot
+        failing = None if failing_row is None or not plan.rows else plan.rows[failing_row % len(plan.rows)].slot
         outputs = self.scheduler.apply(self.runner.execute(plan, failing), now_s)
         for output in outputs:
             self._hear(output)
@@ -264,6 +360,8 @@ class SimulatedEngine:
         """As the engine's loop does it: when nothing is in flight."""
         while self._plans:
             self.execute()
+        while (waiting := self.scheduler.wait_for_copies()) is not None:
+            assert not self.scheduler.apply(self.runner.execute(waiting), 0.0)
         new = blocks - len(self.runner.pages)
         self.runner.pages += [[POISON] * self.runner.layout.block_tokens for _ in range(new)]
         moving = self.scheduler.resize(blocks)
@@ -273,10 +371,12 @@ class SimulatedEngine:
 
     def finish(self, now_s: float = 0.0) -> None:
         """Runs until nothing is left to do."""
-        while self.unfinished or self._plans:
+        while self.unfinished or self._plans or self.scheduler.has_copies:
             while self.can_plan and self.plan(now_s) is not None:
                 pass
-            self.execute(now_s)
+            assert self._plans or not self.unfinished, "requests wait, and there is nothing to do"
+            if self._plans:
+                self.execute(now_s)
 
     def _hear(self, output: EngineOutput) -> None:
         request = self.unfinished[output.request_id]

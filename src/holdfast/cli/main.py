@@ -36,6 +36,7 @@ COMMANDS = {
     "list": "list the models on this machine",
     "show": "show what a model is, and what fits here",
     "rm": "remove a downloaded model",
+    "kv-store": "list, verify and prune KV pages that servers keep on a disk",
     "models": "list the models that are built in, cached and known",
     "plan": "show what fits before anything is loaded",
     "bench": "put a server under load, and say whether it passes",
@@ -45,11 +46,11 @@ COMMANDS = {
     "explain": "explain an error code",
 }
 
-FOLDERS = {"stored": ("list", "models", "pull", "rm", "show"), "running": ("ps", "stop", "top")}
-"""Of commands that have one: those of the models on this machine, and of servers that run."""
+FOLDERS = {"stored": ("kv-store", "list", "models", "pull", "rm", "show"), "running": ("ps", "stop", "top")}
+"""Of commands that have one: those of what is stored on this machine, and of servers that run."""
 NEAR = 0.6
 """How alike two flags are when one may be meant for the other."""
-JSON = ("plan", "models", "list", "show", "ps", "top", "explain", "doctor", "bench", "tune")
+JSON = ("plan", "models", "list", "kv-store", "show", "ps", "top", "explain", "doctor", "bench", "tune")
 """Commands with --json."""
 _FLAG = re.compile(r"--[a-zA-Z][\w.-]*")
 _JOINED = re.compile(r"(-tp|-pp|-dp|-O)(\d+)")

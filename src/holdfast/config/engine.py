@@ -226,6 +226,12 @@ class EngineConfig:
     )
     block_size: int = setting(16, "tokens in one KV block", whole(1, 256))
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of shared prompt prefixes", flag)
+    kv_ram: int | None = offload_config.kv_ram_setting()
+    kv_offloading_size: float | None = offload_config.kv_offloading_size_setting()
+    swap_space: float | None = offload_config.swap_space_setting()
+    kv_store: str | None = offload_config.kv_store_setting()
+    kv_store_size: int | None = offload_config.kv_store_size_setting()
+    kv_store_daily_writes: int | None = offload_config.kv_store_daily_writes_setting()
     enable_chunked_prefill: bool = setting(
         True, "prefill long prompts in chunks, batched with decoding; always on", flag
     )
@@ -328,6 +334,7 @@ class EngineConfig:
                 field="nvme",
             )
         offload_config.check_offload(self, None if self.nvme_path is None else "nvme_path")
+        offload_config.check_kv_tiers(self)
         self._check_lora()
         if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
             raise ConfigurationError(
@@ -384,6 +391,11 @@ class EngineConfig:
         """Kept in RAM behind those places, which are in RAM themselves on a CPU."""
         kept = self.max_cpu_loras or self.lora_places
         return kept if self.device == "cuda" else kept - self.lora_places
+
+    @property
+    def kv_ram_bytes(self) -> int:
+        """For KV blocks that leave a GPU; 0: none, or there is no GPU."""
+        return offload_config.kv_ram_bytes(self) if self.device == "cuda" else 0
 
     @property
     def budgets(self) -> Mapping[str, int | None]:

@@ -1,12 +1,12 @@
 """Settings of weights that do not stay on a GPU, as Holdfast, vLLM and llama.cpp name them: declared once for a server
-and for a plan, checked against each other, and read into what was asked for."""
+and for a plan, checked against each other, and read into what was asked for. And of KV pages that lie on a disk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.config.setting import choice, flag, number, optional, setting, texts, whole
+from holdfast.config.setting import choice, flag, memory, number, optional, setting, text, texts, whole
 from holdfast.errors import ConfigurationError
 from holdfast.units import GIB
 
@@ -313,6 +313,114 @@ def _check_cpu(config: OffloadSettings, given: list[str]) -> None:
             found="device cpu",
             fix=f"leave {_flag(given[0])} out",
             field=given[0],
+        )
+
+
+class KVTierSettings(Protocol):
+    @property
+    def kv_ram(self) -> int | None: ...
+    @property
+    def kv_offloading_size(self) -> float | None: ...
+    @property
+    def swap_space(self) -> float | None: ...
+    @property
+    def kv_store(self) -> str | None: ...
+    @property
+    def kv_store_size(self) -> int | None: ...
+    @property
+    def kv_store_daily_writes(self) -> int | None: ...
+    @property
+    def enable_prefix_caching(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
+
+
+def kv_store_setting() -> Any:
+    return setting(
+        None,
+        "folder on a fast disk where the KV cache of prompt prefixes is kept that were asked for twice; servers of the "
+        "same model share it, and find it again after a restart",
+        optional(text),
+        metavar="DIR",
+    )
+
+
+def kv_store_size_setting() -> Any:
+    return setting(
+        None,
+        "maximum size of the KV store, such as 100GiB; default: half of what is free there, at most 100 GiB",
+        optional(memory),
+        metavar="SIZE",
+    )
+
+
+def kv_store_daily_writes_setting() -> Any:
+    return setting(
+        None,
+        "maximum written to the KV store in a day, such as 500GiB, because disks wear; default: ten times its size",
+        optional(memory),
+        metavar="SIZE",
+    )
+
+
+def kv_ram_setting() -> Any:
+    return setting(
+        None,
+        "RAM for KV blocks that leave the GPU, such as 40GiB: prefixes and preempted requests come back from there "
+        "instead of being computed again; default: none",
+        optional(memory),
+        metavar="SIZE",
+    )
+
+
+def kv_offloading_size_setting() -> Any:
+    return setting(None, "same as --kv-ram, in GiB", optional(number(0, 1 << 20)), metavar="GIB")
+
+
+def swap_space_setting() -> Any:
+    return setting(None, "same as --kv-ram, in GiB; older vLLM's name", optional(number(0, 1 << 20)), metavar="GIB")
+
+
+def kv_ram_bytes(config: KVTierSettings) -> int:
+    """On a GPU; on a CPU the pool is in RAM itself."""
+    if config.kv_ram is not None:
+        return config.kv_ram
+    return int((config.kv_offloading_size or config.swap_space or 0.0) * GIB)
+
+
+def check_kv_tiers(config: KVTierSettings) -> None:
+    if config.kv_ram is not None and config.device == "cpu":
+        raise ConfigurationError(
+            "kv_ram is for KV blocks that leave a GPU, but this server runs on the CPU, and its KV cache is in RAM",
+            code=OF_A_GPU,
+            needed="a GPU",
+            found="device cpu",
+            fix="--kv-cache-memory-bytes SIZE for a larger KV cache",
+            field="kv_ram",
+        )
+    if kv_ram_bytes(config) and not config.enable_prefix_caching:
+        raise ConfigurationError(
+            "KV blocks in RAM are found as prefixes, but prefix caching is off",
+            needed="enable_prefix_caching",
+            fix="leave --no-enable-prefix-caching out",
+            field="kv_ram",
+        )
+    if config.kv_store is None:
+        for name in ("kv_store_size", "kv_store_daily_writes"):
+            if getattr(config, name) is not None:
+                raise ConfigurationError(
+                    f"{name} is a setting of the KV store, but there is no folder for it",
+                    needed="kv_store as well",
+                    fix="--kv-store DIR",
+                    field=name,
+                )
+        return
+    if not config.enable_prefix_caching:
+        raise ConfigurationError(
+            "the KV store keeps prefixes, but prefix caching is off",
+            needed="enable_prefix_caching",
+            fix="leave --no-enable-prefix-caching or --kv-store out",
+            field="kv_store",
         )
 
 

@@ -29,9 +29,8 @@ TUNING: Mapping[str, str] = {
     "trust_remote_code": "no code of a model folder is ever run; model families are part of Holdfast",
     "code_revision": "no code of a model folder is ever run",
     "model_impl": "model families are part of Holdfast",
-    "swap_space": "a preempted request is recomputed, not swapped",
-    "preemption_mode": "a preempted request is recomputed",
-    **_each("the KV cache has one tier, on the device", "kv_offloading_size kv_offloading_backend"),
+    "preemption_mode": "a preempted request is recomputed, or comes back from --kv-ram where that is sooner",
+    "kv_offloading_backend": "there is one way for KV blocks to lie in RAM, --kv-ram, and one on disk, --kv-store",
     **_each(
         "tokens are generated one at a time: the answers are the same, without the speed",
         "speculative_config spec_method spec_model spec_tokens num_lookahead_slots speculative_model "

@@ -5,7 +5,7 @@ Checks a plan whole before anything of it is applied: a wrong plan changes nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +104,10 @@ class SlotBuffers:
     def nbytes(self) -> int:
         return self.tokens.nbytes + self.known.nbytes + sum(table.nbytes for table in self.tables)
 
-    def apply(self, plan: StepPlan, blocks: int) -> None:
-        """Takes over starts and table writes; raises before changing anything when any part of the plan is wrong."""
-        self._check(plan, blocks)
+    def apply(self, plan: StepPlan, blocks: int, tiers: Container[int] = ()) -> None:
+        """Takes over starts and table writes; raises before changing anything when any part of the plan is wrong.
+        `tiers`: those below the pool that there are."""
+        self._check(plan, blocks, tiers)
         for start in plan.starts:
             self.tokens[start.slot, : len(start.token_ids)] = start.token_ids
             self.known[start.slot] = len(start.token_ids)
@@ -217,9 +218,9 @@ class SlotBuffers:
         firsts = numpy.cumsum(counts) - counts
         return _RowOrder(order, starts, counts, ends, firsts, int((counts == 1).sum()))
 
-    def _check(self, plan: StepPlan, blocks: int) -> None:
+    def _check(self, plan: StepPlan, blocks: int, tiers: Container[int]) -> None:
         for copy in plan.copies:
-            self._check_copy(copy, blocks)
+            self._check_copy(copy, blocks, tiers)
         known = dict(enumerate(self.known.tolist()))
         for start in plan.starts:
             self._check_start(start)
@@ -238,10 +239,12 @@ class SlotBuffers:
             seen.add(row.slot)
         self._check_pages(plan)
 
-    def _check_copy(self, copy: BlockCopy, blocks: int) -> None:
-        if copy.source_tier or copy.target_tier:
-            raise _wrong("it copies blocks between tiers, and this runner has one tier", found=repr(copy))
-        if not (0 < copy.source < blocks and 0 < copy.target < blocks and copy.before_step):
+    def _check_copy(self, copy: BlockCopy, blocks: int, tiers: Container[int]) -> None:
+        below = [tier for tier in (copy.source_tier, copy.target_tier) if tier]
+        if len(below) > 1 or any(tier not in tiers for tier in below):
+            raise _wrong("it copies blocks between tiers that this runner does not have", found=repr(copy))
+        within = [page for page, tier in ((copy.source, copy.source_tier), (copy.target, copy.target_tier)) if not tier]
+        if not all(0 < page < blocks for page in within) or copy.before_step == bool(below):
             raise _wrong(
                 "it copies a page that is not there, or too late", needed=f"1 to {blocks - 1}", found=repr(copy)
             )

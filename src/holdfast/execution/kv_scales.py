@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +56,12 @@ class KVScales:
 
     def center(self, layer: int) -> torch.Tensor | None:
         return self.centers[layer] if self.centers else None
+
+    def digest_parts(self) -> Iterator[bytes]:
+        """All that a page in float8 means another thing with."""
+        yield struct.pack(f"<{2 * len(self.keys)}d", *self.keys, *self.values)
+        for center in self.centers:
+            yield center.float().cpu().numpy().tobytes()
 
     def described(self) -> str:
         return f"keys {_range(self.keys)}, values {_range(self.values)}"

@@ -28,6 +28,7 @@ from holdfast.execution.ops import ops_for
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.sampling.sampler import Masks, Sampler
+from holdfast.execution.tiers.cpu import CpuPageCopies, Over
 from holdfast.execution.transformer import Transformer
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.cpu import head_rows, logits_rows
@@ -110,6 +111,16 @@ class Runner:
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
         self._embeds = numpy.zeros(limits.max_num_seqs, dtype=bool)
         self._kv: KVStore | None = None
+        self._page_copies: CpuPageCopies | None = None
+
+    def use_tiers(self, copies: CpuPageCopies) -> None:
+        """What moves pages between the pool and tiers below it; before the first step that asks for it."""
+        self._page_copies = copies
+
+    def abandon_copies(self) -> None:
+        """Pages on their way are nobody's from now on."""
+        if self._page_copies is not None:
+            self._page_copies.abandon()
 
     @property
     def buffers_bytes(self) -> int:
@@ -204,15 +215,18 @@ class Runner:
     def execute(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
         decoder, kv = self._decoder, self.kv
         with self._computing():
-            self._buffers.apply(plan, kv.blocks)
-            if plan.copies:
-                kv.move(plan.copies)
+            self._buffers.apply(plan, kv.blocks, () if self._page_copies is None else self._page_copies.tiers)
+            if moved := [copy for copy in plan.copies if copy.before_step]:
+                kv.move(moved)
+            if self._page_copies is not None:
+                self._page_copies.begin(plan)
             arrived = [] if self._adapters is None else self._adapters.follow(plan)
             for start in plan.starts:
                 self._sampler.start(start)
                 self._embeds[start.slot] = start.embed
             if not plan.rows:
-                return StepResult(step_id=plan.step_id, adapters=arrived)
+                done, failed = self._end_copies(plan)
+                return StepResult(step_id=plan.step_id, adapters=arrived, finished_copies=done, failed_copies=failed)
             batch = self._buffers.form(plan, decoder.attention)
             if batch.fresh_pages.shape[0]:
                 kv.clear(batch.fresh_pages)
@@ -227,6 +241,7 @@ class Runner:
             scores = [list(islice(told, row.scored)) for row in plan.rows if row.scored]
             failures = broken_rows(plan.rows, token_ids)
             wanted = self._embeds[batch.sampling_slots]
+            done, failed = self._end_copies(plan)
             return StepResult(
                 step_id=plan.step_id,
                 token_ids=[max(token, 0) for token in token_ids],
@@ -236,7 +251,12 @@ class Runner:
                 failures=failures,
                 late=late,
                 adapters=arrived,
+                finished_copies=done,
+                failed_copies=failed,
             )
+
+    def _end_copies(self, plan: StepPlan) -> Over:
+        return ([], []) if self._page_copies is None else self._page_copies.end(plan, self.kv)
 
     def _sample(
         self, hidden: torch.Tensor, batch: StepBatch, masked: Masks | None = None
@@ -327,7 +347,9 @@ class Runner:
             self._adapters.close()
         if self._transformer is not None and (slots := self._transformer.weights.slots) is not None:
             slots.close()
-        self._transformer = self._adapters = None
+        if self._page_copies is not None:
+            self._page_copies.close()
+        self._transformer = self._adapters = self._page_copies = None
         self._kv = None
         self._logits = torch.empty(0)
         gc.collect()

@@ -43,6 +43,11 @@ FRAMEWORK_BYTES = 172 * MIB
 """154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
 the interpreter's heap gains while it serves."""
 
+KV_STAGING_BYTES, KV_QUEUE_BYTES = 32 * MIB, 64 * MIB
+"""That pages from a store on disk come through, and that those wait in which are to be written there."""
+KV_STORE_BYTES = KV_STAGING_BYTES + KV_QUEUE_BYTES + 16 * MIB
+"""With its index and threads."""
+
 LIBRARIES_BYTES = 192 * MIB
 """80 to 171 MiB with the same: the kernel maps neighbours of a used page as the page cache holds them, most of them
 right after an installation (large folios: 171 MiB on x86 for what takes 93 MiB in an old environment)."""

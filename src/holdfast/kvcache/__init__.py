@@ -3,17 +3,22 @@
 from holdfast.kvcache.groups import KVGroup, KVLayout, form_groups
 from holdfast.kvcache.manager import KVCache, Prefix, SequenceBlocks
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, BlockState, Tier
+from holdfast.kvcache.tiers import FoundBelow, LowerTiers, StoredPages, TierLimits
 
 __all__ = [
     "NULL_PAGE",
     "Block",
     "BlockPool",
     "BlockState",
+    "FoundBelow",
     "KVCache",
     "KVGroup",
     "KVLayout",
+    "LowerTiers",
     "Prefix",
     "SequenceBlocks",
+    "StoredPages",
     "Tier",
+    "TierLimits",
     "form_groups",
 ]

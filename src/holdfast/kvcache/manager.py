@@ -19,13 +19,15 @@ Nothing may be scheduled and then taken back after `note_scheduled`; of what cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.kvcache.audit import check_books
 from holdfast.kvcache.groups import KVLayout
-from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool
+from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, Tier
 from holdfast.kvcache.prefix import PrefixIndex, chain_hash, root_hash
+from holdfast.kvcache.tiers import Fetch, FoundBelow, LowerTiers, StoredPages, TierLimits
+from holdfast.records.steps import BlockCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,8 @@ class SequenceBlocks:
     """Its lookup is in the counters already (a preempted sequence looks itself up again)."""
     stale: bool = False
     """It holds content from before a reset of the cache: nothing of it may be indexed any more."""
+    fetch: Fetch | None = None
+    """What it waits for, and has pages for already: see `begin_fetch`."""
 
     @property
     def held(self) -> int:
@@ -71,15 +75,31 @@ class Prefix:
 
 
 class KVCache:
-    """`blocks` pages of `layout`, the null page included."""
+    """`blocks` pages of `layout`, the null page included. `tiers`: what lies below them; None: nothing. `stored`: on
+    disk."""
 
-    def __init__(self, layout: KVLayout, blocks: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        blocks: int,
+        prefix_caching: bool = True,
+        tiers: TierLimits | None = None,
+        stored: StoredPages | None = None,
+    ) -> None:
         self.layout = layout
         self.prefix_caching = prefix_caching
         self.queries_total = 0
         self.hits_total = 0
+        self.below_queries_total = 0
+        """Tokens looked up that the pool did not have."""
+        self.below_hits_total = {Tier.HOST: 0, Tier.DISK: 0}
         self._index = PrefixIndex(len(layout.groups))
         self._pool = BlockPool(blocks, evicted=self._forget_evicted)
+        self.tiers: LowerTiers | None = None
+        if tiers is not None and prefix_caching:
+            self.tiers = LowerTiers(self._pool, self._index, len(layout.groups), tiers, stored)
+        self.step = self.applied_step = 0
+        """The step that is being planned, and the newest whose result is known."""
         self._books: set[SequenceBlocks] = set()
         self._full_groups = [group.index for group in layout.groups if group.window is None]
         self._windows = {group.index: group.window for group in layout.groups if group.window is not None}
@@ -132,8 +152,9 @@ class KVCache:
 
         A full group needs every block of it, a windowed one only those a query right behind it still sees.
         """
-        length = self._longest_hit(book, tokens) if self.prefix_caching else 0
-        first_entries = tuple(self._first_entry(group.index, length) for group in self.layout.groups)
+        containers = [self._index.pages(group.index) for group in self.layout.groups]
+        length = self._longest_hit(book, tokens, containers) if self.prefix_caching else 0
+        first_entries = self._first_entries(length)
         held = idle = 0
         for group, first in enumerate(first_entries):
             pages = self._index.pages(group)
@@ -141,6 +162,17 @@ class KVCache:
                 held += 1
                 idle += self._pool.blocks[pages[book.hashes[entry]]].references == 0
         return Prefix(length * self.layout.block_tokens, first_entries, held, idle)
+
+    def find_below(self, book: SequenceBlocks, tokens: Sequence[int], *, disk: bool) -> FoundBelow | None:
+        """The longest prefix that the pool, RAM and, if asked, the disk hold together; None: there are no tiers."""
+        tiers = self.tiers
+        if tiers is None:
+            return None
+        containers = [
+            _Anywhere(self._index.pages(group.index), group.index, tiers, disk) for group in self.layout.groups
+        ]
+        length = self._longest_hit(book, tokens, containers)
+        return tiers.count(book.hashes, length, self._first_entries(length))
 
     # --- changes ---
 
@@ -170,8 +202,63 @@ class KVCache:
         book.entries = book.indexed = length
         if not book.counted and self.prefix_caching:
             book.counted = True
-            self.queries_total += tokens_looked_up
-            self.hits_total += prefix.tokens
+            self._count_hit(book, prefix, tokens_looked_up)
+        book.fetch = None
+
+    def _count_hit(self, book: SequenceBlocks, prefix: Prefix, tokens_looked_up: int) -> None:
+        self.queries_total += tokens_looked_up
+        tokens, fetch = prefix.tokens, book.fetch
+        self.hits_total += tokens if fetch is None else min(tokens, fetch.before * self.layout.block_tokens)
+        if self.tiers is None:
+            return
+        if fetch is None:
+            self.below_queries_total += tokens_looked_up - tokens
+        else:
+            self.below_queries_total += tokens_looked_up - fetch.before * self.layout.block_tokens
+            left = tokens - fetch.before * self.layout.block_tokens
+            for tier, blocks in fetch.blocks.items():
+                found = max(0, min(left, blocks * self.layout.block_tokens))
+                self.below_hits_total[tier] += found
+                left -= found
+        for group, first in enumerate(prefix.first_entries):
+            self.tiers.note_use(group, book.hashes[first : tokens // self.layout.block_tokens])
+
+    def begin_fetch(self, book: SequenceBlocks, found: FoundBelow, before: Prefix) -> None:
+        """Fills the empty tables with pages of what was just found; what the pool lacks is loaded. Until all of it has
+        come nothing but `free` may be done with the book. `before`: what the pool has of it."""
+        assert book.entries == 0, "only a book with empty tables can fetch a prefix"
+        assert self.tiers is not None, "there is nothing to fetch from"
+        assert found.wanted <= self._pool.available, "ask whether there are pages before a fetch"
+        book.fetch, tables = self.tiers.begin(book.hashes, found, before.tokens // self.layout.block_tokens)
+        for group, first in enumerate(found.first_entries):
+            book.tables[group] = [NULL_PAGE] * first + tables[group]
+            book.released[group] = first
+        book.entries = book.indexed = found.blocks
+        book.length = found.blocks * self.layout.block_tokens
+
+    def end_fetch(self, book: SequenceBlocks) -> None:
+        """Gives back what came, to be adopted in the same breath: it is indexed by now."""
+        fetch, book.fetch = book.fetch, None
+        self.free(book)
+        book.fetch = fetch
+
+    def plan_copies(self, running: Iterable[SequenceBlocks]) -> list[BlockCopy]:
+        """Between tiers, for the plan that is being made. `running`: the youngest first."""
+        if self.tiers is None:
+            return []
+        return self.tiers.plan(
+            ([page for table in book.tables for page in table if page != NULL_PAGE] for book in running),
+            self.applied_step,
+        )
+
+    def end_copies(self, finished: Iterable[int], failed: Iterable[int], host_pages: int = 0) -> bool:
+        """These are over. `host_pages`: of RAM that may be used by now, if there are more. Says whether anything
+        changed."""
+        if self.tiers is None:
+            return False
+        self.tiers.host.grow(max(host_pages, self.tiers.host.total))
+        ended = [self.tiers.end(copy, True) for copy in finished] + [self.tiers.end(copy, False) for copy in failed]
+        return any(ended)
 
     def grow(self, book: SequenceBlocks, end: int) -> None:
         """Pages for positions up to `end`, all of them; the caller has asked `reach` or `blocks_missing` first."""
@@ -240,11 +327,22 @@ class KVCache:
         book.released = [0] * len(book.tables)
         book.entries = book.length = book.indexed = book.window_moves_at = 0
         book.stale = False
+        if book.fetch is not None:
+            assert self.tiers is not None
+            fetch, book.fetch = book.fetch, None
+            self.tiers.drop(fetch)
 
-    def follow(self, before: KVCache) -> None:
-        """Goes on counting over the same pages where other books ended."""
-        self.queries_total, self.hits_total = before.queries_total, before.hits_total
-        self._pool.touched = before.blocks_touched
+    def emptied(self) -> KVCache:
+        """New books of the same pages, which know nothing of what these hold, and go on counting."""
+        limits, stored = (None, None) if self.tiers is None else (self.tiers.limits, self.tiers.stored)
+        fresh = KVCache(self.layout, self.blocks_total + 1, self.prefix_caching, limits, stored)
+        fresh.queries_total, fresh.hits_total = self.queries_total, self.hits_total
+        fresh.below_queries_total, fresh.below_hits_total = self.below_queries_total, self.below_hits_total
+        fresh.step, fresh.applied_step = self.step, self.applied_step
+        fresh._pool.touched = self.blocks_touched
+        if fresh.tiers is not None and self.tiers is not None:
+            fresh.tiers.follow(self.tiers)
+        return fresh
 
     def begin_alike(self, book: SequenceBlocks, other: SequenceBlocks, entry: int) -> bool:
         """Whether both have the same tokens up to the end of this block, as far as blocks of theirs have been known."""
@@ -257,7 +355,7 @@ class KVCache:
             for group in range(len(self.layout.groups)):
                 page = self._index.pages(group).get(key)
                 if page is not None:
-                    self._index.remove(group, key)
+                    self._forget_evicted(self._pool.blocks[page])
                     self._pool.forget(self._pool.blocks[page])
         book.stale = book.entries > 0
 
@@ -268,6 +366,8 @@ class KVCache:
             for page in self._index.pages(group).values():
                 self._pool.forget(self._pool.blocks[page])
         self._index.clear()
+        if self.tiers is not None:
+            self.tiers.reset()
         for book in self._books:
             book.stale = book.entries > 0
 
@@ -287,6 +387,8 @@ class KVCache:
         """Recounts everything and raises AssertionError with what does not add up. Walks the whole pool."""
         self._pool.recount()
         check_books(self.layout, self._pool, self._index, self._books)
+        if self.tiers is not None:
+            self.tiers.check()
 
     # --- inside ---
 
@@ -295,13 +397,16 @@ class KVCache:
         size = self.layout.block_tokens
         return min(blocks, self.layout.groups[group].first_needed(blocks * size) // size)
 
-    def _longest_hit(self, book: SequenceBlocks, tokens: Sequence[int]) -> int:
-        """In blocks."""
+    def _first_entries(self, blocks: int) -> tuple[int, ...]:
+        return tuple(self._first_entry(group.index, blocks) for group in self.layout.groups)
+
+    def _longest_hit(self, book: SequenceBlocks, tokens: Sequence[int], containers: Sequence[Container[bytes]]) -> int:
+        """In blocks. `containers`: of each group, what can be had."""
         length = (len(tokens) - 1) // self.layout.block_tokens
         self._hash_blocks(book, tokens, length)
         hashes = book.hashes
         for group in self._full_groups:
-            pages = self._index.pages(group)
+            pages = containers[group]
             length = next((entry for entry in range(length) if hashes[entry] not in pages), length)
         # A block missing from the window of one length is in the window of every shorter length that ends
         # behind it, so the next candidate ends just before it. Each round starts over for all groups.
@@ -309,7 +414,7 @@ class KVCache:
         while not settled:
             settled = True
             for group in self._windows:
-                pages = self._index.pages(group)
+                pages = containers[group]
                 for entry in range(length - 1, self._first_entry(group, length) - 1, -1):
                     if hashes[entry] not in pages:
                         length, settled = entry, False
@@ -327,8 +432,22 @@ class KVCache:
         for group, table in enumerate(book.tables):
             page = table[entry]
             if page != NULL_PAGE and self._index.insert(group, key, page):
-                self._pool.blocks[page].hash = key
+                block = self._pool.blocks[page]
+                block.hash, block.step = key, self.step
+                block.saved = self.tiers is not None and self.tiers.host.note_pool(group, key, True)
 
     def _forget_evicted(self, block: Block) -> None:
         assert block.hash is not None
         self._index.remove(block.group, block.hash)
+        if block.saved and self.tiers is not None:
+            self.tiers.host.note_pool(block.group, block.hash, False)
+
+
+class _Anywhere:
+    """Prefixes of one group in the pool or below it."""
+
+    def __init__(self, pages: Container[bytes], group: int, tiers: LowerTiers, disk: bool) -> None:
+        self._pages, self._group, self._tiers, self._disk = pages, group, tiers, disk
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._pages or (isinstance(key, bytes) and self._tiers.has(self._group, key, disk=self._disk))

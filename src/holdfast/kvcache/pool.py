@@ -2,7 +2,8 @@
 
     page 0          the null page: table entries of pages given back point to it; never handed out
     free            never cached, or forgotten; used first (last given back, first used: it is warm)
-    idle            nobody refers to it, but its content is cached; the least recently used is evicted first
+    idle            nobody refers to it, but its content is cached; the least recently used is evicted first, and of all
+                    those first of which a copy lies in RAM (saved): nothing is lost with them
     used            referred to by tables, or by a transfer
 
              allocate                    release (cached)
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 NULL_PAGE = 0
@@ -51,6 +52,10 @@ class Block:
     """KV group its content belongs to; means something only while it is used or cached."""
     state: BlockState = BlockState.FREE
     tier: Tier = Tier.DEVICE
+    saved: bool = False
+    """A copy of what it is indexed for lies in RAM."""
+    step: int = 0
+    """The newest step that may have written what it is indexed for: until it is applied nobody knows whether it did."""
 
 
 class BlockPool:
@@ -62,6 +67,8 @@ class BlockPool:
         self._evicted = evicted
         self._free = list(range(blocks - 1, NULL_PAGE, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._saved: OrderedDict[int, None] = OrderedDict()
+        """Idle as well."""
         self.touched = 0
         """Pages handed out since they came. New ones go out in the order of their ids: the highest id counts them."""
 
@@ -73,7 +80,17 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Pages that `allocate` can give now: free ones, then idle ones."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + len(self._saved)
+
+    @property
+    def unsaved(self) -> Iterable[int]:
+        """Idle pages of which there is no copy below, in the order in which they would be evicted."""
+        return self._idle
+
+    @property
+    def spare(self) -> int:
+        """Pages that can be handed out and nothing is lost that a copy could save."""
+        return len(self._free) + len(self._saved)
 
     @property
     def free_pages(self) -> list[int]:
@@ -86,7 +103,7 @@ class BlockPool:
             block = self.blocks[self._free.pop()]
             self.touched = max(self.touched, block.id)
         else:
-            assert self._idle, "allocate was called on an empty pool"
+            assert self._idle or self._saved, "allocate was called on an empty pool"
             block = self._evict()
         block.references = 1
         block.group = group
@@ -98,7 +115,7 @@ class BlockPool:
         block = self.blocks[block_id]
         assert block.state is not BlockState.FREE, f"page {block_id} is free and cannot be referenced"
         if block.references == 0:
-            del self._idle[block_id]
+            del self._idle_line(block)[block_id]
         block.references += 1
 
     def release(self, block_id: int) -> None:
@@ -108,16 +125,28 @@ class BlockPool:
         block.references -= 1
         if block.references == 0:
             if block.hash is not None:
-                self._idle[block_id] = None
+                self._idle_line(block)[block_id] = None
             else:
                 self._make_free(block)
 
     def forget(self, block: Block) -> None:
         """Its content is no longer cached; an idle page becomes free."""
-        block.hash = None
-        if block.id in self._idle:
-            del self._idle[block.id]
+        idle = self._idle_line(block)
+        block.hash, block.saved = None, False
+        if block.id in idle:
+            del idle[block.id]
             self._make_free(block)
+
+    def note_saved(self, block: Block, saved: bool) -> None:
+        """Whether a copy of it lies in RAM from now on. One whose copy has gone is evicted no sooner for it."""
+        if block.saved == saved:
+            return
+        idle = block.references == 0
+        if idle:
+            del self._idle_line(block)[block.id]
+        block.saved = saved
+        if idle:
+            self._idle_line(block)[block.id] = None
 
     def begin_transfer(self, block_id: int, state: BlockState) -> None:
         """The transfer holds a reference of its own, so the page can be neither evicted nor handed out."""
@@ -151,7 +180,7 @@ class BlockPool:
         assert all(block.state in (BlockState.FREE, BlockState.RESIDENT) for block in self.blocks[blocks:]), (
             "in transfer"
         )
-        while len(self._idle) > blocks - 1 - used:
+        while len(self._idle) + len(self._saved) > blocks - 1 - used:
             self._make_free(self._evict())
         self._free = [page for page in self._free if page < blocks]
         moved = dict[int, int]()
@@ -159,16 +188,20 @@ class BlockPool:
             if block.state is BlockState.RESIDENT:
                 target = self.blocks[self._free.pop()]
                 target.references, target.hash, target.group = block.references, block.hash, block.group
-                target.state = block.state
+                target.state, target.saved, target.step = block.state, block.saved, block.step
                 moved[block.id] = target.id
         self._idle = OrderedDict.fromkeys(moved.get(page, page) for page in self._idle)
+        self._saved = OrderedDict.fromkeys(moved.get(page, page) for page in self._saved)
         del self.blocks[blocks:]
         self.touched = min(max((self.touched, *moved.values())), self.total)
         return moved
 
     def recount(self) -> None:
         """Every page is in exactly one place. Raises AssertionError; walks the whole pool."""
-        free, idle = set(self._free), set(self._idle)
+        free, idle = set(self._free), {*self._idle, *self._saved}
+        assert len(idle) == len(self._idle) + len(self._saved), "a page is idle twice"
+        assert all(self.blocks[page].saved for page in self._saved), "a page counts as saved and is not"
+        assert not any(self.blocks[page].saved for page in self._idle), "a saved page does not count as saved"
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & idle, f"free and idle at once: {sorted(free & idle)}"
         null = self.blocks[NULL_PAGE]
@@ -185,10 +218,13 @@ class BlockPool:
 
     def _evict(self) -> Block:
         """The idle page that was used least recently; it is nobody's then."""
-        block = self.blocks[self._idle.popitem(last=False)[0]]
+        block = self.blocks[(self._saved or self._idle).popitem(last=False)[0]]
         self._evicted(block)
-        block.hash = None
+        block.hash, block.saved = None, False
         return block
+
+    def _idle_line(self, block: Block) -> OrderedDict[int, None]:
+        return self._saved if block.saved else self._idle
 
     def _make_free(self, block: Block) -> None:
         block.state = BlockState.FREE

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.records import EngineInfo, EngineStats, ExpertUse, LinkUse, LowerTier, MemoryReport, MemoryTerm
+from holdfast.records import (
+    EngineInfo,
+    EngineStats,
+    ExpertUse,
+    KVStoreUse,
+    KVTierUse,
+    LinkUse,
+    LowerTier,
+    MemoryReport,
+    MemoryTerm,
+)
 from holdfast.units import format_bytes
 
 VERSION = 1
@@ -74,6 +84,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Over which layers come that do not stay where they are computed."""
     experts: ExpertUse | None = None
     """Of a mixture whose experts are over VRAM and RAM; None: they are not."""
+    kv_tiers: list[KVTierUse] = []
+    """Of KV pages below the pool, by tier."""
+    kv_store: KVStoreUse | None = None
+    """On disk; its folder is not told."""
 
 
 def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[ProcessMemory]) -> Ledger | None:
@@ -154,6 +168,8 @@ def _ledger(
         decisions=info.decisions,
         links=[] if stats.link is None else [stats.link],
         experts=stats.experts,
+        kv_tiers=stats.kv_tiers,
+        kv_store=None if stats.kv_store is None else msgspec.structs.replace(stats.kv_store, folder=""),
     )
 
 

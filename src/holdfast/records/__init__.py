@@ -4,6 +4,8 @@ from holdfast.records.lora import AdapterRef, LoRARequest
 from holdfast.records.memory import (
     ExpertsGrant,
     ExpertUse,
+    KVStoreUse,
+    KVTierUse,
     LayersGrant,
     LinkUse,
     LowerTier,
@@ -61,6 +63,8 @@ __all__ = [
     "Failure",
     "FinishReason",
     "GuidedDecodingParams",
+    "KVStoreUse",
+    "KVTierUse",
     "LayersGrant",
     "LinkUse",
     "LoRARequest",

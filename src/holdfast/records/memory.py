@@ -47,6 +47,31 @@ class ExpertUse(msgspec.Struct, frozen=True, kw_only=True):
     """Experts that came to VRAM in the place of others, which were used less."""
 
 
+class KVTierUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of KV pages below the pool; what ends in _total only grows."""
+
+    tier: str
+    """ram or disk."""
+    hit_tokens_total: int = 0
+    """Of prompts, that came from there instead of being computed."""
+    loaded_bytes_total: int = 0
+    stored_bytes_total: int = 0
+    held_bytes: int = 0
+    total_bytes: int = 0
+    """Both of RAM; of a store on disk see KVStoreUse."""
+
+
+class KVStoreUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the store of KV pages on disk, with all processes that share it."""
+
+    folder: str
+    held_bytes: int = 0
+    total_bytes: int = 0
+    written_today_bytes: int = 0
+    dropped_writes_total: int = 0
+    failing: bool = False
+
+
 class LowerTier(msgspec.Struct, frozen=True, kw_only=True):
     """One that holds what does not fit above it."""
 

@@ -11,7 +11,7 @@ import msgspec
 from holdfast import errors
 from holdfast.errors import HoldfastError
 from holdfast.records.lora import LoRARequest
-from holdfast.records.memory import ExpertUse, LinkUse, MemoryReport
+from holdfast.records.memory import ExpertUse, KVStoreUse, KVTierUse, LinkUse, MemoryReport
 
 
 class FinishReason(enum.StrEnum):
@@ -120,6 +120,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens looked up."""
     prefix_hits_total: int = 0
     """Tokens found."""
+    prefix_below_queries_total: int = 0
+    """Tokens looked up that the pool did not have; 0 where there are no tiers below it."""
+    kv_tiers: list[KVTierUse] = []
+    """RAM and disk, where KV pages lie there."""
+    kv_store: KVStoreUse | None = None
+    failed_copies_total: int = 0
+    """Pages that did not come or go between tiers."""
+    fetches_not_worth_total: int = 0
+    """How often a prefix was computed that could have been fetched, because that was sooner."""
     device_bytes: int = 0
     """What the engine process holds on its GPU, as the driver counts it; 0: it has none."""
     link: LinkUse | None = None

@@ -75,7 +75,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
-    """One page to move between tiers. `before_step`: the step's rows may read it only after the copy is done."""
+    """One page to move. `before_step`: within the pool, and the step's rows may read it. Else it is moved between tiers
+    while steps go on, and told of when it is over: what comes to the pool is read by nobody before, nor written; what
+    leaves it is as the rows of this step have left it, and stays so until then."""
 
     copy_id: int
     source_tier: int
@@ -83,6 +85,8 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
     target_tier: int
     target: int
     before_step: bool
+    key: bytes = b""
+    """Of a page in the disk store, which has no number."""
 
 
 class AdapterFetch(msgspec.Struct, frozen=True, array_like=True):
@@ -133,6 +137,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     embeddings: list[bytes] = []
     """Empty when no row asked for one, else as long as token_ids: float32, of length 1, and nothing for other rows."""
     finished_copies: list[int] = []
+    failed_copies: list[int] = []
+    """Of pages between tiers, in all plans so far: those that are over since the last result."""
+    host_pages: int = 0
+    """Of the tier in RAM that may be used by now; 0: as many as before."""
     adapters: list[AdapterArrival] = []
     """Of all that were to be brought since the first plan: those that are there since the last result."""
     failures: list[StepFailure] = []

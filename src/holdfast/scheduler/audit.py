@@ -17,6 +17,7 @@ def check_lines(
     waiting: Sequence[Running],
     free_slots: Sequence[int],
     slots: int,
+    fetching: Sequence[Running],
 ) -> None:
     """Everybody stands in exactly one line, in order; every slot is taken once or free."""
     assert set(sequences) == {*running, *waiting}, "a sequence is in no queue, or in a queue and gone"
@@ -35,9 +36,12 @@ def check_lines(
         assert sequence.scheduled <= length <= sequence.longest, (
             f"{sequence.request.request_id}: {sequence.scheduled} scheduled, {length} long, {sequence.longest} at most"
         )
+    assert set(fetching) <= set(waiting), "who waits for pages is not in line"
     for sequence in waiting:
         assert sequence.status in (Status.WAITING, Status.PREEMPTED), f"{sequence.status} in the waiting queue"
-        assert sequence.book.entries == 0, f"{sequence.request.request_id} waits and holds pages"
+        fetches = sequence.book.fetch is not None
+        assert sequence.book.entries == 0 or fetches, f"{sequence.request.request_id} waits and holds pages"
+        assert fetches == (sequence in fetching), f"{sequence.request.request_id} waits for pages: {fetches}"
         assert sequence.scheduled == 0, f"{sequence.request.request_id} waits with tokens computed"
 
 

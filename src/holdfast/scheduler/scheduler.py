@@ -23,59 +23,22 @@ A row reads no position before `first_needed` of its own first position, group b
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Container
 
-from holdfast.errors import EngineError, RequestError
-from holdfast.kvcache import KVCache, Prefix
-from holdfast.records import EngineOutput, EngineStats, Failure, FinishReason, Request, TokenLogprobs, Verdict
-from holdfast.records.steps import AdapterArrival, StepFailure, StepPlan, StepResult, TableWrite
-from holdfast.scheduler.audit import check_in_flight, check_lines
-from holdfast.scheduler.limits import SchedulerLimits
-from holdfast.scheduler.lora import LoraScheduler
-from holdfast.scheduler.outputs import AdvanceGrammar, make_output, refused, told_of_prompt, validate
+from holdfast.errors import RequestError
+from holdfast.kvcache import FoundBelow, Prefix
+from holdfast.records import EngineOutput, Request
+from holdfast.records.steps import StepPlan, TableWrite
+from holdfast.scheduler.outputs import make_output, refused, validate
 from holdfast.scheduler.queue import enter, leave
+from holdfast.scheduler.results import Results
 from holdfast.scheduler.sequence import Sequence, Status
-from holdfast.scheduler.stats import blocks_wanted, figures
+from holdfast.scheduler.stats import blocks_wanted, may_fetch, set_aside
 from holdfast.scheduler.step_builder import Draft, PlannedRow, StepInFlight, moving_plan
 
 
-class Scheduler:
+class Scheduler(Results):
     """`schedule` may run ahead of `apply` by max_steps_in_flight; every plan is executed, strictly in order."""
-
-    def __init__(self, limits: SchedulerLimits, kv: KVCache) -> None:
-        self.limits = limits
-        self.kv = kv
-        self._sequences: dict[str, Sequence] = {}
-        self._running: list[Sequence] = []
-        self._waiting: list[Sequence] = []
-        self._free_slots = list(range(limits.max_num_seqs))
-        self._adapters = LoraScheduler(limits.max_loras)
-        self._in_flight: deque[StepInFlight] = deque()
-        self._added_total = 0
-        self._steps_total = self._step_tokens = self._preemptions_total = 0
-        # Looking up a long prompt costs time; one that had no room is not tried again before something has changed.
-        self._worth_admitting = True
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._sequences)
-
-    @property
-    def steps_in_flight(self) -> int:
-        """Plans given out and not applied yet."""
-        return len(self._in_flight)
-
-    def stats(self) -> EngineStats:
-        return figures(
-            self._running,
-            self._waiting,
-            self.kv,
-            self._adapters,
-            step_tokens=self._step_tokens,
-            steps_total=self._steps_total,
-            preemptions_total=self._preemptions_total,
-        )
 
     # --- requests come and go ---
 
@@ -119,7 +82,7 @@ class Scheduler:
         no rows where everybody waits for adapters.
         `awaiting_mask`: ids of requests that cannot be sampled from yet; those that run are left out of the step."""
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "apply the oldest step before planning another"
-        draft = Draft(self.limits.max_num_batched_tokens)
+        draft, self.kv.step = Draft(self.limits.max_num_batched_tokens), self._steps_total + 1
         self._make_room_for_urgent(draft)
         less_urgent = self._plan_running(draft, awaiting_mask)
         self._commit(draft)
@@ -131,14 +94,17 @@ class Scheduler:
             # Rows are committed by now, so nobody can be preempted any more.
             self._plan_row(draft, sequence, sequence.pending, may_preempt=False)
         self._commit(draft)
-        if not draft.rows and (self._in_flight or not self._adapters.arriving):
+        draft.copies = self.kv.plan_copies(sequence.book for sequence in reversed(self._running))
+        coming = self._adapters.arriving or (self.kv.tiers is not None and self.kv.tiers.copying)
+        if not draft.rows and not draft.copies and (self._in_flight or not coming):
             awaited = self._in_flight or any(one.request.request_id in awaiting_mask for one in self._running)
             assert awaited or not self._sequences, "requests wait, nothing is in flight, and no step was found"
-            self._step_tokens = 0
+            self._step_tokens, self.kv.step = 0, self._steps_total
             return None
         self._steps_total += 1
         self._step_tokens = self.limits.max_num_batched_tokens - draft.kept_back - draft.budget
-        self._in_flight.append(StepInFlight(self._steps_total, list(draft.rows.values())))
+        self._in_flight.append(StepInFlight(self._steps_total, list(draft.rows.values()), now_s))
+        self._fetching.note_planned(now_s)
         return draft.plan(self._steps_total)
 
     def _plan_running(self, draft: Draft, awaiting_mask: Container[str]) -> list[Sequence]:
@@ -170,7 +136,7 @@ class Scheduler:
         if not self._waiting or self._waiting[0].order > sequence.order:
             return False
         first = self._waiting[0]
-        if not self._free_slots or not self._worth_admitting or first.rows_in_flight:
+        if not self._free_slots or not self._worth_admitting or first.rows_in_flight or self._fetching.awaits(first):
             return False
         if not self._adapters.has_room(first.request.adapter):
             return False
@@ -195,9 +161,14 @@ class Scheduler:
         draft.add(PlannedRow(sequence, sequence.row(start, count, count == pending), writes))
 
     def _find_pages(self, draft: Draft, sequence: Sequence, may_preempt: bool) -> int:
-        """The position up to which its pages can reach. Takes pages from the youngest while it could not even compute
-        one token; when it is itself the youngest, it is the one that gives way."""
+        """The position up to which its pages can reach. While it could not compute one token, it takes those of who
+        waits with pages, waits itself for pages that a copy is about to leave, and then takes those of the youngest;
+        when it is itself the youngest, it is the one that gives way."""
         while (reach := self.kv.reach(sequence.book)) <= sequence.scheduled and may_preempt:
+            if self._fetching.drop_youngest():
+                continue
+            if self._pages_coming:
+                return 0
             youngest = self._running[-1]
             self._preempt(draft, youngest)
             draft.preempted = True
@@ -223,43 +194,69 @@ class Scheduler:
         draft.remove(sequence)
         self._send_back(sequence)
 
-    def _send_back(self, sequence: Sequence) -> None:
-        """In line again, to be computed anew."""
-        self._stop_running(sequence)
-        sequence.status = Status.PREEMPTED
-        sequence.computed = sequence.in_flight = 0
-        enter(self._waiting, sequence)
-        self._preemptions_total += 1
-
     # --- admission ---
 
     def _admit(self, draft: Draft, now_s: float) -> None:
         while self._waiting and self._free_slots and draft.budget and self._worth_admitting:
-            sequence = self._adapters.next_in_line(self._waiting, self._added_total)
+            line = self._fetching.line(self._waiting)
+            sequence = self._adapters.next_in_line(line, self._added_total)
             if sequence is None or sequence.rows_in_flight:
                 self._worth_admitting = sequence is not None
                 return
             prefix = self.kv.find_prefix(sequence.book, sequence.cacheable)
-            if not self._has_room(sequence, prefix, draft.budget):
+            found = self._fetching.choose(sequence, prefix, self._ahead_tokens)
+            if found is not None and self._may_fetch(sequence, found):
+                self._fetching.begin(sequence, found, prefix)
+            elif (found is not None and self._busy) or not self._has_room(sequence, prefix, draft.budget):
+                if self._fetching.drop_youngest(behind=sequence):
+                    continue
                 # While there is somebody to preempt for it, every step is worth a try.
                 self._worth_admitting = self._outranks_running(sequence)
                 return
-            self._start(draft, sequence, prefix, now_s)
+            elif self._running or self._has_page(prefix):
+                self._start(draft, sequence, prefix, now_s)
+            elif not self._fetching.drop_youngest(but=sequence):
+                if self._pages_coming or sequence.book.fetch is None:
+                    self._worth_admitting = False
+                    return
+                self._fetching.drop(sequence)
+
+    def _may_fetch(self, sequence: Sequence, found: FoundBelow) -> bool:
+        fetching, step_tokens = self._fetching.sequences, self.limits.max_num_batched_tokens
+        if len(fetching) >= len(self._free_slots):
+            return False
+        return may_fetch(self.kv, sequence, found, self._running, fetching, step_tokens)
+
+    @property
+    def _busy(self) -> bool:
+        """Somebody will give pages back."""
+        return bool(self._running or self._fetching.sequences or self._pages_coming)
 
     def _has_room(self, sequence: Sequence, prefix: Prefix, step_tokens: int) -> bool:
         """Whether its whole prompt could be computed with the pages there are, and everybody else go on."""
         if not self._running:
             return True
         wanted = prefix.idle + self.kv.blocks_owed(prefix.held, len(sequence.tokens), step_tokens)
-        return wanted + self._set_aside(self._running) <= self.kv.blocks_available
+        return wanted + self._set_aside(self._running, sequence) <= self.kv.blocks_available
 
-    def _set_aside(self, running: list[Sequence]) -> int:
-        """Pages to leave for these (and one more) when somebody is admitted: a block each to grow into, and what their
-        prompts still need."""
-        kv, step_tokens = self.kv, self.limits.max_num_batched_tokens
-        prefills = (other for other in running if other.pending > 1)
-        promised = sum(kv.blocks_owed(other.book.held, len(other.tokens), step_tokens) for other in prefills)
-        return len(kv.layout.groups) * (len(running) + 1) + promised
+    def _set_aside(self, running: list[Sequence], but: Sequence) -> int:
+        others = (one for one in self._fetching.sequences if one is not but)
+        return set_aside(self.kv, running, others, self.limits.max_num_batched_tokens)
+
+    def _has_page(self, prefix: Prefix) -> bool:
+        """Whether a token could be written behind this prefix."""
+        return self.kv.blocks_available - prefix.idle >= len(self.kv.layout.groups)
+
+    @property
+    def _ahead_tokens(self) -> int:
+        """Of prompts of who runs."""
+        if self.kv.tiers is None:
+            return 0
+        return sum(one.pending for one in self._running if one.pending > 1)
+
+    @property
+    def _pages_coming(self) -> bool:
+        return self.kv.tiers is not None and self.kv.tiers.pages_coming > 0
 
     def _start(self, draft: Draft, sequence: Sequence, prefix: Prefix, now_s: float) -> None:
         """Gives it a slot, the cached prefix, and a first row."""
@@ -268,6 +265,9 @@ class Scheduler:
         if sequence.scheduled_s is None:
             sequence.scheduled_s = now_s
             sequence.cached_tokens = min(prefix.tokens, sequence.prompt_length)
+        if book.fetch is not None:
+            kv.end_fetch(book)
+            self._fetching.end(sequence)
         kv.adopt(book, prefix, len(sequence.cacheable))
         sequence.status = Status.RUNNING
         sequence.scored = sequence.prompt_logprobs_sent  # Nothing of it is in flight; what was void is scored again.
@@ -293,171 +293,31 @@ class Scheduler:
         if not self._waiting or not self._worth_admitting:
             return
         urgent = self._waiting[0]
-        if urgent.rows_in_flight or not self._outranks_running(urgent):
+        if urgent.rows_in_flight or self._fetching.awaits(urgent) or not self._outranks_running(urgent):
             return
         if not self._adapters.has_room(urgent.request.adapter):
             return
         others = [other for other in self._running if other.order[0] <= urgent.order[0]]
         if others:
             # At best: shared pages do not become available with the first who gives them back.
-            available = self.kv.blocks_available + sum(other.book.held for other in self._running[len(others) :])
+            losing = (*self._running[len(others) :], *self._fetching.sequences)
+            available = self.kv.blocks_available + sum(other.book.held for other in losing)
             wanted = self.kv.blocks_owed(0, len(urgent.tokens), self.limits.max_num_batched_tokens)
-            if wanted + self._set_aside(others) > available:
+            if wanted + self._set_aside(others, urgent) > available:
                 return
         while self._outranks_running(urgent):
             prefix = self.kv.find_prefix(urgent.book, urgent.cacheable)
             if self._free_slots and self._has_room(urgent, prefix, self.limits.max_num_batched_tokens):
                 return
-            self._preempt(draft, self._running[-1])
-
-    # --- results ---
-
-    def apply(
-        self, result: StepResult, now_s: float, advance_grammar: AdvanceGrammar | None = None
-    ) -> list[EngineOutput]:
-        """Takes the result of the oldest step in flight: tokens become known, sequences end, pages are given back.
-        `advance_grammar`: called for every token of an answer that must follow a grammar."""
-        step = self._in_flight.popleft() if self._in_flight else None
-        if step is None or step.step_id != result.step_id:
-            raise EngineError(f"step {result.step_id} is not the one due", needed=f"step {step and step.step_id}")
-        step.check(result)
-        outputs = [output for failed in result.failures for output in self._fail(step, failed, now_s)]
-        outputs += [output for arrival in result.adapters for output in self._note_adapter(arrival, now_s)]
-        sampled, scores, late = 0, iter(result.prompt_logprobs), frozenset(result.late)
-        for planned in step.rows:
-            sequence, row = planned.sequence, planned.row
-            sequence.rows_in_flight -= 1
-            samples = row.samples and row.slot not in late
-            if sequence.status is Status.RUNNING:
-                sequence.computed += row.count
-                sequence.in_flight -= row.count
-                if row.samples and not samples:
-                    self._compute_again(sequence)
-            counts = sequence.status is not Status.FINISHED and sequence not in step.void
-            prompt_logprobs = next(scores) if row.scored else None
-            if prompt_logprobs is not None and counts:
-                sequence.prompt_logprobs_sent += len(prompt_logprobs)
-            if counts and not samples:
-                outputs += told_of_prompt(sequence, prompt_logprobs)
-            if row.samples:
-                sequence.sampling_in_flight -= 1
-                if counts and samples:
-                    logprobs = result.logprobs[sampled] if result.logprobs else None
-                    embedding = result.embeddings[sampled] if sequence.request.embed else None
-                    token = result.token_ids[sampled]
-                    verdict = None
-                    if advance_grammar is not None and sequence.constrained:
-                        verdict = advance_grammar(sequence.request.request_id, token)
-                    outputs.append(self._take(sequence, token, logprobs, prompt_logprobs, now_s, embedding, verdict))
-                sampled += 1
-        return outputs
-
-    def _note_adapter(self, arrival: AdapterArrival, now_s: float) -> list[EngineOutput]:
-        """Those who wait for it may start; where it could not be had, they are ended, and nobody else."""
-        self._worth_admitting = True
-        adapter = self._adapters.arrive(arrival)
-        if adapter is None or arrival.failure is None:
-            return []
-        ended = [sequence for sequence in self._waiting if sequence.request.adapter == adapter]
-        for sequence in ended:
-            self._leave(sequence)
-        return [make_output(sequence, [], None, FinishReason.ERROR, None, now_s, arrival.failure) for sequence in ended]
-
-    def _compute_again(self, sequence: Sequence) -> None:
-        """The last token of a row that was not sampled from; in another page where others may read this one by now."""
-        sequence.computed -= 1
-        if not self.kv.take_back(sequence.book, sequence.computed):
-            self._send_back(sequence)
-
-    def _fail(self, step: StepInFlight, failed: StepFailure, now_s: float) -> list[EngineOutput]:
-        """Ends the one request. Whoever has the same beginning may have found the pages it did not fill in the prefix
-        cache, in this step or in one planned since: these start anew, and nothing of the rest is cached."""
-        row = next(planned for planned in step.rows if planned.row.slot == failed.slot)
-        ended, first = row.sequence, row.row.start // self.kv.layout.block_tokens
-        in_flight = (step, *self._in_flight)
-        for other in {planned.sequence for one in in_flight for planned in one.rows}:
-            if other is not ended and not self.kv.begin_alike(other.book, ended.book, first):
-                continue
-            self.kv.forget(other.book, first)
-            if other is not ended:
-                for one in in_flight:
-                    one.void.add(other)
-                if other.status is Status.RUNNING:
-                    self._send_back(other)
-        if ended.status is Status.FINISHED:
-            return []
-        self._leave(ended)
-        return [make_output(ended, [], None, FinishReason.ERROR, None, now_s, failed.failure)]
-
-    def _take(
-        self,
-        sequence: Sequence,
-        token: int,
-        logprobs: TokenLogprobs | None,
-        prompt_logprobs: list[TokenLogprobs] | None,
-        now_s: float,
-        embedding: bytes | None,
-        verdict: Verdict | Failure | None,
-    ) -> EngineOutput:
-        """A token for a sequence that runs, or was preempted while it was sampled: it is valid all the same."""
-        if isinstance(verdict, Failure):
-            self._leave(sequence)
-            return make_output(sequence, [], None, FinishReason.ERROR, None, now_s, verdict)
-        first = sequence.first_token_s is None
-        if first:
-            sequence.first_token_s = now_s
-        reason, stop_id = sequence.take(token)
-        complete = verdict is Verdict.COMPLETE and reason is not FinishReason.STOP
-        if complete or verdict is Verdict.ENDED:
-            reason = FinishReason.STOP
-        if sequence.status is Status.RUNNING:
-            self.kv.note_known(sequence.book, sequence.tokens)
-        token_logprobs = None if logprobs is None else [logprobs]
-        if reason is not None:
-            self._leave(sequence)
-        # The first times go out at once: a stop string ends an answer in the front, and so may a death of this process.
-        times_s = now_s if first or reason is not None else None
-        if embedding is not None:  # The token is nobody's.
-            return make_output(sequence, [], None, FinishReason.STOP, None, now_s, embedding=embedding)
-        return make_output(
-            sequence,
-            [token],
-            token_logprobs,
-            reason,
-            stop_id,
-            times_s,
-            prompt_logprobs=prompt_logprobs,
-            complete=complete,
-        )
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Ended or aborted. Rows of it in flight are executed and their tokens dropped."""
-        if sequence.status is Status.RUNNING:
-            self._stop_running(sequence)
-        else:
-            leave(self._waiting, sequence)
-        sequence.status = Status.FINISHED
-        self.kv.close(sequence.book)
-        del self._sequences[sequence.request.request_id]
-        self._worth_admitting = True
-
-    def _stop_running(self, sequence: Sequence) -> None:
-        """Pages and slot are free for the very next plan: it is executed after those in flight."""
-        leave(self._running, sequence)
-        self.kv.free(sequence.book)
-        heapq.heappush(self._free_slots, sequence.slot)
-        self._adapters.leave(sequence.request.adapter)
-        sequence.slot = sequence.adapter_place = -1
-        self._worth_admitting = True
+            if not self._fetching.drop_youngest(behind=urgent):
+                self._preempt(draft, self._running[-1])
 
     # --- upkeep ---
 
     def emptied(self) -> Scheduler:
         """A new one with these limits and counters, and nothing else of this one: no request, no step in flight, and no
         cached block, because those of a step that was planned and never ran hold garbage. Needs no consistent state."""
-        kv = KVCache(self.kv.layout, self.kv.blocks_total + 1, self.kv.prefix_caching)
-        kv.follow(self.kv)
-        fresh = Scheduler(self.limits, kv)
+        fresh = Scheduler(self.limits, self.kv.emptied())
         fresh._steps_total, fresh._preemptions_total = self._steps_total, self._preemptions_total
         return fresh
 
@@ -477,8 +337,10 @@ class Scheduler:
         may be in flight."""
         assert not self._in_flight, "apply what is in flight before the pool is resized"
         assert blocks >= self.least_blocks, f"{blocks} pages are too few for one sequence of full length"
+        assert self.kv.tiers is None or not self.kv.tiers.copying, "copies are over before the pool is resized"
         while self.kv.blocks_used >= blocks:
-            self._send_back(self._running[-1])
+            if not self._fetching.drop_youngest():
+                self._send_back(self._running[-1])
         shrinks = blocks <= self.kv.blocks_total
         moved = self.kv.resize(blocks)
         self._worth_admitting = True
@@ -488,13 +350,17 @@ class Scheduler:
         self._in_flight.append(StepInFlight(self._steps_total, []))
         return moving_plan(self._steps_total, moved, self._running)
 
+    def wait_for_copies(self) -> StepPlan | None:
+        """A step without rows and without new copies, for as long as pages are on their way; None: none is. Who waits
+        for pages waits for them anew afterwards."""
+        self._fetching.drop_all()
+        if self.kv.tiers is None or not self.kv.tiers.copying:
+            return None
+        self._steps_total += 1
+        self._in_flight.append(StepInFlight(self._steps_total, []))
+        return StepPlan(step_id=self._steps_total)
+
     def reset_prefix_cache(self) -> None:
+        self._fetching.drop_all()
         self.kv.reset_prefix_cache()
         self._worth_admitting = True
-
-    def check_invariants(self) -> None:
-        """Recounts pages, slots, lines and what is in flight. For tests and debug runs."""
-        self.kv.check_invariants()
-        sequences = self._sequences.values()
-        check_lines(sequences, self._running, self._waiting, self._free_slots, self.limits.max_num_seqs)
-        check_in_flight(sequences, ((entry.sequence, entry.row) for step in self._in_flight for entry in step.rows))

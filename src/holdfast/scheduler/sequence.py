@@ -20,7 +20,7 @@ from holdfast.records.sampling import MAX_LOGPROBS, SCORED_ENTRIES
 
 class Status(enum.Enum):
     WAITING = "waiting"
-    """Has never run."""
+    """Has never run. It holds no pages, but those that it waits for where they come from RAM or disk."""
     RUNNING = "running"
     """Has a slot and pages."""
     PREEMPTED = "preempted"
@@ -60,8 +60,10 @@ class Sequence:
     """With those that rows in flight will tell."""
     to_score: int = field(init=False)
     """How many there are in all: one less than the prompt has tokens, or none."""
+    fetches: int = 0
+    """How often it has waited for pages from RAM or disk since it entered the line."""
     cached_tokens: int = 0
-    """Found in the prefix cache when it was first admitted."""
+    """FoundBelow in the prefix cache when it was first admitted."""
     scheduled_s: float | None = None
     first_token_s: float | None = None
 

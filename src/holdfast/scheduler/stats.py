@@ -1,11 +1,13 @@
-"""What a scheduler tells of itself: lines, pages and totals as one record, and pages that are wanted."""
+"""What a scheduler tells of itself: lines, pages and totals as one record; pages that are wanted, and whether there are
+enough for one more. Changes nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Line
 
-from holdfast.kvcache import KVCache, KVLayout
-from holdfast.records import EngineStats
+from holdfast.kvcache import FoundBelow, KVCache, KVLayout, Tier
+from holdfast.records import EngineStats, KVTierUse
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.lora import LoraScheduler
 from holdfast.scheduler.sequence import Sequence
@@ -20,6 +22,7 @@ def figures(
     step_tokens: int,
     steps_total: int,
     preemptions_total: int,
+    fetches_not_worth_total: int = 0,
 ) -> EngineStats:
     return EngineStats(
         running=len(running),
@@ -34,7 +37,33 @@ def figures(
         prefix_hits_total=kv.hits_total,
         running_adapters=adapters.running,
         waiting_adapters=adapters.asked_for(waiting),
+        prefix_below_queries_total=kv.below_queries_total,
+        kv_tiers=_tiers(kv),
+        failed_copies_total=0 if kv.tiers is None else kv.tiers.failed_copies,
+        fetches_not_worth_total=fetches_not_worth_total,
     )
+
+
+def _tiers(kv: KVCache) -> list[KVTierUse]:
+    tiers, page_bytes = kv.tiers, kv.layout.page_bytes
+    if tiers is None:
+        return []
+    there = {
+        Tier.HOST: ("ram", tiers.limits.host_pages + tiers.host.total > 0),
+        Tier.DISK: ("disk", tiers.stored is not None),
+    }
+    return [
+        KVTierUse(
+            tier=name,
+            hit_tokens_total=kv.below_hits_total[tier],
+            loaded_bytes_total=tiers.loaded_pages[tier] * page_bytes,
+            stored_bytes_total=tiers.stored_pages[tier] * page_bytes,
+            held_bytes=len(tiers.host) * page_bytes if tier is Tier.HOST else 0,
+            total_bytes=tiers.host.total * page_bytes if tier is Tier.HOST else 0,
+        )
+        for tier, (name, exists) in there.items()
+        if exists
+    ]
 
 
 def blocks_wanted(line: Line[Sequence], layout: KVLayout, limits: SchedulerLimits, ahead_tokens: int) -> int:
@@ -44,3 +73,27 @@ def blocks_wanted(line: Line[Sequence], layout: KVLayout, limits: SchedulerLimit
     lengths = (min(one.longest, len(one.tokens) + ahead_tokens) for one in several)
     set_aside = len(layout.groups) * (len(several) + 1)
     return 1 + set_aside + sum(layout.peak_blocks(length, step) for length in lengths)
+
+
+def set_aside(kv: KVCache, running: Line[Sequence], fetching: Iterable[Sequence], step_tokens: int) -> int:
+    """Pages to leave for these (and one more) when somebody is admitted: a block each to grow into, and what their
+    prompts still need. `fetching`: who waits with pages, and will run."""
+    waiting = list(fetching)
+    prefills = [other for other in running if other.pending > 1] + waiting
+    promised = sum(kv.blocks_owed(other.book.held, len(other.tokens), step_tokens) for other in prefills)
+    return len(kv.layout.groups) * (len(running) + len(waiting) + 1) + promised
+
+
+def may_fetch(
+    kv: KVCache,
+    sequence: Sequence,
+    found: FoundBelow,
+    running: Line[Sequence],
+    fetching: Line[Sequence],
+    step_tokens: int,
+) -> bool:
+    """Whether there are pages for what it would wait for, and for the rest of its prompt."""
+    if not running and not fetching:
+        return found.wanted + len(kv.layout.groups) <= kv.blocks_available
+    wanted = found.wanted + kv.blocks_owed(found.held, len(sequence.tokens), step_tokens)
+    return wanted + set_aside(kv, running, fetching, step_tokens) <= kv.blocks_available

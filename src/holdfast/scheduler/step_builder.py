@@ -33,6 +33,7 @@ class Draft:
     """Somebody had to give pages back so that others could go on: not the step to admit anyone."""
 
     fetches: list[AdapterFetch] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
 
     def add(self, planned: PlannedRow) -> None:
         self.rows[planned.sequence] = planned
@@ -60,6 +61,7 @@ class Draft:
             table_writes=[write for entry in planned for write in entry.table_writes],
             rows=[entry.row for entry in planned],
             fetches=self.fetches,
+            copies=self.copies,
         )
 
 
@@ -67,8 +69,13 @@ class Draft:
 class StepInFlight:
     step_id: int
     rows: list[PlannedRow]
+    planned_s: float = 0.0
     void: set[Sequence] = field(default_factory=set)
     """Whose rows count for nothing: they may have read what a failed row did not write."""
+
+    @property
+    def token_count(self) -> int:
+        return sum(planned.row.count for planned in self.rows)
 
     def check(self, result: StepResult) -> None:
         """Whether it is a result of this plan. A row that failed has told nothing."""

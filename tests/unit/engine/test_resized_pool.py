@@ -71,7 +71,11 @@ def test_memory_for_more_pages_comes_first_and_for_fewer_goes_last() -> None:
             raise DoesNotFitError("somebody else has it")
 
     scheduler = SimpleNamespace(
-        least_blocks=2, kv=SimpleNamespace(blocks_total=6), resize=lambda blocks: order.append("books"), emptied=None
+        least_blocks=2,
+        kv=SimpleNamespace(blocks_total=6, tiers=None),
+        resize=lambda blocks: order.append("books"),
+        wait_for_copies=lambda: None,
+        emptied=None,
     )
     core = EngineCore(scheduler, SimpleNamespace(most_blocks=9, resize_kv=resize_kv))
     core.resize_kv(8)
@@ -124,7 +128,9 @@ def test_what_ends_while_pages_are_moved_is_told() -> None:
     ended = EngineOutput(request_id="waits", finish_reason=FinishReason.ERROR)
     scheduler = SimpleNamespace(
         least_blocks=2,
-        kv=SimpleNamespace(blocks_total=8),
+        has_copies=False,
+        kv=SimpleNamespace(blocks_total=8, tiers=None),
+        wait_for_copies=lambda: None,
         resize=lambda blocks: "moving",
         apply=lambda result, now_s: [ended],
         has_unfinished=False,

@@ -90,6 +90,8 @@ def test_the_json_is_versioned_and_reads_back() -> None:
         "decisions",
         "links",
         "experts",
+        "kv_tiers",
+        "kv_store",
     ]
     assert json.loads(written)["version"] == 1
     assert json.loads(written)["kv"] == {

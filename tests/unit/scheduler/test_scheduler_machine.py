@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import hypothesis.strategies as st
 import pytest
 from examples import examples
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated_engine import SimulatedEngine
+from simulated_engine import FakeStore, SimulatedEngine, SimulatedTiers
 
-from holdfast.kvcache import KVCache, KVLayout, form_groups
+from holdfast.kvcache import KVCache, KVLayout, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
@@ -40,6 +42,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps_in_flight=st.sampled_from([1, 2]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         beside=st.sampled_from([None, None, 1, 7]),
+        host_pages=st.sampled_from([0, 0, 3, 30]),
+        disk=st.booleans(),
+        seed=st.integers(0, 1 << 16),
     )
     def build(
         self,
@@ -53,6 +58,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps_in_flight,
         prefix_caching,
         beside,
+        host_pages,
+        disk,
+        seed,
     ):
         groups, places = form_groups(windows)
         layout = KVLayout(
@@ -66,7 +74,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_steps_in_flight=steps_in_flight,
             prompt_tokens_beside=beside,
         )
-        self.engine = SimulatedEngine(Scheduler(limits, KVCache(layout, blocks, prefix_caching)), vocabulary=VOCABULARY)
+        choice = random.Random(seed)
+        store = FakeStore(choice) if disk else None
+        below = TierLimits(host_pages=host_pages, most_loading=5, most_loading_disk=2, most_storing=4, spare_pages=12)
+        kv = KVCache(layout, blocks, prefix_caching, below if host_pages or disk else None, store)
+        tiers = SimulatedTiers(choice, store) if host_pages or disk else None
+        self.engine = SimulatedEngine(Scheduler(limits, kv), vocabulary=VOCABULARY, tiers=tiers)
 
     @rule(
         prefix=st.sampled_from([[], [1, 2, 3, 4, 5, 6, 7, 8] * 3, [1, 2, 3, 4] * 2 + [9] * 12]),

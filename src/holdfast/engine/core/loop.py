@@ -17,6 +17,7 @@ from holdfast.records import (
     EngineOutput,
     EngineStats,
     ExpertUse,
+    KVStoreUse,
     LinkUse,
     Request,
     StepPlan,
@@ -53,6 +54,9 @@ class StepRunner(Protocol):
     def resize_kv(self, blocks: int) -> None:
         """So many pages may be used from now on; what lies in others is lost."""
 
+    def abandon_copies(self) -> None:
+        """Pages on their way between tiers are nobody's: when this returns, none of the pool is written to."""
+
     def close(self) -> None: ...
 
 
@@ -70,7 +74,7 @@ class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
     `vram`: of the GPU that the model is computed on. `link_use`: of the layers that come to it for every step.
     `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar.
-    `kv_balance`: lets layers leave the GPU for KV that is wanted."""
+    `kv_balance`: lets layers leave the GPU for KV that is wanted. `store_use`: of the store of KV pages on disk."""
 
     def __init__(
         self,
@@ -83,13 +87,14 @@ class EngineCore:
         expert_use: Callable[[], ExpertUse | None] | None = None,
         structured_output: StructuredOutputs | None = None,
         kv_balance: KVBalance | None = None,
+        store_use: Callable[[], KVStoreUse] | None = None,
     ) -> None:
         self.structured_output = structured_output or NoStructuredOutput()
         self.scheduler = scheduler
         self.runner = runner
         self._steps_ahead = steps_ahead
         self._vram, self._link_use, self._expert_use = vram, link_use, expert_use
-        self._kv_balance = kv_balance
+        self._kv_balance, self._store_use = kv_balance, store_use
         self._balanced: VramGrant | None = None
         self._in_flight: deque[StepHandle] = deque()
         self._undelivered: list[EngineOutput] = []
@@ -122,7 +127,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        unfinished = self.scheduler.has_unfinished or self.structured_output.compiling
+        unfinished = self.scheduler.has_unfinished or self.structured_output.compiling or self.scheduler.has_copies
         return bool(self._in_flight or self._undelivered) or unfinished
 
     def step(self) -> list[EngineOutput]:
@@ -138,6 +143,9 @@ class EngineCore:
         runner learns a sequence anew when it is started, and reads no page that was not written since."""
         self._in_flight.clear()
         self._undelivered.clear()
+        if self.scheduler.kv.tiers is not None:
+            with contextlib.suppress(HoldfastError, RuntimeError):  # A device that is gone moves nothing.
+                self.runner.abandon_copies()
         self.scheduler = self.scheduler.emptied()
         self.structured_output.clear()
 
@@ -200,6 +208,9 @@ class EngineCore:
         try:
             while self._in_flight:
                 self._undelivered += self._apply_oldest()
+            while (waiting := self.scheduler.wait_for_copies()) is not None:
+                done = self.runner.submit(waiting).result()
+                self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
             moving = self.scheduler.resize(blocks)
             if moving is not None:
                 done = self.runner.submit(moving).result()  # An adapter may have come with it, or failed to.
@@ -235,6 +246,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
+        if self._store_use is not None:
+            stats = msgspec.structs.replace(stats, kv_store=self._store_use())
         if self._vram is None:
             return stats
         link = None if self._link_use is None else self._link_use()

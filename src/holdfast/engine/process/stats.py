@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.hardware import resident
 from holdfast.observability.ledger import Ledger, ProcessMemory, asleep_ledger, make_ledger
-from holdfast.records import EngineInfo, EngineStats
+from holdfast.records import EngineInfo, EngineStats, KVTierUse
 
 
 def process_memory(name: str, pid: int) -> ProcessMemory | None:
@@ -51,7 +51,26 @@ def continued(before: EngineStats, now: EngineStats) -> EngineStats:
         preemptions_total=before.preemptions_total + now.preemptions_total,
         prefix_queries_total=before.prefix_queries_total + now.prefix_queries_total,
         prefix_hits_total=before.prefix_hits_total + now.prefix_hits_total,
+        prefix_below_queries_total=before.prefix_below_queries_total + now.prefix_below_queries_total,
+        kv_tiers=_continued_tiers(before.kv_tiers, now.kv_tiers),
+        failed_copies_total=before.failed_copies_total + now.failed_copies_total,
+        fetches_not_worth_total=before.fetches_not_worth_total + now.fetches_not_worth_total,
     )
+
+
+def _continued_tiers(before: Sequence[KVTierUse], now: Sequence[KVTierUse]) -> list[KVTierUse]:
+    counted = {tier.tier: tier for tier in before}
+    return [
+        msgspec.structs.replace(
+            tier,
+            hit_tokens_total=counted[tier.tier].hit_tokens_total + tier.hit_tokens_total,
+            loaded_bytes_total=counted[tier.tier].loaded_bytes_total + tier.loaded_bytes_total,
+            stored_bytes_total=counted[tier.tier].stored_bytes_total + tier.stored_bytes_total,
+        )
+        if tier.tier in counted
+        else tier
+        for tier in now
+    ]
 
 
 def at_rest(stats: EngineStats) -> EngineStats:

@@ -28,6 +28,7 @@ from holdfast.checkpoints import (
 from holdfast.checkpoints.sources.builtin import refuse_revision
 from holdfast.checkpoints.sources.resolve import overridden, refuse_known, say_short_name
 from holdfast.config import EngineConfig
+from holdfast.engine.core.kv_store import open_kv_store
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.engine_info import engine_info
 from holdfast.engine.startup.kv_scales import find_kv_scales
@@ -42,7 +43,7 @@ from holdfast.errors import (
 )
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.hardware.nvidia import probe
-from holdfast.kvcache import KVCache
+from holdfast.kvcache import KVCache, StoredPages, TierLimits
 from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, largest_pool, make_cpu_plan, settle_pool
@@ -292,6 +293,7 @@ def build_core(
         from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, compute_threads, warm_up
         from holdfast.execution.lora.slots import LoraLimits
         from holdfast.execution.runner import Runner, RunnerLimits
+        from holdfast.execution.tiers.cpu import CpuPageCopies, staging_places
         from holdfast.execution.weights.load import load_weights
         from holdfast.execution.weights.products_by import torch_share
 
@@ -346,7 +348,14 @@ def build_core(
     plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
     plan, report = _settled(plan, runner, profile, before, loaded, lower_tiers(config, plan))
     runner.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
-    core = EngineCore(_scheduler(config, plan), runner)
+    opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts())
+    limits_below = None
+    if opened is not None:
+        plan = replace(plan, decisions=(*plan.decisions, opened.decision))
+        runner.use_tiers(CpuPageCopies(opened.store, plan.engine.layout.page_bytes))
+        limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes))
+    scheduler = _scheduler(config, plan, tiers=limits_below, stored=None if opened is None else opened.store)
+    core = EngineCore(scheduler, runner, store_use=None if opened is None else opened.use)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
@@ -359,7 +368,7 @@ def _build_on_gpu(
 ) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core.kv_balance import KVBalance
     from holdfast.engine.core.loop import EngineCore
-    from holdfast.engine.startup.build_gpu import build_gpu_runner
+    from holdfast.engine.startup.build_gpu import build_gpu_runner, use_kv_tiers
 
     first = plan
     runner, plan, report, vram = build_gpu_runner(
@@ -371,10 +380,15 @@ def _build_on_gpu(
         lambda own_bytes: plan_again(config, model, first, own_bytes),
         beat,
     )
+    opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts())
+    if opened is not None:
+        plan = replace(plan, decisions=(*plan.decisions, opened.decision))
+    tiers = use_kv_tiers(config, plan, runner, None if opened is None else opened.store)
     core = EngineCore(
-        _scheduler(config, plan, steps_ahead=1),
+        _scheduler(config, plan, steps_ahead=1, tiers=tiers, stored=None if opened is None else opened.store),
         runner,
         steps_ahead=1,
+        store_use=None if opened is None else opened.use,
         vram=vram,
         link_use=None if plan.engine.streamed is None and plan.engine.expert_places is None else runner.link_use,
         expert_use=None if plan.engine.expert_places is None else runner.expert_use,
@@ -451,7 +465,13 @@ def _not_spare(plan: Plan, measured: Mapping[str, int], nameless_bytes: int) -> 
     return max(0, min(sum(left.values()), coming + max(0, nameless_bytes)))
 
 
-def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Scheduler:
+def _scheduler(
+    config: EngineConfig,
+    plan: Plan,
+    steps_ahead: int = 0,
+    tiers: TierLimits | None = None,
+    stored: StoredPages | None = None,
+) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
@@ -461,7 +481,8 @@ def _scheduler(config: EngineConfig, plan: Plan, steps_ahead: int = 0) -> Schedu
         max_steps_in_flight=1 + steps_ahead,
         max_loras=config.lora_places,
     )
-    return Scheduler(limits, KVCache(plan.engine.layout, plan.engine.blocks, config.enable_prefix_caching))
+    engine, caching = plan.engine, config.enable_prefix_caching
+    return Scheduler(limits, KVCache(engine.layout, engine.blocks, caching, tiers, stored))
 
 
 def with_located_model(config: EngineConfig, model: FoundModel) -> EngineConfig:

@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.engine.startup.kv_scales import find_kv_scales
@@ -31,15 +33,20 @@ from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.layers.experts import ExpertWeights
 from holdfast.execution.lora.slots import LoraLimits
+from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_copies import load_host_mlp, with_host_mlps
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
+from holdfast.execution.tiers.cpu import staging_places
+from holdfast.execution.tiers.disk import Store
+from holdfast.execution.tiers.gpu import DiskPlaces, GpuPageCopies, HostMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.gpu import code_bytes
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.hardware import memory as ram
 from holdfast.hardware import processor
+from holdfast.kvcache import TierLimits
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
@@ -55,6 +62,9 @@ BACK_TRIES = 4
 """A neighbour may take memory between the look at what is free and the taking of it."""
 
 START_TRIES = 4
+
+MOST_LOADING, MOST_STORING, SPARE_PAGES = 1024, 1024, 2048
+"""KV pages on their way to the pool and from it at once, and those of it that are kept free or saved in RAM."""
 
 RAM_SHARE, RAM_KEPT_BYTES = 0.9, 3 * GIB
 """Of what is free once layers are pinned, and how much of that stays free: as plans leave it."""
@@ -170,7 +180,8 @@ def _build(
             context,
             progress,
             lambda: find_kv_scales(config, files, runner),
-            lambda ready: _below(config, ready, runner, hosts),
+            lambda ready: _with_kv_tier(_below(config, ready, runner, hosts), config.kv_ram_bytes),
+            config.kv_ram_bytes,
         )
         if hosts is not None:
             hosts.begin()
@@ -188,6 +199,46 @@ def _below(config: EngineConfig, plan: Plan, runner: GpuRunner, hosts: HostMlps 
     return tiers_below_gpu(config, plan, runner.pinned_bytes, 0 if hosts is None else hosts.most_bytes)
 
 
+def _with_kv_tier(below: list[LowerTier], kv_ram_bytes: int) -> list[LowerTier]:
+    """With KV pages in RAM, beside what else waits there."""
+    if not kv_ram_bytes:
+        return below
+    term = MemoryTerm(tier="ram", term="kv_ram", planned_bytes=kv_ram_bytes)
+    if below and below[0].tier == "ram":
+        return [msgspec.structs.replace(below[0], terms=[*below[0].terms, term]), *below[1:]]
+    host = ram()
+    tier = LowerTier(
+        tier="ram",
+        total_bytes=host.total_bytes,
+        free_bytes=host.available_bytes,
+        limited_by=host.limited_by,
+        terms=[term],
+    )
+    return [tier, *below]
+
+
+def use_kv_tiers(config: EngineConfig, plan: Plan, runner: GpuRunner, store: Store | None) -> TierLimits | None:
+    """KV pages below the pool of a runner that is ready. A thread pins RAM for them from now on, and it is used as it
+    comes. None: no tier was asked for."""
+    page, device = plan.engine.layout.page_bytes, runner.device
+    if not config.kv_ram_bytes and store is None:
+        return None
+    host = disk = None
+    places = staging_places(page)
+    if config.kv_ram_bytes:
+        host = HostMemory.pinned(config.kv_ram_bytes, page, device)
+    if store is not None:
+        disk = DiskPlaces.pinned(store, page, places, device)
+    runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, CudaCopies(device), CudaCopies(device), host, disk))
+    quarter = plan.engine.blocks // 4
+    return TierLimits(
+        most_loading=MOST_LOADING,
+        most_loading_disk=places,
+        most_storing=min(MOST_STORING, max(1, quarter // 2)),
+        spare_pages=min(SPARE_PAGES, quarter),
+    )
+
+
 def _settle(
     runner: GpuRunner,
     plan: Plan,
@@ -196,9 +247,10 @@ def _settle(
     progress: Progress,
     find_scales: Callable[[], tuple[Decision, ...]],
     below: Callable[[Plan], list[LowerTier]],
+    kv_ram_bytes: int = 0,
 ) -> Built:
     """From a loaded model to a backed pool; `context`: what was held before the load. `find_scales`: of the KV cache,
-    before anything is captured. `below`: tiers that layers wait in."""
+    before anything is captured. `below`: tiers that layers wait in. `kv_ram_bytes`: pinned later, for KV pages."""
     loaded = memory.held()
     memory.forget_loading()
     plan = replace(plan, decisions=(*plan.decisions, *runner.measure_link()))
@@ -212,7 +264,7 @@ def _settle(
     runner.capture()
     captured = memory.held()
     tensors = memory.most_allocated()
-    tables = page_tables_bytes(runner.pinned_bytes)
+    tables = page_tables_bytes(runner.pinned_bytes + kv_ram_bytes)
     measured = {
         "context": context.own_bytes,
         "weights": runner.weights_bytes,

@@ -56,10 +56,16 @@ class GpuStep:
         self._embeddings, self._failures = list(embeddings), list(failures)
         self.adapters: list[AdapterArrival] = []
         """Known when it was submitted."""
+        self.over: Callable[[bool], tuple[list[int], list[int]]] | None = None
+        """Of copies between tiers: those that are over, and those that failed. It waits a little where it shall."""
+        self.host_pages: Callable[[], int] = lambda: 0
+        self._copied: tuple[list[int], list[int]] | None = None
 
     def result(self) -> StepResult:
         if self._launched is not None:
             (self._sampled, self._told), self._launched = self._read(self._launched), None
+        if self._copied is None:
+            self._copied = ([], []) if self.over is None else self.over(not self._plan.rows)
         told = any(logprobs is not None for _, logprobs in self._sampled)
         rows, failed = self._plan.rows, {failure.slot for failure in self._failures}
         broken = [
@@ -76,6 +82,9 @@ class GpuStep:
             failures=[*self._failures, *broken],
             late=self.late,
             adapters=self.adapters,
+            finished_copies=self._copied[0],
+            failed_copies=self._copied[1],
+            host_pages=self.host_pages(),
         )
 
 

@@ -37,6 +37,7 @@ from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan
+from holdfast.execution.tiers.gpu import GpuPageCopies
 from holdfast.execution.triton_kernels.tiles import prefill_tile_tokens
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.footprint.gpu import sampling_lanes
@@ -101,6 +102,7 @@ class GpuRunner(MovableWeights):
         self._next = 0
         self._embeds = numpy.zeros(rows, dtype=bool)
         self._kv: KVRange | None = None
+        self._page_copies: GpuPageCopies | None = None
         # Streamed layers are waited for one by one, and launching takes less time than they take to come; so do all
         # experts of a layer for a step with many tokens.
         experts = self._decoder.experts
@@ -215,6 +217,9 @@ class GpuRunner(MovableWeights):
         with self._here():
             arrived = self._enter(plan)
             step = self._start(plan, masks)
+            if self._page_copies is not None:
+                self._page_copies.launch_stores(plan)
+                step.over, step.host_pages = self._copies_over, self._page_copies.host_pages
         step.adapters = arrived
         for row in plan.rows:
             if row.samples and row.slot not in step.late:
@@ -224,6 +229,20 @@ class GpuRunner(MovableWeights):
     def execute(self, plan: StepPlan) -> StepResult:
         return self.submit(plan).result()
 
+    def use_tiers(self, copies: GpuPageCopies) -> None:
+        """What moves pages between the pool and tiers below it; before the first step that asks for it."""
+        self._page_copies = copies
+
+    def _copies_over(self, wait: bool) -> tuple[list[int], list[int]]:
+        with self._here():
+            return ([], []) if self._page_copies is None else self._page_copies.over(wait)
+
+    def abandon_copies(self) -> None:
+        """Pages on their way between tiers are nobody's from now on."""
+        with self._here():
+            if self._page_copies is not None:
+                self._page_copies.abandon()
+
     @contextmanager
     def _here(self) -> Iterator[None]:
         """On this runner's device, whatever the thread that calls has chosen."""
@@ -232,9 +251,11 @@ class GpuRunner(MovableWeights):
 
     def _enter(self, plan: StepPlan) -> list[AdapterArrival]:
         """Adapters that are there now."""
-        self._books.apply(plan, self.kv.blocks)
-        if plan.copies:
-            self._slots.move_pages(self.kv.pages, plan.copies)
+        self._books.apply(plan, self.kv.blocks, () if self._page_copies is None else self._page_copies.tiers)
+        if moved := [copy for copy in plan.copies if copy.before_step]:
+            self._slots.move_pages(self.kv.pages, moved)
+        if self._page_copies is not None:
+            self._page_copies.begin(plan)
         arrived = [] if self._adapters is None else self._adapters.places.follow(plan)
         for start in plan.starts:
             self._sampler.start(start)
@@ -456,6 +477,9 @@ class GpuRunner(MovableWeights):
             if self._graphs is not None:
                 self._graphs.close()
             self._graphs = None
+            if self._page_copies is not None:
+                self._page_copies.close()
+            self._page_copies = None
             if self._kv is not None:
                 self._kv.close()
             if self._adapters is not None:

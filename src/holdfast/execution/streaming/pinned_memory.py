@@ -102,6 +102,13 @@ class PinnedMemory:
                 self._tell()
             self._done[number].result()
 
+    def is_pinned(self, number: int) -> bool:
+        """This piece, by now. Raises what stopped it."""
+        if not self._done[number].done():
+            return False
+        self._done[number].result()
+        return True
+
     def _tell(self) -> None:
         if self._progress is not None:
             done = sum(piece.nbytes for piece, one in zip(self.pieces, self._done, strict=False) if one.done())

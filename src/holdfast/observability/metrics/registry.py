@@ -27,6 +27,7 @@ from holdfast.observability.metrics.buckets import (
     token_buckets,
 )
 from holdfast.observability.metrics.fast_histogram import QuickHistogram
+from holdfast.observability.metrics.kv_tiers import kv_tier_metrics
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, ExpertUse, FinishReason, LinkUse
 
 LABELS, ENGINE = ("model_name", "engine"), "0"
@@ -321,6 +322,7 @@ class _EngineCollector(Collector):
         yield self._total("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
         yield self._total("gpu_prefix_cache_queries", "Older name of prefix_cache_queries.", queries)
         yield self._total("gpu_prefix_cache_hits", "Older name of prefix_cache_hits.", hits)
+        yield from kv_tier_metrics(stats, LABELS, [self._model_name, ENGINE])
         asleep = self._sleeping()
         # Nothing is kept in RAM, at neither of vLLM's levels.
         states = {"awake": not asleep, "weights_offloaded": False, "discard_all": asleep}

@@ -240,7 +240,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         loading_terms={**held, "staging": cpu.staging_bytes(stored) + weights.quantizing_bytes},
         fixed_terms={
             **held, "scratch": scratch, "activations": activations, "adapters": adapters, "logits": 0, "buffers": 0,
-            "grammars": grammars,
+            "grammars": grammars, **({"kv_store": settings.kv_store_bytes} if settings.kv_store_bytes else {}),
         },
     )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""Commands of the models on this machine: one module a command."""
+"""Commands of what is stored on this machine, models and KV pages: one module a command."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 from holdfast.cli.output import say, say_json
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    from holdfast.units import format_bytes
+    from holdfast.units import format_ago, format_bytes
 
     if not rows:
         return ["no model is on this machine yet; holdfast pull smollm2 fetches the built-in one (88 MiB)"]
@@ -68,19 +67,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         state = ", ".join(f"served at {url}" for url in row["served_at"]) or row["kind"]
         state = state if row["complete"] else "incomplete: holdfast pull completes it"
         table.append(
-            (printable(row["name"]), row["format"], format_bytes(row["size_bytes"]), _ago(row["used_s"]), state)
+            (printable(row["name"]), row["format"], format_bytes(row["size_bytes"]), format_ago(row["used_s"]), state)
         )
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-
-
-def _ago(when_s: float | None) -> str:
-    """In one unit, as people say it."""
-    if when_s is None:
-        return "-"
-    left_s = max(0.0, time.time() - when_s)
-    for unit, length_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        count = int(left_s // length_s)
-        if count:
-            return f"{count} {unit}{'' if count == 1 else 's'} ago"
-    return "just now"

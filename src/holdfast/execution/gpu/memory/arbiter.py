@@ -122,6 +122,9 @@ class VramArbiter:
         """`base_blocks`: pages of the pool for which no layer has left."""
         self._planned_others = planned_bytes - self._layers_bytes()
         self._resident = self._layers_bytes() - self._slots_bytes()
+        pinned = sum(page_tables_bytes(one.pinned_bytes) for one in (layers, experts) if one is not None)
+        self._other_tables = max(0, self.shares.get("page_tables", 0) - pinned)
+        """Of RAM that is pinned for KV pages."""
         self._base_streamed: tuple[int, ...] = ()
         """Those that were streamed before layers left for KV."""
 
@@ -238,7 +241,7 @@ class VramArbiter:
         self.shares["weights"] = self.shares.get("weights", 0) + experts.resident_bytes - self._resident
         self.shares["expert_slots"] = experts.nbytes
         if "page_tables" in self.shares:
-            self.shares["page_tables"] = page_tables_bytes(experts.pinned_bytes)
+            self.shares["page_tables"] = page_tables_bytes(experts.pinned_bytes) + self._other_tables
         self._resident = experts.resident_bytes
 
     def _move_layers(
@@ -269,7 +272,7 @@ class VramArbiter:
         self.shares["weights"] = self.shares.get("weights", 0) + layers.resident_bytes - self._resident
         self.shares["layer_slots"] = layers.nbytes
         if "page_tables" in self.shares:  # More is pinned where a layer left for the first time.
-            self.shares["page_tables"] = page_tables_bytes(layers.pinned_bytes)
+            self.shares["page_tables"] = page_tables_bytes(layers.pinned_bytes) + self._other_tables
         self._resident = layers.resident_bytes
 
     # KV or layers

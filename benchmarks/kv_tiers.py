@@ -1,0 +1,186 @@
+"""KV beyond the pool on a GPU: conversations that come back from RAM and disk, and what that costs those who decode.
+
+    python -m benchmarks.kv_tiers ROW [ROW...]      rows: ram, recompute, at-once, decode, nothing-to-reuse,
+                                                    disk DIR, disk-again DIR
+        ram, recompute      32 conversations of 16k tokens over a pool that holds 8 (8B bf16), each asked twice in turn,
+                            with 72 GiB of --kv-ram and without: seconds to the first token of the second round
+        at-once             the same with RAM, the second round all at once: the last first token
+        decode              tokens a second of 32 that decode, with conversations coming from RAM meanwhile and without
+        nothing-to-reuse    prompts that nobody asked before, with RAM and without
+        disk DIR            four conversations of 16k tokens of a 70B in int4, asked twice, to be run before
+        disk-again DIR      the same four after a restart: seconds to the first token, and of ones that are new
+
+Dummy weights in real shapes, token ids, no tokenizer; a line of JSON each. Engines are stepped in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.gpu_worker import SHAPES
+from benchmarks.random_checkpoints import awq_config
+from benchmarks.tiers import LLAMA_70B
+from holdfast import LLM, SamplingParams
+from holdfast.engine.core.loop import EngineCore
+from holdfast.records import EngineStats, Request
+
+TOKENS = 16_384
+LONG = {"max_model_len": TOKENS + 2048, "max_num_batched_tokens": 8192, "max_num_seqs": 64}
+KV_8B = TOKENS * 131_072
+"""Bytes of one conversation."""
+POOL = {"kv_cache_memory_bytes": str(int(8.3 * KV_8B))}
+RAM = {"kv_ram": "72GiB"}
+DECODERS, DECODED_S = 32, 10.0
+
+
+def open_llm(config: dict[str, Any], **settings: Any) -> tuple[LLM, EngineCore]:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    llm = LLM(str(folder), load_format="dummy", device="cuda", skip_tokenizer_init=True, **(LONG | settings))
+    core = llm._engine()
+    ask(core, [prompt(-1)[:64]])
+    return llm, core
+
+
+def config_8b() -> dict[str, Any]:
+    return SHAPES["llama-8b"] | {"max_position_embeddings": 32_768}
+
+
+def prompt(number: int) -> list[int]:
+    draw = random.Random(number)
+    return [draw.randrange(120_000) for _ in range(TOKENS)]
+
+
+def add(core: EngineCore, name: str, ids: list[int], max_tokens: int = 1) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    core.add(Request(request_id=name, prompt_token_ids=ids, params=params, arrival_s=time.monotonic()))
+
+
+def ask(core: EngineCore, prompts: list[list[int]]) -> list[float]:
+    """Seconds to the first token of each, asked at once."""
+    begin, firsts = time.perf_counter(), dict[str, float]()
+    for number, ids in enumerate(prompts):
+        add(core, f"{begin}-{number}", ids)
+    while len(firsts) < len(prompts):
+        for output in core.step():
+            if output.token_ids:
+                firsts[output.request_id] = time.perf_counter() - begin
+    return list(firsts.values())
+
+
+def settle(core: EngineCore) -> None:
+    """Until nothing is on its way."""
+    while core.has_work:
+        core.step()
+
+
+def say(row: str, **figures: Any) -> None:
+    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+    print(json.dumps({"row": row, **rounded}), flush=True)
+
+
+def tiers_of(stats: EngineStats) -> dict[str, Any]:
+    found = {f"{one.tier}_hit_tokens": one.hit_tokens_total for one in stats.kv_tiers}
+    loaded = {f"{one.tier}_loaded_gb": one.loaded_bytes_total / 1e9 for one in stats.kv_tiers}
+    return found | loaded | {"preemptions": stats.preemptions_total, "not_worth": stats.fetches_not_worth_total}
+
+
+def conversations(row: str, *, ram: bool, at_once: bool) -> None:
+    llm, core = open_llm(config_8b(), **POOL, **(RAM if ram else {}))
+    wait_for_ram(core, ram)
+    prompts = [prompt(number) for number in range(32)]
+    first = [ask(core, [ids])[0] for ids in prompts]
+    settle(core)
+    second = ask(core, prompts) if at_once else [ask(core, [ids])[0] for ids in prompts]
+    say(
+        row, first_round_s=median(first), p50_s=median(second), most_s=max(second), bytes_gb=KV_8B / 1e9,
+        **tiers_of(core.stats()),
+    )  # fmt: skip
+    llm.close()
+
+
+def wait_for_ram(core: EngineCore, ram: bool) -> None:
+    """Until all of it is pinned; steps tell."""
+    while ram and not any(one.tier == "ram" and one.total_bytes >= 70 << 30 for one in core.stats().kv_tiers):
+        ask(core, [[7, 8, 9]])
+        time.sleep(0.2)
+
+
+def decode(row: str) -> None:
+    llm, core = open_llm(config_8b(), **POOL, **RAM)
+    wait_for_ram(core, True)
+    prompts = [prompt(number) for number in range(12)]
+    for ids in prompts:
+        ask(core, [ids])
+    settle(core)
+    for moving in (False, True, False):
+        for number in range(DECODERS):
+            add(core, f"d{number}-{time.monotonic()}", [number + 3] * 64, 1900)
+        tokens, asked, begin = 0, 0, time.perf_counter()
+        while (seconds := time.perf_counter() - begin) < DECODED_S:
+            if moving and asked < seconds * 4:  # Four a second.
+                add(core, f"c{asked}-{begin}", prompts[asked % len(prompts)])
+                asked += 1
+            tokens += sum(len(one.token_ids) for one in core.step() if one.request_id.startswith("d"))
+        say(row, moving=moving, tok_per_s=tokens / seconds, asked=asked, **tiers_of(core.stats()))
+        for request_id in list(core.scheduler._sequences):
+            core.abort(request_id)
+        settle(core)
+    llm.close()
+
+
+def nothing_to_reuse(row: str) -> None:
+    for ram in (False, True):
+        llm, core = open_llm(config_8b(), **POOL, **(RAM if ram else {}))
+        wait_for_ram(core, ram)
+        firsts, begin = list[float](), time.perf_counter()
+        for number in range(6):
+            firsts += ask(core, [prompt(1000 + 10 * number + one)[:4096] for one in range(8)])
+        seconds = time.perf_counter() - begin
+        firsts.sort()
+        say(
+            row, ram=ram, prompt_tok_per_s=48 * 4096 / seconds, p50_s=median(firsts), p99_s=firsts[-1],
+            **tiers_of(core.stats()),
+        )  # fmt: skip
+        llm.close()
+
+
+def disk(row: str, folder: str, *, again: bool) -> None:
+    config = awq_config(LLAMA_70B | {"max_position_embeddings": 32_768})
+    llm, core = open_llm(config, kv_store=folder, kv_store_size="60GiB")
+    prompts = [prompt(number) for number in range(4)]
+    for _ in range(1 if again else 2):
+        firsts = [ask(core, [ids])[0] for ids in prompts]
+        settle(core)
+        say(row, firsts_s=[round(one, 3) for one in firsts], **tiers_of(core.stats()))
+    if again:
+        new = [ask(core, [prompt(100 + number)])[0] for number in range(2)]
+        use = core.stats().kv_store
+        say(row, computed_s=[round(one, 3) for one in new], store_gb=0 if use is None else use.held_bytes / 1e9)
+    llm.close()
+
+
+def main(arguments: list[str]) -> None:
+    while arguments:
+        row = arguments.pop(0)
+        if row in ("ram", "recompute", "at-once"):
+            conversations(row, ram=row != "recompute", at_once=row == "at-once")
+        elif row == "decode":
+            decode(row)
+        elif row == "nothing-to-reuse":
+            nothing_to_reuse(row)
+        elif row in ("disk", "disk-again") and arguments:
+            disk(row, arguments.pop(0), again=row == "disk-again")
+        else:
+            raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,140 @@
+"""Pages that come from a store on disk, through memory of their own: what a hung disk may still write to is nobody's
+page. Knows nothing of the pool.
+
+    begin ──► staging (a page each) ──► collect: its place, or None where it did not come whole or in time ──► release
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from holdfast.records import BlockCopy
+
+BATCH = 16
+"""Pages that are read at once: those beside each other in one piece."""
+LATE_S = 10.0
+"""After which nobody waits for a page any more."""
+ALIGNED = 4096
+
+
+class Valid(Protocol):
+    @property
+    def valid(self) -> Sequence[bool]: ...
+
+
+class Store(Protocol):
+    """As `holdfast.prefix_store` has it."""
+
+    def read(self, wanted: Sequence[tuple[bytes, memoryview]], done: Callable[[Any], None]) -> Any:
+        """`done` is called once, on a thread of its own, with what is `valid`."""
+
+    def write(self, key: bytes, page: memoryview) -> bool:
+        """Copied before this returns; False: dropped."""
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    copies: list[BlockCopy]
+    places: list[int]
+    began_s: float
+    ticket: Any = None
+    over: bool = False
+    """It was given up."""
+    valid: Sequence[bool] = field(default_factory=tuple)
+
+
+def staging_stride(page_bytes: int) -> int:
+    return -(-page_bytes // ALIGNED) * ALIGNED
+
+
+class DiskReads:
+    """`places`: pages that may be on their way at once. `memory`: for them, each at a multiple of `staging_stride`;
+    None: its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        page_bytes: int,
+        places: int,
+        memory: memoryview | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        stride = staging_stride(page_bytes)
+        whole = memoryview(mmap.mmap(-1, places * stride)) if memory is None else memory
+        self.views = [whole[place * stride : place * stride + page_bytes] for place in range(places)]
+        self._store, self._clock = store, clock
+        self._free = list(range(places))
+        self._under_way: list[_Batch] = []
+        self._over: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
+        self._refused: list[BlockCopy] = []
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._under_way or self._refused)
+
+    def begin(self, copies: Sequence[BlockCopy]) -> None:
+        for first in range(0, len(copies), BATCH):
+            part = list(copies[first : first + BATCH])
+            if len(self._free) < len(part):  # Others hang.
+                self._refused += part
+                continue
+            batch = _Batch(part, [self._free.pop() for _ in part], self._clock())
+            self._under_way.append(batch)
+            wanted = [(copy.key, self.views[place]) for copy, place in zip(part, batch.places, strict=True)]
+            batch.ticket = self._store.read(wanted, partial(self._done, batch))
+
+    def _done(self, batch: _Batch, result: Valid) -> None:
+        """On a thread of the store."""
+        batch.valid = tuple(result.valid)
+        self._over.put(batch)
+
+    def collect(self, wait_s: float = 0.0) -> Iterator[tuple[BlockCopy, int | None]]:
+        """What is over since the last time: the page is in this one of `views`, until it is released."""
+        refused, self._refused = self._refused, []
+        for copy in refused:
+            yield copy, None
+        wait = wait_s if self._under_way and not refused else 0.0
+        while (batch := self._next(wait)) is not None:
+            wait = 0.0
+            if batch.over:
+                self._free += batch.places
+                continue
+            self._under_way.remove(batch)
+            self._free += [place for place, valid in zip(batch.places, batch.valid, strict=True) if not valid]
+            for copy, place, valid in zip(batch.copies, batch.places, batch.valid, strict=True):
+                yield copy, place if valid else None
+        late_s = self._clock() - LATE_S
+        for batch in [one for one in self._under_way if one.began_s < late_s]:
+            self._give_up(batch)
+            for copy in batch.copies:
+                yield copy, None
+
+    def release(self, place: int) -> None:
+        """Its page has been copied."""
+        self._free.append(place)
+
+    def _next(self, wait_s: float) -> _Batch | None:
+        try:
+            return self._over.get(timeout=wait_s) if wait_s > 0 else self._over.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _give_up(self, batch: _Batch) -> None:
+        """Its memory is the store's until it has said that it is done."""
+        batch.over = True
+        batch.ticket.cancel()
+        self._under_way.remove(batch)
+
+    def abandon(self) -> None:
+        """Nobody wants what is on its way."""
+        self._refused.clear()
+        for batch in list(self._under_way):
+            self._give_up(batch)

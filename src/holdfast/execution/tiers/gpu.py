@@ -1,0 +1,311 @@
+"""Pages between the pool of a GPU, pinned RAM and a store on disk, beside what the GPU computes. Decides nothing.
+
+    to the pool      launched before a step's rows, begins when all that was launched so far is computed: its readers
+    from the pool    launched after a step's rows, begins when these are computed: its writer
+    over             when its mark is passed, as the host sees it: nobody is given a page before, and so no row waits
+
+The two directions of the link have a stream each. Pages that lie beside each other at both ends go in one piece.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.errors import EngineError
+from holdfast.execution.streaming.copies import Copies
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.execution.tiers.disk import DiskReads, Store, staging_stride
+from holdfast.kvcache.pool import Tier
+from holdfast.records import BlockCopy, StepPlan
+
+log = logging.getLogger("holdfast")
+
+WAIT_S = 0.005
+"""For a page from disk, where there is nothing to compute."""
+CLOSE_S = 5.0
+PIECE_BYTES = 256 << 20
+"""Of RAM, pinned at once."""
+MOST_RUN = 32
+"""Pages in one piece: it is over as a whole."""
+
+Over = tuple[list[int], list[int]]
+
+
+class HostMemory:
+    """Pages in pinned RAM, in pieces that a thread pins one after the other while the server serves."""
+
+    def __init__(self, pinned: PinnedMemory, page_bytes: int) -> None:
+        self._pinned, self._page_bytes = pinned, page_bytes
+        self._ready_pieces = self.ready = 0
+        """`ready`: pages that may be used."""
+
+    @classmethod
+    def pinned(cls, nbytes: int, page_bytes: int, device: torch.device) -> HostMemory:
+        """In pieces of whole pages, of the system and of the pool; what is left over is not taken."""
+        piece = piece_bytes(nbytes, page_bytes)
+        pieces = max(1, nbytes // piece)
+        return cls(PinnedMemory([piece] * pieces, device, background=range(pieces)), page_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self._pinned.nbytes
+
+    def look(self) -> int:
+        """How many are ready by now."""
+        while self._ready_pieces < len(self._pinned.pieces):
+            try:
+                if not self._pinned.is_pinned(self._ready_pieces):
+                    break
+            except (EngineError, RuntimeError) as error:  # It is served from what there is.
+                log.warning("the KV tier in RAM stays at %d pages: %s", self.ready, str(error).splitlines()[0])
+                self._ready_pieces = len(self._pinned.pieces)
+                break
+            self.ready += self._pinned.pieces[self._ready_pieces].nbytes // self._page_bytes
+            self._ready_pieces += 1
+        return self.ready
+
+    def run(self, first: int, pages: int) -> torch.Tensor:
+        """So many pages as one tensor of bytes; all of one piece."""
+        per_piece = self._pinned.pieces[0].nbytes // self._page_bytes
+        piece, place = divmod(first, per_piece)
+        begin = place * self._page_bytes
+        return self._pinned.pieces[piece][begin : begin + pages * self._page_bytes]
+
+    def beside(self, one: int, other: int) -> bool:
+        """Whether the second comes right behind the first, in the same piece."""
+        per_piece = self._pinned.pieces[0].nbytes // self._page_bytes
+        return other == one + 1 and other % per_piece != 0
+
+    def close(self) -> None:
+        self._pinned.close()
+
+
+def piece_bytes(nbytes: int, page_bytes: int) -> int:
+    """Of RAM for KV pages that is pinned at once: whole pages of both kinds, one unit of them at least."""
+    unit = page_bytes * (mmap.PAGESIZE // math.gcd(page_bytes, mmap.PAGESIZE))
+    return max(1, min(PIECE_BYTES, nbytes) // unit) * unit
+
+
+class DiskPlaces:
+    """A store on disk, and pinned memory that pages come and go through: so many places each way."""
+
+    def __init__(
+        self,
+        store: Store,
+        reads: DiskReads,
+        memory: torch.Tensor,
+        page_bytes: int,
+        stride: int,
+        owner: PinnedMemory | None = None,
+    ) -> None:
+        self.store, self.reads, self._owner = store, reads, owner
+        count = len(reads.views)
+        places = [memory[at * stride : at * stride + page_bytes] for at in range(memory.nbytes // stride)]
+        self.reading, self._writing = places[:count], places[count:]
+        self._free = list(range(len(self._writing)))
+
+    @classmethod
+    def pinned(cls, store: Store, page_bytes: int, places: int, device: torch.device) -> DiskPlaces:
+        """`places`: each way."""
+        stride = staging_stride(page_bytes)
+        memory = PinnedMemory([2 * places * stride], device)
+        (piece,) = memory.pieces
+        reads = DiskReads(store, page_bytes, places, piece.numpy().data[: places * stride])
+        return cls(store, reads, piece, page_bytes, stride, memory)
+
+    def take(self) -> int | None:
+        """A place for a page that is to be written; None: all are taken."""
+        return self._free.pop() if self._free else None
+
+    def place(self, number: int) -> torch.Tensor:
+        return self._writing[number]
+
+    def close(self) -> None:
+        self.reads.abandon()
+        self.store.close(CLOSE_S)
+        if self._owner is not None:
+            self._owner.close()
+
+    def write(self, key: bytes, number: int) -> bool:
+        """What lies there; the place is free again."""
+        taken = self.store.write(key, self._writing[number].numpy().data)
+        self._free.append(number)
+        return taken
+
+
+@dataclass(slots=True)
+class _Piece:
+    mark: Any
+    copies: list[BlockCopy]
+    reads: int | None = None
+    """The place of a page that came from disk."""
+    writes: int | None = None
+    """The place of a page that goes to disk."""
+
+
+class GpuPageCopies:
+    """`pool`: its pages, at addresses that stay. `host` and `disk`: None: there is no such tier. `loads`, `stores`: a
+    direction of the link each."""
+
+    def __init__(
+        self,
+        pool: Callable[[], torch.Tensor],
+        page_bytes: int,
+        loads: Copies,
+        stores: Copies,
+        host: HostMemory | None,
+        disk: DiskPlaces | None,
+    ) -> None:
+        self._pool, self._page_bytes = pool, page_bytes
+        self._loads, self._stores, self._host, self._disk = loads, stores, host, disk
+        self._coming: deque[_Piece] = deque()
+        self._going: deque[_Piece] = deque()
+        self._failed: list[int] = []
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        there = ((Tier.HOST, self._host), (Tier.DISK, self._disk))
+        return tuple(tier for tier, one in there if one is not None)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0 if self._host is None else self._host.nbytes
+
+    def host_pages(self) -> int:
+        return 0 if self._host is None else self._host.look()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Before the rows of the plan are launched."""
+        coming = [copy for copy in plan.copies if copy.source_tier == Tier.HOST]
+        if coming:
+            assert self._host is not None
+            after = self._loads.mark()
+            self._loads.after_launched(after)
+            for run in self._runs(coming, lambda copy: (copy.source, copy.target)):
+                source = self._host.run(run[0].source, len(run))
+                self._launch(self._loads, self._coming, source, self._pages(run[0].target, len(run)), after, run)
+        if self._disk is not None:
+            self._disk.reads.begin([copy for copy in plan.copies if copy.source_tier == Tier.DISK])
+
+    def launch_stores(self, plan: StepPlan) -> None:
+        """After the rows of the plan are launched."""
+        going = [copy for copy in plan.copies if copy.target_tier]
+        if not going:
+            return
+        after = self._stores.mark()
+        self._stores.after_launched(after)
+        for run in self._runs(
+            [copy for copy in going if copy.target_tier == Tier.HOST], lambda copy: (copy.target, copy.source)
+        ):
+            assert self._host is not None
+            target = self._host.run(run[0].target, len(run))
+            self._launch(self._stores, self._going, self._pages(run[0].source, len(run)), target, after, run)
+        for copy in going:
+            if copy.target_tier == Tier.DISK:
+                place = None if self._disk is None else self._disk.take()
+                if place is None or self._disk is None:
+                    self._failed.append(copy.copy_id)
+                    continue
+                source, target = self._pages(copy.source, 1), self._disk.place(place)
+                self._launch(self._stores, self._going, source, target, after, [copy], writes=place)
+
+    def _runs(
+        self, copies: Sequence[BlockCopy], ends: Callable[[BlockCopy], tuple[int, int]]
+    ) -> Iterator[list[BlockCopy]]:
+        """`ends`: of a copy, the page in RAM and the page of the pool."""
+        assert self._host is not None or not copies
+        run: list[BlockCopy] = []
+        for copy in sorted(copies, key=ends):
+            if run and self._host is not None:
+                (host, pool), (next_host, next_pool) = ends(run[-1]), ends(copy)
+                if not (self._host.beside(host, next_host) and next_pool == pool + 1 and len(run) < MOST_RUN):
+                    yield run
+                    run = []
+            run.append(copy)
+        if run:
+            yield run
+
+    def _pages(self, first: int, pages: int) -> torch.Tensor:
+        whole = self._pool().view(torch.uint8).view(-1)
+        return whole[first * self._page_bytes : (first + pages) * self._page_bytes]
+
+    def _launch(
+        self,
+        link: Copies,
+        line: deque[_Piece],
+        source: torch.Tensor,
+        target: torch.Tensor,
+        after: Any,
+        copies: list[BlockCopy],
+        *,
+        reads: int | None = None,
+        writes: int | None = None,
+    ) -> None:
+        mark = link.mark()
+        link.copy(source, target, after, [mark])
+        line.append(_Piece(mark, copies, reads, writes))
+
+    def over(self, wait: bool) -> Over:
+        """Copies that are over since the last time. `wait`: for one of them at least, a little."""
+        finished, failed = list[int](), self._failed
+        self._failed = []
+        wait = wait and not failed
+        if wait and not (self._disk is not None and self._disk.reads.under_way):
+            for link, line in ((self._loads, self._coming), (self._stores, self._going)):
+                if line:
+                    link.wait(line[0].mark)
+                    break
+        self._collect_disk(failed, WAIT_S if wait else 0.0)
+        for link, line in ((self._loads, self._coming), (self._stores, self._going)):
+            while line and link.passed(line[0].mark):
+                self._end(line.popleft(), finished, failed)
+        return finished, failed
+
+    def _collect_disk(self, failed: list[int], wait_s: float) -> None:
+        """Pages that have come from the disk go on to the pool."""
+        if self._disk is None:
+            return
+        after = None
+        for copy, place in self._disk.reads.collect(0.0 if self._coming or self._going else wait_s):
+            if place is None:
+                failed.append(copy.copy_id)
+                continue
+            if after is None:
+                after = self._loads.mark()
+                self._loads.after_launched(after)
+            target = self._pages(copy.target, 1)
+            self._launch(self._loads, self._coming, self._disk.reading[place], target, after, [copy], reads=place)
+
+    def _end(self, piece: _Piece, finished: list[int], failed: list[int]) -> None:
+        numbers = [copy.copy_id for copy in piece.copies]
+        if piece.reads is not None and self._disk is not None:
+            self._disk.reads.release(piece.reads)
+        if piece.writes is not None and self._disk is not None:
+            (finished if self._disk.write(piece.copies[0].key, piece.writes) else failed).extend(numbers)
+        else:
+            finished += numbers
+
+    def abandon(self) -> None:
+        """What is on its way is nobody's; when this returns the pool is not written to."""
+        if self._disk is not None:
+            self._disk.reads.abandon()
+        for link, line in ((self._loads, self._coming), (self._stores, self._going)):
+            for piece in line:
+                link.wait(piece.mark)
+        self.over(wait=False)
+
+    def close(self) -> None:
+        self._loads.close()
+        self._stores.close()
+        if self._disk is not None:
+            self._disk.close()
+        if self._host is not None:
+            self._host.close()

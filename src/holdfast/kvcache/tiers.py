@@ -1,0 +1,411 @@
+"""Pages between the pool and the tiers below it: RAM, and a store on disk. It decides which page goes where and when,
+and writes down what is on its way; who executes plans moves the bytes, and says when that is over.
+
+    pool ──────── idle pages, before they are evicted; full pages of who may be preempted next ───────► RAM
+      │  ◄─────── what a sequence waits for (a fetch): one load a page, whoever waits for it ────────── RAM or disk
+      └────────── on the second use of a prefix ──────────────────────────────────────────────────────► disk
+
+A page on its way has a reference of its own, so nobody is given it: what is loaded is in nobody's way, and what is
+stored stays as it is. Of a copy that fails nothing is lost but the content: it is computed again.
+Only what steps that were applied have written is stored: a row of another may still fail.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+from holdfast.kvcache.host_pages import HostPages, Key
+from holdfast.kvcache.pool import Block, BlockPool, BlockState, Tier
+from holdfast.kvcache.prefix import PrefixIndex
+from holdfast.records.steps import BlockCopy
+
+SAVED_AHEAD = 2
+"""Of those that run, the youngest, whose pages are saved before they are preempted."""
+WRITES_QUEUED = 8192
+"""Pages that wait to be written to disk; more are not remembered."""
+
+
+class StoredPages(Protocol):
+    """What a store on disk says it has, from what it knows without reading. It may be wrong: a read may fail."""
+
+    def has(self, keys: Sequence[bytes]) -> int:
+        """How many of them in a row, from the first on."""
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """They were asked for, in the order of their chain, and need not be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLimits:
+    host_pages: int = 0
+    """In RAM; more may come."""
+    most_loading: int = 512
+    """Pages on their way to the pool at once; others wait for their turn."""
+    loads_a_plan: int = 256
+    """Of these, that one plan begins: launching them takes time of who decodes."""
+    most_loading_disk: int = 64
+    """Of these, from disk: of one that nobody waits for any more the page is not free before it has come."""
+    most_storing: int = 64
+    """Pages on their way to RAM and to disk at once: they can be given to nobody meanwhile."""
+    spare_pages: int = 256
+    """Of the pool, that are to be free, or saved in RAM: while there are fewer, pages are saved."""
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """What one sequence waits for."""
+
+    before: int
+    """Blocks of its prefix that were in the pool already."""
+    waiting: int = 0
+    """Pages that have not come yet."""
+    blocks: dict[Tier, int] = field(default_factory=dict)
+    """Of its prefix, that came from each tier."""
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBelow:
+    """An answer of `find_below`: valid until anything is allocated, released, reset or has come."""
+
+    blocks: int
+    first_entries: tuple[int, ...]
+    held: int
+    """Pages it would put into the tables."""
+    idle: int
+    """Of these, pages of the pool that nobody refers to now."""
+    missing: dict[Tier, int]
+    """Of these, pages to be loaded, by where they lie. Pages that are on their way already are in neither."""
+
+    @property
+    def wanted(self) -> int:
+        """Pages of the pool that become unavailable to others."""
+        return self.idle + sum(self.missing.values())
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    copy: BlockCopy
+    group: int
+    key: bytes
+    fetches: list[Fetch]
+    forgotten: bool = False
+    """The cache was reset since: it is indexed no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    copy: BlockCopy
+
+
+class LowerTiers:
+    """Below `pool`, whose content `index` names. `stored`: on disk; None: there is no such store."""
+
+    def __init__(
+        self, pool: BlockPool, index: PrefixIndex, groups: int, limits: TierLimits, stored: StoredPages | None
+    ) -> None:
+        self.limits, self.stored = limits, stored
+        self._pool, self._index = pool, index
+        self.host = HostPages(groups, limits.host_pages, self._left_host)
+        self.next_copy = 1
+        self.loaded_pages = {Tier.HOST: 0, Tier.DISK: 0}
+        self.stored_pages = {Tier.HOST: 0, Tier.DISK: 0}
+        self.failed_copies = self.dropped_writes = 0
+        """`dropped_writes`: pages that were to be written to disk when too many waited for it."""
+        self._loading: list[dict[bytes, _Load]] = [{} for _ in range(groups)]
+        self._queued: deque[_Load] = deque()
+        """Loads that have not been planned yet."""
+        self._copies: dict[int, _Load | _Store] = {}
+        """Planned, and not over."""
+        self._in_flight = {Tier.HOST: 0, Tier.DISK: 0}
+        """Loads, by where they come from."""
+        self._stores = 0
+        self._to_write: OrderedDict[Key, None] = OrderedDict()
+
+    # --- answers ---
+
+    @property
+    def copying(self) -> bool:
+        """Something is on its way, or shall be."""
+        return bool(self._copies or self._queued)
+
+    @property
+    def pending(self) -> bool:
+        """With what shall be written to disk."""
+        return self.copying or bool(self._to_write)
+
+    @property
+    def pages_coming(self) -> int:
+        """Pages of the pool that can be had as soon as copies are over, and not before."""
+        copies = (one.copy for one in self._copies.values())
+        pages = (one.source if one.source_tier == Tier.DEVICE else one.target for one in copies)
+        return sum(self._pool.blocks[page].references == 1 for page in pages)
+
+    def in_flight(self, tier: Tier) -> int:
+        """Pages that come from there."""
+        return self._in_flight[tier]
+
+    def loading(self, tier: Tier) -> int:
+        """With those that shall come."""
+        return self._in_flight[tier] + sum(load.copy.source_tier == tier for load in self._queued)
+
+    def has(self, group: int, key: bytes, *, disk: bool) -> bool:
+        """Whether this prefix can be had from below, or is on its way."""
+        if key in self._loading[group] or key in self.host.pages(group):
+            return True
+        return disk and self.stored is not None and self.stored.has([stored_key(group, key)]) > 0
+
+    def count(self, hashes: Sequence[bytes], blocks: int, first_entries: tuple[int, ...]) -> FoundBelow:
+        """What it would take to have these blocks in the pool; all of them are in it, or can be had from below."""
+        held = idle = 0
+        missing: dict[Tier, int] = {}
+        for group, first in enumerate(first_entries):
+            pages, loading, host = self._index.pages(group), self._loading[group], self.host.pages(group)
+            for key in hashes[first:blocks]:
+                held += 1
+                page = pages.get(key)
+                if page is not None:
+                    idle += self._pool.blocks[page].references == 0
+                elif key not in loading:
+                    tier = Tier.HOST if key in host else Tier.DISK
+                    missing[tier] = missing.get(tier, 0) + 1
+        return FoundBelow(blocks, first_entries, held, idle, missing)
+
+    # --- loads ---
+
+    def begin(self, hashes: Sequence[bytes], found: FoundBelow, before: int) -> tuple[Fetch, list[list[int]]]:
+        """Pages for all that was found, referred to; what is not in the pool is loaded. The caller has looked whether
+        there are pages for it. Returns them by group, from the first entry that is needed on."""
+        fetch, tables, tiers = Fetch(before), list[list[int]](), [Tier.DEVICE] * found.blocks
+        # What is there is taken first: a page for the rest may be one that is evicted.
+        for group, first in enumerate(found.first_entries):
+            pages, loading, table = self._index.pages(group), self._loading[group], list[int]()
+            for key in hashes[first : found.blocks]:
+                load = loading.get(key)
+                page = pages.get(key) if load is None else load.copy.target
+                if page is not None:
+                    self._pool.refer(page)
+                if load is not None:
+                    self._await(load, fetch)
+                table.append(page or 0)
+            tables.append(table)
+        for group, (first, table) in enumerate(zip(found.first_entries, tables, strict=True)):
+            for place, page in self._places(group, hashes[first : found.blocks], table):
+                load = self._load(group, hashes[first + place], page)
+                self._await(load, fetch)
+                table[place] = page
+            for place, key in enumerate(hashes[first : found.blocks]):
+                if (coming := self._loading[group].get(key)) is not None:
+                    tiers[first + place] = max(tiers[first + place], Tier(coming.copy.source_tier))
+        fetch.blocks = {tier: tiers.count(tier) for tier in (Tier.HOST, Tier.DISK)}
+        return fetch, tables
+
+    def _places(self, group: int, keys: Sequence[bytes], table: list[int]) -> list[tuple[int, int]]:
+        """Entries without a page, and a page for each: those that lie beside each other in RAM get pages that do."""
+        host = self.host.pages(group)
+        missing = sorted((host.get(keys[place], -1), place) for place, page in enumerate(table) if not page)
+        pages = sorted(self._pool.allocate(group).id for _ in missing)
+        return [(place, page) for (_, place), page in zip(missing, pages, strict=True)]
+
+    def _await(self, load: _Load, fetch: Fetch) -> None:
+        load.fetches.append(fetch)
+        fetch.waiting += 1
+
+    def _load(self, group: int, key: bytes, page: int) -> _Load:
+        self._pool.begin_transfer(page, BlockState.LOADING)
+        if key in self.host.pages(group):
+            source, tier, stored = self.host.pin(group, key), Tier.HOST, b""
+        else:
+            source, tier, stored = 0, Tier.DISK, stored_key(group, key)
+        copy = BlockCopy(self._number(), tier, source, Tier.DEVICE, page, False, stored)
+        load = self._loading[group][key] = _Load(copy, group, key, [])
+        self._queued.append(load)
+        return load
+
+    def drop(self, fetch: Fetch) -> None:
+        """Nobody waits for it any more, and its pages were given back. What is on its way comes all the same, and stays
+        as long as nobody needs the page; what has not been planned does not come."""
+        fetch.dropped = True
+        kept = deque[_Load]()
+        for load in self._queued:
+            if all(one.dropped for one in load.fetches):
+                self._end_load(load, arrived=False)
+            else:
+                kept.append(load)
+        self._queued = kept
+
+    def _end_load(self, load: _Load, *, arrived: bool, intact: bool = True) -> None:
+        block = self._pool.blocks[load.copy.target]
+        if load.copy.source_tier == Tier.HOST:
+            self.host.unpin(load.copy.source, intact=intact)
+        if not load.forgotten:
+            del self._loading[load.group][load.key]
+        block.step = 0
+        if arrived and not load.forgotten and self._index.insert(load.group, load.key, block.id):
+            block.hash = load.key
+            block.saved = self.host.note_pool(load.group, load.key, True)
+        self._pool.end_transfer(block.id)
+        for fetch in load.fetches:
+            fetch.waiting -= 1
+
+    # --- stores ---
+
+    def note_use(self, group: int, keys: Sequence[bytes]) -> None:
+        """A prefix was found: from now on it is worth a place on disk, and kept longer there."""
+        if self.stored is None:
+            return
+        names = [stored_key(group, key) for key in keys]
+        there = self.stored.has(names)
+        self.stored.use(names[:there])
+        for key in keys[there:]:
+            if (group, key) in self._to_write:
+                continue
+            if len(self._to_write) < WRITES_QUEUED:
+                self._to_write[group, key] = None
+            else:
+                self.dropped_writes += 1
+
+    def _writes(self, applied_step: int, budget: int) -> Iterator[BlockCopy]:
+        """To disk. What has left the pool meanwhile is not written; what is on its way elsewhere is tried again."""
+        for group, key in list(islice(self._to_write, budget)):
+            page = self._index.pages(group).get(key)
+            block = None if page is None else self._pool.blocks[page]
+            if block is not None and not self._storable(block, applied_step):
+                self._to_write.move_to_end((group, key))
+                continue
+            del self._to_write[group, key]
+            if block is not None:
+                yield self._store(block, Tier.DISK, 0, stored_key(group, key))
+
+    def _saves(self, running: Iterable[Sequence[int]], applied_step: int, budget: int) -> Iterator[BlockCopy]:
+        """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first."""
+        if not self.host.total or self._pool.spare >= self.limits.spare_pages:
+            return
+        low = self._pool.available < self.limits.spare_pages
+        # In the order of their numbers: pages beside each other go in one piece, to places beside each other.
+        for pages in (sorted(islice(self._pool.unsaved, budget)), *(islice(running, SAVED_AHEAD) if low else ())):
+            for page in pages:
+                if budget <= 0:
+                    return
+                if (copy := self._save(self._pool.blocks[page], applied_step)) is not None:
+                    budget -= 1
+                    yield copy
+
+    def _save(self, block: Block, applied_step: int) -> BlockCopy | None:
+        if block.hash is None or block.saved or not self._storable(block, applied_step):
+            return None
+        if self.host.awaits(block.group, block.hash):
+            return None
+        place = self.host.reserve(block.group, block.hash)
+        return None if place is None else self._store(block, Tier.HOST, place, b"")
+
+    def _storable(self, block: Block, applied_step: int) -> bool:
+        return block.state is BlockState.RESIDENT and block.step <= applied_step
+
+    def _store(self, block: Block, tier: Tier, place: int, key: bytes) -> BlockCopy:
+        self._pool.refer(block.id)
+        self._pool.begin_transfer(block.id, BlockState.STORING)
+        self._pool.release(block.id)
+        copy = BlockCopy(self._number(), Tier.DEVICE, block.id, tier, place, False, key)
+        self._copies[copy.copy_id] = _Store(copy)
+        self._stores += 1
+        return copy
+
+    def _left_host(self, key: Key) -> None:
+        page = self._index.pages(key[0]).get(key[1])
+        if page is not None:
+            self._pool.note_saved(self._pool.blocks[page], False)
+
+    def _came_to_host(self, key: Key) -> None:
+        page = self._index.pages(key[0]).get(key[1])
+        if page is not None:
+            self.host.note_pool(*key, True)
+            self._pool.note_saved(self._pool.blocks[page], True)
+
+    # --- plans and results ---
+
+    def plan(self, running: Iterable[Sequence[int]], applied_step: int, *, stores: bool = True) -> list[BlockCopy]:
+        """Copies for the plan that is being made. `running`: pages of who runs, the youngest first."""
+        copies = list[BlockCopy]()
+        while self._queued and sum(self._in_flight.values()) < self.limits.most_loading:
+            if len(copies) >= self.limits.loads_a_plan:
+                break
+            tier = Tier(self._queued[0].copy.source_tier)
+            if tier is Tier.DISK and self._in_flight[tier] >= self.limits.most_loading_disk:
+                break
+            load = self._queued.popleft()
+            self._copies[load.copy.copy_id] = load
+            self._in_flight[tier] += 1
+            copies.append(load.copy)
+        if stores and (budget := self.limits.most_storing - self._stores) > 0:
+            copies += self._writes(applied_step, budget)
+            copies += self._saves(running, applied_step, self.limits.most_storing - self._stores)
+        return copies
+
+    def end(self, copy_id: int, arrived: bool) -> bool:
+        """A copy is over. False: it is none of these (it was planned before an engine started over)."""
+        ended = self._copies.pop(copy_id, None)
+        if ended is None:
+            return False
+        copy, self.failed_copies = ended.copy, self.failed_copies + (not arrived)
+        if isinstance(ended, _Load):
+            tier = Tier(copy.source_tier)
+            self._in_flight[tier] -= 1
+            self.loaded_pages[tier] += arrived
+            self._end_load(ended, arrived=arrived, intact=arrived)
+            return True
+        self._stores -= 1
+        tier = Tier(copy.target_tier)
+        self.stored_pages[tier] += arrived
+        if tier is Tier.HOST and not arrived:
+            self.host.lost(copy.target)
+        elif tier is Tier.HOST and (key := self.host.arrived(copy.target)) is not None:
+            self._came_to_host(key)
+        self._pool.end_transfer(copy.source)
+        return True
+
+    def reset(self) -> None:
+        """Forgets what lies in RAM, and what is on its way; the store on disk keeps what it has."""
+        self.host.clear()
+        for loads in self._loading:
+            for load in loads.values():
+                load.forgotten = True
+            loads.clear()
+        self._to_write.clear()
+
+    def follow(self, before: LowerTiers) -> None:
+        """Goes on counting where other books ended; of what these had planned nothing is known here."""
+        self.next_copy = before.next_copy
+        self.host.grow(before.host.total)
+        self.loaded_pages, self.stored_pages = before.loaded_pages, before.stored_pages
+        self.failed_copies, self.dropped_writes = before.failed_copies, before.dropped_writes
+
+    def check(self) -> None:
+        """Raises AssertionError with what does not add up."""
+        self.host.recount()
+        moving = [block.id for block in self._pool.blocks if block.state in (BlockState.LOADING, BlockState.STORING)]
+        copies = [*(one.copy for one in self._copies.values()), *(load.copy for load in self._queued)]
+        named = sorted(one.source if one.source_tier == Tier.DEVICE else one.target for one in copies)
+        assert moving == named, f"pages {moving} are in transfer, copies are of {named}"
+        for block in self._pool.blocks:
+            saved = block.hash is not None and block.hash in self.host.pages(block.group)
+            assert block.saved == saved, f"page {block.id} counts as saved: {block.saved}, and is: {saved}"
+        self.host.check_doubles(
+            [(block.group, block.hash) for block in self._pool.blocks if block.saved and block.hash]
+        )
+        loads = [one for one in (*self._copies.values(), *self._queued) if isinstance(one, _Load)]
+        known = {id(load) for loading in self._loading for load in loading.values()}
+        assert known == {id(load) for load in loads if not load.forgotten}, "a load is not where it is looked for"
+
+    def _number(self) -> int:
+        self.next_copy += 1
+        return self.next_copy - 1
+
+
+def stored_key(group: int, key: bytes) -> bytes:
+    """Of a page in the store on disk."""
+    return group.to_bytes(2, "little") + key

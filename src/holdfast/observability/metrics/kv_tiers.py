@@ -1,0 +1,63 @@
+"""Metrics of KV pages below the pool: vLLM's names where it has them, ours by tier; none without such tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from holdfast.records import EngineStats
+
+
+def kv_tier_metrics(stats: EngineStats, labels: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:
+    if not stats.kv_tiers:
+        return
+
+    def total(name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=labels)
+        family.add_metric(values, value)
+        return family
+
+    hits = {tier.tier: tier.hit_tokens_total for tier in stats.kv_tiers}
+    yield total(
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens that were not in the KV pool, looked up in the tiers below it.",
+        stats.prefix_below_queries_total,
+    )
+    yield total(
+        "vllm:external_prefix_cache_hits", "Prompt tokens that came from tiers below the KV pool.", sum(hits.values())
+    )
+    by_tier: dict[str, tuple[str, Callable[[str], float]]] = {
+        "holdfast:kv_tier_hit_tokens": ("Prompt tokens that came from each tier.", lambda tier: hits[tier]),
+        "holdfast:kv_tier_loaded_bytes": (
+            "Bytes of KV pages that came to the pool, by tier.",
+            lambda tier: next(one.loaded_bytes_total for one in stats.kv_tiers if one.tier == tier),
+        ),
+        "holdfast:kv_tier_stored_bytes": (
+            "Bytes of KV pages that went to each tier.",
+            lambda tier: next(one.stored_bytes_total for one in stats.kv_tiers if one.tier == tier),
+        ),
+    }
+    for name, (help_text, value) in by_tier.items():
+        family = CounterMetricFamily(name, help_text, labels=[*labels, "tier"])
+        for tier in hits:
+            family.add_metric([*values, tier], value(tier))
+        yield family
+    yield total(
+        "holdfast:kv_tier_failed_copies", "KV pages that did not come or go between tiers.", stats.failed_copies_total
+    )
+    yield total(
+        "holdfast:kv_tier_fetches_not_worth",
+        "Prefixes computed though a tier had them, because that was sooner.",
+        stats.fetches_not_worth_total,
+    )
+    if stats.kv_store is not None:
+        held = GaugeMetricFamily("holdfast:kv_store_bytes", "Bytes of KV pages in the store on disk.", labels=labels)
+        held.add_metric(values, stats.kv_store.held_bytes)
+        yield held
+        yield total(
+            "holdfast:kv_store_dropped_writes",
+            "KV pages that were not written to the store: queue full, budget of the day, no room.",
+            stats.kv_store.dropped_writes_total,
+        )

@@ -1,0 +1,292 @@
+"""`PrefixStore`: KV pages of prefixes in a folder that several server processes and restarts share. Puts the parts
+together, and keeps house. Knows nothing of tokens: keys are the caller's, and name content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.errors import ConfigurationError
+from holdfast.prefix_store.files.calls import Calls
+from holdfast.prefix_store.files.folder import BusyError, StoreFolder
+from holdfast.prefix_store.files.index import KEY_BYTES, DamagedIndexError
+from holdfast.prefix_store.files.slab import Slab, padded, slab_name
+from holdfast.prefix_store.health import RETRY_S, DiskHealth
+from holdfast.prefix_store.reading import PageReader, ReadResult, Ticket
+from holdfast.prefix_store.room import Room
+from holdfast.prefix_store.stats import Counts, Rate, StoreStats
+from holdfast.prefix_store.writing import PageWriter, Source
+from holdfast.units import format_bytes
+
+log = logging.getLogger("holdfast")
+
+BEAT_S = 1.0
+"""Between looks at what other processes changed, and notes of what was used."""
+OPEN_S = 10.0
+"""Waited for another process that holds the lock, before the folder is only read."""
+QUEUE_BYTES = 256 << 20
+TELL_RATES_BEATS = 10
+
+
+class PrefixStore:
+    """One server's view of the folder. Thread-safe. Nothing but `open` raises: a page that cannot be read is a miss,
+    one that cannot be written is dropped, both counted."""
+
+    def __init__(
+        self, folder: StoreFolder, slab: Slab | None, calls: Calls, health: DiskHealth,
+        *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int, beat_s: float
+    ) -> None:  # fmt: skip
+        self._folder, self._slab, self._calls, self._health = folder, slab, calls, health
+        self._size_bytes, self._daily_write_bytes, self._beat_s = size_bytes, daily_write_bytes, beat_s
+        self._counts = Counts()
+        control = folder.seen
+        self._read_rate, self._write_rate = Rate(control.read_rate or None), Rate(control.write_rate or None)
+        self._used: dict[int, int] = {}
+        """When slots were used last, in microseconds; not yet in the index."""
+        self._suspects: list[tuple[int, int]] = []
+        """Slots and generations that are to leave the index."""
+        self._used_lock = threading.Lock()
+        self._closed = threading.Event()
+        self._reader = None if slab is None else PageReader(slab, self._counts, self._read_rate, self._suspect)
+        self._writer: PageWriter | None = None
+        if slab is not None and slab.writable:
+            self._writer = PageWriter(
+                folder, slab, Room(folder, slab, calls, self._stamp), calls, self._counts, self._write_rate, health,
+                size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes,
+            )  # fmt: skip
+        self._keeper = threading.Thread(target=self._keep_house, name="kv-store", daemon=True)
+        self._keeper.start()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        size_bytes: int,
+        page_bytes: int,
+        model: bytes,
+        daily_write_bytes: int | None = None,
+        label: str = "",
+        queue_bytes: int = QUEUE_BYTES,
+        calls: Calls | None = None,
+        beat_s: float = BEAT_S,
+        retry_s: float = RETRY_S,
+    ) -> PrefixStore:
+        """`model`: a digest of everything that the content of pages depends on besides their keys. `label`: for people.
+        ConfigurationError where the folder cannot be used at all. One that can only be read is served from."""
+        if page_bytes <= 0 or size_bytes < page_bytes:
+            raise ConfigurationError(
+                "the KV store has no room for a single page",
+                code="HF181",
+                needed=f"at least {format_bytes(max(page_bytes, 1))}",
+                found=format_bytes(size_bytes),
+                fix="a larger --kv-store-size",
+                field="kv_store_size",
+            )
+        calls = calls or Calls()
+        opened = StoreFolder(folder, calls, create=True)
+        health = DiskHealth(folder, retry_s)
+        slab = _open_slab(opened, calls, health, model, page_bytes, label, size_bytes)
+        return cls(
+            opened, slab, calls, health,
+            size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes, beat_s=beat_s,
+        )  # fmt: skip
+
+    def has(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys in a row are there, as far as is known: another process may have evicted one a
+        moment ago."""
+        if self._slab is None:
+            return 0
+        slots = self._slab.index.slots
+        for count, key in enumerate(keys):
+            if (key if len(key) == KEY_BYTES else padded(key)) not in slots:
+                return count
+        return len(keys)
+
+    def read(self, pages: Sequence[tuple[bytes, memoryview]], done: Callable[[ReadResult], None]) -> Ticket:
+        """Begins to read pages into memory of at least their size, which is the store's until `done` is called, by a
+        thread of the store. Fastest into memory at multiples of 4 KiB. Reading counts as use."""
+        if self._reader is None:
+            ticket = Ticket(len(pages), done)
+            ticket.miss("absent", len(pages))
+            self._counts.miss("absent", len(pages))
+            ticket.expect(1)
+            threading.Thread(target=ticket.piece_done, daemon=True).start()
+            return ticket
+        self.use([key for key, _ in pages])
+        return self._reader.read(pages, done)
+
+    def write(self, key: bytes, page: Source, done: Callable[[bool], None] | None = None) -> bool:
+        """Behind. False: dropped, and `done` is not called. Else it is, by a thread of the store, with whether the page
+        is there now. `page`: a function that fills the memory it is given, called by that thread; or memory, which must
+        stay as it is until `done` is called, and is copied at once where there is no `done`."""
+        if self._writer is None:
+            self._counts.drop("read only")
+            return False
+        return self._writer.write(padded(key), page.cast("B") if isinstance(page, memoryview) else page, done)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """These are wanted: others are evicted before them. Of a chain the end leaves first."""
+        if self._slab is None:
+            return
+        now_us = int(self._calls.now() * 1e6)
+        slots = self._slab.index.slots
+        with self._used_lock:
+            for number, key in enumerate(keys):
+                slot = slots.get(padded(key))
+                if slot is not None:
+                    self._used[slot] = now_us - number
+
+    def stats(self) -> StoreStats:
+        dropped, missed = self._counts.reasons()
+        slab, writer = self._slab, self._writer
+        control = self._folder.seen.on(self._calls.now())
+        pages = 0 if slab is None else len(slab.index.slots)
+        return StoreStats(
+            pages=pages,
+            nbytes=0 if slab is None else pages * slab.slot_bytes,
+            total_bytes=max(0, control.total_bytes),
+            size_bytes=self._size_bytes,
+            pages_read=self._counts["pages_read"],
+            bytes_read=self._counts["bytes_read"],
+            pages_written=self._counts["pages_written"],
+            bytes_written=self._counts["bytes_written"],
+            pages_evicted=self._counts["pages_evicted"],
+            queued_bytes=0 if writer is None else writer.queued_bytes,
+            dropped=dropped,
+            missed=missed,
+            read_bytes_per_second=self._read_rate.bytes_per_second,
+            write_bytes_per_second=self._write_rate.bytes_per_second,
+            written_today_bytes=control.written_bytes,
+            daily_write_bytes=self._daily_write_bytes,
+            direct=slab is not None and slab.direct,
+            read_only=writer is None,
+            failing=self._health.failing,
+        )
+
+    @property
+    def how(self) -> str:
+        """In a sentence: how pages are read and written, and why not better."""
+        if self._slab is None or self._writer is None:
+            return f"KV store {self._folder.path} is only read: {self._folder.read_only or self._health.failing}"
+        if not self._slab.direct:
+            reason = self._slab.buffered_reason
+            return (
+                f"KV store {self._folder.path} goes through the page cache: its file system refuses O_DIRECT ({reason})"
+            )
+        return f"KV store {self._folder.path} is read and written past the page cache"
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what waits, as far as there is time. Calls of a disk that does not answer are left behind."""
+        if self._closed.is_set():
+            return
+        until = time.monotonic() + timeout_s
+        if self._writer is not None:
+            self._writer.drain(timeout_s)
+        self._closed.set()
+        ended = True
+        if self._reader is not None:
+            self._reader.close()
+        for part in (self._writer, self._reader):
+            if part is not None:
+                ended = part.join(max(0.0, until - time.monotonic()) + 0.1) and ended
+        self._keeper.join(max(0.0, until - time.monotonic()) + 0.1)
+        if not ended or self._keeper.is_alive():
+            return
+        if self._slab is not None:
+            self._slab.close()
+        self._folder.close()
+
+    def _suspect(self, key: bytes, slot: int, generation: int) -> None:
+        assert self._slab is not None
+        self._slab.index.forget(key, slot, generation)
+        with self._used_lock:
+            self._suspects.append((slot, generation))
+
+    def _keep_house(self) -> None:
+        beats, closed = 0, False
+        while not closed:
+            closed = self._closed.wait(self._beat_s)
+            beats += 1
+            try:
+                self._look_around(tell_rates=closed or beats % TELL_RATES_BEATS == 0)
+            except Exception:
+                log.exception("KV store: keeping house failed")
+        if self._slab is not None and self._slab.writable:
+            with contextlib.suppress(OSError):
+                self._slab.sync()
+
+    def _look_around(self, *, tell_rates: bool) -> None:
+        slab = self._slab
+        if slab is None:
+            return
+        with self._used_lock:
+            suspects, self._suspects = self._suspects, []
+        try:
+            if not slab.writable:
+                if slab.index.changed():
+                    slab.index.load()
+                return
+            if slab.removed():
+                raise FileNotFoundError(errno.ENOENT, "its files were removed while it was in use")
+            if self._used or suspects or tell_rates or slab.index.changed():
+                with self._folder.locked():
+                    self._note(slab, suspects, tell_rates=tell_rates)
+        except OSError as error:
+            if not isinstance(error, BusyError):
+                self._health.failed("its index cannot be kept", error)
+            with self._used_lock:
+                self._suspects = [*suspects, *self._suspects]
+
+    def _stamp(self) -> None:
+        """What was used goes to the index. Under the lock of the folder."""
+        with self._used_lock:
+            used, self._used = self._used, {}
+        if self._slab is not None:
+            self._slab.index.stamp(sorted(used.items()))
+
+    def _note(self, slab: Slab, suspects: list[tuple[int, int]], *, tell_rates: bool) -> None:
+        slab.index.refresh()
+        self._stamp()
+        slab.index.free(sorted({slot for slot, generation in suspects if slab.index.is_generation(slot, generation)}))
+        control = self._folder.control()
+        if tell_rates:
+            read, write = self._read_rate.bytes_per_second or 0.0, self._write_rate.bytes_per_second or 0.0
+            self._folder.set_control(replace(control, read_rate=read, write_rate=write))
+
+
+def _open_slab(
+    folder: StoreFolder, calls: Calls, health: DiskHealth, model: bytes, page_bytes: int, label: str, size_bytes: int
+) -> Slab | None:
+    """None: nothing can be read either. What is there over the size leaves."""
+    slab = None
+    try:
+        with folder.locked(OPEN_S):
+            slab = Slab.create(folder.path, calls, model, page_bytes, label)
+            room = Room(folder, slab, calls)
+            if room.tidy() > size_bytes:
+                room.evict(size_bytes)
+            folder.control()
+        return slab
+    except OSError as error:
+        if slab is not None:
+            slab.close()
+        folder.read_only = folder.read_only or error.strerror or str(error)
+        health.tell(f"it can only be read: {folder.read_only}")
+    try:
+        slab = Slab(folder.path, slab_name(model, page_bytes), calls, writable=False)
+        if not slab.is_of(model, page_bytes):
+            slab.close()
+            return None
+        slab.index.load()
+        folder.control()
+        return slab
+    except (OSError, DamagedIndexError):
+        return None

@@ -1,0 +1,151 @@
+"""Pages between a pool, pinned RAM and a disk over simulated links, where a page is poisoned until it has arrived and
+what leaves is read as late as it may be: tokens are transformers' own."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated_copies import SimulatedCopies
+
+from holdfast.execution.streaming.pinned_memory import PinnedMemory
+from holdfast.execution.tiers.disk import DiskReads, staging_stride
+from holdfast.execution.tiers.gpu import PIECE_BYTES, DiskPlaces, GpuPageCopies, HostMemory, piece_bytes
+from holdfast.kvcache import KVCache, Tier, TierLimits
+from holdfast.prefix_store import PrefixStore
+from holdfast.records import Request, SamplingParams
+from holdfast.scheduler.limits import SchedulerLimits
+from holdfast.scheduler.scheduler import Scheduler
+
+CPU = torch.device("cpu")
+SPREAD = {"full": None, "window": 9}
+
+
+def pinned(sizes: list[int], ready: Callable[[int], int] = lambda address: 0) -> PinnedMemory:
+    return PinnedMemory(
+        sizes,
+        CPU,
+        pin=lambda address, nbytes: ready(address),
+        unpin=lambda addresses, device: None,
+        background=range(len(sizes)),
+    )
+
+
+def disk_places(store: PrefixStore, page_bytes: int) -> DiskPlaces:
+    stride = staging_stride(page_bytes)
+    memory = pinned([8 * stride]).pieces[0]
+    reads = DiskReads(store, page_bytes, 4, memoryview(memory.numpy())[: 4 * stride])
+    return DiskPlaces(store, reads, memory, page_bytes, stride)
+
+
+class AsGpu:
+    """The GPU's copies below a runner on a CPU: launched as it launches them, and told of as it tells."""
+
+    def __init__(self, copies: GpuPageCopies) -> None:
+        self.copies, self.tiers = copies, copies.tiers
+
+    def begin(self, plan: Any) -> None:
+        self.copies.begin(plan)
+
+    def end(self, plan: Any, kv: Any) -> tuple[list[int], list[int]]:
+        self.copies.launch_stores(plan)
+        return self.copies.over(not plan.rows)
+
+    def close(self) -> None:
+        self.copies.close()
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+@pytest.mark.parametrize("on_disk", [False, True], ids=["RAM", "RAM and disk"])
+def test_random_mixes_over_late_links(
+    kind: str,
+    on_disk: bool,
+    tmp_path: Path,
+    oracles: Callable[..., Any],
+    driver_for: Callable[..., Any],
+) -> None:
+    oracle, source = oracles("Mistral", sliding_window=SPREAD[kind]), random.Random(len(kind) + on_disk)
+    blocks = 36 if kind == "full" else 30
+    runner = driver_for(oracle, blocks=blocks, slots=6, budget=32).runner
+    page = runner.layout.page_bytes
+    store = None
+    if on_disk:
+        store = PrefixStore.open(tmp_path / "kv", size_bytes=32 << 20, page_bytes=page, model=b"m", beat_s=0.05)
+    host = HostMemory(pinned([16 * page] * 12), page)
+    links = SimulatedCopies(1), SimulatedCopies(2)
+    copies = GpuPageCopies(
+        lambda: runner.kv.pages, page, *links, host, None if store is None else disk_places(store, page)
+    )
+    runner.use_tiers(AsGpu(copies))
+    limits = TierLimits(host_pages=0, most_loading_disk=4, most_storing=8, spare_pages=blocks)
+    kv = KVCache(runner.layout, blocks, True, limits, store)
+    scheduler = Scheduler(SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=100), kv)
+    shared = [[source.randrange(300) for _ in range(40)] for _ in range(4)]
+    prompts = {
+        f"r{number}": shared[number % 4][: source.choice((24, 40))]
+        + [source.randrange(300) for _ in range(source.randint(1, 12))]
+        for number in range(16)
+    }
+    prompts |= {f"{name} again": asked for name, asked in prompts.items()}
+    answers: dict[str, list[int]] = {name: [] for name in prompts}
+    waiting = deque(prompts)
+    while waiting or scheduler.has_unfinished or scheduler.has_copies:
+        while waiting and len(scheduler._waiting) < 2:
+            name = waiting.popleft()
+            params = SamplingParams(temperature=0.0, max_tokens=source.randint(16, 30))
+            scheduler.add(Request(request_id=name, prompt_token_ids=prompts[name], params=params), 0.0)
+        if (plan := scheduler.schedule(0.0)) is not None:
+            result = runner.execute(plan)
+            kv.end_copies([], [], copies.host_pages())
+            for output in scheduler.apply(result, 0.0):
+                answers[output.request_id] += output.token_ids
+        scheduler.check_invariants()
+    for name, asked in prompts.items():
+        oracle.assert_greedy(asked + answers[name], len(asked))
+    assert kv.tiers is not None
+    assert kv.below_hits_total[Tier.HOST] > 0
+    assert kv.tiers.loaded_pages[Tier.HOST] > 0
+    assert kind == "window" or scheduler.stats().preemptions_total > 0
+    assert store is None or kv.tiers.stored_pages[Tier.DISK] > 0
+    copies.close()
+
+
+def test_pages_of_ram_are_used_as_they_are_pinned() -> None:
+    """A server is ready before the last of them is."""
+    page, gate = 4096, [True]
+
+    def pin(address: int) -> int:
+        while not gate[0]:
+            time.sleep(0.001)
+        return 0
+
+    memory = pinned([4 * page], pin)
+    host = HostMemory(memory, page)
+    memory.wait(0)
+    assert host.look() == 4
+    gate[0] = False
+    slow = HostMemory(pinned([4 * page, 4 * page], pin), page)
+    assert slow.look() == 0
+    gate[0] = True
+    slow._pinned.wait(0, 1)
+    assert slow.look() == 8
+    broken = HostMemory(pinned([4 * page], lambda address: 2), page)
+    deadline = time.monotonic() + 10
+    while not broken._pinned._done[0].done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert broken.look() == 0
+
+
+@pytest.mark.parametrize("page", [512, 3 * 1024, 12_288, 2 << 20, 5 << 20])
+def test_pieces_are_whole_pages_of_both_kinds_and_no_more_than_was_asked_for(page: int) -> None:
+    for nbytes in (64 << 20, 1 << 30):
+        piece = piece_bytes(nbytes, page)
+        assert piece % page == piece % 4096 == 0
+        assert piece <= min(nbytes, PIECE_BYTES)
+    assert piece_bytes(1, page) % page == 0

@@ -1,0 +1,134 @@
+"""Pages that go to a store on disk and come back, also after a restart: tokens are transformers' own, whatever the mix.
+A store that hangs or lies is a miss."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from holdfast.execution.tiers.cpu import CpuPageCopies
+from holdfast.execution.tiers.disk import LATE_S, DiskReads
+from holdfast.kvcache import KVCache, Tier, TierLimits
+from holdfast.prefix_store import PrefixStore
+from holdfast.records import BlockCopy, Request, SamplingParams
+from holdfast.scheduler.limits import SchedulerLimits
+from holdfast.scheduler.scheduler import Scheduler
+
+
+def open_store(folder: Path, page_bytes: int) -> PrefixStore:
+    return PrefixStore.open(folder, size_bytes=64 << 20, page_bytes=page_bytes, model=b"one model", beat_s=0.05)
+
+
+def serve(runner: Any, store: PrefixStore, prompts: dict[str, list[int]], source: random.Random, blocks: int) -> Any:
+    """All of them, in random company; answers by name, and the scheduler."""
+    runner.use_tiers(CpuPageCopies(store, runner.layout.page_bytes))
+    kv = KVCache(runner.layout, blocks, True, TierLimits(most_loading_disk=8), store)
+    scheduler = Scheduler(SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=100), kv)
+    answers: dict[str, list[int]] = {name: [] for name in prompts}
+    waiting = deque(prompts)
+    while waiting or scheduler.has_unfinished or scheduler.has_copies:
+        for _ in range(source.randint(0, 3)):
+            if waiting:
+                name = waiting.popleft()
+                params = SamplingParams(temperature=0.0, max_tokens=source.randint(16, 30))
+                request = Request(request_id=name, prompt_token_ids=prompts[name], params=params)
+                scheduler.add(request, time.monotonic())
+        plan = scheduler.schedule(time.monotonic())
+        if plan is not None:
+            for output in scheduler.apply(runner.execute(plan), time.monotonic()):
+                answers[output.request_id] += output.token_ids
+        scheduler.check_invariants()
+    return answers, scheduler
+
+
+@pytest.mark.parametrize("window", [None, 9], ids=["full", "window"])
+def test_random_mixes_with_a_store_that_outlives_the_engine(
+    window: int | None, tmp_path: Path, oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    oracle = oracles("Mistral", sliding_window=window)
+    source = random.Random(window or 0)
+    blocks = 36 if window is None else 30
+    shared = [[source.randrange(300) for _ in range(40)] for _ in range(3)]
+    prompts = {
+        f"r{number}": shared[number % 3][: source.choice((8, 24, 40))]
+        + [source.randrange(300) for _ in range(source.randint(1, 20))]
+        for number in range(16)
+    }
+    prompts |= {f"{name} again": prompt for name, prompt in prompts.items()}
+    came, preempted = 0, 0
+    for _ in range(2):
+        runner = driver_for(oracle, blocks=blocks, slots=6, budget=32).runner
+        store = open_store(tmp_path / "store", runner.layout.page_bytes)
+        answers, scheduler = serve(runner, store, prompts, source, blocks)
+        for name, prompt in prompts.items():
+            oracle.assert_greedy(prompt + answers[name], len(prompt))
+        came = scheduler.kv.below_hits_total[Tier.DISK]
+        preempted += scheduler.stats().preemptions_total
+        assert scheduler.kv.blocks_used == 0
+        store.close(5.0)
+        assert store.stats().pages > 0
+    assert came > 0, "after the restart something comes from the disk"
+    assert window is not None or preempted > 0
+
+
+class FakeStore:
+    """Reads end when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Sequence[tuple[bytes, memoryview]], Callable[[Any], None]]] = []
+        self.cancelled = 0
+
+    def read(self, wanted: Sequence[tuple[bytes, memoryview]], done: Callable[[Any], None]) -> Any:
+        self.asked.append((wanted, done))
+        return SimpleNamespace(cancel=self._cancel)
+
+    def _cancel(self) -> None:
+        self.cancelled += 1
+
+    def write(self, key: bytes, page: memoryview) -> bool:
+        return False
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+def load(number: int) -> BlockCopy:
+    return BlockCopy(number, Tier.DISK, 0, Tier.DEVICE, number, False, bytes([number]))
+
+
+def test_pages_come_as_they_are_read_and_wrong_ones_do_not() -> None:
+    store = FakeStore()
+    reads = DiskReads(store, 8, places=3)
+    reads.begin([load(1), load(2)])
+    ((first, one), (_, two)), done = store.asked[0]
+    one[:], two[:] = b"abcdefgh", b"nonsense"
+    assert (first, list(reads.collect())) == (bytes([1]), [])
+    threading.Timer(0.01, lambda: done(SimpleNamespace(valid=(True, False)))).start()
+    found = [(copy.copy_id, None if at is None else bytes(reads.views[at])) for copy, at in reads.collect(wait_s=10.0)]
+    assert found == [(1, b"abcdefgh"), (2, None)]
+    assert not reads.under_way
+
+
+def test_a_disk_that_hangs_is_not_waited_for_and_keeps_only_its_own_memory() -> None:
+    now, store = [0.0], FakeStore()
+    reads = DiskReads(store, 8, places=2, clock=lambda: now[0])
+    reads.begin([load(1), load(2)])
+    now[0] = LATE_S + 1
+    assert [(copy.copy_id, page) for copy, page in reads.collect()] == [(1, None), (2, None)]
+    assert store.cancelled == 1
+    reads.begin([load(3)])  # All places are the store's.
+    assert [(copy.copy_id, page) for copy, page in reads.collect()] == [(3, None)]
+    store.asked[0][1](SimpleNamespace(valid=(True, True)))  # At last; nobody waits for it.
+    assert list(reads.collect()) == []
+    reads.begin([load(4)])
+    assert len(store.asked) == 2
+    reads.abandon()
+    store.asked[1][1](SimpleNamespace(valid=(True,)))
+    assert list(reads.collect()) == []

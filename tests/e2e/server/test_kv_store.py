@@ -1,0 +1,62 @@
+"""A server with a store of KV pages on disk, killed and started again: what was asked twice is not computed again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+from deadlines import PATIENCE_S
+
+PROMPT = "The keeper of the lighthouse wrote down every ship that passed. " * 24
+
+
+def ask(server, prompt: str = PROMPT) -> tuple[str, int]:
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S).json()
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return answer["choices"][0]["text"], details.get("cached_tokens", 0)
+
+
+def kill(server) -> None:
+    """The front end and its engine, at once and without a word."""
+    front = psutil.Process(server.process.pid)
+    for process in (*front.children(recursive=True), front):
+        process.kill()
+    server.process.wait(PATIENCE_S)
+
+
+def test_a_prefix_outlives_a_server_that_is_killed(start_server, tiny_arguments, tmp_path: Path) -> None:
+    store = ["--kv-store", str(tmp_path / "kv"), "--kv-store-size", "64MiB", "--enable-prompt-tokens-details"]
+    first = start_server(*tiny_arguments, *store).wait_ready()
+    text, cached = ask(first)
+    assert cached == 0
+    again, cached = ask(first)
+    assert (again, cached > 200) == (text, True)
+    deadline = time.monotonic() + PATIENCE_S
+    while not first.metrics("holdfast:kv_store_bytes")[0] and time.monotonic() < deadline:
+        time.sleep(0.1)
+        ask(first, "Anything else.")  # The numbers are those of the last step.
+    time.sleep(1.5)  # The index is written behind.
+    kill(first)
+
+    second = start_server(*tiny_arguments, *store).wait_ready()
+    after, found = ask(second)
+    assert (after, found) == (text, cached)
+    names = ("vllm:external_prefix_cache_queries_total", "vllm:external_prefix_cache_hits_total")
+    queries, hits = second.metrics(*names)
+    assert queries >= hits == found
+    (by_tier,) = second.metrics("holdfast:kv_tier_hit_tokens_total")
+    assert by_tier == found
+    memory = httpx.get(f"{second.url}/memory", timeout=PATIENCE_S).json()
+    (disk,) = memory["kv_tiers"]
+    assert (disk["tier"], disk["hit_tokens_total"]) == ("disk", found)
+    assert memory["kv_store"]["total_bytes"] == 64 << 20
+    assert str(tmp_path) not in str(memory["kv_store"])
+    assert any(line.startswith("kv_store = ") for line in memory["decisions"])
+    assert "kv_store" in {term["term"] for term in memory["terms"]}
+    # Another salt is another tenant.
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "cache_salt": "another"}
+    answer = httpx.post(f"{second.url}/v1/completions", json=asked, timeout=PATIENCE_S).json()
+    assert not (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")

@@ -1,0 +1,281 @@
+"""A disk that is full, read-only, slow, failing, or without O_DIRECT: counted, told once, and serving goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefix_pages import PAGE_BYTES, FailingCalls, get, key_of, opened, page_of, put, served, until
+
+KEYS = [key_of(number) for number in range(8)]
+
+
+def failing(*names: str, error: int = errno.EIO, chance: float = 1.0) -> FailingCalls:
+    calls = FailingCalls()
+    calls.failing, calls.errors, calls.chance = set(names), [error], chance
+    return calls
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 256 KiB."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_errors_of_reading_are_misses(tmp_path: Path) -> None:
+    calls = failing("read_into", chance=0)
+    store = opened(tmp_path / "store", calls=calls)
+    put(store, KEYS)
+    calls.chance = 1.0
+    assert get(store, KEYS)[0].valid == (False,) * 8
+    calls.chance = 0
+    assert store.stats().missed == {"I/O error": 8}
+    assert all(put(store, KEYS))
+    assert served(store, KEYS) == KEYS
+    store.close(5)
+
+
+def test_errors_of_writing_are_drops_told_once_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = failing("write_from", error=errno.ENOSPC)
+    store = opened(tmp_path / "store", calls=calls, retry_s=0.2)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        for _ in range(3):
+            assert put(store, KEYS) == [False] * 8
+            assert store.stats().failing == "injected"
+            time.sleep(0.25)
+    assert len([record for record in caplog.records if "HFW10" in record.getMessage()]) == 1
+    assert store.stats().dropped == {"store failing": 24}
+    calls.chance = 0
+    time.sleep(0.25)
+    assert all(put(store, KEYS))
+    assert store.stats().failing is None
+    assert served(store, KEYS) == KEYS
+    assert store.stats().total_bytes == 8 * PAGE_BYTES  # Slots of what failed were used again.
+    store.close(5)
+
+
+@pytest.mark.parametrize(
+    "name", ["read", "write", "read_into", "write_from", "size", "punch", "try_lock", "disk_space"]
+)
+def test_each_call_may_fail(tmp_path: Path, name: str) -> None:
+    calls = failing(name)
+    calls.chance = 0
+    store = opened(tmp_path / "store", pages=6, calls=calls, retry_s=0)
+    put(store, KEYS[:4])
+    calls.chance = 1.0
+    put(store, KEYS)
+    served(store, KEYS)
+    time.sleep(0.05)
+    calls.chance = 0
+    time.sleep(0.05)
+    until(lambda: sum(put(store, [key_of(100)])) + store.has([key_of(100)]) > 0)
+    assert served(store, [key_of(100)]) == [key_of(100)]
+    store.close(5)
+
+
+def test_a_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        store = opened(small_disk / "store", pages=1000)
+        keys = [key_of(number) for number in range(100)]
+        for key in keys:
+            put(store, [key])
+        stats = store.stats()
+    # It stays within what there is, and keeps the newest.
+    assert 10 <= stats.pages <= 32
+    assert store.has(keys[-5:]) == 5
+    assert len(served(store, keys)) >= stats.pages - 1
+    assert len([record for record in caplog.records if "almost full" in record.getMessage()]) == 1
+    store.close(5)
+
+
+def test_a_disk_that_another_fills(small_disk: Path) -> None:
+    store = opened(small_disk / "store", pages=1000, retry_s=0)
+    put(store, KEYS)
+    hog = small_disk / "hog"
+    with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    for number in range(50, 60):
+        put(store, [key_of(number)])
+    assert store.has([key_of(59)]) == 1  # In the place of older ones.
+    served(store, [*KEYS, key_of(59)])
+    hog.unlink()
+    assert put(store, [key_of(70)]) == [True]
+    store.close(5)
+
+
+def test_a_file_system_that_was_made_read_only(small_disk: Path) -> None:
+    store = opened(small_disk / "store")
+    put(store, KEYS)
+    store.close(5)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    store = opened(small_disk / "store")
+    assert served(store, KEYS) == KEYS
+    assert not store.write(key_of(50), memoryview(page_of(key_of(50))))
+    stats = store.stats()
+    assert stats.read_only
+    assert stats.dropped == {"read only": 1}
+    assert "only read: Read-only file system" in store.how
+    store.close(5)
+    empty = opened(small_disk / "store", model=b"another")
+    assert empty.has(KEYS) == 0
+    assert get(empty, KEYS)[0].missed == {"absent": 8}
+    assert not empty.write(key_of(50), memoryview(page_of(key_of(50))))
+    empty.close(5)
+
+
+@pytest.mark.parametrize("name", ["lock", "control"])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+    store = opened(tmp_path / "store")
+    put(store, KEYS)
+    store.close(5)
+
+    class ReadOnly(FailingCalls):
+        def open(self, path: Path, flags: int) -> int:
+            if flags & os.O_RDWR and path.name == name:
+                raise OSError(errno.EACCES, "Permission denied")
+            return super().open(path, flags)
+
+    store = opened(tmp_path / "store", calls=ReadOnly())
+    assert served(store, KEYS) == KEYS
+    assert not store.write(key_of(50), memoryview(page_of(key_of(50))))
+    assert store.stats().read_only
+    # What others write is seen all the same.
+    other = opened(tmp_path / "store")
+    put(other, [key_of(50)])
+    until(lambda: store.has([key_of(50)]) == 1)
+    assert served(store, [key_of(50)]) == [key_of(50)]
+    other.close(5)
+    store.close(5)
+
+
+def test_a_slow_disk_holds_nobody_up(tmp_path: Path) -> None:
+    calls = FailingCalls()
+    store = opened(tmp_path / "store", calls=calls, queue_bytes=4 * PAGE_BYTES)
+    put(store, KEYS[:2])
+    calls.delay_s = 0.3
+    before = time.perf_counter()
+    results = []
+    ticket = store.read([(KEYS[0], memoryview(bytearray(PAGE_BYTES)))], results.append)
+    taken = [store.write(key, memoryview(page_of(key))) for key in KEYS]
+    store.has(KEYS)
+    store.use(KEYS)
+    store.stats()
+    assert time.perf_counter() - before < 0.25
+    assert taken == [False, False, True, True, True, True, False, False]
+    assert store.stats().dropped == {"already there": 2, "queue full": 2}
+    assert ticket.wait(30)
+    assert results[0].valid == (True,)
+    rate = store.stats().read_bytes_per_second
+    assert rate is not None
+    assert rate < PAGE_BYTES / 0.2
+    store.close(30)
+    calls.delay_s = 0
+    store = opened(tmp_path / "store")
+    assert store.has(KEYS[:6]) == 6
+    store.close(5)
+
+
+def test_a_disk_that_does_not_answer_does_not_hold_up_closing(tmp_path: Path) -> None:
+    answer = threading.Event()
+
+    class Stuck(FailingCalls):
+        def write_from(self, *arguments: object) -> int:
+            answer.wait(30)
+            return super().write_from(*arguments)  # type: ignore[arg-type]
+
+    store = opened(tmp_path / "store", calls=Stuck())
+    over: list[bool] = []
+    page = memoryview(page_of(KEYS[0]))
+    assert store.write(KEYS[0], page, over.append)
+    before = time.perf_counter()
+    store.close(0.2)
+    assert time.perf_counter() - before < 3
+    answer.set()
+    until(lambda: len(over) == 1)
+
+
+def test_a_process_that_keeps_the_lock_costs_only_writes(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    put(store, KEYS)
+    with (tmp_path / "store" / "lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        over: list[bool] = []
+        assert store.write(key_of(50), memoryview(page_of(key_of(50))), over.append)
+        assert served(store, KEYS) == KEYS
+        until(lambda: len(over) == 1)
+    assert over == [False]
+    assert store.stats().dropped == {"store busy": 1}
+    assert put(store, [key_of(50)]) == [True]
+    store.close(5)
+
+
+@pytest.mark.parametrize("when", ["at opening", "at reading"])
+def test_without_direct_reads_the_page_cache_is_used_and_named(tmp_path: Path, when: str) -> None:
+    class NoDirect(FailingCalls):
+        def __init__(self) -> None:
+            super().__init__()
+            self.directs: set[int] = set()
+
+        def open(self, path: Path, flags: int) -> int:
+            if flags & os.O_DIRECT and when == "at opening":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            file = super().open(path, flags & ~os.O_DIRECT)
+            (self.directs.add if flags & os.O_DIRECT else self.directs.discard)(file)
+            return file
+
+        def read_into(self, file: int, buffers: list[memoryview], offset: int) -> int:
+            if file in self.directs:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return super().read_into(file, buffers, offset)
+
+    store = opened(tmp_path / "store", calls=NoDirect())
+    assert not store.stats().direct
+    assert "page cache: its file system refuses O_DIRECT (Invalid argument)" in store.how
+    assert all(put(store, KEYS))
+    assert served(store, KEYS) == KEYS
+    store.close(5)
+
+
+def test_direct_writes_that_are_refused_later(tmp_path: Path) -> None:
+    class RefusedOnce(FailingCalls):
+        refused = False
+
+        def write_from(self, *arguments: object) -> int:
+            if not self.refused:
+                self.refused = True
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return super().write_from(*arguments)  # type: ignore[arg-type]
+
+    store = opened(tmp_path / "store", calls=RefusedOnce())
+    assert all(put(store, KEYS))
+    assert not store.stats().direct
+    assert served(store, KEYS) == KEYS
+    store.close(5)
+
+
+def test_file_systems_without_holes_keep_their_space(tmp_path: Path) -> None:
+    calls = failing("punch", error=errno.EOPNOTSUPP)
+    store = opened(tmp_path / "store", pages=8, calls=calls)
+    put(store, KEYS)
+    put(store, [key_of(100 + number) for number in range(4)])
+    assert store.stats().total_bytes == 8 * PAGE_BYTES
+    other = opened(tmp_path / "store", pages=8, calls=calls, model=b"other")
+    assert put(other, [key_of(1)], model=b"other") == [False]
+    assert other.stats().dropped == {"no room": 1}
+    store.close(5)
+    other.close(5)

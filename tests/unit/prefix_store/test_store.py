@@ -1,0 +1,370 @@
+"""Pages come back as they were written: after restarts, in other processes' views, within size, budget and queue."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from prefix_pages import (
+    PAGE_BYTES,
+    FailingCalls,
+    file_of,
+    get,
+    key_of,
+    opened,
+    page_of,
+    put,
+    served,
+    until,
+)
+
+KEYS = [key_of(number) for number in range(8)]
+
+
+def test_pages_come_back_after_a_restart(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    assert put(store, KEYS) == [True] * 8
+    assert store.has(KEYS) == 8
+    assert served(store, KEYS) == KEYS
+    store.close(5)
+    again = opened(tmp_path / "store")
+    assert again.has([*KEYS, b"another".ljust(20)]) == 8
+    assert again.has([b"another".ljust(20), *KEYS]) == 0
+    assert served(again, KEYS) == KEYS
+    stats = again.stats()
+    assert (stats.pages, stats.nbytes, stats.total_bytes) == (8, 8 * PAGE_BYTES, 8 * PAGE_BYTES)
+    assert (stats.pages_read, stats.bytes_read, stats.missed) == (8, 8 * PAGE_BYTES, {})
+    assert stats.read_bytes_per_second
+    again.close(5)
+
+
+@pytest.mark.parametrize("page_bytes", [5, 4096, 5000, 70_001, 1 << 20])
+def test_pages_of_any_size(tmp_path: Path, page_bytes: int) -> None:
+    store = opened(tmp_path / "store", page_bytes=page_bytes)
+    assert all(put(store, KEYS, page_bytes))
+    assert served(store, KEYS, page_bytes) == KEYS
+    store.close(5)
+
+
+def test_thousands_of_small_pages_at_once(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", pages=50_000, page_bytes=4096)
+    keys = [key_of(number) for number in range(3000)]
+    assert all(put(store, keys, 4096))
+    assert served(store, keys, 4096) == keys
+    assert store.stats().dropped == {}
+    assert store.stats().missed == {}
+    store.close(5)
+
+
+def test_memory_at_whole_pages_of_the_machine_is_read_straight_into(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    put(store, KEYS)
+    memory = memoryview(mmap.mmap(-1, 8 * PAGE_BYTES))
+    views = [memory[number * PAGE_BYTES : (number + 1) * PAGE_BYTES] for number in range(8)]
+    results = []
+    # In another order than they lie in the file.
+    pages = [(KEYS[number], views[number]) for number in (3, 0, 7, 1, 2, 6, 5, 4)]
+    assert store.read(pages, results.append).wait(30)
+    assert results[0].valid == (True,) * 8
+    assert [bytes(view) for view in views] == [page_of(key) for key in KEYS]
+    store.close(5)
+
+
+def test_sources_that_fill_memory_later(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+
+    def fill(memory: memoryview) -> None:
+        memory[:] = page_of(KEYS[0])
+
+    def fail(memory: memoryview) -> None:
+        raise RuntimeError("gone")
+
+    over: list[bool] = []
+    assert store.write(KEYS[1], fail, over.append)
+    assert store.write(KEYS[0], fill, over.append)
+    until(lambda: len(over) == 2)
+    assert over == [False, True]
+    assert served(store, KEYS[:2]) == KEYS[:1]
+    assert store.stats().dropped == {"source failed": 1}
+    # What is copied at once may change when `write` has returned.
+    memory = bytearray(page_of(KEYS[2]))
+    assert store.write(KEYS[2], memoryview(memory))
+    memory[:] = bytes(PAGE_BYTES)
+    until(lambda: store.has(KEYS[2:3]) == 1)
+    assert served(store, KEYS[2:3]) == KEYS[2:3]
+    store.close(5)
+
+
+def test_two_views_of_a_folder_share_pages_and_write_none_twice(tmp_path: Path) -> None:
+    first, second = opened(tmp_path / "store"), opened(tmp_path / "store")
+    put(first, KEYS[:4])
+    until(lambda: second.has(KEYS[:4]) == 4)
+    assert served(second, KEYS[:4]) == KEYS[:4]
+    assert put(second, KEYS) == [False] * 4 + [True] * 4
+    assert second.stats().dropped == {"already there": 4}
+    until(lambda: first.has(KEYS) == 8)
+    assert first.stats().bytes_written + second.stats().bytes_written == 8 * PAGE_BYTES
+    first.close(5)
+    second.close(5)
+
+
+def test_two_views_that_write_the_same_pages_at_once(tmp_path: Path) -> None:
+    stores = [opened(tmp_path / "store", beat_s=60) for _ in range(2)]
+    threads = [threading.Thread(target=put, args=(store, KEYS)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(store.stats().pages_written for store in stores) == 8
+    again = opened(tmp_path / "store")
+    assert served(again, KEYS) == KEYS
+    for store in (*stores, again):
+        store.close(5)
+
+
+def test_the_least_recently_used_leave_and_the_end_of_a_chain_before_its_beginning(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", pages=8)
+    put(store, KEYS)
+    store.use(KEYS[4:])
+    store.use(KEYS[:3])
+    put(store, [key_of(100)])
+    assert store.has(KEYS[3:4]) == 0  # Never used.
+    put(store, [key_of(101)])
+    assert [store.has([key]) for key in KEYS] == [1, 1, 1, 0, 1, 1, 1, 0]
+    assert store.stats().total_bytes == 8 * PAGE_BYTES
+    assert store.stats().pages_evicted == 2
+    store.close(5)
+
+
+def test_what_another_process_used_stays(tmp_path: Path) -> None:
+    calls = FailingCalls()
+    calls.clock_s = time.time()
+    first = opened(tmp_path / "store", pages=8, calls=calls)
+    put(first, KEYS)
+    second = opened(tmp_path / "store", pages=8)
+    served(second, KEYS[:1])
+    second.close(5)
+    calls.clock_s += 1
+    put(first, [key_of(100)])
+    assert first.has(KEYS[:1]) == 1
+    assert first.has(KEYS[1:2]) == 0
+    first.close(5)
+
+
+def test_a_reader_whose_page_was_evicted_by_another_has_a_miss(tmp_path: Path) -> None:
+    reader = opened(tmp_path / "store", pages=8, beat_s=60)
+    put(reader, KEYS)
+    writer = opened(tmp_path / "store", pages=8)
+    put(writer, [key_of(100 + number) for number in range(8)])
+    assert reader.has(KEYS) == 8  # Not seen yet.
+    assert served(reader, KEYS) == []
+    assert reader.stats().missed == {"evicted": 8}
+    assert reader.has(KEYS) == 0
+    # Nothing of the other's was forgotten for it.
+    reader.close(5)
+    assert len(served(writer, [key_of(100 + number) for number in range(8)])) == 8
+    writer.close(5)
+
+
+def test_the_size_bounds_all_models_together(tmp_path: Path) -> None:
+    first = opened(tmp_path / "store", pages=8)
+    put(first, KEYS)
+    other = opened(tmp_path / "store", pages=8, model=b"other", page_bytes=2 * PAGE_BYTES, size_bytes=8 * PAGE_BYTES)
+    assert other.has(KEYS) == 0
+    assert all(put(other, [key_of(50)], 2 * PAGE_BYTES, b"other"))
+    assert other.stats().total_bytes <= 8 * PAGE_BYTES
+    until(lambda: first.stats().pages == 6)
+    blocks = sum(file.stat().st_blocks * 512 for file in (tmp_path / "store").glob("*.pages"))
+    assert blocks <= 8 * PAGE_BYTES  # On the disk, too.
+    assert served(other, [key_of(50)], 2 * PAGE_BYTES, b"other") == [key_of(50)]
+    assert len(served(first, KEYS)) == 6
+    first.close(5)
+    other.close(5)
+
+
+def test_a_smaller_size_takes_effect_at_the_next_start(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", pages=8)
+    put(store, KEYS)
+    store.close(5)
+    store = opened(tmp_path / "store", pages=3)
+    assert store.stats().total_bytes == 3 * PAGE_BYTES
+    assert len(served(store, KEYS)) == 3
+    assert file_of(tmp_path / "store", "pages").stat().st_blocks * 512 <= 3 * PAGE_BYTES
+    store.close(5)
+
+
+def test_the_files_of_a_model_without_pages_go(tmp_path: Path) -> None:
+    opened(tmp_path / "store", model=b"another").close(5)
+    store = opened(tmp_path / "store")
+    file_of(tmp_path / "store", "index")
+    store.close(5)
+
+
+def test_the_write_budget_is_shared_and_survives_restarts_until_the_next_day(tmp_path: Path) -> None:
+    calls = FailingCalls()
+    calls.clock_s = 20_000.5 * 86400
+    budget = {"daily_write_bytes": 4 * PAGE_BYTES, "calls": calls}
+    # The second does not look at what the first did before it writes.
+    first, second = opened(tmp_path / "store", **budget), opened(tmp_path / "store", beat_s=60, **budget)
+    assert put(first, KEYS[:3]) == [True] * 3
+    assert sorted(put(second, KEYS[3:])) == [False] * 4 + [True]
+    assert second.stats().dropped == {"write budget": 4}
+    first.close(5)
+    second.close(5)
+    third = opened(tmp_path / "store", **budget)
+    assert third.stats().written_today_bytes == 4 * PAGE_BYTES
+    assert put(third, [key_of(50)]) == [False]
+    calls.clock_s += 86400
+    assert third.stats().written_today_bytes == 0
+    assert put(third, [key_of(50)]) == [True]
+    third.close(5)
+
+
+def test_a_late_note_of_use_does_not_make_a_page_that_is_being_written_look_abandoned(tmp_path: Path) -> None:
+    calls = FailingCalls()
+    calls.ahead_s = -1000.0
+    late = opened(tmp_path / "store", pages=8, beat_s=60, calls=calls)
+    put(late, KEYS)
+    late.use(KEYS)
+    writer = opened(tmp_path / "store", pages=8)
+    filling, go_on = threading.Event(), threading.Event()
+
+    def fill(memory: memoryview) -> None:
+        filling.set()
+        go_on.wait(30)
+        memory[:] = page_of(key_of(100))
+
+    over: list[bool] = []
+    assert writer.write(key_of(100), fill, over.append)
+    assert filling.wait(30)
+    late.close(5)  # Notes what it used, among it the page whose slot the writer has now.
+    other = opened(tmp_path / "store", pages=8)
+    for number in range(20):
+        put(other, [key_of(200 + number)])
+    go_on.set()
+    until(lambda: len(over) == 1)
+    assert over == [True]
+    assert writer.stats().dropped == {}
+    assert served(writer, [key_of(100)]) == [key_of(100)]
+    other.close(5)
+    writer.close(5)
+
+
+def test_the_queue_is_bounded_and_drops_are_counted(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", queue_bytes=3 * PAGE_BYTES)
+    wait, over = threading.Event(), []
+
+    def fill(memory: memoryview) -> None:
+        wait.wait(30)
+
+    taken = [store.write(key, fill, over.append) for key in KEYS]
+    assert taken == [True] * 3 + [False] * 5
+    assert not store.write(KEYS[0], fill)
+    assert store.stats().dropped == {"queue full": 5, "already there": 1}
+    assert store.stats().queued_bytes == 3 * PAGE_BYTES
+    wait.set()
+    until(lambda: len(over) == 3)
+    assert over == [True] * 3
+    store.close(5)
+
+
+def test_closing_writes_what_waits_and_answers_all(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    for key in KEYS:
+        assert store.write(key, memoryview(page_of(key)))
+    store.close(30)
+    assert not store.write(key_of(99), memoryview(page_of(key_of(99))))
+    assert store.stats().dropped == {"closing": 1}
+    assert get(store, KEYS)[0].missed == {"closing": 8}
+    store.close(5)
+    again = opened(tmp_path / "store")
+    assert served(again, KEYS) == KEYS
+    again.close(5)
+
+
+def test_reads_while_it_is_closed_are_all_answered(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    put(store, KEYS)
+    tickets = []
+    asking = threading.Thread(
+        target=lambda: tickets.extend(
+            store.read([(KEYS[number % 8], memoryview(bytearray(PAGE_BYTES)))], lambda result: None)
+            for number in range(400)
+        )
+    )
+    asking.start()
+    store.close(5)
+    asking.join()
+    assert len(tickets) == 400
+    assert all(ticket.wait(30) for ticket in tickets)
+
+
+def test_a_cancelled_read_is_answered_all_the_same(tmp_path: Path) -> None:
+    calls = FailingCalls()
+    store = opened(tmp_path / "store", page_bytes=1 << 20, calls=calls)
+    put(store, KEYS, 1 << 20)
+    calls.delay_s = 0.05
+    results = []
+    tickets = [
+        store.read([(key, memoryview(bytearray(1 << 20)))], lambda result: results.append(result)) for key in KEYS * 4
+    ]
+    for ticket in tickets:
+        ticket.cancel()
+    assert all(ticket.wait(30) for ticket in tickets)
+    assert len(results) == 32
+    assert 0 < store.stats().missed["cancelled"] < 32
+    store.close(5)
+
+
+def test_a_callback_that_raises_harms_nobody(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+
+    def fail(_: object) -> None:
+        raise RuntimeError("of the caller")
+
+    assert store.write(KEYS[0], memoryview(page_of(KEYS[0])), fail)
+    until(lambda: store.has(KEYS[:1]) == 1)
+    assert store.read([(KEYS[0], memoryview(bytearray(PAGE_BYTES)))], fail).wait(30)
+    assert put(store, KEYS[1:2]) == [True]
+    assert served(store, KEYS[:2]) == KEYS[:2]
+    store.close(5)
+
+
+def test_rates_are_kept_for_the_next_process(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    put(store, KEYS)
+    served(store, KEYS)
+    store.close(5)
+    again = opened(tmp_path / "store", model=b"another")
+    assert again.stats().read_bytes_per_second
+    assert again.stats().write_bytes_per_second
+    again.close(5)
+
+
+def test_many_threads_and_two_views(tmp_path: Path) -> None:
+    stores = [opened(tmp_path / "store", pages=24) for _ in range(2)]
+    wrong: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(25):
+                keys = [key_of((number * 7 + turn * 3 + step) % 40) for step in range(4)]
+                store = stores[(number + turn) % 2]
+                put(store, keys)
+                served(store, keys)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert "checksum" not in {**stores[0].stats().missed, **stores[1].stats().missed}
+    for store in stores:
+        assert store.stats().total_bytes <= 24 * PAGE_BYTES
+        store.close(5)

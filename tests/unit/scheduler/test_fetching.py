@@ -1,0 +1,126 @@
+"""Fetch or compute: by what was seen, and whichever is sooner."""
+
+from __future__ import annotations
+
+import random
+
+from simulated_engine import FakeStore, SimulatedEngine, SimulatedTiers
+
+from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
+from holdfast.records import Request, SamplingParams
+from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.scheduler.fetching import SeenRate
+
+BLOCKS = 40
+
+
+def world(*, store: FakeStore | None = None, failing: float = 0.0) -> SimulatedEngine:
+    groups, places = form_groups([None, None])
+    layout = KVLayout(groups=groups, block_tokens=4, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=120)
+    below = TierLimits(host_pages=200, spare_pages=BLOCKS)
+    kv = KVCache(layout, BLOCKS, True, below, store)
+    tiers = SimulatedTiers(random.Random(3), store, failing)
+    return SimulatedEngine(Scheduler(limits, kv), vocabulary=50, tiers=tiers)
+
+
+def ask(engine: SimulatedEngine, name: str, prompt: list[int]) -> int:
+    """The tokens that were found cached."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    engine.add(Request(request_id=name, prompt_token_ids=prompt, params=params))
+    engine.finish()
+    return engine.outputs[name][-1].cached_tokens
+
+
+def push_out(engine: SimulatedEngine) -> None:
+    """Other prompts take the whole pool."""
+    for number in range(4):
+        ask(engine, f"other {number}{len(engine.outputs)}", [10 + number] * 90)
+
+
+PROMPT = [1, 2, 3, 4] * 20
+
+
+def test_what_left_the_pool_is_fetched_from_ram() -> None:
+    engine = world()
+    assert ask(engine, "first", PROMPT) == 0
+    push_out(engine)
+    assert ask(engine, "again", PROMPT) == 76
+    assert engine.scheduler.kv.below_hits_total[Tier.HOST] > 0
+
+
+def test_of_copies_that_all_fail_nothing_comes_and_nobody_waits() -> None:
+    engine = world(failing=1.0)
+    ask(engine, "first", PROMPT)
+    push_out(engine)
+    assert ask(engine, "again", PROMPT) == 0
+    assert engine.scheduler.stats().failed_copies_total > 0
+
+
+def test_two_who_want_the_same_pages_wait_for_one_load() -> None:
+    engine = world()
+    ask(engine, "first", PROMPT)
+    push_out(engine)
+    before = engine.runner.tiers.copied[Tier.HOST]
+    for name in ("one", "two"):
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        engine.add(Request(request_id=name, prompt_token_ids=PROMPT, params=params))
+    engine.finish()
+    assert [engine.outputs[name][-1].cached_tokens for name in ("one", "two")] == [76, 76]
+    assert engine.runner.tiers.copied[Tier.HOST] - before <= 19
+
+
+def test_what_is_computed_sooner_is_not_fetched() -> None:
+    engine = world()
+    ask(engine, "first", PROMPT)
+    push_out(engine)
+    fetching, page = engine.scheduler._fetching, engine.scheduler.kv.layout.page_bytes
+    fetching.prefill.note(1_000_000, 1.0)
+    fetching.loads[Tier.HOST].note(page, 1.0)  # A page a second.
+    loaded = engine.runner.tiers.copied[Tier.HOST]
+    ask(engine, "again", PROMPT)
+    assert engine.runner.tiers.copied[Tier.HOST] == loaded
+    assert engine.scheduler.stats().fetches_not_worth_total > 0
+    for _ in range(60):  # The link has become fast.
+        fetching.loads[Tier.HOST].note(page * 1_000_000, 1.0)
+    push_out(engine)
+    assert ask(engine, "once more", PROMPT) > 0
+    assert engine.runner.tiers.copied[Tier.HOST] > loaded
+
+
+def test_a_prefix_goes_to_disk_on_its_second_use_and_not_before() -> None:
+    store = FakeStore(random.Random(1), most=1000)
+    engine = world(store=store)
+    ask(engine, "first", PROMPT)
+    assert not store.pages
+    ask(engine, "second", PROMPT)
+    assert len(store.pages) >= 18
+    ask(engine, "third", PROMPT)
+    assert store.used > 0
+
+
+def test_an_abort_while_pages_come_gives_them_back() -> None:
+    engine = world()
+    ask(engine, "first", PROMPT)
+    push_out(engine)
+    engine.add(Request(request_id="gone", prompt_token_ids=PROMPT, params=SamplingParams(max_tokens=3)))
+    engine.plan()
+    assert engine.scheduler._fetching.sequences
+    engine.abort("gone")
+    engine.finish()
+    engine.scheduler.check_invariants()
+    assert engine.scheduler.kv.blocks_used == 0
+
+
+def test_rates_are_of_what_was_seen_last() -> None:
+    rate = SeenRate()
+    assert rate.per_s is None
+    rate.note(100, 0.0)
+    assert rate.per_s is None
+    for _ in range(50):
+        rate.note(100, 1.0)
+    assert rate.per_s is not None
+    assert abs(rate.per_s - 100) < 1
+    for _ in range(50):
+        rate.note(300, 1.0)
+    assert abs(rate.per_s - 300) < 5
