@@ -202,12 +202,12 @@ def _add_pairs(
     wait_for_others(EARLY)
     for choice in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + choice
-        line = tl.load(rows + pair * rows_stride + column, mask=inside, other=0.0).to(tl.float32)
         weight = tl.load(weights + pair)
-        if PADDED:  # Rows of what nobody chose were not written.
-            total += tl.where(weight > 0.0, line * weight, 0.0)
-        else:
-            total += line * weight
+        read = inside
+        if PADDED:  # Rows of what nobody chose were not written. Not chosen after the product: it and the sum are one,
+            read = column < tl.where(weight > 0.0, columns, 0)  # rounded once, where nothing stands between them.
+        line = tl.load(rows + pair * rows_stride + column, mask=read, other=0.0).to(tl.float32)
+        total += line * weight
     let_others_start(EARLY)
     if ADD:
         total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
