@@ -304,9 +304,8 @@ def build_core(
     check_lora_dtype(config, plan.dtype)
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan, beat)
-    loaded_from = files_stamp(config, model.files)
+    cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
-    cores = config.threads or processor().cores
     with stored as checkpoint, compute_threads(cores).computing():
         plan = _still_fits(plan)
         warm_up(DTYPES[plan.dtype], CPU)
