@@ -229,7 +229,8 @@ def test_ctrl_c_ends_a_run_with_a_line_and_without_traces_of_its_processes(tmp_p
     assert not any(one.is_running() for one in workers)
 
 
-def test_ctrl_c_gives_the_figures_until_then(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended_by", ["ctrl-c", "sigterm"])
+def test_a_run_that_is_ended_early_gives_the_figures_until_then(tmp_path: Path, ended_by: str) -> None:
     kept = tmp_path / "run.json"
     with running_fake() as fake:
         words = ("bench", fake.url, "--quiet", "--concurrency", "2", "--up", "0", "--output", "4", "--save", str(kept))
@@ -239,7 +240,10 @@ def test_ctrl_c_gives_the_figures_until_then(tmp_path: Path) -> None:
         while "vllm:num_requests_running 2" not in httpx.get(f"{fake.url}/metrics").text:
             assert run.poll() is None
         time.sleep(1.2)  # Client processes tell twice a second what was answered.
-        os.killpg(run.pid, signal.SIGINT)
+        if ended_by == "ctrl-c":
+            os.killpg(run.pid, signal.SIGINT)
+        else:
+            run.terminate()
         said, _ = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 130
     assert "NONE: interrupted after " in said

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,8 @@ AS_VLLM = ("serve", "throughput", "latency")
 VLLM_ALONE = ("startup", "sweep", "mm-processor")
 """Benchmarks of vLLM that are not there; a model would be taken for one."""
 PASS, FAIL, NO_SERVER, INTERRUPTED = 0, 1, 3, 130
+TERMINAL_S, LOG_S = 1.0, 30.0
+"""Between two words of progress."""
 _ADDRESS = re.compile(r"\d{1,5}|https?://.+|(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/.*)?")
 
 
@@ -294,15 +297,22 @@ def measured(arguments: argparse.Namespace, asked: tuple[Load, RunOptions], url:
     target = find_target(url, options.api_key, arguments.model, load.certificate)
     check_lengths(load, target)
     load = calibrated(_with(load, model=target.model))
-    progress = None if arguments.quiet or not sys.stderr.isatty() else _StatusLine(load)
+    progress = None if arguments.quiet else _StatusLine(load, terminal=sys.stderr.isatty())
+    usual = signal.signal(signal.SIGTERM, _as_ctrl_c)
     try:
         return run_bench(target, load, _with(options, model=model, command=_started_as(arguments, model)), progress)
     except KeyboardInterrupt:
         print("holdfast: interrupted before anything was answered: no figures, nothing written", file=sys.stderr)
         raise
     finally:
+        signal.signal(signal.SIGTERM, usual)
         if progress is not None:
             progress.clear()
+
+
+def _as_ctrl_c(number: int, frame: object) -> None:
+    """Whoever ends a run early wants its figures until then, however it is ended."""
+    signal.raise_signal(signal.SIGINT)
 
 
 def _started_as(arguments: argparse.Namespace, model: str | None) -> str | None:
@@ -339,24 +349,27 @@ def _check_can_be_written(path: str | None, field: str) -> None:
 
 
 class _StatusLine:
-    """On one line of a terminal: how far it is."""
+    """How far it is: on one line of a terminal; elsewhere, in a log, a line now and then."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, *, terminal: bool) -> None:
         from holdfast.bench.client.drive import run_seconds
 
-        self._seconds = run_seconds(load)
-        self._said_s = 0.0
+        self._seconds, self._terminal = run_seconds(load), terminal
+        self._said_s = 0.0 if terminal else time.monotonic()
 
     def __call__(self, at_s: float, answers: Sequence[TimedAnswer]) -> None:
-        if time.monotonic() - self._said_s < 1.0 or at_s < 0:
+        if time.monotonic() - self._said_s < (TERMINAL_S if self._terminal else LOG_S) or at_s < 0:
             return
         self._said_s = time.monotonic()
         failed = sum(bool(answer.error) for answer in answers[-1000:])
         whole = f" of {self._seconds:.0f}" if 0 < self._seconds < float("inf") else ""
         trouble = f", {failed} of the last {min(1000, len(answers))} failed" if failed else ""
-        sys.stderr.write(f"\r\033[K{at_s:.0f}{whole} s, {len(answers):,} requests answered{trouble}")
+        said = f"{at_s:.0f}{whole} s, {len(answers):,} requests answered{trouble}"
+        sys.stderr.write(f"\r\033[K{said}" if self._terminal else f"holdfast: {said}\n")
         sys.stderr.flush()
 
     def clear(self) -> None:
+        if not self._terminal:
+            return
         sys.stderr.write("\r\033[K")
         sys.stderr.flush()

@@ -3,6 +3,7 @@ docs/memory.md says what the fields mean."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -99,8 +100,10 @@ def _asked(body: dict[str, Any]) -> tuple[str, int]:
 
 def _refused(error: HoldfastError, tier: str) -> RequestError:
     fix = error.fix
-    if fix is not None and "POST /memory" not in fix:  # What a plan advises is for a start.
-        fix = f"ask for another size; for a start: {fix}"
+    if fix is not None and "POST /memory" not in fix:  # What a plan advises is for a start, in its flags.
+        size = re.search(rf"--{tier}[ =](\d\S*\w)", fix)
+        other = f'{{"{tier}": "{size[1]}"}}' if size else f'another size, as in {{"{tier}": "8GiB"}}'
+        fix = f"send {other}; GET /memory shows the budget in force"
     return RequestError(
         f"the budget stays as it is: {error.message}",
         code=error.code,
