@@ -12,9 +12,12 @@ from holdfast.planner.report.text import lines
 @pytest.mark.parametrize("method", ["fp8", "Q8_0"])
 def test_a_published_copy_comes_first_for_a_model_planned_as_if_quantized(method: str) -> None:
     found = plan("qwen3-30b-a3b", quantization=method, gpu="4090")
-    assert found.ways_out[0].settings == {"model": "Qwen/Qwen3-30B-A3B-GPTQ-Int4"}
+    assert found.ways_out[0].settings == {"model": "Qwen/Qwen3-30B-A3B-GPTQ-Int4", "quantization": "gptq"}
     assert found.best == 0
     assert found.commands["holdfast"].text.startswith("holdfast serve Qwen/Qwen3-30B-A3B-GPTQ-Int4 ")
+    words = ["plan", "qwen3-30b-a3b", "-q", method, "--gpu", "4090", "--brief"]
+    for way in found.ways_out[:2]:
+        assert main([*words, *way.flags.split()]) == 0, "behind the line that was planned it fits"
 
 
 def test_no_copy_of_as_many_bits_is_a_remedy() -> None:

@@ -110,7 +110,9 @@ def _of_base(question: Question) -> list[Variant]:
     stored = _stored_bits(question.model)
     found = _variants(Same(replace(question, model=base)))
     return [
-        one if one.published else replace(one, label=f"{one.label}, of {base.name}", made_of=base.name)
+        replace(one, made_of=None if question.model.made_as is None else base.name)
+        if one.published
+        else replace(one, label=f"{one.label}, of {base.name}", made_of=base.name)
         for one in found
         if _is_ready(one) and bits(one) < stored
     ]

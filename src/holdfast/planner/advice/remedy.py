@@ -295,6 +295,8 @@ def model_setting(variant: Variant | None) -> dict[str, object]:
     if variant is None:
         return {}
     if variant.published:
-        return {"model": variant.model.name}
+        # A --quantization that was planned with says what this one is stored in.
+        replaced: dict[str, object] = {} if variant.made_of is None else {"quantization": variant.method}
+        return {"model": variant.model.name, **replaced}
     made_of: dict[str, object] = {} if variant.made_of is None else {"model": variant.made_of}
     return {**made_of, "quantization": variant.method}
