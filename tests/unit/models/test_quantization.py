@@ -176,7 +176,7 @@ def test_what_cannot_be_read_is_named(config: dict[str, Any], word: str) -> None
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv layout (the gemm layout is read)"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, "experts in FP4"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits (4 and 8 bits are read)"),
         (
