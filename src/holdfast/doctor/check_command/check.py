@@ -301,8 +301,16 @@ def _answered(
 
 
 def _streams(told: PlanAnswer) -> bool:
-    """Whether Holdfast serves it with layers in RAM: in what is known to be there, or where that is not known."""
-    return told.offload is not None and told.offload.may_run
+    """Whether Holdfast serves it with layers in RAM that is known to be there, as `holdfast plan` decides it too."""
+    return told.offload is not None and told.offload.runs
+
+
+def _given_ram(told: PlanAnswer) -> list[Fix]:
+    """Where it is not known how much RAM there is: the same command runs with enough of it."""
+    if told.offload is None or told.offload.known or not told.offload.may_run:
+        return []
+    why = f"the same command {told.offload.verdict}; --ram SIZE tells what the machine has"
+    return [Fix(why=why, price="slow: they cross the bus in every step", basis="first_try")]
 
 
 def _drafted_too_much(command: ServerCommand, told: PlanAnswer, engine: str) -> Finding | None:
@@ -376,7 +384,7 @@ def _does_not_fit(command: ServerCommand, told: PlanAnswer) -> Finding:
     weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
     lines = [f"budget {format_bytes(rank.budget_bytes)} on {rank.device.name}"]
     lines += [f"{term.name} {format_bytes(term.nbytes)}" for term in terms[:3]]
-    fixes = ways(command, told)
+    fixes = [*_given_ram(told), *ways(command, told)]
     configured = any(way.kind in ("utilization", "context", "sequences", "configuration") for way in told.ways_out)
     budget = format_bytes(rank.budget_bytes)
     if weights > rank.budget_bytes:

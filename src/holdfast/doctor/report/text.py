@@ -84,6 +84,8 @@ def lines_of_findings(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str
 
 
 def _heading(diagnosis: Diagnosis) -> str:
+    if diagnosis.programs:
+        return "; ".join(f"{name}: {told}" for name, told in diagnosis.programs.items())
     engine = diagnosis.engine or "unknown engine"
     version = f" {diagnosis.engine_version}" if diagnosis.engine_version else ""
     phase = f", phase: {diagnosis.phase}" if diagnosis.phase else ""
