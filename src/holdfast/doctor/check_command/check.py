@@ -10,6 +10,8 @@ Every value that is offered as a fix has been planned. Runs nothing and download
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,7 +30,7 @@ from holdfast.doctor.check_command.refusals import (
     refused,
     vllm_on_a_cpu,
 )
-from holdfast.doctor.check_command.remedies import fixes_of, ways, with_fixes
+from holdfast.doctor.check_command.remedies import MADE_BY_VLLM, copies, fixes_of, ways, with_fixes
 from holdfast.doctor.check_command.to_question import CommandMachine, question_for, replicas, without_draft
 from holdfast.doctor.check_command.unplanned import (
     budget_words,
@@ -78,6 +80,7 @@ _ON_THIS_CPU = (
 _LESS_SURE: dict[str, Confidence] = {"high": "medium", "medium": "low"}
 """Of a command for a GPU that is judged for a CPU: it is likely meant for another machine."""
 _SHARE = "utilization_too_high"
+_OLLAMA = re.compile(r"(?:^|\s)ollama (?:run|pull) (?:--?\S+ )*([\w./:-]+)")
 ROUNDS = 3
 REPLANNED = ("heads_not_divisible", "tensor_parallel_mismatch", "bad_flag", "quant_shape_mismatch")
 """What is put right before it is planned again."""
@@ -98,6 +101,14 @@ def judge_command(text: str, *, machine: CommandMachine | None = None, version: 
             fix="close it, and quote the whole command",
             field="command",
         ) from None
+    if command is None and (ollama := _OLLAMA.search(text)):
+        raise ConfigurationError(
+            "Ollama's commands have nothing to check: it chooses its settings itself",
+            needed="a plan of the model, as Ollama stores it (Q4_K_M, unless its tag says otherwise)",
+            found=shorten(text, 120),
+            fix=f"holdfast plan {shlex.quote(ollama[1])} -q Q4_K_M --for llama.cpp",
+            field="command",
+        )
     if command is None:
         raise ConfigurationError(
             "this is not a command that starts a server",
@@ -127,7 +138,13 @@ def judge(
     for _ in range(ROUNDS):
         right = _put_right(command, findings)
         found_now, missing, seen = _planned_together(right, machine or CommandMachine(), engine_version, runs_here)
-        findings += [one for one in found_now if one.what not in {known.what for known in findings}]
+        offered = right.value("tensor-parallel-size") != command.value("tensor-parallel-size")
+        findings += [
+            one
+            for one in found_now
+            # A size that was not asked for, but offered, is no fault of the command.
+            if one.what not in {known.what for known in findings} and not (offered and one.code == _IDLE)
+        ]
         again = [one for one in found_now if one.cause in REPLANNED and one.fix is not None and one.fix.changes]
         if not again:
             break
@@ -160,6 +177,10 @@ def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
         return findings
     every = _changes(findings)
     text = command.with_changes(every)
+    other = next((one.fix for one in findings if one.fix is not None and "--model" in one.fix.changes), None)
+    if other is not None and other.command is not None:
+        # Planned with the other faults put right: without that model, no command of these would start.
+        return [_with_other_model(one, other) for one in findings]
 
     def mended(fix: Fix | None) -> Fix | None:
         if fix is None or not fix.changes or "--model" in fix.changes:
@@ -169,6 +190,14 @@ def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
         return msgspec.structs.replace(fix, command=text, why=f"{fix.why}{beside}")
 
     return [msgspec.structs.replace(one, fix=mended(one.fix)) for one in findings]
+
+
+def _with_other_model(finding: Finding, other: Fix) -> Finding:
+    fix = finding.fix
+    if fix is None or fix is other or not fix.changes or "--model" in fix.changes:
+        return finding
+    why = f"{fix.why}; alone it does not fit, with the model of another finding it does"
+    return msgspec.structs.replace(finding, fix=msgspec.structs.replace(fix, command=other.command, why=why))
 
 
 # The plan
@@ -287,7 +316,9 @@ def _answered(
     if ill is not None:
         findings.append(ill)
     elif split is None and not told.fits and not offloaded and not _streams(told):
-        findings.append(_drafted_too_much(command, told, engine) or _does_not_fit(command, told))
+        finding = _drafted_too_much(command, told, engine) or _does_not_fit(command, told)
+        published = _published(command, version, machine, engine)
+        findings.append(with_fixes(finding, [*published, *fixes_of(finding)]) if published else finding)
     elif told.fits and told.lacks:
         findings += _would_refuse(command, told, question, engine, sizes_itself=split is None)
     findings += too_many_replicas(command, told)
@@ -298,6 +329,16 @@ def _answered(
         if warning.code in _WARNED and _WARNED[warning.code][0] not in said:
             findings.append(_warned(command, warning))
     return findings, told, split
+
+
+def _published(command: ServerCommand, version: str | None, machine: CommandMachine, engine: str) -> list[Fix]:
+    """Where the engine is to quantize while it loads, and that does not fit: a copy in fewer bits, without the flag."""
+    from holdfast.planner.report.answer import answer
+
+    bare = parse_command(command.with_changes({"--quantization": None}))
+    if command.engine != "vllm" or command.value("quantization") not in MADE_BY_VLLM or bare is None:
+        return []
+    return copies(command, answer(question_for(bare, machine, version), engine=engine))[:1]
 
 
 def _streams(told: PlanAnswer) -> bool:
