@@ -32,6 +32,7 @@ from holdfast.records import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
+K_QUANTS = "Q4_K", "Q5_K", "Q6_K"
 SIZES = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "num_local_experts": 4}
 
 
@@ -44,6 +45,8 @@ class Experts(Tiny):
 
     def __init__(self, folder: Path, few: int | None, kinds: tuple[str, str, str] | None = None) -> None:
         more: dict[str, Any] = {"intermediate_size": 64} if kinds else {}
+        if kinds == K_QUANTS:
+            more = {"intermediate_size": 256, "hidden_size": 256}
         super().__init__(folder, "Mixtral", **{**SIZES, **more})
         self.few = few
         self._checkpoint = Checkpoint(safetensors.read_headers([folder / "model.safetensors"]), "safetensors")
@@ -168,6 +171,22 @@ def test_experts_come_and_go_while_answers_are_computed(
     model.few = None
     plain = model.core(device, gpu=True, slots=2)
     assert told(found) == told(run(plain, [prompt(1, 9), prompt(2, 1)], params))
+    plain.close()
+
+
+def test_experts_of_a_layer_that_does_not_change_stay_as_they_lie(tmp_path: Path, device: torch.device) -> None:
+    """Planes of K-quants lie in another order when they are loaded than when they are laid out again."""
+    model = Experts(tmp_path, 4, K_QUANTS)
+    core = model.core(device, gpu=True, slots=2)
+    assert core.runner.decoder.experts.resident_counts == (0, 1, 3)
+    core.runner.change_experts(4)
+    assert core.runner.decoder.experts.resident_counts == (2, 1, 1)
+    params = [SamplingParams(max_tokens=2, seed=0, logprobs=2, ignore_eos=True)]
+    found = run(core, [prompt(1, 5)], params)
+    core.close()
+    model.few = None
+    plain = model.core(device, gpu=True, slots=2)
+    assert told(found) == told(run(plain, [prompt(1, 5)], params))
     plain.close()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy
+from quantized_blocks import NEW_KINDS, WRITTEN, drawn
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.models import ModelSpec
@@ -59,17 +61,25 @@ def write_expert_gguf(
         values = numbers[tensor.name]
         plain = values.ndim == 1 or tensor.name.endswith("router")
         kind = gguf.GGMLQuantizationType["F32" if plain else kinds(tensor.name)]
-        rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        rounded = gguf.quants.dequantize(_quantized(values, kind), kind)
         for number, (name, shape) in enumerate(tensor.in_safetensors()):
             kept[name] = (rounded[number] if "{expert}" in tensor.hf_name else rounded).reshape(shape)
         turned = interleave(values, tensor.heads) if tensor.gguf_turn != "none" else values
         written = turned[0] if len(turned) == 1 else turned
-        writer.add_tensor(tensor.gguf_name, gguf.quants.quantize(written, kind), raw_dtype=kind)
+        writer.add_tensor(tensor.gguf_name, _quantized(written, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return kept
+
+
+def _quantized(values: numpy.ndarray, kind: gguf.GGMLQuantizationType) -> numpy.ndarray:
+    """Of kinds that the package does not write, others of their shape."""
+    if kind.name not in NEW_KINDS or kind.name in WRITTEN:
+        return gguf.quants.quantize(values, kind)
+    *outer, columns = values.shape
+    return drawn(kind.name, math.prod(outer), columns, seed=values.size, scale=0.005)[0].reshape(*outer, -1)
 
 
 def write_random_gguf(spec: ModelSpec, path: Path, architecture: str, layout: str) -> None:

@@ -84,6 +84,7 @@ class FakeStore:
         self.pages: dict[bytes, list[int]] = {}
         self.lost: set[bytes] = set()
         self.used = 0
+        self.well = True
 
     def has(self, keys: Sequence[bytes]) -> int:
         return next((place for place, key in enumerate(keys) if key not in self.pages), len(keys))
@@ -91,6 +92,9 @@ class FakeStore:
     def use(self, keys: Sequence[bytes]) -> None:
         assert self.has(keys) == len(keys)
         self.used += len(keys)
+
+    def takes(self) -> bool:
+        return self.well
 
     def write(self, key: bytes, page: list[int]) -> None:
         self.pages[key] = page

@@ -385,7 +385,9 @@ def kv_ram_bytes(config: KVTierSettings) -> int:
     """On a GPU; on a CPU the pool is in RAM itself."""
     if config.kv_ram is not None:
         return config.kv_ram
-    return int((config.kv_offloading_size or config.swap_space or 0.0) * GIB)
+    # Older vLLM swaps preempted requests, with prefix caching or without: here these are computed again.
+    swapped = config.swap_space if config.enable_prefix_caching else None
+    return int((config.kv_offloading_size or swapped or 0.0) * GIB)
 
 
 def check_kv_tiers(config: KVTierSettings) -> None:
@@ -398,12 +400,13 @@ def check_kv_tiers(config: KVTierSettings) -> None:
             fix="--kv-cache-memory-bytes SIZE for a larger KV cache",
             field="kv_ram",
         )
-    if kv_ram_bytes(config) and not config.enable_prefix_caching:
+    if kv_ram_bytes(config) and not config.enable_prefix_caching and config.device != "cpu":
+        name = "kv_ram" if config.kv_ram is not None else "kv_offloading_size"
         raise ConfigurationError(
             "KV blocks in RAM are found as prefixes, but prefix caching is off",
             needed="enable_prefix_caching",
-            fix="leave --no-enable-prefix-caching out",
-            field="kv_ram",
+            fix=f"leave --no-enable-prefix-caching or {_flag(name)} out",
+            field=name,
         )
     if config.kv_store is None:
         for name in ("kv_store_size", "kv_store_daily_writes"):

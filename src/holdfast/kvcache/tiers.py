@@ -38,6 +38,9 @@ class StoredPages(Protocol):
     def use(self, keys: Sequence[bytes]) -> None:
         """They were asked for, in the order of their chain, and need not be read."""
 
+    def takes(self) -> bool:
+        """Whether a page would be written now, as far as is known: the disk is well, and the day's budget not spent."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierLimits:
@@ -115,10 +118,11 @@ class LowerTiers:
         self.loaded_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.stored_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_copies = self.dropped_writes = 0
-        """`dropped_writes`: pages that were to be written to disk when too many waited for it."""
+        """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none."""
         self._loading: list[dict[bytes, _Load]] = [{} for _ in range(groups)]
-        self._queued: deque[_Load] = deque()
-        """Loads that have not been planned yet."""
+        self._queued: dict[Tier, deque[_Load]] = {Tier.DISK: deque(), Tier.HOST: deque()}
+        """Loads that have not been planned yet, by where they come from: who comes from RAM does not stand behind who
+        comes from a disk, which may hang."""
         self._copies: dict[int, _Load | _Store] = {}
         """Planned, and not over."""
         self._in_flight = {Tier.HOST: 0, Tier.DISK: 0}
@@ -131,7 +135,7 @@ class LowerTiers:
     @property
     def copying(self) -> bool:
         """Something is on its way, or shall be."""
-        return bool(self._copies or self._queued)
+        return bool(self._copies) or any(self._queued.values())
 
     @property
     def pending(self) -> bool:
@@ -151,7 +155,7 @@ class LowerTiers:
 
     def loading(self, tier: Tier) -> int:
         """With those that shall come."""
-        return self._in_flight[tier] + sum(load.copy.source_tier == tier for load in self._queued)
+        return self._in_flight[tier] + len(self._queued[tier])
 
     def has(self, group: int, key: bytes, *, disk: bool) -> bool:
         """Whether this prefix can be had from below, or is on its way."""
@@ -223,20 +227,21 @@ class LowerTiers:
             source, tier, stored = 0, Tier.DISK, stored_key(group, key)
         copy = BlockCopy(self._number(), tier, source, Tier.DEVICE, page, False, stored)
         load = self._loading[group][key] = _Load(copy, group, key, [])
-        self._queued.append(load)
+        self._queued[tier].append(load)
         return load
 
     def drop(self, fetch: Fetch) -> None:
         """Nobody waits for it any more, and its pages were given back. What is on its way comes all the same, and stays
         as long as nobody needs the page; what has not been planned does not come."""
         fetch.dropped = True
-        kept = deque[_Load]()
-        for load in self._queued:
-            if all(one.dropped for one in load.fetches):
-                self._end_load(load, arrived=False)
-            else:
-                kept.append(load)
-        self._queued = kept
+        for tier, queued in self._queued.items():
+            kept = deque[_Load]()
+            for load in queued:
+                if all(one.dropped for one in load.fetches):
+                    self._end_load(load, arrived=False)
+                else:
+                    kept.append(load)
+            self._queued[tier] = kept
 
     def _end_load(self, load: _Load, *, arrived: bool, intact: bool = True) -> None:
         block = self._pool.blocks[load.copy.target]
@@ -271,6 +276,9 @@ class LowerTiers:
 
     def _writes(self, applied_step: int, budget: int) -> Iterator[BlockCopy]:
         """To disk. What has left the pool meanwhile is not written; what is on its way elsewhere is tried again."""
+        if self._to_write and self.stored is not None and not self.stored.takes():
+            self.dropped_writes += len(self._to_write)
+            self._to_write.clear()
         for group, key in list(islice(self._to_write, budget)):
             page = self._index.pages(group).get(key)
             block = None if page is None else self._pool.blocks[page]
@@ -331,16 +339,15 @@ class LowerTiers:
     def plan(self, running: Iterable[Sequence[int]], applied_step: int, *, stores: bool = True) -> list[BlockCopy]:
         """Copies for the plan that is being made. `running`: pages of who runs, the youngest first."""
         copies = list[BlockCopy]()
-        while self._queued and sum(self._in_flight.values()) < self.limits.most_loading:
-            if len(copies) >= self.limits.loads_a_plan:
-                break
-            tier = Tier(self._queued[0].copy.source_tier)
-            if tier is Tier.DISK and self._in_flight[tier] >= self.limits.most_loading_disk:
-                break
-            load = self._queued.popleft()
-            self._copies[load.copy.copy_id] = load
-            self._in_flight[tier] += 1
-            copies.append(load.copy)
+        for tier, queued in self._queued.items():
+            most = self.limits.most_loading_disk if tier is Tier.DISK else self.limits.most_loading
+            while queued and self._in_flight[tier] < most and len(copies) < self.limits.loads_a_plan:
+                if sum(self._in_flight.values()) >= self.limits.most_loading:
+                    break
+                load = queued.popleft()
+                self._copies[load.copy.copy_id] = load
+                self._in_flight[tier] += 1
+                copies.append(load.copy)
         if stores and (budget := self.limits.most_storing - self._stores) > 0:
             copies += self._writes(applied_step, budget)
             copies += self._saves(running, applied_step, self.limits.most_storing - self._stores)
@@ -388,7 +395,8 @@ class LowerTiers:
         """Raises AssertionError with what does not add up."""
         self.host.recount()
         moving = [block.id for block in self._pool.blocks if block.state in (BlockState.LOADING, BlockState.STORING)]
-        copies = [*(one.copy for one in self._copies.values()), *(load.copy for load in self._queued)]
+        queued = [load for loads in self._queued.values() for load in loads]
+        copies = [one.copy for one in (*self._copies.values(), *queued)]
         named = sorted(one.source if one.source_tier == Tier.DEVICE else one.target for one in copies)
         assert moving == named, f"pages {moving} are in transfer, copies are of {named}"
         for block in self._pool.blocks:
@@ -397,7 +405,7 @@ class LowerTiers:
         self.host.check_doubles(
             [(block.group, block.hash) for block in self._pool.blocks if block.saved and block.hash]
         )
-        loads = [one for one in (*self._copies.values(), *self._queued) if isinstance(one, _Load)]
+        loads = [one for one in (*self._copies.values(), *queued) if isinstance(one, _Load)]
         known = {id(load) for loading in self._loading for load in loading.values()}
         assert known == {id(load) for load in loads if not load.forgotten}, "a load is not where it is looked for"
 

@@ -132,6 +132,10 @@ class PrefixStore:
             return False
         return self._writer.write(padded(key), page.cast("B") if isinstance(page, memoryview) else page, done)
 
+    def takes(self) -> bool:
+        """Whether a page may be written now: else nobody need bring one."""
+        return self._writer is not None and self._writer.takes()
+
     def use(self, keys: Sequence[bytes]) -> None:
         """These are wanted: others are evicted before them. Of a chain the end leaves first."""
         if self._slab is None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.prefix_store.files.calls import Calls
 from holdfast.prefix_store.files.folder import BusyError, Control, StoreFolder
@@ -30,6 +31,9 @@ BATCH_BYTES, BATCH_PART = 8 << 20, 16
 is nobody's until it is written, or until it is clear that its process ended."""
 RESERVE_BYTES, RESERVE_PART = 1 << 30, 50
 """Of the disk stays free for others: this, or this part where that is less."""
+CHAIN_US, CHAIN_PART = 10_000_000, 4
+"""Pages that are written within this are taken for one chain, up to this part of the store: else what is new would
+leave before what is old."""
 
 Source = Callable[[memoryview], None] | memoryview
 
@@ -62,6 +66,7 @@ class PageWriter:
         self._counted = 0
         """Pages of the queue that are in the folder's numbers already."""
         self._last_generation = 0
+        self._chain_us = self._chain_pages = 0
         self._staging = AlignedMemory()
         self._copies = CopyPool(slab.slot_bytes)
         self._thread = threading.Thread(target=self._run, name="kv-store-write", daemon=True)
@@ -90,6 +95,11 @@ class PageWriter:
             self._pending.discard(key)
         self._counts.drop("closing")
         return False
+
+    def takes(self) -> bool:
+        """Whether there is any sense in writing: not whether the queue has a place."""
+        today = self._folder.seen.on(self._calls.now())
+        return not self._closing and self._health.able() and not self._over_budget(today, self._slab.slot_bytes)
 
     def _refusal(self, key: bytes) -> DropReason | None:
         if self._closing:
@@ -188,12 +198,13 @@ class PageWriter:
                     wanted.append(write)
             if not wanted:
                 return []
-            slots, evicted = self._room.take(len(wanted), self._able_bytes(control, len(wanted) * slab.slot_bytes))
+            able_bytes = self._able_bytes(control, len(wanted) * slab.slot_bytes)
+            slots, evicted = self._room.take(len(wanted), able_bytes)
             self._counts.drop("no room", len(wanted) - len(slots))
             self._counts.add(pages_evicted=evicted)
             wanted = wanted[: len(slots)]
             before = slab.index.taken_bytes()
-            self._take(wanted, slots)
+            self._take(wanted, slots, able_bytes // slab.slot_bytes // CHAIN_PART)
             control = self._folder.control()
             control = replace(
                 control,
@@ -213,7 +224,7 @@ class PageWriter:
             self._health.tell(f"its disk is almost full, so it stays at {format_bytes(control.total_bytes)}")
         return min(self._size_bytes, able)
 
-    def _take(self, writes: Sequence[_Write], slots: Sequence[int]) -> None:
+    def _take(self, writes: Sequence[_Write], slots: Sequence[int], longest_chain: int) -> None:
         records = np.zeros(len(slots), RECORD)
         now_s = self._calls.now()
         first = max(int(now_s * 1e9), self._last_generation + 1)
@@ -221,9 +232,17 @@ class PageWriter:
             write.slot, write.generation = slot, first + number
             records[number]["key"] = write.key
             records[number]["generation"] = write.generation
-        records["used"] = int(now_s * 1e6)
+        records["used"] = self._first_use(int(now_s * 1e6), len(slots), longest_chain)
         self._last_generation = first + len(slots)
         self._slab.index.change(slots, records)
+
+    def _first_use(self, now_us: int, pages: int, longest_chain: int) -> NDArray[np.uint64]:
+        """As if all of a chain had been used at once, its end first to leave: it comes in several batches, in order."""
+        if not 0 <= now_us - self._chain_us < CHAIN_US or self._chain_pages + pages > longest_chain:
+            self._chain_us, self._chain_pages = now_us, 0
+        first = self._chain_us - self._chain_pages
+        self._chain_pages += pages
+        return np.arange(first, first - pages, -1).astype(np.uint64)
 
     def _fill_all(self, writes: Sequence[_Write]) -> dict[int, memoryview]:
         """What is to be written, by slot. Those whose source failed are left out, and their slots given free."""

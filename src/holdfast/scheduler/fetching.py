@@ -15,6 +15,11 @@ MOST_FETCHES = 2
 """Of one sequence, each time that it is in line."""
 KEPT = 0.8
 """Of what was measured before, with every new measurement."""
+DOUBTED = 0.99
+"""Of the seconds that something was seen to take, each time that it was not done because of them. A tier that is slow
+for ever is tried so rarely that it costs less than 5%."""
+SEEN = 0.75
+"""Of the time that pages seem to take, for which somebody must have seen that they were on their way."""
 PREFILL_TOKENS = 64
 """Of a step, from which on it shows how fast prompts are computed."""
 
@@ -34,6 +39,16 @@ class SeenRate:
         if seconds > 0 and amount > 0:
             self._amount, self._seconds = self._amount * KEPT + amount, self._seconds * KEPT + seconds
 
+    def note_at_least(self, amount: float, seconds: float) -> None:
+        """It may have been over long before anybody looked: that shows no more than that it is not slower."""
+        if self.per_s is not None and seconds > 0 and amount / seconds > self.per_s:
+            self.note(amount, seconds)
+
+    def doubt(self) -> None:
+        """Nothing was done because of it, and so it will not be measured again: each time it counts as a bit faster,
+        until it is tried once more."""
+        self._seconds *= DOUBTED
+
 
 class Fetching:
     def __init__(self, kv: KVCache) -> None:
@@ -46,7 +61,9 @@ class Fetching:
         """Bytes a second."""
         self._since_s: dict[Tier, float] = {}
         """Since when something has been on its way that was not counted yet."""
-        self._counted = {Tier.HOST: 0, Tier.DISK: 0}
+        self._looked_s: dict[Tier, float] = {}
+        """When somebody looked last, and nothing had come since then."""
+        self._counted = {Tier.HOST: 0, Tier.DISK: 0} if kv.tiers is None else dict(kv.tiers.loaded_pages)
         self._applied_s = 0.0
         self.computed_instead_total = 0
         """How often a prefix was computed that could have been fetched, because that was sooner."""
@@ -81,6 +98,8 @@ class Fetching:
                 best, most_saved_s = found, saved_s
             elif best is None:
                 self.computed_instead_total += 1
+                for tier in found.missing:
+                    self.loads[tier].doubt()
         return best
 
     def _saved_s(self, found: FoundBelow, gained_tokens: int, ahead_tokens: int) -> float | None:
@@ -145,10 +164,17 @@ class Fetching:
         self._applied_s = now_s
         for tier, rate in self.loads.items():
             come = tiers.loaded_pages[tier] - self._counted[tier]
-            if not come or tier not in self._since_s:
+            if tier not in self._since_s:
                 continue
-            rate.note(come * self._kv.layout.page_bytes, now_s - self._since_s[tier])
+            if not come:
+                self._looked_s[tier] = now_s
+                continue
+            amount, since_s = come * self._kv.layout.page_bytes, self._since_s.pop(tier)
+            seconds, waited_s = now_s - since_s, self._looked_s.pop(tier, since_s) - since_s
             self._counted[tier] += come
-            del self._since_s[tier]
+            if tiers.in_flight(tier) or waited_s >= SEEN * seconds:  # It was busy all the time.
+                rate.note(amount, seconds)
+            else:
+                rate.note_at_least(amount, seconds)
             if tiers.in_flight(tier):
                 self._since_s[tier] = now_s

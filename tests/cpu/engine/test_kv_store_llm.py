@@ -64,6 +64,29 @@ def test_tokens_are_the_same_after_a_restart(name: str, folder: Path, tmp_path: 
     lives(folder / name, tmp_path, lambda llm: answers(llm.generate(asked, GREEDY, use_tqdm=False)))
 
 
+def test_pages_over_the_budget_of_a_day_are_counted(folder: Path, tmp_path: Path) -> None:
+    budget = {"kv_store": str(tmp_path), "kv_store_size": "32MiB", "kv_store_daily_writes": "1MiB", "device": "cpu"}
+    llm = LLM(str(folder / "llama"), skip_tokenizer_init=True, max_model_len=512, block_size=32, **budget)
+    prompts = [{"prompt_token_ids": [number] * 400} for number in range(3, 13)]
+    for _ in range(2):
+        llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+    for _ in range(200):  # Written behind.
+        use = llm.get_stats().kv_store
+        assert use is not None
+        if use.dropped_writes_total:
+            break
+        llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert use.dropped_writes_total > 0
+    before = use.dropped_writes_total  # From here on pages are not even brought.
+    for _ in range(3):
+        llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+    use = llm.get_stats().kv_store
+    assert use is not None
+    assert use.dropped_writes_total > before
+    assert 0 < use.written_today_bytes <= 1 << 20
+    llm.close()
+
+
 def test_an_adapters_pages_are_its_own(folder: Path, tmp_path: Path) -> None:
     asked = [{"prompt_token_ids": one} for one in PROMPTS]
     adapter = LoRARequest("adapter", 1, str(folder / "adapter"))

@@ -4,7 +4,9 @@ with, whatever order the GPU does things in, after steps with few tokens too."""
 from __future__ import annotations
 
 import random
+import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -246,3 +248,76 @@ def test_the_simulation_finds_a_fence_that_is_missing(lost: str, monkeypatch: py
         except AssertionError:
             wrong += 1
     assert wrong > 5
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("seed", range(12))
+def test_a_change_takes_no_more_than_before_or_after_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile too: a GPU that is full would let some experts stay where they are."""
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", 1 << 18)  # Of slots hardly anything is a gap then.
+    rng, placed, made = random.Random(seed), Placed(in_threes(4), QueuedCopies(seed)), list[weakref.ref[torch.Tensor]]()
+    experts, most = placed.experts, 0
+    new_planes, new_slots = experts._made, experts._made_slots
+    fixed = experts.places.nbytes + experts._uses.nbytes
+
+    def counted(tensors: list[torch.Tensor]) -> None:
+        nonlocal most
+        made.extend(weakref.ref(tensor) for tensor in tensors)
+        most = max(most, fixed + sum(tensor.nbytes for one in made if (tensor := one()) is not None))
+
+    def planes(number: int, count: int) -> list[torch.Tensor]:
+        found = new_planes(number, count)
+        counted(found)
+        return found
+
+    def slots(count: int) -> list[object]:
+        found = new_slots(count)
+        counted([slot.tensor for slot in found])
+        return found
+
+    monkeypatch.setattr(experts, "_made", planes)
+    monkeypatch.setattr(experts, "_made_slots", slots)
+    experts.change(0)
+    for _ in range(6):
+        before, count = sum(experts.resident_counts), rng.randint(0, experts.most_resident)
+        most = 0
+        experts.change(count)
+        assert experts.resident_bytes + experts.nbytes <= experts.bytes_with(count)
+        assert most <= max(experts.bytes_with(before), experts.bytes_with(count))
+    experts.close()
+
+
+@torch.inference_mode()
+def test_slots_that_have_no_memory_let_no_more_experts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have taken it meanwhile."""
+    copies = QueuedCopies(0)
+    placed, refused = Placed(in_threes(3), copies), [True]
+    made = placed.experts._made_slots
+
+    def once_refused(count: int) -> list[object]:
+        if refused.pop():
+            refused.append(False)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        refused.append(False)
+        return made(count)
+
+    monkeypatch.setattr(placed.experts, "_made_slots", once_refused)
+    placed.experts.change(14)
+    assert placed.experts.resident_counts == (3, 3, 3)
+    placed.step(3, 9)
+    copies.run_all()
+    assert placed.read == 6
+    placed.experts.close()
+
+
+def test_ram_holds_what_a_change_takes_meanwhile() -> None:
+    """The layer that moves is there three times: as it was, as it will be, and between them."""
+    placed, room = Placed(in_threes(2), QueuedCopies(0)), 0
+    experts = placed.experts
+    experts._room = lambda: room
+    after = experts._pinned_with(experts.spread(4))
+    room = sum(after) + max(after) - experts.pinned_bytes
+    assert not experts.fits_ram(4)
+    room += EXPERTS * SIZE
+    assert experts.fits_ram(4)
+    experts.close()

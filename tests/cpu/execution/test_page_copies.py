@@ -62,9 +62,12 @@ class AsGpu:
 
 
 @pytest.mark.parametrize("kind", SPREAD)
-@pytest.mark.parametrize("on_disk", [False, True], ids=["RAM", "RAM and disk"])
+@pytest.mark.parametrize(
+    ("in_ram", "on_disk"), [(True, False), (True, True), (False, True)], ids=["RAM", "both", "disk"]
+)
 def test_random_mixes_over_late_links(
     kind: str,
+    in_ram: bool,
     on_disk: bool,
     tmp_path: Path,
     oracles: Callable[..., Any],
@@ -77,7 +80,7 @@ def test_random_mixes_over_late_links(
     store = None
     if on_disk:
         store = PrefixStore.open(tmp_path / "kv", size_bytes=32 << 20, page_bytes=page, model=b"m", beat_s=0.05)
-    host = HostMemory(pinned([16 * page] * 12), page)
+    host = HostMemory(pinned([16 * page] * 12), page) if in_ram else None
     links = SimulatedCopies(1), SimulatedCopies(2)
     copies = GpuPageCopies(
         lambda: runner.kv.pages, page, *links, host, None if store is None else disk_places(store, page)
@@ -94,8 +97,11 @@ def test_random_mixes_over_late_links(
     }
     prompts |= {f"{name} again": asked for name, asked in prompts.items()}
     answers: dict[str, list[int]] = {name: [] for name in prompts}
-    waiting = deque(prompts)
+    waiting, forgotten = deque(prompts), not on_disk
     while waiting or scheduler.has_unfinished or scheduler.has_copies:
+        if not forgotten and len(waiting) == len(prompts) // 4:  # From here on only the disk knows what was asked.
+            forgotten = True
+            scheduler.reset_prefix_cache()
         while waiting and len(scheduler._waiting) < 2:
             name = waiting.popleft()
             params = SamplingParams(temperature=0.0, max_tokens=source.randint(16, 30))
@@ -109,8 +115,9 @@ def test_random_mixes_over_late_links(
     for name, asked in prompts.items():
         oracle.assert_greedy(asked + answers[name], len(asked))
     assert kv.tiers is not None
-    assert kv.below_hits_total[Tier.HOST] > 0
-    assert kv.tiers.loaded_pages[Tier.HOST] > 0
+    for tier, there in ((Tier.HOST, in_ram), (Tier.DISK, on_disk)):
+        assert (kv.below_hits_total[tier] > 0) == there
+        assert (kv.tiers.loaded_pages[tier] > 0) == there
     assert kind == "window" or scheduler.stats().preemptions_total > 0
     assert store is None or kv.tiers.stored_pages[Tier.DISK] > 0
     copies.close()

@@ -204,3 +204,15 @@ def test_closing_does_not_wait_for_what_is_not_begun() -> None:
     threading.Timer(0.05, go.set).start()
     memory.close()
     assert len(begun) <= 2
+
+
+def test_memory_that_the_system_does_not_map_is_refused() -> None:
+    """A limit on addresses, as `ulimit -v` sets: what may do without pinned memory then does."""
+    with pytest.raises(EngineError, match="HF444") as caught:
+        PinnedMemory([1 << 62], GPU, pin=lambda address, nbytes: 0, unpin=ignored)
+    assert caught.value.found == "Cannot allocate memory"
+    memory = PinnedMemory([PAGE], GPU, pin=lambda address, nbytes: 0, unpin=ignored)
+    with pytest.raises(EngineError, match="HF444"):
+        memory.add(1 << 62)
+    assert memory.nbytes == PAGE
+    memory.close()

@@ -172,3 +172,59 @@ def bits(plane: torch.Tensor) -> torch.Tensor:
 def test_a_gpu_unpacks_more_at_once() -> None:
     assert tile_elements(1 << 20, CPU) == 1 << 20
     assert tile_elements(1 << 20, torch.device("cuda", 0)) == GPU_TILES << 20
+
+
+class LateCopies:
+    """A GPU's stream: what is copied is done when an event behind it is waited for, or at random a bit earlier."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice, self.launched, self.done = random.Random(seed), list[Callable[[], object]](), 0
+
+    def run(self, last: int) -> None:
+        for copy in self.launched[self.done : last]:
+            copy()
+        self.done = max(self.done, last)
+
+
+class LateEvent:
+    def __init__(self, copies: LateCopies) -> None:
+        self._copies, self._behind = copies, 0
+
+    def record(self, stream: object) -> None:
+        self._behind = len(self._copies.launched)
+
+    def query(self) -> bool:
+        if self._copies.dice.random() < 0.5:
+            self.synchronize()
+        return self._copies.done >= self._behind
+
+    def synchronize(self) -> None:
+        self._copies.run(self._behind)
+
+
+def brought_late(path: Path, seed: int) -> int:
+    """How many tensors are wrong in the end."""
+    copies = LateCopies(seed)
+    checkpoint, contents = checkpoint_of(path, [copies.dice.choice([1, PIECE, 3 * PIECE + 7]) for _ in range(20)])
+    reads, made = staged(checkpoint, list(contents), copies.dice.choice([1, 2, 5])), dict[str, torch.Tensor]()
+    for buffer in reads._free:
+        buffer.copied = LateEvent(copies)  # type: ignore[assignment]
+    for _, buffer, _ in [piece for coming in reads._coming.values() for piece in coming.pieces]:
+        buffer.copied = LateEvent(copies)  # type: ignore[assignment]
+    for name in contents:
+        if reads.foreseen(name):
+            made[name] = torch.zeros(len(contents[name]), dtype=torch.uint8)
+            for first, piece in reads.pieces(name):
+                target = made[name][first : first + len(piece)]
+                copies.launched.append(lambda target=target, piece=piece: target.copy_(piece))
+    copies.run(len(copies.launched))
+    reads.close()
+    assert len(made) > 15
+    return sum(bytes_of(found) != contents[name] for name, found in made.items())
+
+
+def test_no_buffer_is_filled_again_before_it_was_copied_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    assert [brought_late(tmp_path / "file", seed) for seed in range(10)] == [0] * 10
+    monkeypatch.setattr(LateEvent, "record", lambda event, stream: None)
+    assert sum(brought_late(tmp_path / "file", seed) for seed in range(10)) > 0, "or this would prove nothing"

@@ -79,6 +79,24 @@ def test_a_stream_goes_on_to_its_end_beside_bytes_that_are_no_request(server):
     assert b"data: [DONE]" in told
 
 
+@pytest.mark.parametrize("behind", [b"\x00" * (1 << 20), b"x" * (8 << 20)])
+def test_an_answer_is_read_to_its_end_whatever_is_still_being_sent(server, behind):
+    """More than a head may have, and more than a socket holds, behind a request that is not answered yet."""
+    server.call(server.engine.pause)
+    before = len(server.engine.received)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as client:
+        client.sendall(post(f"Content-Length: {len(ASKED)}", body=ASKED))
+        server.until(lambda: len(server.engine.received) == before + 1)
+        client.sendall(behind)
+        server.call(server.engine.resume)
+        client.sendall(behind)
+        told = b""
+        while more := client.recv(1 << 16):
+            told += more
+    assert told.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in told
+
+
 def test_a_packed_body_is_told_as_one(http):
     told = http.post("/v1/completions", content=gzip.compress(ASKED), headers={**JSON, "Content-Encoding": "gzip"})
     assert told.status_code == 415
@@ -161,3 +179,11 @@ def test_a_budget_without_its_unit_is_refused_with_the_size_that_was_meant(chang
     if str(size) == "2":
         assert "'2' is not valid: 2 bytes?" in error["message"]
         assert error["holdfast"]["fix"] == "write 2GiB"
+
+
+@pytest.mark.parametrize("size", [10**30, "9999999999TiB"])
+def test_a_budget_that_no_machine_has_is_refused(changeable, size):
+    """Nor could the engine be told of it: its messages have numbers of 64 bits."""
+    told = changeable.post("/memory", json={"ram": size})
+    assert told.status_code == 400
+    assert told.json()["error"]["message"].startswith("ram: no machine has so much memory")

@@ -460,3 +460,22 @@ def test_what_was_found_of_experts_travels_too() -> None:
     heard = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=QuantSpec)
     assert heard == sent
     assert heard.scheme_of(name, 8) is heard
+
+
+def test_a_cache_that_is_quantized_alone_has_weights_as_they_are() -> None:
+    """But for weights that are rotated or sparse: read as they are, they would be wrong ones."""
+    alone = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
+    dense = {"sparsity_config": {"format": "dense"}, "transform_config": {}}
+    assert from_config({**LLAMA, "quantization_config": alone | dense}).quantization is None
+    for more, what in (
+        ({"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}, "rotated weights"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+    ):
+        with pytest.raises(CheckpointError, match="config_groups") as caught:
+            from_config({**LLAMA, "quantization_config": alone | more})
+        assert what in str(caught.value)
+
+
+def test_an_empty_transform_is_none() -> None:
+    config = compressed(num_bits=4, group_size=32) | {"transform_config": {}, "sparsity_config": {}}
+    assert not quantized(**config).lacking

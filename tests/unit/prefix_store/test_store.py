@@ -21,6 +21,8 @@ from prefix_pages import (
     until,
 )
 
+from holdfast.prefix_store.inspection import StoreInspection
+
 KEYS = [key_of(number) for number in range(8)]
 
 
@@ -47,6 +49,14 @@ def test_pages_of_any_size(tmp_path: Path, page_bytes: int) -> None:
     assert all(put(store, KEYS, page_bytes))
     assert served(store, KEYS, page_bytes) == KEYS
     store.close(5)
+
+
+def test_a_model_whose_path_is_no_text_is_kept_all_the_same(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store", label="/models/\udcff")
+    assert put(store, KEYS[:1]) == [True]
+    store.close(5)
+    with StoreInspection(tmp_path / "store") as inspection:
+        assert inspection.listing().models[0].label == "/models/?"
 
 
 def test_thousands_of_small_pages_at_once(tmp_path: Path) -> None:
@@ -139,6 +149,18 @@ def test_the_least_recently_used_leave_and_the_end_of_a_chain_before_its_beginni
     store.close(5)
 
 
+def test_of_a_chain_that_was_only_written_the_end_leaves_before_its_beginning(tmp_path: Path) -> None:
+    """A beginning without its end is still found, an end without its beginning is not."""
+    store = opened(tmp_path / "store", pages=256)
+    for key in KEYS:  # A batch each.
+        put(store, [key])
+    put(store, [key_of(number) for number in range(8, 32)])
+    store.close(5)
+    store = opened(tmp_path / "store", pages=16)
+    assert store.has([key_of(number) for number in range(32)]) == 16
+    store.close(5)
+
+
 def test_what_another_process_used_stays(tmp_path: Path) -> None:
     calls = FailingCalls()
     calls.clock_s = time.time()
@@ -150,7 +172,7 @@ def test_what_another_process_used_stays(tmp_path: Path) -> None:
     calls.clock_s += 1
     put(first, [key_of(100)])
     assert first.has(KEYS[:1]) == 1
-    assert first.has(KEYS[1:2]) == 0
+    assert sum(first.has([key]) for key in KEYS[1:]) == 6
     first.close(5)
 
 
@@ -221,6 +243,19 @@ def test_the_write_budget_is_shared_and_survives_restarts_until_the_next_day(tmp
     assert third.stats().written_today_bytes == 0
     assert put(third, [key_of(50)]) == [True]
     third.close(5)
+
+
+def test_it_takes_nothing_once_the_budget_is_spent(tmp_path: Path) -> None:
+    calls = FailingCalls()
+    calls.clock_s = 10 * 86400.0
+    store = opened(tmp_path / "store", calls=calls, daily_write_bytes=2 * PAGE_BYTES)
+    assert store.takes()
+    assert put(store, KEYS[:2]) == [True, True]
+    assert not store.takes()
+    calls.clock_s += 86400
+    assert store.takes()
+    store.close(5)
+    assert not store.takes()
 
 
 def test_a_late_note_of_use_does_not_make_a_page_that_is_being_written_look_abandoned(tmp_path: Path) -> None:

@@ -99,6 +99,23 @@ def test_a_prefix_goes_to_disk_on_its_second_use_and_not_before() -> None:
     assert store.used > 0
 
 
+def test_a_store_that_takes_nothing_is_brought_nothing() -> None:
+    """Else pages would be copied, and held meanwhile, to be dropped."""
+    store = FakeStore(random.Random(1), most=1000)
+    engine = world(store=store)
+    store.well = False
+    for name in ("first", "second"):
+        ask(engine, name, PROMPT)
+    tiers = engine.scheduler.kv.tiers
+    assert tiers is not None
+    assert not store.pages
+    assert tiers.dropped_writes >= 18
+    assert not engine.scheduler.has_copies
+    store.well = True
+    ask(engine, "third", PROMPT)
+    assert len(store.pages) >= 18
+
+
 def test_an_abort_while_pages_come_gives_them_back() -> None:
     engine = world()
     ask(engine, "first", PROMPT)
@@ -124,3 +141,68 @@ def test_rates_are_of_what_was_seen_last() -> None:
     for _ in range(50):
         rate.note(300, 1.0)
     assert abs(rate.per_s - 300) < 5
+
+
+def test_pages_of_ram_do_not_stand_behind_those_of_a_disk_that_hangs() -> None:
+    store = FakeStore(random.Random(1), most=1000)
+    kv = KVCache(world().scheduler.kv.layout, BLOCKS, True, TierLimits(host_pages=8, most_loading_disk=2), store)
+    assert kv.tiers is not None
+    tiers, on_disk, in_ram = kv.tiers, [bytes([number] * 16) for number in range(6)], b"r" * 16
+    place = tiers.host.reserve(0, in_ram)
+    assert place is not None
+    tiers.host.arrived(place)
+    for keys in (on_disk, [in_ram]):
+        tiers.begin(keys, tiers.count(keys, len(keys), (0,)), 0)
+    assert sorted(copy.source_tier for copy in tiers.plan([], 0)) == [Tier.HOST, Tier.DISK, Tier.DISK]
+    tiers.check()
+
+
+def test_a_tier_that_was_slow_once_is_tried_again() -> None:
+    engine = world()
+    ask(engine, "first", PROMPT)
+    push_out(engine)
+    fetching, page = engine.scheduler._fetching, engine.scheduler.kv.layout.page_bytes
+    fetching.prefill.note(4_000_000_000, 1.0)  # A billion blocks a second: nothing that comes later changes it.
+    fetching.loads[Tier.HOST].note(page * 500_000_000, 1.0)
+    loaded = engine.runner.tiers.copied[Tier.HOST]
+    for number in range(100):
+        ask(engine, f"again {number}", PROMPT)
+        if engine.runner.tiers.copied[Tier.HOST] > loaded:
+            break
+        push_out(engine)
+    assert 10 < number < 99
+
+
+def test_what_came_between_two_looks_is_not_taken_for_slow() -> None:
+    """A page that came in a microsecond, beside a step of a second, does not show that pages take a second."""
+    engine = world()
+    ask(engine, "first", PROMPT)
+    push_out(engine)
+    fetching, tiers = engine.scheduler._fetching, engine.scheduler.kv.tiers
+    assert tiers is not None
+    fetching.loads[Tier.HOST].note(1_000_000, 1.0)
+    known = fetching.loads[Tier.HOST].per_s
+    fetching._since_s[Tier.HOST] = 1.0
+    tiers.loaded_pages[Tier.HOST] += 1
+    fetching.note_applied(1, 1.0, 2.0)
+    assert fetching.loads[Tier.HOST].per_s == known
+    fetching._since_s[Tier.HOST] = 2.0
+    fetching.note_applied(1, 2.0, 2.9)  # Still on its way.
+    tiers.loaded_pages[Tier.HOST] += 1
+    fetching.note_applied(1, 2.9, 3.0)
+    slower = fetching.loads[Tier.HOST].per_s
+    assert slower is not None
+    assert known is not None
+    assert slower < known
+
+
+def test_pages_of_an_engine_that_started_over_do_not_count_twice() -> None:
+    engine = world()
+    ask(engine, "first", PROMPT)
+    push_out(engine)
+    assert ask(engine, "again", PROMPT) == 76
+    fresh = engine.scheduler.emptied()
+    fresh._fetching.loads[Tier.HOST].note(1.0, 1.0)
+    fresh._fetching._since_s[Tier.HOST] = 1.0
+    fresh._fetching.note_applied(1, 1.0, 2.0)
+    assert fresh._fetching.loads[Tier.HOST].per_s == 1.0

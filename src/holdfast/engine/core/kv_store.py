@@ -6,29 +6,32 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
+from holdfast.errors import EngineError
 from holdfast.footprint.cpu import KV_QUEUE_BYTES
+from holdfast.footprint.cpu import KV_STORE_USUAL_BYTES as USUAL_BYTES
 from holdfast.kvcache import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import KVStoreUse
-from holdfast.units import GIB, format_bytes
+from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast")
 
 VERSION = 1
 """Of how pages are laid out and computed: another one reads no page of this."""
-USUAL_BYTES = 100 * GIB
 DAILY = 10
 """Times its size that may be written in a day, where that was not set."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
+IN_FILES = frozenset({"tensors", "spellings"})
+"""Of a model's spec: what the files themselves say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +42,29 @@ class OpenedStore:
 
 
 def open_kv_store(
-    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, scales: Iterator[bytes]
+    config: EngineConfig, files: ModelFiles, spec: ModelSpec, plan: Plan, scales: Iterator[bytes], loaded_from: bytes
 ) -> OpenedStore | None:
-    """`scales`: of its KV pages, as bytes. None: no store was asked for."""
+    """`scales`: of its KV pages, as bytes. `loaded_from`: `files_stamp` before the weights were loaded. None: no store
+    was asked for."""
     if config.kv_store is None:
         return None
+    if files_stamp(config, files) != loaded_from:
+        raise EngineError(
+            "the model's files changed while they were loaded, so pages of the KV store cannot be named after them",
+            needed="files that stay as they are",
+            found="other sizes, times or bytes than before",
+            fix="start the server again",
+        )
     folder = Path(config.kv_store).expanduser()
     size, why = config.kv_store_size, "set with kv_store_size"
     if size is None:
-        free = shutil.disk_usage(_existing(folder)).free
-        size = min(USUAL_BYTES, free // 2)
-        why = f"half of {format_bytes(free)} free, at most {format_bytes(USUAL_BYTES)}"
+        size, why = usual_size(folder)
     layout = plan.engine.layout
     store = PrefixStore.open(
         folder,
         size_bytes=size,
         page_bytes=layout.page_bytes,
-        model=model_digest(files, spec, layout, _computed_as(config, plan), scales),
+        model=model_digest(files, spec, layout, _computed_as(config, plan, spec), scales),
         daily_write_bytes=config.kv_store_daily_writes or DAILY * size,
         label=f"{files.name} {plan.kv_dtype}",
         queue_bytes=KV_QUEUE_BYTES,
@@ -76,14 +85,27 @@ def open_kv_store(
     return OpenedStore(store, decision, use)
 
 
+def usual_size(folder: Path) -> tuple[int, str]:
+    """Where none was set, and why. What the store takes already counts as free: else each restart would halve it."""
+    free = shutil.disk_usage(_existing(folder)).free + sum(
+        path.stat().st_blocks * 512 for path in folder.glob("*.pages")
+    )
+    return min(USUAL_BYTES, free // 2), f"half of {format_bytes(free)} free, at most {format_bytes(USUAL_BYTES)}"
+
+
 def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def _computed_as(config: EngineConfig, plan: Plan) -> tuple[object, ...]:
+def _computed_as(config: EngineConfig, plan: Plan, spec: ModelSpec) -> tuple[object, ...]:
     """What else decides which numbers come out."""
     engine = plan.engine
-    return plan.dtype, plan.kv_dtype, engine.quantize, engine.expand_weights, engine.compiled, config.load_format
+    ropes = dict.fromkeys((spec.rope, *(layer.rope for layer in spec.layers if layer.rope is not None)))
+    # Which of its factors such a rotation has goes by the longest that a sequence may get.
+    long = [plan.limits.max_model_len > rope.original_max_position for rope in ropes if rope.scaling == "longrope"]
+    device = "cpu" if engine.gpu is None else "gpu"
+    made = plan.dtype, plan.kv_dtype, engine.quantize, engine.expand_weights, engine.compiled
+    return *made, engine.compiled_attention, device, long, config.load_format
 
 
 def model_digest(
@@ -92,13 +114,38 @@ def model_digest(
     """Equal only where pages of equal tokens may take each other's place."""
     digest = hashlib.blake2b(digest_size=32, person=b"holdfast-kvmodel")
     for part in (VERSION, spec, layout, computed_as, files.format):
-        _add(digest, repr(part).encode())
+        _add(digest, _described(part).encode())
     for path in files.weights if computed_as[-1] != "dummy" else ():
         for piece in _file_parts(path):
             _add(digest, piece)
     for piece in scales:
         _add(digest, piece)
     return digest.digest()
+
+
+def files_stamp(config: EngineConfig, files: ModelFiles) -> bytes:
+    """Of the weights as they lie there now; empty where nobody asks."""
+    if config.kv_store is None or config.load_format == "dummy":
+        return b""
+    digest = hashlib.blake2b(digest_size=32)
+    for path in files.weights:
+        for piece in _file_parts(path):
+            _add(digest, piece)
+    return digest.digest()
+
+
+def _described(part: object) -> str:
+    """All of it: `repr` leaves out what is too long for people, and of sets the order is another in each process."""
+    if is_dataclass(part) and not isinstance(part, type):
+        names = (one.name for one in fields(part) if one.compare and one.name not in IN_FILES)
+        return f"{type(part).__name__}({', '.join(f'{name}={_described(getattr(part, name))}' for name in names)})"
+    if isinstance(part, tuple | list):
+        return f"({', '.join(map(_described, part))})"
+    if isinstance(part, Mapping):
+        return f"{{{', '.join(sorted(f'{_described(key)}: {_described(one)}' for key, one in part.items()))}}}"
+    if isinstance(part, set | frozenset):
+        return f"{{{', '.join(sorted(map(_described, part)))}}}"
+    return repr(part)
 
 
 def _add(digest: hashlib.blake2b, part: bytes) -> None:

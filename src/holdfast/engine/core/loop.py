@@ -247,7 +247,9 @@ class EngineCore:
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
         if self._store_use is not None:
-            stats = msgspec.structs.replace(stats, kv_store=self._store_use())
+            use, tiers = self._store_use(), self.scheduler.kv.tiers
+            dropped = use.dropped_writes_total + (0 if tiers is None else tiers.dropped_writes)
+            stats = msgspec.structs.replace(stats, kv_store=msgspec.structs.replace(use, dropped_writes_total=dropped))
         if self._vram is None:
             return stats
         link = None if self._link_use is None else self._link_use()

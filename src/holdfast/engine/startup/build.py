@@ -28,7 +28,7 @@ from holdfast.checkpoints import (
 from holdfast.checkpoints.sources.builtin import refuse_revision
 from holdfast.checkpoints.sources.resolve import overridden, refuse_known, say_short_name
 from holdfast.config import EngineConfig
-from holdfast.engine.core.kv_store import open_kv_store
+from holdfast.engine.core.kv_store import files_stamp, open_kv_store
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.engine_info import engine_info
 from holdfast.engine.startup.kv_scales import find_kv_scales
@@ -304,8 +304,8 @@ def build_core(
     check_lora_dtype(config, plan.dtype)
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan, beat)
+    cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
-    cores = config.threads or processor().cores
     with stored as checkpoint, compute_threads(cores).computing():
         plan = _still_fits(plan)
         warm_up(DTYPES[plan.dtype], CPU)
@@ -348,7 +348,7 @@ def build_core(
     plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
     plan, report = _settled(plan, runner, profile, before, loaded, lower_tiers(config, plan))
     runner.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
-    opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts())
+    opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     limits_below = None
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
@@ -370,7 +370,7 @@ def _build_on_gpu(
     from holdfast.engine.core.loop import EngineCore
     from holdfast.engine.startup.build_gpu import build_gpu_runner, use_kv_tiers
 
-    first = plan
+    first, loaded_from = plan, files_stamp(config, model.files)
     runner, plan, report, vram = build_gpu_runner(
         config,
         model.files,
@@ -380,7 +380,7 @@ def _build_on_gpu(
         lambda own_bytes: plan_again(config, model, first, own_bytes),
         beat,
     )
-    opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts())
+    opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
     tiers = use_kv_tiers(config, plan, runner, None if opened is None else opened.store)

@@ -313,13 +313,11 @@ class DeviceExperts:
         slots = len(self._slots) * max(self._pinned_with(resident))
         return kept + slots + self.places.nbytes + self._uses.nbytes
 
-    def pinned_with(self, count: int) -> int:
-        """Of RAM, if so many stayed, with what is taken meanwhile."""
-        sizes = self._pinned_with(self.spread(count))
-        return sum(sizes) + max(sizes)
-
     def fits_ram(self, count: int) -> bool:
-        return self.pinned_with(count) <= self.pinned_bytes + self._room()
+        """If so many stayed, with what is taken meanwhile: a piece more, and a layer's experts once more."""
+        sizes = self._pinned_with(self.spread(count))
+        meanwhile = max(sizes) + self.places.shape[1] * max(self._expert_sizes)
+        return sum(sizes) + meanwhile <= self.pinned_bytes + self._room()
 
     def _pinned_with(self, resident: Sequence[int]) -> list[int]:
         experts = self.places.shape[1]
@@ -332,17 +330,26 @@ class DeviceExperts:
         with torch.inference_mode(), torch.cuda.device(self._device) if on_gpu else nullcontext():
             self._copies.settle()
             self._swaps.clear()
-            for number, resident in enumerate(self.spread(count)):
-                if resident != self._resident[number]:
-                    self._restack(number, resident)
-            slots = len(self._slots)
+            before, slots = self.resident_counts, len(self._slots)
             self._slots = []
             for number, layer in enumerate(self._layers):  # Nothing has the old slots then.
                 self._lay(layer, self._piece(layer), self._planes[number][1])
             self._give_back()
-            self._slots = self._made_slots(slots)
+            self._restack_all(self.spread(count))
+            try:
+                self._slots = self._made_slots(slots)
+            except torch.OutOfMemoryError:
+                log.warning("no more experts stay than before: the GPU has no memory for slots beside them")
+                self._restack_all([min(pair) for pair in zip(before, self._resident, strict=True)])
+                self._slots = self._made_slots(slots)
             for number, layer in enumerate(self._layers):
                 self.know(layer, *self._lay(layer, self._slot(layer).tensor, self._planes[number][1]))
+
+    def _restack_all(self, wanted: Sequence[int]) -> None:
+        """So many of each layer stay, where there is memory for them; those leave first that do."""
+        for number in sorted(range(len(wanted)), key=lambda number: wanted[number] - self._resident[number]):
+            if wanted[number] != self._resident[number]:
+                self._restack(number, wanted[number])
 
     def _restack(self, number: int, wanted: int) -> None:
         """So many of a layer stay; as many as before where RAM or the device has no room for that."""
@@ -366,6 +373,7 @@ class DeviceExperts:
             wanted, size, piece = before, self._sizes[number], old
             resident = self._made(number, wanted)
         self._resident[number], self._sizes[number], self._pieces[number] = wanted, size, piece
+        self._bounds[number] = self._bounds_in(piece[:size], number, self.places.shape[1] - wanted)
         waiting, _ = self._lay(layer, piece, resident)
         row = torch.empty(len(order), dtype=torch.int32)
         row[order[:wanted]] = torch.arange(wanted, dtype=torch.int32)
@@ -407,14 +415,21 @@ class DeviceExperts:
     def _lay(
         self, layer: int, memory: torch.Tensor, resident: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """A layer's products find those that wait in `memory`, and these stay."""
+        """A layer's products find those that wait in `memory`, laid out as in their piece, and these stay."""
         number, wait = self._number[layer], self.waiting(layer)
-        arena, shapes = Arena(memory[: self._sizes[number]]), self._shapes[number]
-        waiting = [arena.tensor((rows * wait, *rest), kind, memory.device) for (rows, *rest), kind in shapes]
-        self._bounds[number] = [(plane.data_ptr() - memory.data_ptr(), plane.nbytes) for plane in waiting]
+        waiting = [
+            memory[first : first + nbytes].view(kind).view(rows * wait, *rest)
+            for ((rows, *rest), kind), (first, nbytes) in zip(self._shapes[number], self._bounds[number], strict=True)
+        ]
         self._takes[number](resident, waiting)
         self._planes[number] = waiting, resident
         return waiting, resident
+
+    def _bounds_in(self, piece: torch.Tensor, number: int, wait: int) -> list[tuple[int, int]]:
+        """Of planes for so many that wait, one behind the other. What was loaded may lie in another order."""
+        arena = Arena(piece)
+        made = [arena.tensor((rows * wait, *rest), kind, piece.device) for (rows, *rest), kind in self._shapes[number]]
+        return [(plane.data_ptr() - piece.data_ptr(), plane.nbytes) for plane in made]
 
     def use(self) -> LinkUse:
         return msgspec.structs.replace(self._copies.use(), possible_bytes_per_s=self._possible)

@@ -141,7 +141,10 @@ class PinnedMemory:
 def _mapped(sizes: Sequence[int]) -> list[torch.Tensor]:
     if not sum(sizes):
         return []
-    memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # ulimit -v, or vm.overcommit_memory=2.
+        raise _not_given(sum(sizes), error.errno or 0) from error
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # A fork must not share pages that the GPU reads.
         if hasattr(mmap, advice):
             _advise(memory, getattr(mmap, advice))
@@ -269,14 +272,18 @@ def _touch(part: torch.Tensor) -> None:
     if not _libc.madvise(part.data_ptr(), part.nbytes, POPULATE_WRITE):
         return
     if (error := ctypes.get_errno()) != errno.EINVAL:
-        raise EngineError(
-            "the system did not give host memory for layers that do not fit in the GPU",
-            code=NOT_PINNED,
-            needed=f"{format_bytes(part.nbytes)} more",
-            found=os.strerror(error),
-            fix="--device cuda with a smaller --ram and --nvme-path, or a larger memory limit of the container",
-        )
+        raise _not_given(part.nbytes, error)
     ctypes.memset(part.data_ptr(), 0, part.nbytes)
+
+
+def _not_given(nbytes: int, error: int) -> EngineError:
+    return EngineError(
+        "the system did not give host memory for layers that do not fit in the GPU",
+        code=NOT_PINNED,
+        needed=f"{format_bytes(nbytes)} more",
+        found=os.strerror(error),
+        fix="--device cuda with a smaller --ram and --nvme-path, or a larger memory limit of the container",
+    )
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:

@@ -18,23 +18,20 @@ _MAX_GROUPS = 256
 def keys_and_values_alone(table: Fields) -> bool:
     """Whether nothing but the KV cache is quantized: llm-compressor writes such checkpoints too."""
     groups = table.table("config_groups")
-    return (groups is None or not groups.values) and table.table("kv_cache_scheme") is not None
+    alone = (groups is None or not groups.values) and table.table("kv_cache_scheme") is not None
+    return alone and not _otherwise_stored(table)
 
 
 def compressed_tensors(table: Fields) -> QuantSpec:
-    groups = table.table("config_groups")
+    groups, otherwise = table.table("config_groups"), _otherwise_stored(table)
     if groups is None or not groups.values:
-        raise table.wrong("config_groups", "at least one group", "nothing")
+        found = f"nothing, for {' and '.join(otherwise)}" if otherwise else "nothing"
+        raise table.wrong("config_groups", "at least one group", found)
     if len(groups.values) > _MAX_GROUPS:
         raise table.wrong("config_groups", f"at most {_MAX_GROUPS} groups", f"{len(groups.values)} groups")
     schemes = [_compressed_group(table, groups, name) for name in groups.values]
     first, *others = schemes
-    unread = [word for scheme in schemes for word in scheme.lacking]
-    sparsity = table.table("sparsity_config")
-    if sparsity is not None and sparsity.text("format", default="dense") != "dense":
-        unread.append(f"sparse weights ({shorten(sparsity.text('format'))})")
-    if table.table("transform_config") is not None:
-        unread.append("rotated weights (transform_config)")
+    unread = [*(word for scheme in schemes for word in scheme.lacking), *otherwise]
     return replace(
         first,
         not_converted=modules_of(table, "ignore"),
@@ -42,6 +39,16 @@ def compressed_tensors(table: Fields) -> QuantSpec:
         lacking=tuple(dict.fromkeys(unread)),
         reach_field="" if others else first.reach_field,
     )
+
+
+def _otherwise_stored(table: Fields) -> list[str]:
+    """What of all weights is not as products have them, whether or not they are quantized."""
+    found, sparsity = list[str](), table.table("sparsity_config")
+    if sparsity is not None and sparsity.text("format", default="dense") != "dense":
+        found.append(f"sparse weights ({shorten(sparsity.text('format'))})")
+    if table.table("transform_config") is not None:
+        found.append("rotated weights (transform_config)")
+    return found
 
 
 def _nvfp4(group: Fields) -> QuantSpec:

@@ -226,6 +226,8 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
         adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
         activations += lora.step_bytes(spec, step, dtype=dtype, max_rank=rank)
+    layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question))
+    stored_kv = cpu.kv_store_bytes(settings.kv_store_size, layout.page_bytes) if settings.kv_store_size else 0
     grammars = forms_bytes(spec.vocab_size, limits.max_num_seqs) if settings.structured_output else 0
     return CpuCount(
         question=question,
@@ -233,14 +235,14 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         weights=weights,
         budget_bytes=device_budget(question.machine.devices[0], question.utilization),
         dtype=dtype,
-        layout=cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question)),
+        layout=layout,
         expand=expand,
         compiled=compiled,
         streamed=streamed,
         loading_terms={**held, "staging": cpu.staging_bytes(stored) + weights.quantizing_bytes},
         fixed_terms={
             **held, "scratch": scratch, "activations": activations, "adapters": adapters, "logits": 0, "buffers": 0,
-            "grammars": grammars, **({"kv_store": settings.kv_store_bytes} if settings.kv_store_bytes else {}),
+            "grammars": grammars, **({"kv_store": stored_kv} if stored_kv else {}),
         },
     )  # fmt: skip
 

@@ -169,8 +169,8 @@ class Settings:
     offload: OffloadRequest = NO_REQUEST
     """What was asked for of layers that do not stay on a GPU."""
     structured_output: bool = True
-    kv_store_bytes: int = 0
-    """Of RAM that a store of KV pages on disk is read and written through."""
+    kv_store_size: int = 0
+    """Of a store of KV pages on disk; 0: there is none."""
     front_bytes: int = FRONT_BYTES
     """Of the process in front of the engine's, out of the same budget."""
 

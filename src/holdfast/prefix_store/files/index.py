@@ -261,7 +261,7 @@ class PageIndex:
 
 def _header(digest: bytes, page_bytes: int, label: str) -> bytes:
     slot_bytes = -(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES
-    fields = _HEADER.pack(_MAGIC, page_bytes, slot_bytes, digest, label.encode()[:255])
+    fields = _HEADER.pack(_MAGIC, page_bytes, slot_bytes, digest, label.encode(errors="replace")[:255])
     block = fields.ljust(BLOCK_BYTES - 4, b"\0")
     return block + zlib.crc32(block).to_bytes(4, "little")
 

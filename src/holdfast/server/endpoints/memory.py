@@ -21,6 +21,8 @@ from holdfast.server.settings import ServerSettings
 from holdfast.units import shorten
 
 MAX_BODY_BYTES = 4 << 10
+MOST_BYTES = 1 << 62
+"""What is more has no place in a message to the engine."""
 TIERS = ("ram", "vram")
 
 
@@ -88,9 +90,11 @@ def _asked(body: dict[str, Any]) -> tuple[str, int]:
         )
     ((tier, size),) = asked.items()
     try:
-        return tier, memory(tier, size)
+        if (nbytes := memory(tier, size)) <= MOST_BYTES:
+            return tier, nbytes
     except ConfigurationError as error:
         raise RequestError(error.message, needed=error.needed, found=error.found, fix=error.fix, field=tier) from None
+    raise RequestError(f"{tier}: no machine has so much memory", needed="8GiB, say", found=shorten(size), field=tier)
 
 
 def _refused(error: HoldfastError, tier: str) -> RequestError:

@@ -122,6 +122,8 @@ class Connection(HttpToolsProtocol):
 
     def _check_sizes(self, read_bytes: int) -> None:
         """One read may hold a whole head and much of a body; only a head that has not ended by then is counted."""
+        if self._unread_bytes is not None:
+            return
         if self._in_head:
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(*_TOO_LARGE)
@@ -247,6 +249,7 @@ class Connection(HttpToolsProtocol):
         last = self.cycle
         if not last.more_body:
             last.keep_alive = False
+            last.transport = _Parting(self)  # type: ignore[assignment]
             self._unread_bytes = LINGER_BYTES
             self._stop_waiting()
             return True
