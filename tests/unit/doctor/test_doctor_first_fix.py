@@ -51,6 +51,7 @@ def test_logs_of_two_servers_are_judged_apart(tmp_path: Path) -> None:
     assert commands["one.log"] == "vllm serve Qwen/Qwen3-8B --max-model-len 22704"
     assert "Qwen3-32B" in (commands["two.log"] or "")
     assert next(lines(found)).startswith("one.log: vllm")
+    assert "5.62/2" not in "\n".join(lines(found, width=400))
 
 
 def test_logs_of_two_models_are_judged_apart_and_of_one_together(tmp_path: Path) -> None:
@@ -206,3 +207,8 @@ def test_a_model_is_named_once() -> None:
     found = judge_command("vllm serve Qwen/Qwen3-32B", machine=CommandMachine(gpu="rtx3060"))
     assert not [line for line in lines(found, width=400) if re.search(r"--model (\S+): \1:", line)]
     assert [line for line in lines(found, width=400) if "or        --model" in line]
+
+
+def test_many_sequences_are_counted_in_whole_ones() -> None:
+    found = judge_command("vllm serve Qwen/Qwen3-0.6B --max-model-len 16", machine=CommandMachine(gpu="h100-80"))
+    assert re.search(r", \d{1,3},\d{3} sequences of 16 at once", "\n".join(found.seen))

@@ -10,8 +10,6 @@ Every value that is offered as a fix has been planned. Runs nothing and download
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -26,6 +24,7 @@ from holdfast.doctor.check_command.refusals import (
     SHORTER,
     no_model,
     no_weights,
+    not_a_command,
     pool_bytes,
     refused,
     vllm_on_a_cpu,
@@ -80,7 +79,6 @@ _ON_THIS_CPU = (
 _LESS_SURE: dict[str, Confidence] = {"high": "medium", "medium": "low"}
 """Of a command for a GPU that is judged for a CPU: it is likely meant for another machine."""
 _SHARE = "utilization_too_high"
-_OLLAMA = re.compile(r"(?:^|\s)ollama (?:run|pull) (?:--?\S+ )*([\w./:-]+)")
 ROUNDS = 3
 REPLANNED = ("heads_not_divisible", "tensor_parallel_mismatch", "bad_flag", "quant_shape_mismatch")
 """What is put right before it is planned again."""
@@ -101,23 +99,8 @@ def judge_command(text: str, *, machine: CommandMachine | None = None, version: 
             fix="close it, and quote the whole command",
             field="command",
         ) from None
-    if command is None and (ollama := _OLLAMA.search(text)):
-        raise ConfigurationError(
-            "Ollama's commands have nothing to check: it chooses its settings itself",
-            needed="a plan of the model, as Ollama stores it (Q4_K_M, unless its tag says otherwise)",
-            found=shorten(text, 120),
-            fix=f"holdfast plan {shlex.quote(ollama[1])} -q Q4_K_M --for llama.cpp",
-            field="command",
-        )
     if command is None:
-        raise ConfigurationError(
-            "this is not a command that starts a server",
-            needed="vllm serve MODEL ..., python -m vllm.entrypoints.openai.api_server ..., llama-server ...,"
-            " python -m sglang.launch_server ... or holdfast serve ...",
-            found=shorten(text, 120),
-            fix='holdfast doctor --command "vllm serve MODEL --max-model-len 8192"',
-            field="command",
-        )
+        raise not_a_command(text)
     return judge(command, machine=machine, version=version)
 
 
