@@ -82,6 +82,7 @@ def together(found: Sequence[Diagnosis]) -> Diagnosis:
         findings=list(findings.values()),
         missing=list(dict.fromkeys(text for one in found for text in one.missing)),
         seen=list(dict.fromkeys(text for one in found for text in one.seen)),
+        programs={name: told for one in found for name, told in one.programs.items()},
     )
 
 

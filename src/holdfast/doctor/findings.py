@@ -86,4 +86,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     seen: list[str] = []
     """What was looked at and measured, in words, also when nothing is wrong: the machine that was planned for, its
     budget and what is left; a server's requests, KV and tokens per second."""
+    programs: dict[str, str] = {}
+    """Where several servers were judged apart: the name of each, and its engine, version and phase. `engine`, `phase`
+    and `engine_version` are then those of the first finding's, and there is no one command."""
     version: int = 1

@@ -51,7 +51,7 @@ JUDGED = [(rule, example) for rule, example in EXAMPLES if rule.id != holdfast_e
 
 @pytest.mark.parametrize(("rule", "example"), JUDGED, ids=_named)
 def test_an_example_alone_is_judged_by_its_rule(rule: Rule, example: str) -> None:
-    found = diagnose_lines([example] * rule.least, "example").findings
+    found = diagnose_lines(example.split("\n") * rule.least, "example").findings
     assert rule.cause in {finding.cause for finding in found}
     assert all(finding.what and finding.why and "{" not in finding.what for finding in found)
 

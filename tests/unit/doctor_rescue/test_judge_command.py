@@ -457,7 +457,14 @@ def test_a_model_s_own_draft_layers_are_planned_and_another_model_is_never_the_f
 
 @pytest.mark.parametrize(
     ("flags", "healthy"),
-    [("", True), ("--no-offload", False), ("-ngl 20", True), ("-ngl 60", False), ("--ram 8GiB", False)],
+    [
+        ("", False),
+        ("--ram 64GiB", True),
+        ("--no-offload", False),
+        ("-ngl 20", True),
+        ("-ngl 60", False),
+        ("--ram 8GiB", False),
+    ],
 )
 def test_layers_in_ram_are_no_fault_of_a_command(flags: str, healthy: bool) -> None:
     told = judge_command(f"holdfast serve llama-3.1-70b-awq {flags}", machine=CommandMachine(gpu="rtx4090"))

@@ -24,11 +24,12 @@ from holdfast.doctor.check_command.refusals import (
     SHORTER,
     no_model,
     no_weights,
+    not_a_command,
     pool_bytes,
     refused,
     vllm_on_a_cpu,
 )
-from holdfast.doctor.check_command.remedies import fixes_of, ways, with_fixes
+from holdfast.doctor.check_command.remedies import MADE_BY_VLLM, copies, fixes_of, ways, with_fixes
 from holdfast.doctor.check_command.to_question import CommandMachine, question_for, replicas, without_draft
 from holdfast.doctor.check_command.unplanned import (
     budget_words,
@@ -99,14 +100,7 @@ def judge_command(text: str, *, machine: CommandMachine | None = None, version: 
             field="command",
         ) from None
     if command is None:
-        raise ConfigurationError(
-            "this is not a command that starts a server",
-            needed="vllm serve MODEL ..., python -m vllm.entrypoints.openai.api_server ..., llama-server ...,"
-            " python -m sglang.launch_server ... or holdfast serve ...",
-            found=shorten(text, 120),
-            fix='holdfast doctor --command "vllm serve MODEL --max-model-len 8192"',
-            field="command",
-        )
+        raise not_a_command(text)
     return judge(command, machine=machine, version=version)
 
 
@@ -127,7 +121,13 @@ def judge(
     for _ in range(ROUNDS):
         right = _put_right(command, findings)
         found_now, missing, seen = _planned_together(right, machine or CommandMachine(), engine_version, runs_here)
-        findings += [one for one in found_now if one.what not in {known.what for known in findings}]
+        offered = right.value("tensor-parallel-size") != command.value("tensor-parallel-size")
+        findings += [
+            one
+            for one in found_now
+            # A size that was not asked for, but offered, is no fault of the command.
+            if one.what not in {known.what for known in findings} and not (offered and one.code == _IDLE)
+        ]
         again = [one for one in found_now if one.cause in REPLANNED and one.fix is not None and one.fix.changes]
         if not again:
             break
@@ -160,6 +160,10 @@ def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
         return findings
     every = _changes(findings)
     text = command.with_changes(every)
+    other = next((one.fix for one in findings if one.fix is not None and "--model" in one.fix.changes), None)
+    if other is not None and other.command is not None:
+        # Planned with the other faults put right: without that model, no command of these would start.
+        return [_with_other_model(one, other) for one in findings]
 
     def mended(fix: Fix | None) -> Fix | None:
         if fix is None or not fix.changes or "--model" in fix.changes:
@@ -169,6 +173,14 @@ def _whole(command: ServerCommand, findings: list[Finding]) -> list[Finding]:
         return msgspec.structs.replace(fix, command=text, why=f"{fix.why}{beside}")
 
     return [msgspec.structs.replace(one, fix=mended(one.fix)) for one in findings]
+
+
+def _with_other_model(finding: Finding, other: Fix) -> Finding:
+    fix = finding.fix
+    if fix is None or fix is other or not fix.changes or "--model" in fix.changes:
+        return finding
+    why = f"{fix.why}; alone it does not fit, with the model of another finding it does"
+    return msgspec.structs.replace(finding, fix=msgspec.structs.replace(fix, command=other.command, why=why))
 
 
 # The plan
@@ -287,7 +299,9 @@ def _answered(
     if ill is not None:
         findings.append(ill)
     elif split is None and not told.fits and not offloaded and not _streams(told):
-        findings.append(_drafted_too_much(command, told, engine) or _does_not_fit(command, told))
+        finding = _drafted_too_much(command, told, engine) or _does_not_fit(command, told)
+        published = _published(command, version, machine, engine)
+        findings.append(with_fixes(finding, [*published, *fixes_of(finding)]) if published else finding)
     elif told.fits and told.lacks:
         findings += _would_refuse(command, told, question, engine, sizes_itself=split is None)
     findings += too_many_replicas(command, told)
@@ -300,9 +314,27 @@ def _answered(
     return findings, told, split
 
 
+def _published(command: ServerCommand, version: str | None, machine: CommandMachine, engine: str) -> list[Fix]:
+    """Where the engine is to quantize while it loads, and that does not fit: a copy in fewer bits, without the flag."""
+    from holdfast.planner.report.answer import answer
+
+    bare = parse_command(command.with_changes({"--quantization": None}))
+    if command.engine != "vllm" or command.value("quantization") not in MADE_BY_VLLM or bare is None:
+        return []
+    return copies(command, answer(question_for(bare, machine, version), engine=engine))[:1]
+
+
 def _streams(told: PlanAnswer) -> bool:
-    """Whether Holdfast serves it with layers in RAM: in what is known to be there, or where that is not known."""
-    return told.offload is not None and told.offload.may_run
+    """Whether Holdfast serves it with layers in RAM that is known to be there, as `holdfast plan` decides it too."""
+    return told.offload is not None and told.offload.runs
+
+
+def _given_ram(told: PlanAnswer) -> list[Fix]:
+    """Where it is not known how much RAM there is: the same command runs with enough of it."""
+    if told.offload is None or told.offload.known or not told.offload.may_run:
+        return []
+    why = f"the same command {told.offload.verdict}; --ram SIZE tells what the machine has"
+    return [Fix(why=why, price="slow: they cross the bus in every step", basis="first_try")]
 
 
 def _drafted_too_much(command: ServerCommand, told: PlanAnswer, engine: str) -> Finding | None:
@@ -376,7 +408,7 @@ def _does_not_fit(command: ServerCommand, told: PlanAnswer) -> Finding:
     weights = sum(term.nbytes for term in rank.terms if term.name == "weights")
     lines = [f"budget {format_bytes(rank.budget_bytes)} on {rank.device.name}"]
     lines += [f"{term.name} {format_bytes(term.nbytes)}" for term in terms[:3]]
-    fixes = ways(command, told)
+    fixes = [*_given_ram(told), *ways(command, told)]
     configured = any(way.kind in ("utilization", "context", "sequences", "configuration") for way in told.ways_out)
     budget = format_bytes(rank.budget_bytes)
     if weights > rank.budget_bytes:

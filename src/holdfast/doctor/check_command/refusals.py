@@ -5,6 +5,7 @@ CPU, which cuts its memory by a variable of its own. Counts nothing that the pla
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -270,3 +271,27 @@ def _larger_pool(command: ServerCommand, question: Question, needed: int) -> Fix
     if CPU_SPACE in command.environment:
         return changed(command, {CPU_SPACE: str(-(-needed // GIB))}, "room for one whole sequence", price)
     return changed(command, {f"--{POOL}": str(needed)}, "room for one whole sequence", price)
+
+
+_OLLAMA = re.compile(r"(?:^|\s)ollama (?:run|pull) (?:--?\S+ )*([\w./:-]+)")
+
+
+def not_a_command(text: str) -> ConfigurationError:
+    """Of what starts no server that is read here."""
+    ollama = _OLLAMA.search(text)
+    if ollama is not None:
+        return ConfigurationError(
+            "Ollama's commands have nothing to check: it chooses its settings itself",
+            needed="a plan of the model, as Ollama stores it (Q4_K_M, unless its tag says otherwise)",
+            found=shorten(text, 120),
+            fix=f"holdfast plan {shlex.quote(ollama[1])} -q Q4_K_M --for llama.cpp",
+            field="command",
+        )
+    return ConfigurationError(
+        "this is not a command that starts a server",
+        needed="vllm serve MODEL ..., python -m vllm.entrypoints.openai.api_server ..., llama-server ...,"
+        " python -m sglang.launch_server ... or holdfast serve ...",
+        found=shorten(text, 120),
+        fix='holdfast doctor --command "vllm serve MODEL --max-model-len 8192"',
+        field="command",
+    )

@@ -30,13 +30,23 @@ def ways(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
     """Those that can be run first, in the plan's order; of what has to be made or bought the first alone. Another model
     comes last: it answers something else. A plan in tiers is none: nothing here runs it."""
     offered = [way for way in told.ways_out if way.tiers is None and _applies(command, way)]
+    # Python's engines read a GGUF with a plugin or slowly, if at all: what they read comes before it.
+    offered.sort(key=lambda way: command.engine in ("vllm", "sglang") and _is_gguf(way))
     fixes = [_fix(command, way) for way in offered if way.kind != "smaller_model"]
     others = [_fix(command, way) for way in offered if way.kind == "smaller_model"]
-    # A checkpoint that is quantized already is refused with a method for another.
-    quantized = command.value("quantization") is not None
-    ready = [fix for fix in fixes if fix.command is not None and not (quantized and "--model" in fix.changes)]
+    ready = [fix for fix in fixes if fix.command is not None]
     made = [fix for fix in fixes if fix.command is None][: 2 if ready else WAYS_SHOWN]
     return [*ready[:WAYS_SHOWN], *made, *others[:1]]
+
+
+def copies(command: ServerCommand, told: PlanAnswer) -> list[Fix]:
+    """Published copies of the model, quantized."""
+    offered = [way for way in told.ways_out if way.kind == "quantization" and way.available and "model" in way.settings]
+    return [fix for fix in (_fix(command, way) for way in offered) if fix.command is not None]
+
+
+def _is_gguf(way: Remedy) -> bool:
+    return way.kind == "quantization" and way.fit.question.model.format == "gguf"
 
 
 def _applies(command: ServerCommand, way: Remedy) -> bool:
@@ -57,6 +67,8 @@ def _fix(command: ServerCommand, way: Remedy) -> Fix:
     if model is None:
         return changed(command, changes, why, price, basis="planned")
     other = parse_command(shlex.join(str(model) if word == command.model else word for word in command.words))
+    if way.kind == "quantization" and command.value("quantization") is not None:
+        changes["--quantization"] = None  # A checkpoint that is quantized already is refused with another method.
     text = None if other is None else other.with_changes(changes)
     return Fix(command=text, changes={"--model": str(model), **changes}, why=why, price=price, basis="planned")
 

@@ -245,7 +245,8 @@ def budget_words(command: ServerCommand, told: PlanAnswer, split: Split | None) 
         return f"{text}, none for KV"
     length = max(1, min(fit.limits.max_model_len, rank.kv.longest(pool, told.question.model.spec.max_position)))
     at_once = rank.kv.concurrency(pool, length)
-    held = f"some {int(at_once * length):,} tokens, {at_once:.1f} sequences of {length:,} at once"
+    count = f"{at_once:,.0f}" if at_once >= 100 else f"{at_once:.1f}"
+    held = f"some {int(at_once * length):,} tokens, {count} sequences of {length:,} at once"
     return f"{text}, {format_bytes(pool)} for KV: {held}{after}"
 
 

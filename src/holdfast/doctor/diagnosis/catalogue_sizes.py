@@ -49,6 +49,12 @@ def kv_token_gib(model: str | None) -> float | None:
     return None if spec is None else spec.kv_bytes_per_token(2) / GIB
 
 
+def longest_of(model: str | None) -> int | None:
+    """Tokens that it reads, which engines serve where nothing else is set."""
+    spec = spec_of(model)
+    return None if spec is None else spec.max_position
+
+
 def weights_bytes_of(model: str) -> int | None:
     """In 16 bits, where the catalogue has its number of parameters."""
     from holdfast.models import catalogue

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import msgspec
 
 from holdfast.doctor.diagnosis.rank import diagnosis
-from holdfast.doctor.diagnosis.services import Services
+from holdfast.doctor.diagnosis.services import Services, logs_apart, of_different_servers
 from holdfast.doctor.evidence.log_state import LogState
 from holdfast.doctor.findings import Diagnosis, Evidence
 from holdfast.doctor.logs.line import Line, read_lines
@@ -84,22 +84,29 @@ def diagnose_lines(lines: Iterable[str], source: str) -> Diagnosis:
 
 
 def diagnose(sources: Sequence[str]) -> Diagnosis:
-    """Logs, judged together: paths of files (gz too), `-` for standard input. Raises a ConfigurationError (HFD90)."""
+    """Logs, judged together unless they are of different engines or models: paths of files (gz too), `-` for standard
+    input. Raises a ConfigurationError (HFD90)."""
     services = Services()
+    alone: dict[str, Services] = {}
     logs: dict[str, _Log] = {}
     torn = []
     for name in sources:
         called = "standard input" if name == "-" else name
-        source, sift = LogSource(name), Sift(services.feed)
+        alone[called] = Services()
+        # A log is read once, for it may be a pipe: whose server it is of is known at its end.
+        readers = (services, alone[called]) if len(sources) > 1 else (services,)
+        source, sift = LogSource(name), Sift(_to_all(readers))
         logs[called] = _Log(source)
         blocks = iter(logs[called].blocks())
         first = next(blocks, b"")
-        services.open(called, first)
+        for reader in readers:
+            reader.open(called, first)
         for block in chain([first], blocks):
             sift.feed(block)
         sift.close()
         torn += [_TORN.format(called)] if source.torn else []
-    found = services.diagnosis()
+    apart = len(alone) > 1 and of_different_servers(alone)
+    found = logs_apart(alone) if apart else services.diagnosis()
     found.missing.extend(torn)
     for name, read in logs.items():
         found.seen.extend(read.told(name))
@@ -107,6 +114,14 @@ def diagnose(sources: Sequence[str]) -> Diagnosis:
     for finding in found.findings:
         finding.evidence[:] = [logs[one.source].place(one) if one.source in logs else one for one in finding.evidence]
     return found
+
+
+def _to_all(readers: Sequence[Services]) -> Callable[[Line], None]:
+    def feed(line: Line) -> None:
+        for reader in readers:
+            reader.feed(line)
+
+    return feed
 
 
 class _Log:

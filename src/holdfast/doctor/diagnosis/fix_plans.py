@@ -19,11 +19,14 @@ from holdfast.errors import HoldfastError
 from holdfast.units import GIB, format_bytes
 
 if TYPE_CHECKING:
+    from holdfast.doctor.findings import Diagnosis
     from holdfast.planner.fit.search import Plan
 
 CAUSES = ("weights_do_not_fit", "no_memory_for_kv_blocks", "kv_cache_too_small_for_max_len", "tensor_parallel_unused")
 UNMEASURED = ("weights_do_not_fit", "no_memory_for_kv_blocks")
 """Causes whose log tells no room for KV: there the plan's own word is the only one."""
+BESIDE_OTHERS = ("other_process_on_gpu", "free_memory_below_utilization")
+"""Causes whose fix is a share that leaves others theirs."""
 _PLANNED = (
     "max_model_len", "max_num_seqs", "kv_cache_dtype", "max_num_batched_tokens", "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -43,12 +46,65 @@ class Case:
 
 
 def checked(case: Case, cause: str, fixes: list[Fix]) -> list[Fix]:
-    """The same fixes, with what was planned of them: a parallel size is raised to the first that fits."""
+    """The same fixes, with what was planned of them: a parallel size is raised to the first that fits. One that a rule
+    calls planned is left out where it was not."""
     name = _known(case)
+    if cause in BESIDE_OTHERS and case.engine == "vllm":
+        if name is None:
+            return [fix for fix in fixes if fix.basis != "planned"]
+        return [fix for one in fixes if (fix := _beside_others(case, one)) is not None]
     if cause not in CAUSES or name is None:
         return fixes
     held = [_checked(case, name, fix) for fix in fixes]
-    return [fix for fix in held if cause not in UNMEASURED or not _cannot(case, name, fix)]
+    held = [fix for fix in held if cause not in UNMEASURED or not _cannot(case, name, fix)]
+    return [*_published(case), *held] if cause == "weights_do_not_fit" else held
+
+
+def _judged(case: Case, command: ServerCommand) -> Diagnosis | None:
+    """As `doctor --command` judges it for such GPUs; None: it cannot."""
+    from holdfast.doctor.check_command.check import judge
+    from holdfast.doctor.check_command.to_question import CommandMachine
+
+    assert case.total_gib is not None
+    ranks = command.value("tensor-parallel-size") or "1"
+    try:
+        return judge(command, machine=CommandMachine(vram=f"{int(case.total_gib * GIB)}x{ranks}"))
+    except HoldfastError:
+        return None
+
+
+def _published(case: Case) -> list[Fix]:
+    """A quantized copy of the same model that is planned to fit the GPUs that were used: none has to be bought."""
+    if case.command is None or case.command.call is not None or case.engine != "vllm" or case.command.model is None:
+        return []
+    found = _judged(case, case.command)
+    offered = [] if found is None else [fix for one in found.findings for fix in (one.fix, *one.alternatives)]
+    copies = [fix for fix in offered if fix is not None and _is_copy(case.command.model, fix)]
+    return copies[:1]
+
+
+def _is_copy(model: str, fix: Fix) -> bool:
+    other = fix.changes.get("--model")
+    return fix.basis == "planned" and other is not None and other.split("/")[-1].startswith(model.split("/")[-1])
+
+
+def _beside_others(case: Case, fix: Fix) -> Fix | None:
+    """A share that leaves other processes theirs, with a context that its KV cache holds; None: it holds none."""
+    from holdfast.doctor.command.parse import parse_command
+
+    share, length = (profile(case.engine).spelling(name) for name in ("gpu-memory-utilization", "max-model-len"))
+    command = None if fix.command is None or share not in fix.changes else parse_command(fix.command)
+    found = None if command is None or length is None else _judged(case, command)
+    if command is None or found is None or length is None:
+        return None if fix.basis == "planned" else fix
+    if not found.findings:
+        return msgspec.structs.replace(fix, basis="planned")
+    for one in (found.findings[0].fix, *found.findings[0].alternatives):
+        if one is not None and one.basis == "planned" and list(one.changes) == [length]:
+            why = f"{fix.why}, with {one.changes[length]} tokens of context (planned)"
+            changes = {**fix.changes, **one.changes}
+            return msgspec.structs.replace(fix, command=one.command, changes=changes, why=why, basis="planned")
+    return None
 
 
 def _known(case: Case) -> str | None:

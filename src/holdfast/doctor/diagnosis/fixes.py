@@ -11,7 +11,7 @@ import shlex
 from functools import cache
 
 from holdfast.doctor.command.parse import ServerCommand
-from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib
+from holdfast.doctor.diagnosis.catalogue_sizes import kv_token_gib, longest_of
 from holdfast.doctor.diagnosis.fix_checks import Changes, Facts, sound
 from holdfast.doctor.diagnosis.kv_budget import context_in_ram, room_for_kv
 from holdfast.doctor.diagnosis.llama_layers import experts_in_ram, layers_that_fit
@@ -78,6 +78,7 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
         told["share_told"] = told.get("utilization", 0.0)
     if log.engine == "llama.cpp":
         told |= layers_that_fit(told)
+        told.setdefault("served_slots", log.settings.number("parallel") or 1.0)
         if not log.settings.values.keys() & _EXPERTS_PLACED:
             told |= experts_in_ram(told, log.settings.model or log.words.get("model_file"))
             old = profile("llama.cpp").takes("n-cpu-moe", log.version) is False
@@ -98,7 +99,9 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     elif (served := _served(log, architecture)) is not None:
         told["architecture_served"] = served
     if told.keys() & _OF_KV:
-        told |= room_for_kv(log.engine or "vllm", told, kv_token_gib(log.settings.model))
+        told |= room_for_kv(
+            log.engine or "vllm", told, kv_token_gib(log.settings.model), longest_of(log.settings.model)
+        )
     return told
 
 

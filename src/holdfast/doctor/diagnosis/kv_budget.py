@@ -23,17 +23,27 @@ _SGLANG_SHARE = 0.83
 """Its own choice on GPUs of 80 GB, which is its lowest."""
 
 
-def room_for_kv(engine: str, numbers: Mapping[str, float], token_gib: float | None) -> dict[str, float]:
+def room_for_kv(
+    engine: str, numbers: Mapping[str, float], token_gib: float | None, longest: int | None = None
+) -> dict[str, float]:
     """`share_needed`, what is `missing_gib` with the largest that is wise, and `ranks_needed` in all, where they can be
-    reckoned. `token_gib`: of KV, on one GPU."""
-    one = ONE_REQUEST_GIB
-    if token_gib is not None and "max_model_len" in numbers:
-        one = token_gib * numbers["max_model_len"] / max(1.0, numbers.get("tp", 1.0))
+    reckoned. `token_gib`: of KV, on one GPU; `longest`: what the model reads, which is served where nothing else is
+    set. `request_tokens` of one request, where both are known; `share_tokens`: as many as the largest share holds."""
+    one, tokens = ONE_REQUEST_GIB, numbers.get("max_model_len")
+    if tokens is None and engine == "vllm" and longest is not None:
+        tokens = float(longest)  # SGLang starts with a pool that holds less than the longest context.
+    if token_gib is not None and tokens is not None:
+        token_gib /= max(1.0, numbers.get("tp", 1.0))
+        one = token_gib * tokens
     found = _vllm(numbers, one) if engine == "vllm" else _sglang(numbers, one) if engine == "sglang" else None
     if found is None:
         return {}
     card, share = found
     told = {"share_needed": math.ceil(share * 100) / 100, "missing_gib": max(0.0, share - MOST_SHARE) * card}
+    if token_gib is not None and tokens is not None:
+        left = one - told["missing_gib"]
+        told |= {"request_tokens": tokens, "request_gib": one}
+        told["share_tokens"] = math.floor(left / token_gib * 0.98 / 16) * 16.0
     weights, room = numbers.get("weights_gib"), _usable(engine, numbers) * card - STEP_GIB
     if weights is not None and room > 0:
         ranks = max(2.0, 2.0 ** math.ceil(math.log2(max(1.0, weights / room))))

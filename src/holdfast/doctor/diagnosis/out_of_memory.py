@@ -5,6 +5,7 @@ Returns the entry of rules/data/out_of_memory.toml that holds; texts and fixes a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ WEIGHTS_SHARE = 0.75
 """Of the card: with so much in weights, no batch is small enough to leave room for KV."""
 FULL_SHARE = 0.93
 SMALL_SHARE = 0.1
+LONG_CONTEXT = 8192
+HOLDER_GIB = 0.5
+"""Held by another process, from which on it is named beside whatever the cause is."""
 
 UNIFIED_GIB = (118.0, 124.0)
 """Of a card: no GPU with memory of its own has so much. GB10 (DGX Spark) reports 121.6 GiB, Jetson Thor 122.8."""
@@ -84,6 +88,17 @@ def others_gib(text: str, numbers: dict[str, float]) -> float:
     return sum(held)
 
 
+def holders(text: str, numbers: dict[str, float]) -> list[tuple[str, float]]:
+    """Processes that are not the one that failed, and the GiB of each, where the message tells which is which."""
+    held = [(name, float(amount) * _GIB[unit[0]]) for name, amount, unit in _PROCESS.findall(text)]
+    if _OURS.search(text) is None:
+        own = min((one for one in held if one[1] >= numbers.get("allocated_gib", math.inf) * 0.98), default=None)
+        if own is None:
+            return []
+        held.remove(own)
+    return [one for one in held if one[1] >= HOLDER_GIB]
+
+
 def judge(event: Event, log: LogState) -> OomVerdict:
     """The first rule of the table that holds."""
     text = next((one.line for one in event.evidence if "Tried to allocate" in one.line), event.evidence[0].line)
@@ -108,6 +123,9 @@ def judge(event: Event, log: LogState) -> OomVerdict:
         log=log, event=event, text=text, phase=phase, numbers={**log.numbers, **event.numbers}, others=others
     )
     rule, _, _, sureness = next(row for row in RULES if (not row[1] or phase in row[1]) and row[2](failure))
+    if others_named := holders(text, event.numbers):
+        event.words["holder"] = max(others_named, key=lambda one: one[1])[0]
+        event.numbers["holder_gib"] = max(gib for _, gib in others_named)
     if rule == "oom_neighbour":
         event.numbers["others_gib"] = others
     reported = "load" if rule in ("oom_weights", "oom_parallel_unused") else phase
@@ -152,6 +170,11 @@ def _unused_gpus(failure: FailedAllocation) -> bool:
     return log.numbers.get("gpus", 1) > 1 and size == 1 and log.engine in ("vllm", "sglang", "tgi", "holdfast")
 
 
+def _long_context(failure: FailedAllocation) -> bool:
+    """Of one request, by what Ollama told of its runner: beyond the default of a large GPU."""
+    return failure.number("kv_cells") / max(1.0, failure.number("kv_slots")) > LONG_CONTEXT
+
+
 def _crowded_by_weights(failure: FailedAllocation) -> bool:
     """As far as their size is known; else by a full card on which a small allocation failed."""
     if "weights_gib" in failure.numbers:
@@ -191,6 +214,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], boo
     ("oom_second_engine", (*_LOADING, "profile"), lambda one: SECOND in one.event.tags, "medium"),
     ("oom_fragmentation", ("profile", "capture", "warmup"), _in_pieces, "medium"),
     ("oom_parallel_unused", _LOADING, _unused_gpus, "medium"),
+    ("oom_ollama_context", (), lambda one: one.log.engine == "ollama" and _long_context(one), "medium"),
     ("oom_weights", _LOADING, lambda one: True, "of the phase"),
     ("oom_unified", _LOADED, _unified, "medium"),
     ("oom_weights_profile", ("profile",), _crowded_by_weights, "at least medium"),

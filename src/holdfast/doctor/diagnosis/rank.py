@@ -296,6 +296,12 @@ def _finding(log: LogState, candidate: Candidate) -> Finding:
         chosen = list(own_fixes(event.words, log.settings.rebuilt("holdfast")))
     else:
         chosen = checked(_case(log, numbers), rule.cause, fixes(log, rule, event, numbers))
+    holder, said = event.words.get("holder"), filled(rule.what, values) or cause.means
+    if holder is not None:
+        said += (
+            f" Process {holder}, which is not this server's, holds {event.numbers['holder_gib']:.2f} GiB of the GPU."
+        )
+        chosen = [*chosen[: not chosen or bool(chosen[0].changes)], _stopped(holder), *chosen[bool(chosen) :]]
     sure, first = cause_confidence(log, rule, event, candidate.confidence), chosen[0] if chosen else None
     return Finding(
         code=rule.code or cause.code,
@@ -303,13 +309,18 @@ def _finding(log: LogState, candidate: Candidate) -> Finding:
         cause=rule.cause,
         confidence=answer_confidence(rule, sure, first),
         cause_confidence=sure,
-        what=filled(rule.what, values) or cause.means,
+        what=said,
         evidence=event.evidence,
         why=filled((rule.why, cause.means), values),
         fix=first,
         alternatives=chosen[1:],
         numbers={name: round(value, 4) for name, value in event.numbers.items()},
     )
+
+
+def _stopped(process: str) -> Fix:
+    why = "see what it is, and stop it if it is not needed (kill its pid), or start this server with what it leaves"
+    return Fix(command=f"ps -o pid,etime,args -p {process}", why=why, basis="look")
 
 
 def _root(rule: Rule, cause: Cause, chosen: list[Fix]) -> RootCause:

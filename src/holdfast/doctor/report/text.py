@@ -84,6 +84,8 @@ def lines_of_findings(diagnosis: Diagnosis, *, width: int = 100) -> Iterator[str
 
 
 def _heading(diagnosis: Diagnosis) -> str:
+    if diagnosis.programs:
+        return "; ".join(f"{name}: {told}" for name, told in diagnosis.programs.items())
     engine = diagnosis.engine or "unknown engine"
     version = f" {diagnosis.engine_version}" if diagnosis.engine_version else ""
     phase = f", phase: {diagnosis.phase}" if diagnosis.phase else ""
@@ -118,7 +120,8 @@ def _fix(label: str, fix: Fix, width: int) -> Iterator[str]:
     price = f" (price: {fix.price})" if fix.price else ""
     basis = f" [{_BASES[fix.basis]}]" if label == "fix" else ""
     whole = label == "fix" and fix.command is not None
-    said = fix.why if whole else f"{changes_of(fix) or fix.command or ''}: {fix.why}".removeprefix(": ")
+    why = fix.why.removeprefix(f"{fix.changes.get('--model')}: ")  # It stands before it already.
+    said = fix.why if whole else f"{changes_of(fix) or fix.command or ''}: {why}".removeprefix(": ")
     yield from _paragraph(label, f"{said}{price}{basis}", width)
     if whole:
         yield f"{_INDENT}{'':<9} {fix.command}"

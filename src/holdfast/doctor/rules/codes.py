@@ -19,9 +19,23 @@ _OWN = (
 )
 
 
+_ROOTS = {
+    "configuration_overshoot": ("settings ask for more memory than there is", "the settings that the finding names"),
+    "kv_blowout": ("the KV cache of the requested context is what does not fit", "a shorter context, or KV in FP8"),
+    "concurrency_misjudged": ("more requests at once than memory holds", "fewer at once, or more replicas"),
+    "does_not_fit": ("no setting makes this model fit this GPU", "quantized weights, more GPUs, a smaller model"),
+    "not_memory": ("memory is not the cause", "what the finding names"),
+}
+"""What the report and the JSON's `root_cause` say of a cause."""
+
+
 def cause_named(name: str) -> Code | None:
     """A cause by its name in the JSON, as it is found in a log; its code may be Holdfast's own."""
-    cause = rulebook().causes.get(name.strip().lower().replace("-", "_"))
+    bare = name.strip().lower().replace("-", "_")
+    if bare in _ROOTS:
+        means, helps = _ROOTS[bare]
+        return Code(code=bare, kind="doctor", means=f"root cause: {means}", helps=helps)
+    cause = rulebook().causes.get(bare)
     return None if cause is None else _of(cause)
 
 
