@@ -143,7 +143,11 @@ def test_the_host_computes_what_waits(share: float, tmp_path: Path, device: torc
         assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("kinds", [None, ("Q8_0", "Q4_0", "Q5_1")], ids=["numbers", "blocks"])
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param(None, marks=pytest.mark.long), ("Q8_0", "Q4_0", "Q5_1")],
+    ids=["numbers", "blocks"],
+)
 def test_experts_come_and_go_while_answers_are_computed(
     kinds: tuple[str, str, str] | None, tmp_path: Path, device: torch.device
 ) -> None:

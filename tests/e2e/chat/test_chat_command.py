@@ -470,7 +470,8 @@ def test_run_chats_with_a_server_that_is_there(server: Server, tmp_path: Path, m
         terminal.type("hello\r")
         terminal.wait_for("2:hello\r\n> ")
         terminal.type("\x04")
-        terminal.wait_for(f"tiny is still served at {server.url}; to end it: holdfast stop tiny")
+        # `run` did not start it, so its name is not enough to end it.
+        terminal.wait_for(f"tiny is still served at {server.url}; to end it: holdfast stop {os.getpid()}")
         assert terminal.process.wait(PATIENCE_S) == 0
     finally:
         terminal.close()
