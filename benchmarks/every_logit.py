@@ -16,7 +16,7 @@ import torch
 
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
-from holdfast.execution.kv_store import LARGEST, KVStore
+from holdfast.execution.kv_pool import LARGEST, KVPool
 from holdfast.execution.ops import ops_for
 from holdfast.execution.runner import Runner
 from holdfast.execution.transformer import Transformer
@@ -59,7 +59,7 @@ def every_logit(
         decoder.kv_scales = runner.kv_scales
     buffers = SlotBuffers(limits, layout, spec.vocab_size)
     blocks = layout.blocks_for(count)
-    kv = KVStore(layout, 1 + blocks * len(layout.groups), CPU, kv_dtype)
+    kv = KVPool(layout, 1 + blocks * len(layout.groups), CPU, kv_dtype)
     kv.clear(torch.arange(kv.blocks))
     start = SequenceStart(
         slot=0, request_id="text", token_ids=list(tokens), params=SamplingParams(temperature=0.0), prompt_length=count

@@ -16,7 +16,7 @@ from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.engine.core.loop import EngineCore
 from holdfast.execution.gpu.runner import GpuRunner
-from holdfast.execution.kv_store import LARGEST
+from holdfast.execution.kv_pool import LARGEST
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights

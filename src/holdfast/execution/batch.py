@@ -63,7 +63,7 @@ class StepBatch:
     """The known token behind each."""
     scored_slots: list[int]
     token_rows: tuple[torch.Tensor, ...]
-    """A group: the row of KVStore.token_rows (place 0, keys) each token's key goes to."""
+    """A group: the row of KVPool.token_rows (place 0, keys) each token's key goes to."""
     fresh_pages: torch.Tensor
     """Pages that get their first token in this step and are not filled by it."""
     attention_plans: tuple[Any, ...]

@@ -25,7 +25,7 @@ import torch
 
 from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits
-from holdfast.execution.kv_store import LARGEST
+from holdfast.execution.kv_pool import LARGEST
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.records import Row, SamplingParams, SequenceStart, StepPlan, StepResult, TableWrite

@@ -18,8 +18,8 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers, StepBatch
 from holdfast.execution.device import lean_products
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.kv_scales import Calibration, KVScales
-from holdfast.execution.kv_store import KVStore
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import AdapterPlaces, LoraLimits
 from holdfast.execution.memory import PeakMemory, trim_memory
@@ -110,7 +110,7 @@ class Runner:
         rows = head_rows(spec.vocab_size, limits.max_num_seqs)
         self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
         self._embeds = numpy.zeros(limits.max_num_seqs, dtype=bool)
-        self._kv: KVStore | None = None
+        self._kv: KVPool | None = None
         self._page_copies: CpuPageCopies | None = None
 
     def use_tiers(self, copies: CpuPageCopies) -> None:
@@ -153,7 +153,7 @@ class Runner:
         return [Decision("numa_nodes", ", ".join(map(str, nodes.numbers)), reason, "hardware")]
 
     @property
-    def kv(self) -> KVStore:
+    def kv(self) -> KVPool:
         if self._kv is None:
             raise EngineError("the runner has no KV pages yet", fix="call back_kv before the first step")
         return self._kv
@@ -168,7 +168,7 @@ class Runner:
         """Allocates the pool anew, the null page included; what the old one held is gone. `most_blocks`: it may grow to
         so many."""
         self._kv = None
-        self._kv = KVStore(self.layout, blocks, self.device, self.kv_dtype, most_blocks=most_blocks)
+        self._kv = KVPool(self.layout, blocks, self.device, self.kv_dtype, most_blocks=most_blocks)
 
     @property
     def most_blocks(self) -> int:
@@ -191,7 +191,7 @@ class Runner:
         """Finds the scales of float8 pages, with other pages for a moment."""
         trial = Calibration(self.spec, self.limits, self.layout)
         layout = replace(self.layout, element_bytes=self.dtype.itemsize)
-        kept, store = self._kv, KVStore(layout, trial.blocks, self.device, self.dtype)
+        kept, store = self._kv, KVPool(layout, trial.blocks, self.device, self.dtype)
         self._kv = store
         try:
             trial.run(self)

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from holdfast.execution.batch import StepBatch
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.kv_scales import KVScales
-from holdfast.execution.kv_store import KVStore
 from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.layers.mlp import Mlp, make_mlps
 from holdfast.execution.layers.rope import rotaries
@@ -96,7 +96,7 @@ class Transformer:
         self._cut: StepBuffers | None = None
         self._runs_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
-    def forward(self, batch: StepBatch, kv: KVStore, layers: int | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, kv: KVPool, layers: int | None = None) -> torch.Tensor:
         """Normed hidden states [sampling rows, hidden] of the batch's sampling rows; writes KV pages.
 
         `layers`: only the first so many (a profile run needs the memory of one layer, not the time of all).
@@ -234,7 +234,7 @@ class Transformer:
             self.ops.rms_norm(x, norm.weight, self.spec.norm_eps, out)
         return out
 
-    def _attend(self, index: int, step: StepBuffers, batch: StepBatch, kv: KVStore) -> None:
+    def _attend(self, index: int, step: StepBuffers, batch: StepBatch, kv: KVPool) -> None:
         layer, (group, place) = self.weights.layers[index], self._places[index]
         self._adapt(0, len(step.stream))
         layer.qkv.write(self._norm(layer.attn_norm, step.stream, step.normed), step.qkv)
@@ -259,7 +259,7 @@ class Transformer:
             if value_scale != 1.0:
                 step.attended.mul_(value_scale)
 
-    def _finish(self, sampling: torch.Tensor, step: StepBuffers, batch: StepBatch, kv: KVStore) -> None:
+    def _finish(self, sampling: torch.Tensor, step: StepBuffers, batch: StepBatch, kv: KVPool) -> None:
         """The last layer: all tokens leave their keys and values, the rest is added to the sampling rows alone."""
         layer, last, slots = self.weights.layers[-1], len(self.weights.layers) - 1, self.weights.slots
         if slots is not None:

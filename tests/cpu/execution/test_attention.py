@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from holdfast.execution import native
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.ops import AttentionShape, StepRows, cpu_attention, ops_for
 from holdfast.kvcache.groups import KVGroup, KVLayout
 
@@ -61,7 +61,7 @@ def test_equals_the_plain_form(
         head_dim=16,
         element_bytes=kv_dtype.itemsize,
     )
-    kv = KVStore(layout, BLOCKS, CPU, kv_dtype)
+    kv = KVPool(layout, BLOCKS, CPU, kv_dtype)
     kv.pages[1:] = torch.randn(kv.pages[1:].shape).to(kv_dtype)
     forms = [ops_for(CPU, reference=True), ops_for(CPU)]
     if native.available():
@@ -84,7 +84,7 @@ def test_equals_the_plain_form(
             torch.testing.assert_close(out, outputs[0], atol=tolerance, rtol=tolerance)
 
 
-def place_own_keys(kv: KVStore, batch: StepRows, tables: numpy.ndarray, key: torch.Tensor, value: torch.Tensor) -> None:
+def place_own_keys(kv: KVPool, batch: StepRows, tables: numpy.ndarray, key: torch.Tensor, value: torch.Tensor) -> None:
     """As a step does before it attends; each row gets pages of its own for what it writes."""
     own = iter(range(1, BLOCKS))
     for row, (start, count, first) in enumerate(zip(batch.starts, batch.counts, batch.firsts, strict=True)):

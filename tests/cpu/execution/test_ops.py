@@ -14,7 +14,7 @@ import torch
 
 from holdfast.errors import ConfigurationError
 from holdfast.execution import native
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.layers.rope import inverse_frequencies
 from holdfast.execution.ops import Heads, ops_for
 from holdfast.execution.ops.cpu import rotate
@@ -39,11 +39,11 @@ def heads_of(product: torch.Tensor) -> Heads:
     )
 
 
-def store(dtype: torch.dtype) -> KVStore:
+def store(dtype: torch.dtype) -> KVPool:
     layout = KVLayout(
         groups=(), block_tokens=4, layers_per_page=2, kv_heads=2, head_dim=16, element_bytes=dtype.itemsize
     )
-    kv = KVStore(layout, 16, CPU, dtype)
+    kv = KVPool(layout, 16, CPU, dtype)
     kv.pages.zero_()
     return kv
 

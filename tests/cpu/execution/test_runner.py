@@ -14,7 +14,7 @@ import torch
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.execution import memory
 from holdfast.execution.device import compute_threads, lean_products, packs_weights
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.memory import PeakMemory
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.sampling.sampler import Sampler
@@ -221,9 +221,9 @@ def test_kv_store_refuses_what_does_not_belong_together(oracles: Callable[..., A
         groups=form_groups([None])[0], block_tokens=4, layers_per_page=1, kv_heads=1, head_dim=8, element_bytes=4
     )
     with pytest.raises(EngineError, match="another dtype"):
-        KVStore(layout, 4, CPU, torch.bfloat16)
+        KVPool(layout, 4, CPU, torch.bfloat16)
     with pytest.raises(EngineError, match="null page"):
-        KVStore(layout, 1, CPU, torch.float32)
+        KVPool(layout, 1, CPU, torch.float32)
 
 
 def test_packing_needs_products_in_hardware() -> None:
@@ -262,7 +262,7 @@ def test_a_pool_that_cannot_grow_gives_its_memory_back_too(monkeypatch, tmp_path
     (tmp_path / "overcommit_memory").write_text("2\n")
     for most_blocks, overcommit in ((blocks, memory.OVERCOMMIT), (1 << 40, tmp_path / "overcommit_memory")):
         monkeypatch.setattr(memory, "OVERCOMMIT", overcommit)
-        kv = KVStore(layout, blocks, CPU, torch.float32, most_blocks=most_blocks)
+        kv = KVPool(layout, blocks, CPU, torch.float32, most_blocks=most_blocks)
         assert kv.most_blocks == blocks
         kv.pages.fill_(1.0)
         full = PeakMemory.resident_bytes()
@@ -277,7 +277,7 @@ def test_a_smaller_pool_gives_its_memory_back(dtype: torch.dtype) -> None:
         element_bytes=dtype.itemsize,
     )  # fmt: skip
     blocks = (64 << 20) // layout.page_bytes
-    kv = KVStore(layout, blocks // 2, CPU, dtype, most_blocks=blocks)
+    kv = KVPool(layout, blocks // 2, CPU, dtype, most_blocks=blocks)
     before = PeakMemory.resident_bytes()
     kv.resize(blocks)
     raw = kv.pages.view(torch.uint8)

@@ -26,7 +26,7 @@ WHOLE_NAMES = {"fp8": "fp8_e4m3"}
 def find_kv_scales(config: EngineConfig, files: ModelFiles, runner: Runner | GpuRunner) -> tuple[Decision, ...]:
     """Gives them to the runner, before its first step and before anything is captured; nothing where pages are kept in
     a type that needs none."""
-    from holdfast.execution.kv_store import LARGEST
+    from holdfast.execution.kv_pool import LARGEST
     from holdfast.execution.weights.kv_scales import stored_kv_scales
 
     if runner.kv_dtype not in LARGEST:

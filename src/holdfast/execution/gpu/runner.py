@@ -32,8 +32,8 @@ from holdfast.execution.gpu.memory.oom import give_back_cached, is_shortage
 from holdfast.execution.gpu.sampling import DeviceSampler, FoundScores, Work
 from holdfast.execution.gpu.slots import DeviceSlots
 from holdfast.execution.gpu.step import BatchBuilder, DeviceStep, halves, is_decode
+from holdfast.execution.kv_pool import LARGEST
 from holdfast.execution.kv_scales import Calibration, KVScales
-from holdfast.execution.kv_store import LARGEST
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.profile_run import heaviest_plan

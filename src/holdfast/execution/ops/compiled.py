@@ -8,7 +8,7 @@ import numpy
 import torch
 
 from holdfast.execution import native
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.layers.linear import Linear, StackedLinear
 from holdfast.execution.ops import cpu, reference
 from holdfast.execution.ops.interface import (
@@ -47,7 +47,7 @@ class CompiledAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv: KVStore,
+        kv: KVPool,
         place: int,
         plan: native.AttentionRows,
         out: torch.Tensor,
@@ -60,7 +60,7 @@ def rotate_and_store(
     heads: Heads,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    kv: KVStore,
+    kv: KVPool,
     place: int,
     rows: torch.Tensor,
     center: torch.Tensor | None = None,
@@ -92,13 +92,13 @@ class CompiledLayers:
 
     def __init__(self, layers: list[native.DecoderLayer]) -> None:
         self._layers = layers
-        self._kv: KVStore | None = None
+        self._kv: KVPool | None = None
         self._scales: LayerScales | None = None
         self._stack: native.DecoderStack | None = None
         self._step: native.DecoderStep | None = None
         self.layer_bytes = max(layer.nbytes for layer in layers)
 
-    def begin(self, step: StepBuffers, kv: KVStore, places: Sequence[int], scales: LayerScales) -> None:
+    def begin(self, step: StepBuffers, kv: KVPool, places: Sequence[int], scales: LayerScales) -> None:
         if kv is not self._kv or scales is not self._scales:
             self._kv, self._scales = kv, scales
             self._stack = native.DecoderStack(

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.ops import reference
 from holdfast.execution.ops.cpu_attention import CpuAttention
 from holdfast.execution.ops.interface import Activation, Heads, Ops
@@ -44,7 +44,7 @@ def rotate_and_store(
     heads: Heads,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    kv: KVStore,
+    kv: KVPool,
     place: int,
     rows: torch.Tensor,
     center: torch.Tensor | None = None,

@@ -7,7 +7,7 @@
 
 The queries of one KV head stand where the kernel expects a sequence (single rows) or heads (longer rows), so keys
 are never repeated for grouped queries. What is gathered at a time is bounded by `GATHER_BYTES`: a longer context
-is attended to in pieces and joined. Pages must hold no NaN beyond a row's end (KVStore.clear).
+is attended to in pieces and joined. Pages must hold no NaN beyond a row's end (KVPool.clear).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.ops.interface import AttentionShape, Integers, StepRows
 from holdfast.kvcache.groups import KVGroup
 
@@ -94,7 +94,7 @@ class CpuAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv: KVStore,
+        kv: KVPool,
         place: int,
         plan: CpuAttentionPlan,
         out: torch.Tensor,

@@ -10,7 +10,7 @@ import numpy
 import numpy.typing
 import torch
 
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_pool import KVPool
 from holdfast.kvcache.groups import KVGroup
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class AttentionBackend(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv: KVStore,
+        kv: KVPool,
         place: int,
         plan: Any,
         out: torch.Tensor,
@@ -117,7 +117,7 @@ class FusedLayers(Protocol):
     layer_bytes: int
     """Of the weights of one layer."""
 
-    def begin(self, step: StepBuffers, kv: KVStore, places: Sequence[int], scales: LayerScales) -> None:
+    def begin(self, step: StepBuffers, kv: KVPool, places: Sequence[int], scales: LayerScales) -> None:
         """The layers run next work on these, each with its place in the pages; valid until the next call."""
 
     def run(self, first: int, last: int, token_rows: torch.Tensor, plan: Any) -> None:
@@ -135,7 +135,7 @@ class Ops:
     norm_in_place: Callable[[torch.Tensor, torch.Tensor, float], None]
     """(x [tokens, ..., width], weight [width], epsilon): rms_norm of slices of a wider buffer."""
     rotate_and_store: Callable[
-        [Heads, torch.Tensor, torch.Tensor, KVStore, int, torch.Tensor, torch.Tensor | None], None
+        [Heads, torch.Tensor, torch.Tensor, KVPool, int, torch.Tensor, torch.Tensor | None], None
     ]
     """(heads, cos, sin [tokens, 1, dim / 2], store, place, token rows, center): turns queries and keys in place, takes
     the center [kv heads · dim] off keys where there is one, and writes keys and values to the store; float8 pages may

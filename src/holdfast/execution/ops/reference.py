@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.ops.interface import Activation, AttentionShape, Heads, Integers, Ops, StepRows
 from holdfast.kvcache.groups import KVGroup
 
@@ -56,7 +56,7 @@ def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> No
     torch.mul(activate(gated, activation), up, out=out)
 
 
-def write_kv(heads: Heads, kv: KVStore, place: int, rows: torch.Tensor) -> None:
+def write_kv(heads: Heads, kv: KVPool, place: int, rows: torch.Tensor) -> None:
     key_rows, value_rows = kv.token_rows_at(place)
     kv.write(heads.key_rows, key_rows, rows)
     kv.write(heads.value_rows, value_rows, rows)
@@ -66,7 +66,7 @@ def rotate_and_store(
     heads: Heads,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    kv: KVStore,
+    kv: KVPool,
     place: int,
     rows: torch.Tensor,
     center: torch.Tensor | None = None,
@@ -98,7 +98,7 @@ class ReferenceAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv: KVStore,
+        kv: KVPool,
         place: int,
         plan: _Plan,
         out: torch.Tensor,

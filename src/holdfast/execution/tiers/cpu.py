@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy
 import torch
 
-from holdfast.execution.kv_store import KVStore
+from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.tiers.disk import DiskReads, Store, staging_stride
 from holdfast.footprint.cpu import KV_STAGING_BYTES
 from holdfast.kvcache.pool import Tier
@@ -37,7 +37,7 @@ class CpuPageCopies:
         """Before the rows of the plan are computed."""
         self._reads.begin([copy for copy in plan.copies if copy.source_tier == Tier.DISK])
 
-    def end(self, plan: StepPlan, kv: KVStore) -> Over:
+    def end(self, plan: StepPlan, kv: KVPool) -> Over:
         """After them. Waits a little only where there are none."""
         pages = _as_bytes(kv.pages)
         finished, failed = list[int](), list[int]()

@@ -41,7 +41,7 @@ def move_pages(pages: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
         whole.index_copy_(0, target, whole.index_select(0, source))
 
 
-class KVStore:
+class KVPool:
     """`blocks`: pages that may be used. `most_blocks`: those that addresses are reserved for, on a CPU."""
 
     def __init__(
