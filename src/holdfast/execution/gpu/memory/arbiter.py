@@ -36,21 +36,25 @@ LEAST_GAIN = 1.02
 """In tokens a second of all, for which layers leave."""
 
 
-class MovableLayers(Protocol):
-    """Layers that may come to stay on the GPU, and leave it."""
-
-    @property
-    def streamed(self) -> tuple[int, ...]: ...
+class Movable(Protocol):
+    """Weights that may come to stay on the GPU, and leave it."""
 
     @property
     def nbytes(self) -> int:
-        """Of slots."""
+        """On the GPU, of slots for those that come for a step, and of tables of places."""
 
     @property
-    def resident_bytes(self) -> int: ...
+    def resident_bytes(self) -> int:
+        """On the GPU, of those that stay."""
 
     @property
-    def pinned_bytes(self) -> int: ...
+    def pinned_bytes(self) -> int:
+        """In RAM."""
+
+
+class MovableLayers(Movable, Protocol):
+    @property
+    def streamed(self) -> tuple[int, ...]: ...
 
     @property
     def moved_bytes(self) -> int:
@@ -72,21 +76,11 @@ class MovableLayers(Protocol):
         """These are streamed from now on; more of them where memory for one that was to stay is not there."""
 
 
-class MovableExperts(Protocol):
-    """Experts that may come to stay on the GPU, and leave it: so many of all layers, spread evenly."""
+class MovableExperts(Movable, Protocol):
+    """So many of all layers stay, spread evenly."""
 
     @property
     def resident_counts(self) -> tuple[int, ...]: ...
-
-    @property
-    def nbytes(self) -> int:
-        """Of slots, and of tables of places."""
-
-    @property
-    def resident_bytes(self) -> int: ...
-
-    @property
-    def pinned_bytes(self) -> int: ...
 
     @property
     def most_resident(self) -> int: ...
