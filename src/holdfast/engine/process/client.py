@@ -364,7 +364,8 @@ class ProcessEngine:
             None if self.structured is None else self.structured.service.address,
         )
         self._handed_over = False
-        info = (await ready(child, self._on_progress)).info
+        heard = await ready(child, self._on_progress)
+        info = heard.info
         limit_s, decision = hang_limit(self._config, info)
         child.watch.expect(limit_s)
         named = msgspec.structs.replace(info, model=self._model.files.name)
@@ -373,7 +374,8 @@ class ProcessEngine:
         self._door = Admission(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
         self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
         # A new process has touched nothing of its pool yet.
-        self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
+        self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
+        self._stats = continued(self._stats_before, heard.stats)
         self._ready = True
         self._on_progress("ready", 0, 0)
         if self.structured is not None:
