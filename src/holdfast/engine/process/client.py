@@ -364,8 +364,7 @@ class ProcessEngine:
             None if self.structured is None else self.structured.service.address,
         )
         self._handed_over = False
-        started = await ready(child, self._on_progress)
-        info = started.info
+        info = (started := await ready(child, self._on_progress)).info
         limit_s, decision = hang_limit(self._config, info)
         child.watch.expect(limit_s)
         named, advised = replace(info, model=self._model.files.name), bool(self._model.files.generation_config)
