@@ -26,7 +26,6 @@ import pytest
 from deadlines import PATIENCE_S
 from free_ports import free_port
 from httpx._transports import default as httpx_transport
-from quiet_workers import quieten
 
 from holdfast.hardware.nvidia import probe
 
@@ -70,7 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("same" if short else "others")
     if short:
         os.environ.setdefault("KERNEL_SEED", "1")  # Tests of kernels draw fresh numbers without it.
-    quieten(config)
 
 
 @pytest.hookimpl(wrapper=True)
