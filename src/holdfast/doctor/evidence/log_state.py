@@ -89,6 +89,8 @@ class Event:
     times: int = 1
     tags: frozenset[str] = frozenset()
     """Of the run, up to here."""
+    sure: bool = True
+    """A line of it has the words with which the rule leaves no choice."""
 
 
 @dataclass(slots=True)
@@ -145,6 +147,8 @@ class LogState:
     def __init__(self, source: str) -> None:
         self.source = source
         self.engines: Counter[str] = Counter()
+        self.spoke: set[str] = set()
+        """Engines that were known by a line of their own, not by a name in a text."""
         self._votes: Counter[int] = Counter()
         self.version: str | None = None
         self.settings = ServerArgs()
@@ -215,6 +219,7 @@ class LogState:
         self._page = self._book.page(line.whole)
         if line.style:
             self.engines[line.style] += line.style == OWN or line.style not in self.engines
+            self.spoke.add(line.style)
         if any(pattern.search(line.text) for pattern in self._page.quoted):
             return False
         if HEADER in line.text:
@@ -282,6 +287,7 @@ class LogState:
                 trace.marks.append(mark)
                 if mark.engine:
                     self.engines[mark.engine] += 1
+                    self.spoke.add(mark.engine)
         if len(self.run.events) < EVENTS_HELD:
             self._rules(line, frames=True)
 
@@ -331,6 +337,7 @@ class LogState:
 
     def _vote(self, mark: Mark) -> None:
         self._votes[id(mark)] += 1
+        self.spoke |= set() if mark.prose else {mark.engine}
         if self._votes[id(mark)] <= VOTES:
             self.engines[mark.engine] += 5 if mark.begin else 1
 
@@ -417,8 +424,11 @@ class LogState:
         named = ("llama.cpp",) if set(rule.engines) == {"llama.cpp", "ollama"} else rule.engines
         for name in named if len(named) == 1 else ():  # Ollama's runner has llama.cpp's words: its own lines tell it.
             self.engines[name] += 1
+            self.spoke.add(name)
+        sure = not rule.sure or any(pattern.search(line.whole) for pattern in rule.sure)
         if event is not None:
             event.times += 1
+            event.sure = event.sure or sure
             event.numbers = {**numbers, **event.numbers}
             event.words = {**words, **event.words}
             same = any(one.line[-200:] == evidence.line[-200:] for one in event.evidence)
@@ -428,6 +438,7 @@ class LogState:
                 self._bind(event, line)
             return
         event = self._made(rule, line, numbers, words)
+        event.sure = sure
         self._bind(event, line)
         if len(self.run.events) < EVENTS_HELD:
             self.run.events[rule.id] = event
