@@ -67,7 +67,7 @@ def _another_follows(log: LogState, event: Event) -> bool:
     if run is None:
         return False
     end = max(event.line, *(one.number or 0 for one in event.evidence), 0) + NEAR_LINES
-    if run.named and run.last_named is not None and run.last_named > end:
+    if run.last_error is not None and run.last_error > end:
         return True
     others = (one for one in run.events.values() if one.rule.kind == "fatal" and not one.rule.effect)
     return any(one.rule.cause != event.rule.cause and one.line > end and one.ready == event.ready for one in others)

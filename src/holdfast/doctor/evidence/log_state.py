@@ -121,6 +121,8 @@ class Run:
     first_named: int | None = None
     last_named: int | None = None
     """The lines of the first and the last of them."""
+    last_error: int | None = None
+    """The last that was logged as an error, or has a name, and that no rule knows."""
     died: bool = False
     """The last words are those of a process that ends."""
     last_words: Evidence | None = None
@@ -362,7 +364,7 @@ class LogState:
                 event.ready = True
             return
         self.run.ready, self.run.named, self.run.unexplained_phase = True, False, None
-        self.run.first_named = self.run.last_named = None
+        self.run.first_named = self.run.last_named = self.run.last_error = None
         for seen in (self.run.unexplained, self.run.near, self.run.wrappers, self.run.traces):
             seen.clear()
 
@@ -496,6 +498,7 @@ class LogState:
             if named:
                 self.run.first_named = self.run.first_named or line.number
                 self.run.last_named = line.number
+            self.run.last_error = line.number
             if not self.run.unexplained:
                 told = None if trace is None else trace.phase
                 self.run.unexplained_phase = told or ("serve" if self.run.ready else self.run.phase)
