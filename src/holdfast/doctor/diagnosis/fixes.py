@@ -52,7 +52,9 @@ _SIXTEEN_BIT = re.compile(r"(?i)(?<![a-z0-9])(?:bf16|fp16|bfloat16|float16)(?![a
 _QUANTIZED_NAME = re.compile(r"(?i)awq|gptq|int[48]|w[48]a\d|quant|-4bit|-8bit")
 _OWN_WEIGHTS = re.compile(r"(?i)^(?:[./~]|[a-z]:).*(?:checkpoint|merged|fine.?tun|\bsft\b|lora|outputs?/|saved|export)")
 """A folder that somebody wrote: no hub has it."""
-_WINDOWED = re.compile(r"(?i)gemma-?[234]|gpt-oss|llama-?4|mistral-7b-v0\.1|qwen3[.-](?:next|5)|mamba|jamba|nemotron-(?:h|nano)|granite-4|phi-?3")
+_WINDOWED = re.compile(
+    r"(?i)gemma-?[234]|gpt-oss|llama-?4|mistral-7b-v0\.1|qwen3[.-](?:next|5)|mamba|jamba|nemotron-(?:h|nano)|granite-4|phi-?3"
+)
 """Families with layers whose KV does not grow with the context."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)")
 FLAGS_NAMED = 16
@@ -133,9 +135,13 @@ def _served(log: LogState, architecture: str | None) -> float | None:
     architecture = None if architecture is None else profile(engine or "vllm").class_of(architecture)
     if engine is None or architecture is None or (engine in ("vllm", "sglang") and not architecture[0].isupper()):
         return None
-    at = () if _UNNUMBERED.match(log.version or "") else release(log.version or "")
+    if _UNNUMBERED.match(log.version or ""):
+        return None
+    at = release(log.version or "")
     of = profile(_FAMILY.get(engine, engine))
     served = of.serves(architecture)
+    if served and engine == "llama.cpp" and at >= release(of.newest_read.lstrip("b")):
+        return None  # It has it, or another file than was meant was loaded.
     if not served or engine not in ("vllm", "sglang"):
         return None if served is None else float(served)
     since = release(of.serves_since(architecture) or "")
@@ -403,8 +409,9 @@ def _meant(engine: str, changes: Changes) -> str:
 
 
 def _with_hyphens(engine: str, flag: str) -> str | None:
-    """SGLang takes no underscores; its flags are in no list here."""
-    return flag.lstrip("-").replace("_", "-") if engine == "sglang" and "_" in flag else None
+    """SGLang takes no underscores."""
+    spelled = flag.lstrip("-").replace("_", "-")
+    return spelled if engine == "sglang" and "_" in flag and profile(engine).takes(spelled) else None
 
 
 def _changed(formula: object, numbers: dict[str, float], words: dict[str, str]) -> str | None:

@@ -16,6 +16,7 @@ from holdfast.doctor.evidence.error_lines import DIED, ERROR, FRAME, HEADER, MAR
 from holdfast.doctor.evidence.holdfast_errors import BELOW_LINES, RULE, below, own_rule
 from holdfast.doctor.evidence.server_args import ServerArgs
 from holdfast.doctor.evidence.throughput_lines import Statistics
+from holdfast.doctor.evidence.traces import Trace
 from holdfast.doctor.findings import Evidence
 from holdfast.doctor.logs.line import Line
 from holdfast.doctor.rules.formulas import holds
@@ -47,29 +48,6 @@ STOPPED = "stopped"
 def further(phase: str, reached: str | None) -> bool:
     """Ranks interleave: one that still loads does not take the others back."""
     return reached is None or PHASES.index(phase) >= PHASES.index(reached)
-
-
-@dataclass(slots=True)
-class Trace:
-    """A traceback: what its frames say of the phase, outermost first."""
-
-    last: int
-    marks: list[Mark] = field(default_factory=list)
-    torn: bool = False
-    """A frame of it was cut short, and might have told more."""
-    ended: bool = False
-    """Its error was seen."""
-    code_next: bool = False
-    """The last line of it was a frame, so the next is the code that stood there."""
-
-    @property
-    def phase(self) -> str | None:
-        """The innermost frame that tells one."""
-        return next((mark.phase for mark in reversed(self.marks) if mark.phase), None)
-
-    @property
-    def tags(self) -> set[str]:
-        return {mark.tag for mark in self.marks if mark.tag}
 
 
 @dataclass(slots=True)
