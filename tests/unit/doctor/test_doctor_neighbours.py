@@ -160,6 +160,7 @@ UNKNOWN = (
     "llama_model_load: error loading model: error loading model architecture: unknown model architecture: 'qwen3moe'"
 )
 CLASS = "ValueError: Model architectures ['Qwen3VLForConditionalGeneration'] are not supported for now. Supported architectures: dict_keys(['X'])"
+GIB = "ValueError: To serve at least one request with the models's max seq len (32768), (4.00 GiB KV cache is needed, which is larger than the available KV cache memory (2.00 GiB)."
 DTYPE = "ValueError: torch.{} is not supported for quantization method {}. Supported dtypes: [torch.{}]"
 DRAFTS = "non-default args: {'model': 'm', 'tensor_parallel_size': 8, 'speculative_config': {'model': 'd'}}"
 SEGMENT = "Error while creating shared memory segment /dev/shm/nccl-g0wGsu (size 9637888)"
@@ -283,6 +284,34 @@ PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (VLLM, "ValueError: LoRA rank 64 is greater than max_lora_rank 16."),
         (VLLM, "ValueError: LoRA rank 128 is greater than max_lora_rank 16."),
     ),
+    "a driver that ended it, and a warning of one": (
+        (VLLM, "RuntimeError: The NVIDIA driver on your system is too old (found version 11040)."),
+        (VLLM, "torch/cuda/__init__.py:118: UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 11040)."),
+    ),
+    "an error, and a sentence of somebody who had several": (
+        (HEADS.format(40, 3),),
+        (f"When I set it to 2 it gives me another one, and with 3 `{HEADS.format(40, 3)}`",),
+    ),
+    "vLLM's own list of classes, and that of a program that loads weights into it": (
+        (OLD_VLLM, CLASS),
+        (OLD_VLLM, CLASS.replace("['Qwen3VLForConditionalGeneration']", "Qwen3VLForConditionalGeneration")),
+    ),
+    "KV that the engine has estimated, and KV of which a part may not grow": (
+        (VLLM, GIB + " Based on the available memory, the estimated maximum model length is 16384."),
+        (VLLM, GIB),
+    ),
+    "KV of a model that is known, and of one with windows": (
+        (VLLM, "$ vllm serve Qwen/Qwen3-8B", GIB),
+        (VLLM, "$ vllm serve google/gemma-3-27b-it", GIB),
+    ),
+    "a context that is served, and a pool that is smaller than it": (
+        ("input (9000 tokens) is longer than the model's context length (8192)",),
+        ("[2025-03-03 06:49:28 TP5] Input length (9000 tokens) exceeds the maximum allowed length (8192 tokens). Use a shorter input or enable --allow-auto-truncate.",),
+    ),
+    "a request that was refused, and a server that fell over it": (
+        ("input (9000 tokens) is longer than the model's context length (8192)",),
+        ("TypeError: '>' not supported between instances of 'NoneType' and 'int'", "input (9000 tokens) is longer than the model's context length (8192)"),
+    ),
 }  # fmt: skip
 
 
@@ -342,3 +371,31 @@ def test_causes_that_hold_many_kinds_lend_each_other_no_certainty() -> None:
     found = _first(VLLM, "ModuleNotFoundError: No module named 'seven'", f"(VllmWorkerProcess pid=88) {FORKED}")
     assert "seven" in found.what
     assert found.cause_confidence == "medium"
+
+
+FIXES = {
+    # The last line of the log: what its first fix rests on.
+    "ValueError: As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template": "usual",
+    "ValueError: The output_size of gate's and up's weight = 192 is not divisible by weight quantization block_n = 128.": "first_try",
+    HEADS.format(25, 8): "first_try",
+    "ValueError: LoRA rank 1024 is greater than max_lora_rank 16.": "usual",
+}
+
+
+@pytest.mark.parametrize("line", FIXES)
+def test_a_fix_of_which_threads_tell_others_is_not_called_sure(line: str) -> None:
+    found = _first(VLLM, "$ vllm serve an/other --tensor-parallel-size 8", line)
+    assert found.fix is not None
+    assert (found.fix.basis, found.confidence) == (FIXES[line], "medium")
+
+
+def test_a_hub_that_refuses_is_not_told_as_a_missing_model_for_sure() -> None:
+    absent = "OSError: an/other is not a local folder and is not a valid model identifier listed on the hub"
+    refused = "requests.exceptions.HTTPError: 403 Client Error: Forbidden for url: https://hub.example/an/other"
+    assert [_first(VLLM, line).cause_confidence for line in (absent, refused)] == ["high", "medium"]
+
+
+def test_a_value_that_another_flag_took_is_not_told_as_flash_attention_for_sure() -> None:
+    bare = "error while handling argument \"{}\": error: unknown value for {} '-ctk'"
+    told = [_first(PROGRAM, bare.format(flag, flag)) for flag in ("-fa", "--numa")]
+    assert [one.confidence for one in told] == ["high", "medium"]

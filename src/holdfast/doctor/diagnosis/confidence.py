@@ -48,9 +48,9 @@ def _leaves_no_choice(log: LogState, rule: Rule, event: Event) -> bool:
 
 
 def _died_of_another(log: LogState, event: Event) -> bool:
-    """The server that refused a request ended too, of an error that no rule knows: that one is the matter."""
+    """The server that refused a request failed too, of an error that no rule knows: that one is the matter."""
     run = _run_of(log, event)
-    return run is not None and (run.died or run.last_words is not None)
+    return run is not None and (run.died or run.named or run.last_words is not None)
 
 
 def comes_after_another(log: LogState, event: Event) -> bool:

@@ -79,6 +79,7 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     numbers["hub_name"] = float(_HUB_NAME.fullmatch(named or "MODEL/NAME") is not None)
     for name, said in (("quantized_name", _QUANTIZED_NAME), ("own_weights", _OWN_WEIGHTS), ("windowed", _WINDOWED)):
         numbers[name] = float(said.search(log.settings.model or "") is not None)
+    numbers["model_named"] = float(log.settings.model is not None)
     numbers["llama_program"] = float("llama_program" in log.run.tags)
     numbers["sixteen_bit"] = float(_SIXTEEN_BIT.search(log.settings.model or "") is not None)
     offloaded = log.settings.number("cpu-offload-gb")

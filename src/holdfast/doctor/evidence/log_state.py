@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.doctor.evidence.error_lines import DIED, ERROR, FRAME, HEADER, MARKERS, MILD, OF_REQUEST, is_drawn
+from holdfast.doctor.evidence.error_lines import DIED, ERROR, FRAME, HEADER, MARKERS, MILD, OF_REQUEST, PROSE, is_drawn
 from holdfast.doctor.evidence.holdfast_errors import BELOW_LINES, RULE, below, own_rule
 from holdfast.doctor.evidence.server_args import ServerArgs
 from holdfast.doctor.evidence.throughput_lines import Statistics
@@ -406,6 +406,7 @@ class LogState:
             self.engines[name] += 1
             self.spoke.add(name)
         sure = not rule.sure or any(pattern.search(line.whole) for pattern in rule.sure)
+        sure = sure and PROSE.match(line.whole) is None
         if event is not None:
             event.times += 1
             event.sure = event.sure or sure
