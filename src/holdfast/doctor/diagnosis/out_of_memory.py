@@ -35,6 +35,8 @@ HOLDER_GIB = 0.5
 UNIFIED_GIB = (118.0, 124.0)
 """Of a card: no GPU with memory of its own has so much. GB10 (DGX Spark) reports 121.6 GiB, Jetson Thor 122.8."""
 
+LLAMA = ("llama.cpp", "ollama")
+"""They run no profile, and capture no graph before they serve: a failure there is of the buffers of a context."""
 Sureness = Literal["high", "medium", "low"]
 
 
@@ -217,6 +219,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...], Callable[[FailedAllocation], boo
     ("oom_ollama_context", (), lambda one: one.log.engine == "ollama" and _long_context(one), "medium"),
     ("oom_weights", _LOADING, lambda one: True, "of the phase"),
     ("oom_unified", _LOADED, _unified, "medium"),
+    ("oom_llama_buffers", ("profile", "capture", "warmup"), lambda one: one.log.engine in LLAMA, "medium"),
     ("oom_weights_profile", ("profile",), _crowded_by_weights, "at least medium"),
     ("oom_profile", ("profile",), lambda one: True, "at least medium"),
     ("oom_capture", ("capture",), lambda one: True, "of the phase"),

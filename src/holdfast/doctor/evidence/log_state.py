@@ -28,6 +28,8 @@ EVIDENCE_HELD = 4
 RUNS_HELD = 8
 VOTES = 3
 """Times that one mark tells whose log it is: what is said every ten seconds tells no more than what is said once."""
+OF_A_LOAD = ("kv_cells", "kv_slots", "max_model_len")
+"""Numbers of one load of a model: Ollama loads others after one that failed."""
 NEAR_LINES = 12
 """Between a message and the traceback that belongs to it."""
 
@@ -35,6 +37,8 @@ NEAR_LINES = 12
 PHASES = ("args", "download", "load", "profile", "capture", "warmup", "serve", "request")
 STARTING = PHASES[:6]
 OWN = "holdfast"
+LLAMA_PROGRAM = "llama_program"
+"""The tag of lines that a server of llama.cpp's has, or a program that runs it, and that say whose they are."""
 SECOND = "second"
 """The tag of an engine in a process that had one before."""
 RECOVERED = "engine_recovered"
@@ -191,7 +195,10 @@ class LogState:
     def engine(self) -> str | None:
         """That of whom most was seen; Ollama runs llama.cpp inside, and what that says is Ollama's."""
         most = max(self.engines, key=lambda name: self.engines[name], default=None)
-        return "ollama" if "ollama" in self.engines and most in ("llama.cpp", "ollama") else most
+        if "ollama" not in self.engines or most not in ("llama.cpp", "ollama"):
+            return most
+        # By the path of a model alone: a llama-server that was given Ollama's file tells by its own lines what it is.
+        return "llama.cpp" if "ollama" not in self.spoke and LLAMA_PROGRAM in self.run.tags else "ollama"
 
     def feed(self, line: Line) -> bool:
         """Whether the line meant anything."""
@@ -203,6 +210,7 @@ class LogState:
         if any(pattern.search(line.text) for pattern in self._page.quoted):
             return False
         if HEADER in line.text:
+            self.settings.rank(line.process)
             self._trace(line, fresh=True)
             self._rules(line)
             return True
@@ -426,10 +434,12 @@ class LogState:
         self._own = event if rule.code else self._own
 
     def _made(self, rule: Rule, line: Line, numbers: dict[str, float], words: dict[str, str]) -> Event:
+        loads = rule.phase in STARTING and "ollama" in rule.engines and self.engine == "ollama"
+        of_load = {name: self.numbers[name] for name in OF_A_LOAD if loads and name in self.numbers}
         return Event(
             rule=rule,
             line=line.number,
-            numbers=numbers,
+            numbers={**of_load, **numbers},
             words=words,
             evidence=[self._evidence(line)],
             phase=self.run.phase,

@@ -169,9 +169,9 @@ class ServerArgs:
         return bool(told)
 
     def rank(self, process: str) -> None:
-        """Of SGLang's lines: TP1 shows that there are two at least."""
+        """Of SGLang's lines: TP1 shows that there are two at least, TP2 that there are four, as models are split."""
         for number in _RANK.findall(process):
-            ranks = int(number) + 1
+            ranks = 1 << int(number).bit_length()
             if ranks > 1 and not self._whole and int(self.values.get("tensor-parallel-size", "1")) < ranks:
                 self.values["tensor-parallel-size"] = str(ranks)
 
