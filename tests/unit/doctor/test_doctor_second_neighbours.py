@@ -144,3 +144,20 @@ def test_a_tensor_of_another_name_is_not_fetched_again() -> None:
     assert found.cause != "corrupt_download"
     assert "layers.11.mlp.down_proj.weight" in found.what
     assert "download" not in _command(found)
+
+
+def test_a_cache_that_cannot_be_written_is_named_and_yields_to_what_failed() -> None:
+    warned = "There was a problem when trying to write in your cache folder (/.cache/huggingface/hub). You should set the environment variable TRANSFORMERS_CACHE to a writable directory."
+    found = _first(warned)
+    assert "/.cache/huggingface/hub" in found.what
+    assert found.fix is not None
+    assert "HF_HOME" in found.fix.why
+    assert _first(warned, "RuntimeError: No CUDA GPUs are available").what == "No GPU is visible to the server."
+
+
+def test_the_file_that_matches_none_is_named_as_it_was_asked_for() -> None:
+    found = _first(
+        '   2293  f"No file found in {repo_id} that match {filename}"',
+        "ValueError: No file found in a/small that match *q9_0.gguf",
+    )
+    assert found.what == "No file of a/small has the name *q9_0.gguf."

@@ -210,7 +210,8 @@ class LogState:
         if any(pattern.search(line.text) for pattern in self._page.quoted):
             return False
         if HEADER in line.text:
-            self.settings.rank(line.process)
+            if "TP" in line.process:
+                self.settings.rank(line.process)
             self._trace(line, fresh=True)
             self._rules(line)
             return True
