@@ -393,8 +393,8 @@ class EngineConfig:
         return kept if self.device == "cuda" else kept - self.lora_places
 
     @property
-    def kv_ram_bytes(self) -> int:
-        """For KV blocks that leave a GPU; 0: none, or there is no GPU."""
+    def kv_ram_bytes(self) -> int | None:
+        """For KV blocks that leave a GPU; 0: none, or there is no GPU. None: nothing was said."""
         return offload_config.kv_ram_bytes(self) if self.device == "cuda" else 0
 
     @property

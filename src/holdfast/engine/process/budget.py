@@ -152,7 +152,7 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
         config = replace(config, kv_cache_memory_bytes=None)
     rank = replace(rank, budget_bytes=budget, device=replace(rank.device, budget_bytes=config.vram))
     layers, experts = granted.layers, granted.experts
-    if (sizes := _sizes(granted)) is not None:
+    if (sizes := _sizes(granted, plan.engine.kv_ram_bytes)) is not None:
         rank = replace(rank, terms=tuple(replace(one, nbytes=sizes.get(one.name, one.nbytes)) for one in rank.terms))
     why = describe_budget(rank, plan.utilization)
     if short:
@@ -192,12 +192,13 @@ def balanced(now: Serving, granted: VramGrant) -> tuple[Plan, EngineInfo]:
     return then.plan, then.info
 
 
-def _sizes(granted: VramGrant) -> dict[str, int] | None:
-    """Of terms that go by layers or experts which may come and go; None: none may."""
+def _sizes(granted: VramGrant, kv_ram_bytes: int) -> dict[str, int] | None:
+    """Of terms that go by layers or experts which may come and go; None: none may. `kv_ram_bytes`: pinned for KV
+    pages."""
     moved, slots = (granted.layers, "layer_slots") if granted.experts is None else (granted.experts, "expert_slots")
     if moved is None:
         return None
-    tables = page_tables_bytes(moved.pinned_bytes)
+    tables = page_tables_bytes(moved.pinned_bytes + kv_ram_bytes)
     return {"weights": moved.weights_bytes, slots: moved.slots_bytes, "page_tables": tables}
 
 

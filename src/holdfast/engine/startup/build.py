@@ -158,7 +158,8 @@ def plan_model(
     """
     stored = _stored(config, model)
     if config.device == "cuda":
-        from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
+        from holdfast.planner.serve.gpu_plan import make_gpu_plan
+        from holdfast.planner.serve.host_memory import with_host_memory
 
         host = memory()
         plan = make_gpu_plan(
@@ -234,19 +235,22 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
             f"{plan.engine.gpu.name} is no longer available: the driver does not list it", found=plan.engine.gpu.uuid
         )
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
+    from holdfast.planner.serve.host_memory import with_host_memory
 
-    return make_gpu_plan(
+    host, front_bytes = _with_own(memory(), resident()), plan.question.settings.front_bytes
+    again = make_gpu_plan(
         model.spec,
         _stored(config, model),
         config,
         gpus,
         name=model.files.name,
         gguf=model.in_gguf,
-        host=_with_own(memory(), resident()),
-        front_bytes=plan.question.settings.front_bytes,
+        host=host,
+        front_bytes=front_bytes,
         processor=processor(),
         compiled_kernels=compiled_kernels(),
     )
+    return with_host_memory(again, config, host, front_bytes)
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
@@ -383,7 +387,7 @@ def _build_on_gpu(
     opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
-    tiers = use_kv_tiers(config, plan, runner, None if opened is None else opened.store)
+    tiers = use_kv_tiers(plan, runner, None if opened is None else opened.store)
     core = EngineCore(
         _scheduler(config, plan, steps_ahead=1, tiers=tiers, stored=None if opened is None else opened.store),
         runner,

@@ -180,8 +180,7 @@ def _build(
             context,
             progress,
             lambda: find_kv_scales(config, files, runner),
-            lambda ready: _with_kv_tier(_below(config, ready, runner, hosts), config.kv_ram_bytes),
-            config.kv_ram_bytes,
+            lambda ready: _with_kv_tier(_below(config, ready, runner, hosts), plan.engine.kv_ram_bytes),
         )
         if hosts is not None:
             hosts.begin()
@@ -217,16 +216,16 @@ def _with_kv_tier(below: list[LowerTier], kv_ram_bytes: int) -> list[LowerTier]:
     return [tier, *below]
 
 
-def use_kv_tiers(config: EngineConfig, plan: Plan, runner: GpuRunner, store: Store | None) -> TierLimits | None:
+def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None) -> TierLimits | None:
     """KV pages below the pool of a runner that is ready. A thread pins RAM for them from now on, and it is used as it
-    comes. None: no tier was asked for."""
-    page, device = plan.engine.layout.page_bytes, runner.device
-    if not config.kv_ram_bytes and store is None:
+    comes. None: there is no tier."""
+    page, device, kv_ram_bytes = plan.engine.layout.page_bytes, runner.device, plan.engine.kv_ram_bytes
+    if not kv_ram_bytes and store is None:
         return None
     host = disk = None
     places = staging_places(page)
-    if config.kv_ram_bytes:
-        host = HostMemory.pinned(config.kv_ram_bytes, page, device)
+    if kv_ram_bytes:
+        host = HostMemory.pinned(kv_ram_bytes, page, device)
     if store is not None:
         disk = DiskPlaces.pinned(store, page, places, device)
     runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, CudaCopies(device), CudaCopies(device), host, disk))
@@ -247,10 +246,9 @@ def _settle(
     progress: Progress,
     find_scales: Callable[[], tuple[Decision, ...]],
     below: Callable[[Plan], list[LowerTier]],
-    kv_ram_bytes: int = 0,
 ) -> Built:
     """From a loaded model to a backed pool; `context`: what was held before the load. `find_scales`: of the KV cache,
-    before anything is captured. `below`: tiers that layers wait in. `kv_ram_bytes`: pinned later, for KV pages."""
+    before anything is captured. `below`: tiers that layers wait in."""
     loaded = memory.held()
     memory.forget_loading()
     plan = replace(plan, decisions=(*plan.decisions, *runner.measure_link()))
@@ -264,7 +262,7 @@ def _settle(
     runner.capture()
     captured = memory.held()
     tensors = memory.most_allocated()
-    tables = page_tables_bytes(runner.pinned_bytes + kv_ram_bytes)
+    tables = page_tables_bytes(runner.pinned_bytes + plan.engine.kv_ram_bytes)  # RAM for KV pages is pinned later.
     measured = {
         "context": context.own_bytes,
         "weights": runner.weights_bytes,
@@ -350,8 +348,9 @@ def _host_mlps(
         return None
 
     def room_bytes() -> int:
-        free = int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES
-        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - RAM_KEPT_BYTES)
+        kept = RAM_KEPT_BYTES + plan.engine.kv_ram_bytes
+        free = int(ram().available_bytes * RAM_SHARE) - kept
+        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - kept)
 
     def load(layer: int) -> native.ExpertLayer | None:
         with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:
