@@ -378,6 +378,25 @@ def kv_ram_setting() -> Any:
     )
 
 
+def idle_release_setting() -> Any:
+    return setting(
+        None,
+        "seconds without a request after which the KV cache gives its memory up, but for one sequence of full length; "
+        "it is taken again when a request comes. On a GPU, cached prefixes go to --kv-ram before. 0, or default: never",
+        optional(number(0, 7 * 86400)),
+        metavar="SECONDS",
+    )
+
+
+def yield_to_neighbours_setting() -> Any:
+    return setting(
+        False,
+        "give memory of the KV cache up while other processes need it, and take it back, and what they leave of the "
+        "budget's share, when they are gone; looked at once a second",
+        flag,
+    )
+
+
 def kv_offloading_size_setting() -> Any:
     return setting(None, "same as --kv-ram, in GiB", optional(number(0, 1 << 20)), metavar="GIB")
 

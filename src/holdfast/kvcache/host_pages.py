@@ -43,6 +43,11 @@ class HostPages:
     def total(self) -> int:
         return len(self._key)
 
+    @property
+    def has_room(self) -> bool:
+        """`reserve` would find a page."""
+        return bool(self._free or self._line)
+
     def pages(self, group: int) -> Mapping[bytes, int]:
         """Hash -> page of one group, of content that is here."""
         return self._index[group]

@@ -142,6 +142,20 @@ class ExpertsGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Of RAM."""
 
 
+class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV pool has become smaller or larger by itself, within the same budget."""
+
+    blocks: int
+    """Pages, the null page included."""
+    kv_bytes: int
+    """Memory behind them."""
+    reason: str
+    lowered: bool
+    """It has less than it would have had."""
+    budget_bytes: int | None = None
+    """Where that has grown with it."""
+
+
 class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """What it keeps to from now on."""
 

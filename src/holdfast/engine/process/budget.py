@@ -24,7 +24,16 @@ from holdfast.hardware import memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.planner.fit.result import describe_budget
-from holdfast.records import EngineInfo, ExpertsGrant, Failure, LayersGrant, MemoryReport, VramBudget, VramGrant
+from holdfast.records import (
+    EngineInfo,
+    ExpertsGrant,
+    Failure,
+    LayersGrant,
+    MemoryReport,
+    PoolChange,
+    VramBudget,
+    VramGrant,
+)
 from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
@@ -184,6 +193,25 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     if sizes is not None:
         info = _with_sizes_told(info, granted, sizes)
     return replace(now, config=config, plan=changed, info=info)
+
+
+def changed_by_itself(now: Serving, message: protocol.Balanced | protocol.Breathed) -> tuple[Plan, EngineInfo]:
+    """As the engine process has changed it, within the same budget."""
+    if isinstance(message, protocol.Breathed):
+        return breathed(now, message.change)
+    return balanced(now, message.granted)
+
+
+def breathed(now: Serving, change: PoolChange) -> tuple[Plan, EngineInfo]:
+    """With a pool of another size for a while. A process that is started again begins with the whole one."""
+    pool = f"{format_bytes(change.blocks * now.plan.engine.layout.page_bytes)} ({counted(change.blocks, 'block')})"
+    decision = Decision("kv_pool", pool, change.reason, "measured", lowered=change.lowered)
+    others = (one for one in now.plan.decisions if one.field != "kv_pool")
+    plan, budget = replace(now.plan, decisions=(*others, decision)), change.budget_bytes
+    if budget is not None:
+        plan = replace(plan, ranks=(replace(plan.ranks[0], budget_bytes=budget),))
+    on_gpu = plan.engine.gpu is not None
+    return plan, told(now.info, plan, change.blocks, change.kv_bytes if on_gpu else None)
 
 
 def balanced(now: Serving, granted: VramGrant) -> tuple[Plan, EngineInfo]:

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
-from holdfast.engine.process.budget import MemoryBudget, Serving, balanced
+from holdfast.engine.process.budget import MemoryBudget, Serving, changed_by_itself
 from holdfast.engine.process.handle import Child, blamed, died, ready
 from holdfast.engine.process.heartbeat import hang_limit
 from holdfast.engine.process.quarantine import CrashQuarantine
@@ -388,9 +388,9 @@ class ProcessEngine:
                         self._take(message)
                     elif isinstance(message, protocol.Resized):
                         self._budget.answered(message)
-                    elif isinstance(message, protocol.Balanced) and self._plan is not None:
+                    elif isinstance(message, protocol.Balanced | protocol.Breathed) and self._plan is not None:
                         now = Serving.of(self._config, self._model, self._plan, self.info, self.pid)
-                        self._plan, self._info = balanced(now, message.granted)
+                        self._plan, self._info = changed_by_itself(now, message)
                     elif isinstance(message, protocol.Beat):
                         self._hand_over()  # Somebody may have come while it did not answer.
                 await self._bury(self._child)

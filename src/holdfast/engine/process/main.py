@@ -145,6 +145,10 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
             socket.send(protocol.encode(protocol.StepOutputs(outputs, core.stats())))
         else:
             core.balance_kv()
+            core.breathe()
+        if (breathed := core.pop_breathed()) is not None:
+            socket.send(protocol.encode(protocol.StepOutputs([], core.stats())))
+            socket.send(protocol.encode(protocol.Breathed(breathed)))
         if (balanced := core.pop_balanced()) is not None:
             socket.send(protocol.encode(protocol.Balanced(balanced)))
 
@@ -155,7 +159,7 @@ def _resized(core: EngineCore, asked: protocol.ResizeKV | protocol.SetVram) -> p
     try:
         if isinstance(asked, protocol.SetVram):
             return protocol.Resized(asked.number, granted=core.set_vram(asked.asked))
-        core.resize_kv(asked.blocks)
+        core.set_pool(asked.blocks)
     except DoesNotFitError as error:
         return protocol.Resized(asked.number, protocol.pack_failure(error))
     return protocol.Resized(asked.number)

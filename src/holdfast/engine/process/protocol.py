@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast import errors
 from holdfast.planner import Plan
-from holdfast.records import EngineInfo, EngineOutput, EngineStats, Failure, Request, VramBudget, VramGrant
+from holdfast.records import EngineInfo, EngineOutput, EngineStats, Failure, PoolChange, Request, VramBudget, VramGrant
 
 
 class Init(msgspec.Struct, frozen=True, tag=True):
@@ -84,6 +84,12 @@ class Balanced(msgspec.Struct, frozen=True, tag=True):
     granted: VramGrant
 
 
+class Breathed(msgspec.Struct, frozen=True, tag=True):
+    """The KV pool has given memory up, or taken it again, by itself."""
+
+    change: PoolChange
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """The loop goes round: each second at least, also while there is nothing to do or a step is long."""
 
@@ -94,7 +100,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | SetVram | Stop
-FromEngine = Loading | Ready | StartFailed | StepFailed | Resized | Balanced | Beat | StepOutputs
+FromEngine = Loading | Ready | StartFailed | StepFailed | Resized | Balanced | Breathed | Beat | StepOutputs
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

@@ -292,6 +292,7 @@ def build_core(
     waits for a disk."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
+        from holdfast.engine.core.pool_memory import breathe_in_ram
         from holdfast.engine.startup.streamed_layers import layer_slots, lower_tiers
         from holdfast.execution import native
         from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, compute_threads, warm_up
@@ -360,6 +361,7 @@ def build_core(
         limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes))
     scheduler = _scheduler(config, plan, tiers=limits_below, stored=None if opened is None else opened.store)
     core = EngineCore(scheduler, runner, store_use=None if opened is None else opened.use)
+    breathe_in_ram(core, config)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
@@ -372,6 +374,7 @@ def _build_on_gpu(
 ) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core.kv_balance import KVBalance
     from holdfast.engine.core.loop import EngineCore
+    from holdfast.engine.core.pool_memory import breathe_in_vram
     from holdfast.engine.startup.build_gpu import build_gpu_runner, use_kv_tiers
 
     first, loaded_from = plan, files_stamp(config, model.files)
@@ -398,11 +401,14 @@ def _build_on_gpu(
         expert_use=None if plan.engine.expert_places is None else runner.expert_use,
         kv_balance=KVBalance(vram) if runner.movable_layers is not None and _balances(config, plan) else None,
     )
+    breathe_in_vram(core, config, plan, vram)
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
 
 
 def _balances(config: EngineConfig, plan: Plan) -> bool:
-    """Whether KV and layers may change places by themselves: neither was set by hand."""
+    """Whether KV and layers may change places by themselves: neither was set by hand, and no neighbour has a say."""
+    if config.yield_to_neighbours:
+        return False
     return config.kv_cache_memory_bytes is None and not plan.question.settings.offload.by_hand
 
 
