@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.hardware import Memory, gpus
-from holdfast.hardware.nvidia import NvidiaMachine, probe
+from holdfast.hardware.nvidia import NvidiaMachine, device_use, probe
 
 GIB = 1 << 30
 RAM = Memory(total_bytes=128 * GIB, available_bytes=100 * GIB, limited_by="machine")

@@ -82,6 +82,7 @@ def _import_ahead() -> None:
 def _build(
     config: EngineConfig, plan: Plan | None, grammar_address: str | None, socket: zmq.Socket[bytes], heart: _Heart
 ) -> EngineCore:
+    from holdfast.engine.core.pool_memory import breathe_in_ram
     from holdfast.engine.core.structured_outputs import make_structured_outputs
     from holdfast.engine.startup.build import build_core, find_model
 
@@ -91,6 +92,8 @@ def _build(
     fail_loading()
     model = find_model(config, text=False)  # The front has the tokenizer, and gives requests their defaults.
     core, info = build_core(config, model, progress, plan, heart.beat)
+    if not core.on_device:
+        breathe_in_ram(core, config)
     if grammar_address is not None:
         core.structured_output = make_structured_outputs(
             core.scheduler.limits, model.spec, lambda: grammar_address, on_device=core.on_device

@@ -292,7 +292,6 @@ def build_core(
     waits for a disk."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
-        from holdfast.engine.core.pool_memory import breathe_in_ram
         from holdfast.engine.startup.streamed_layers import layer_slots, lower_tiers
         from holdfast.execution import native
         from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, compute_threads, warm_up
@@ -361,7 +360,6 @@ def build_core(
         limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes))
     scheduler = _scheduler(config, plan, tiers=limits_below, stored=None if opened is None else opened.store)
     core = EngineCore(scheduler, runner, store_use=None if opened is None else opened.use)
-    breathe_in_ram(core, config)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
