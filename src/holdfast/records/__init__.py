@@ -4,6 +4,7 @@ from holdfast.records.lora import AdapterRef, LoRARequest
 from holdfast.records.memory import (
     ExpertsGrant,
     ExpertUse,
+    KeptKV,
     KVStoreUse,
     KVTierUse,
     LayersGrant,
@@ -66,6 +67,7 @@ __all__ = [
     "GuidedDecodingParams",
     "KVStoreUse",
     "KVTierUse",
+    "KeptKV",
     "LayersGrant",
     "LinkUse",
     "LoRARequest",

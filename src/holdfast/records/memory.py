@@ -142,6 +142,16 @@ class ExpertsGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Of RAM."""
 
 
+class KeptKV(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of an engine that sleeps, and which prefixes they hold: two files that some process holds open."""
+
+    identity: bytes
+    """Of all that they depend on besides their tokens."""
+    pages_path: str
+    index_path: str
+    held_bytes: int
+
+
 class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
     """The KV pool has become smaller or larger by itself, within the same budget."""
 

@@ -247,6 +247,21 @@ class EngineCore:
         found, self._balanced = self._balanced, None
         return found
 
+    def save_prefixes(self, limit_s: float, beat: Callable[[], None]) -> None:
+        """Cached prefixes go to the RAM tier, as many as it takes within this time. There are no requests."""
+        tiers = self.scheduler.kv.tiers
+        if tiers is None or not tiers.host.total:
+            return
+        until_s, tiers.spare_wanted = time.monotonic() + limit_s, self.scheduler.kv.blocks_total
+        while not tiers.spared and time.monotonic() < until_s:
+            self._undelivered += self._step()
+            beat()
+        tiers.spare_wanted = 0
+        while self._in_flight:
+            self._undelivered += self._apply_oldest()
+        while (waiting := self.scheduler.wait_for_copies()) is not None:
+            self._undelivered += self._end(self.scheduler.apply(self.runner.submit(waiting).result(), time.monotonic()))
+
     def breathe(self) -> None:
         """The KV pool gives memory up that nobody asks for or that others need, or takes it again. Before a step, and
         while there is nothing to do; of whatever stops it: as of a step."""

@@ -8,7 +8,17 @@ import msgspec
 
 from holdfast import errors
 from holdfast.planner import Plan
-from holdfast.records import EngineInfo, EngineOutput, EngineStats, Failure, PoolChange, Request, VramBudget, VramGrant
+from holdfast.records import (
+    EngineInfo,
+    EngineOutput,
+    EngineStats,
+    Failure,
+    KeptKV,
+    PoolChange,
+    Request,
+    VramBudget,
+    VramGrant,
+)
 
 
 class Init(msgspec.Struct, frozen=True, tag=True):
@@ -18,6 +28,8 @@ class Init(msgspec.Struct, frozen=True, tag=True):
     plan: Plan | None = None
     grammar_address: str | None = None
     """Where grammar workers are to be had; None: there is no structured output."""
+    kept: KeptKV | None = None
+    """By a process before this one that was put to sleep."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -43,6 +55,10 @@ class ResizeKV(msgspec.Struct, frozen=True, tag=True):
 class SetVram(msgspec.Struct, frozen=True, tag=True):
     asked: VramBudget
     number: int
+
+
+class KeepKV(msgspec.Struct, frozen=True, tag=True):
+    """What is cached of prompts shall outlive the process, which is told to stop next."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -84,6 +100,12 @@ class Balanced(msgspec.Struct, frozen=True, tag=True):
     granted: VramGrant
 
 
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """To a KeepKV."""
+
+    kept: KeptKV | None
+
+
 class Breathed(msgspec.Struct, frozen=True, tag=True):
     """The KV pool has given memory up, or taken it again, by itself."""
 
@@ -99,8 +121,8 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | SetVram | Stop
-FromEngine = Loading | Ready | StartFailed | StepFailed | Resized | Balanced | Breathed | Beat | StepOutputs
+ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | SetVram | KeepKV | Stop
+FromEngine = Loading | Ready | StartFailed | StepFailed | Resized | Balanced | Breathed | Kept | Beat | StepOutputs
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

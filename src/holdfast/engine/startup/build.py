@@ -287,9 +287,10 @@ def build_core(
     progress: Progress,
     plan: Plan | None = None,
     beat: Callable[[], None] | None = None,
+    tier_file: int | None = None,
 ) -> tuple[EngineCore, EngineInfo]:
     """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU, or
-    waits for a disk."""
+    waits for a disk. `tier_file`: whose memory KV pages in RAM beside a GPU have; None: the engine's own."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
         from holdfast.engine.startup.streamed_layers import layer_slots, lower_tiers
@@ -307,7 +308,7 @@ def build_core(
         warn_of_unused(model.spec, model.files)
     check_lora_dtype(config, plan.dtype)
     if plan.engine.gpu is not None:
-        return _build_on_gpu(config, model, progress, plan, beat)
+        return _build_on_gpu(config, model, progress, plan, beat, tier_file)
     cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
     with stored as checkpoint, compute_threads(cores).computing():
@@ -330,12 +331,11 @@ def build_core(
     if slots is not None:
         plan = replace(plan, decisions=(*plan.decisions, slots.decision()))
     by_kernels = plan.engine.compiled_attention and not config.lora_places
-    limits = RunnerLimits.of(plan.limits, config.lora_places)
     runner = Runner(
         model.spec,
         weights,
         plan.engine.layout,
-        limits,
+        RunnerLimits.of(plan.limits, config.lora_places),
         CPU,
         kv_dtype=KV_DTYPES[plan.kv_dtype],
         compiled=plan.engine.compiled_attention,
@@ -369,6 +369,7 @@ def _build_on_gpu(
     progress: Progress,
     plan: Plan,
     beat: Callable[[], None] | None,
+    tier_file: int | None,
 ) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core.kv_balance import KVBalance
     from holdfast.engine.core.loop import EngineCore
@@ -388,7 +389,7 @@ def _build_on_gpu(
     opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
-    tiers = use_kv_tiers(plan, runner, None if opened is None else opened.store)
+    tiers = use_kv_tiers(plan, runner, None if opened is None else opened.store, tier_file)
     core = EngineCore(
         _scheduler(config, plan, steps_ahead=1, tiers=tiers, stored=None if opened is None else opened.store),
         runner,

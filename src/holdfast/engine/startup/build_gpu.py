@@ -216,16 +216,16 @@ def _with_kv_tier(below: list[LowerTier], kv_ram_bytes: int) -> list[LowerTier]:
     return [tier, *below]
 
 
-def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None) -> TierLimits | None:
+def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None, tier_file: int | None = None) -> TierLimits | None:
     """KV pages below the pool of a runner that is ready. A thread pins RAM for them from now on, and it is used as it
-    comes. None: there is no tier."""
+    comes. `tier_file`: whose memory that is; None: the engine's own. None: there is no tier."""
     page, device, kv_ram_bytes = plan.engine.layout.page_bytes, runner.device, plan.engine.kv_ram_bytes
     if not kv_ram_bytes and store is None:
         return None
     host = disk = None
     places = staging_places(page)
     if kv_ram_bytes:
-        host = HostMemory.pinned(kv_ram_bytes, page, device)
+        host = HostMemory.pinned(kv_ram_bytes, page, device, tier_file)
     if store is not None:
         disk = DiskPlaces.pinned(store, page, places, device)
     runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, CudaCopies(device), CudaCopies(device), host, disk))
