@@ -151,3 +151,27 @@ async def test_what_a_neighbour_leaves_is_taken_only_where_that_was_asked_for(
         print(f"{small / GIB:.1f} to {engine.info.kv_pool_bytes / GIB:.1f} GiB, budget {tier.budget_bytes / GIB:.1f}")
         assert engine.info.memory is not None
         assert engine.info.memory.budget_bytes <= 0.5 * probe().gpus[0].total_bytes
+
+
+async def test_prefixes_are_there_again_after_a_sleep_at_level_1_and_not_at_level_2(
+    shape: Callable[[str], str],
+) -> None:
+    async with serving(shape("1B"), enable_sleep_mode=True) as engine:
+        awake, prompts = free(), long_prompts(8)
+        first = [await stream(engine, one, f"first-{one.request_id}") for one in prompts]
+        assert [cached for _, cached, _ in first] == [0] * 8
+        await asyncio.sleep(5)  # RAM is pinned meanwhile.
+        for level, least in ((1, 3400), (1, 3400), (2, 0)):
+            began_s = time.monotonic()
+            await engine.sleep("wait", level)
+            asleep_s, given_back = time.monotonic() - began_s, free() - awake
+            assert given_back > 12 * GIB
+            began_s = time.monotonic()
+            await engine.wake_up()
+            woke_s = time.monotonic() - began_s
+            again = [await stream(engine, one, f"again-{began_s}-{one.request_id}") for one in prompts]
+            assert [tokens for tokens, _, _ in again] == [tokens for tokens, _, _ in first]
+            cached = [one for _, one, _ in again]
+            print(f"level {level}: asleep in {asleep_s:.2f} s, awake in {woke_s:.2f} s, cached of 3,500: {cached}")
+            assert all(one >= least for one in cached)
+            assert level == 1 or not any(cached)
