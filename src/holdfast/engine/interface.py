@@ -60,7 +60,7 @@ class Engine(Protocol):
 
     @property
     def sleeping(self) -> bool:
-        """Put to sleep, or about to be: it holds no memory but the front's, and takes nothing new."""
+        """Put to sleep, or about to be: it holds no memory but the front's and what is kept, and takes nothing new."""
 
     @property
     def unfinished(self) -> int:

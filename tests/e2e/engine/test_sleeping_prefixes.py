@@ -73,7 +73,9 @@ async def test_prefixes_survive_level_1_and_not_level_2() -> None:
         await http.post("/sleep")
         await http.post("/wake_up")
         assert all(cached >= 190 for _, cached in await answers(http))
-        await http.post("/sleep?level=2")
+        await http.post("/sleep?level=1")
+        assert unnamed_files() == 2
+        await http.post("/sleep?level=2")  # Of one that sleeps.
         assert (await http.get("/is_sleeping")).json() == {"is_sleeping": True}
         assert unnamed_files() == 0
         await http.post("/wake_up")

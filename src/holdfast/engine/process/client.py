@@ -13,8 +13,8 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable
 
-import msgspec
 import zmq.asyncio
+from msgspec.structs import replace
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
@@ -247,6 +247,8 @@ class ProcessEngine:
     async def sleep(self, mode: str = "abort", level: int = 1) -> None:
         """The process itself is ended: nothing gives memory back as surely, on a CPU and on a GPU."""
         async with self._turning:
+            if self._sleeping and level > 1:
+                self._kept.drop()
             if self._sleeping:
                 return
             if not self._ready or self._draining:  # One that does not answer can be.
@@ -260,9 +262,11 @@ class ProcessEngine:
             except asyncio.CancelledError:
                 self._sleeping = False
                 raise
-            if level == 1:
-                await self._kept.ask(self._send)
-            await self._end_child()
+            try:  # Whoever asked may go away; the process has given up its pages by then.
+                if level == 1 and self.unresponsive is None:
+                    await self._kept.ask(self._send)
+            finally:
+                await self._end_child()
         log.info("the engine is sleeping: its process has exited and its memory is free")
 
     async def _end_child(self) -> None:
@@ -350,27 +354,23 @@ class ProcessEngine:
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
-        early, self._early = self._early, None
-        self._launches += 1
-        address, path = (
-            self.structured and self.structured.service.address,
-            self._folder.path / f"{self._launches}.sock",
-        )
+        early, self._early, self._launches = self._early, None, self._launches + 1
+        address = None if self.structured is None else self.structured.service.address
+        path = self._folder.path / f"{self._launches}.sock"
         self._child = child = await Child.spawn(
             self._context, path, self._config, self._plan, early, address, self._kept.kept
         )
         self._handed_over = False
-        info = (await ready(child, self._on_progress)).info
+        info = (started := await ready(child, self._on_progress)).info
         self._kept.drop()
         limit_s, decision = hang_limit(self._config, info)
         child.watch.expect(limit_s)
-        named = msgspec.structs.replace(info, model=self._model.files.name)
-        advised = bool(self._model.files.generation_config)
+        named, advised = replace(info, model=self._model.files.name), bool(self._model.files.generation_config)
         self._info = decided(named, self._config, self._defaults, [decision], advised=advised)
         self._door = Admission(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
         self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
-        # A new process has touched nothing of its pool yet.
-        self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
+        self._stats_before = replace(self._stats, blocks_touched=0)  # A new process has touched none yet.
+        self._stats = continued(self._stats_before, started.stats)
         self._ready = True
         self._on_progress("ready", 0, 0)
         if self.structured is not None:
