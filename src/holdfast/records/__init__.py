@@ -4,7 +4,6 @@ from holdfast.records.lora import AdapterRef, LoRARequest
 from holdfast.records.memory import (
     ExpertsGrant,
     ExpertUse,
-    KeptKV,
     KVStoreUse,
     KVTierUse,
     LayersGrant,
@@ -13,6 +12,7 @@ from holdfast.records.memory import (
     MemoryReport,
     MemoryTerm,
     PoolChange,
+    SleepingKV,
     VramBudget,
     VramGrant,
 )
@@ -67,7 +67,6 @@ __all__ = [
     "GuidedDecodingParams",
     "KVStoreUse",
     "KVTierUse",
-    "KeptKV",
     "LayersGrant",
     "LinkUse",
     "LoRARequest",
@@ -82,6 +81,7 @@ __all__ = [
     "Row",
     "SamplingParams",
     "SequenceStart",
+    "SleepingKV",
     "StepFailure",
     "StepPlan",
     "StepResult",

@@ -142,7 +142,7 @@ class ExpertsGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Of RAM."""
 
 
-class KeptKV(msgspec.Struct, frozen=True, kw_only=True):
+class SleepingKV(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of an engine that sleeps, and which prefixes they hold: two files that some process holds open."""
 
     identity: bytes

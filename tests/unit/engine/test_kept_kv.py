@@ -14,7 +14,7 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process import protocol
 from holdfast.engine.process.kept_kv import KeptFiles
 from holdfast.kvcache import KVCache, KVLayout, TierLimits, form_groups
-from holdfast.records import KeptKV, Request, SamplingParams, StepPlan, StepResult
+from holdfast.records import Request, SamplingParams, SleepingKV, StepPlan, StepResult
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
 PROMPTS, TOKENS, FOUND = 6, 64, 48
@@ -55,7 +55,7 @@ def cached(core: EngineCore, name: str, first: int) -> int:
     return found
 
 
-def kept_by(core: EngineCore, identity: bytes = b"one", ready: int | None = None) -> KeptKV | None:
+def kept_by(core: EngineCore, identity: bytes = b"one", ready: int | None = None) -> SleepingKV | None:
     file = open_tier_file(EngineConfig.from_arguments(device="cuda", enable_sleep_mode=True), None)
     assert file is not None
     return KVKeeper(core, core.runner, identity, file).keep(lambda: None)
@@ -87,7 +87,7 @@ def test_pages_of_another_model_and_of_files_that_are_gone_are_not_taken(caplog:
     assert kept is not None
     for identity, there in (
         (b"two", kept),
-        (b"one", KeptKV(identity=b"one", pages_path="/", index_path="/nowhere", held_bytes=1)),
+        (b"one", SleepingKV(identity=b"one", pages_path="/", index_path="/nowhere", held_bytes=1)),
     ):
         woken = make((None,))
         KVKeeper(woken, woken.runner, identity, 0).restore(there)
@@ -138,6 +138,6 @@ async def test_the_front_holds_the_files_and_lets_them_go() -> None:
     files.drop()
     assert (files.kept, files.held_bytes, os.path.exists(gone)) == (None, 0, False)
     await files.ask(lambda message: False)  # Nobody is there.
-    missing = KeptKV(identity=b"", pages_path="/nowhere", index_path="/nowhere", held_bytes=1)
+    missing = SleepingKV(identity=b"", pages_path="/nowhere", index_path="/nowhere", held_bytes=1)
     files.answered(protocol.Kept(missing))
     assert files.kept is None

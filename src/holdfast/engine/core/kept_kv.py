@@ -25,7 +25,7 @@ from holdfast.engine.core.kv_store import computed_as, files_stamp, model_digest
 from holdfast.engine.core.loop import EngineCore
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan
-from holdfast.records import KeptKV
+from holdfast.records import SleepingKV
 from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
@@ -45,7 +45,7 @@ class KeepingRunner(Protocol):
     def kv(self) -> Any: ...
 
 
-def open_tier_file(config: EngineConfig, kept: KeptKV | None) -> int | None:
+def open_tier_file(config: EngineConfig, kept: SleepingKV | None) -> int | None:
     """For the RAM tier of a GPU: the one that was kept, or a new one; None: nobody will put it to sleep."""
     if not config.enable_sleep_mode or config.device != "cuda":
         return None
@@ -74,7 +74,7 @@ class KVKeeper:
         self._core, self._runner, self._identity, self._tier_file = core, runner, identity, tier_file
         self._files: list[int] = []
 
-    def keep(self, beat: Callable[[], None]) -> KeptKV | None:
+    def keep(self, beat: Callable[[], None]) -> SleepingKV | None:
         """The engine computes nothing after this. None: there is nothing to keep."""
         began_s, kv = time.monotonic(), self._core.scheduler.kv
         if self._tier_file is None:
@@ -92,7 +92,7 @@ class KVKeeper:
         said = "%s of KV (%s) stay in RAM while the engine sleeps; it took %.2f s to put them there"
         log.info(said, format_bytes(nbytes), counted(len(entries), "block"), time.monotonic() - began_s)
         own = f"/proc/{os.getpid()}/fd"
-        return KeptKV(
+        return SleepingKV(
             identity=self._identity, pages_path=f"{own}/{file}", index_path=f"{own}/{index}", held_bytes=nbytes
         )
 
@@ -108,7 +108,7 @@ class KVKeeper:
             beat()
         return file, entries
 
-    def restore(self, kept: KeptKV) -> None:
+    def restore(self, kept: SleepingKV) -> None:
         """What cannot be had is computed again."""
         try:
             with open(kept.index_path, "rb") as file:
@@ -122,7 +122,7 @@ class KVKeeper:
             return
         log.info("%s that were cached before the engine slept are there again", counted(restored, "block"))
 
-    def _restore_pool(self, kept: KeptKV, entries: list[Entry]) -> int:
+    def _restore_pool(self, kept: SleepingKV, entries: list[Entry]) -> int:
         kv, pool = self._core.scheduler.kv, self._runner.kv
         page_bytes, room = kv.layout.page_bytes, kv.blocks_available
         file = os.open(kept.pages_path, os.O_RDWR | os.O_CLOEXEC)

@@ -21,7 +21,7 @@ from holdfast.engine.startup.build import Progress
 from holdfast.engine.startup.prespawn import EarlyProcess, cannot_start
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
 from holdfast.planner import Plan
-from holdfast.records import Failure, KeptKV
+from holdfast.records import Failure, SleepingKV
 
 log = logging.getLogger("holdfast")
 
@@ -55,7 +55,7 @@ class Child:
         plan: Plan | None = None,
         early: EarlyProcess | None = None,
         grammar_address: str | None = None,
-        kept: KeptKV | None = None,
+        kept: SleepingKV | None = None,
     ) -> Child:
         """`early`: a process that waits already; it is this one's from now on. Raises NoResourcesError when the machine
         has no process, file or memory left, EngineDiedError for other reasons."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.engine.process import protocol
-from holdfast.records import KeptKV
+from holdfast.records import SleepingKV
 
 log = logging.getLogger("holdfast")
 
@@ -24,7 +24,7 @@ class KeptFiles:
     def __init__(self) -> None:
         self._answer: asyncio.Future[None] | None = None
         self._files: list[int] = []
-        self.kept: KeptKV | None = None
+        self.kept: SleepingKV | None = None
         """For the process that is started next."""
 
     @property

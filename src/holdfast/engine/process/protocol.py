@@ -13,9 +13,9 @@ from holdfast.records import (
     EngineOutput,
     EngineStats,
     Failure,
-    KeptKV,
     PoolChange,
     Request,
+    SleepingKV,
     VramBudget,
     VramGrant,
 )
@@ -28,7 +28,7 @@ class Init(msgspec.Struct, frozen=True, tag=True):
     plan: Plan | None = None
     grammar_address: str | None = None
     """Where grammar workers are to be had; None: there is no structured output."""
-    kept: KeptKV | None = None
+    kept: SleepingKV | None = None
     """By a process before this one that was put to sleep."""
 
 
@@ -105,7 +105,7 @@ class Balanced(msgspec.Struct, frozen=True, tag=True):
 class Kept(msgspec.Struct, frozen=True, tag=True):
     """To a KeepKV."""
 
-    kept: KeptKV | None
+    kept: SleepingKV | None
 
 
 class Breathed(msgspec.Struct, frozen=True, tag=True):
