@@ -390,7 +390,7 @@ def _build_on_gpu(
         steps_ahead=1,
         store_use=None if opened is None else opened.use,
         vram=vram,
-        link_use=None if plan.engine.streamed is None and plan.engine.expert_places is None else runner.link_use,
+        link_use=runner.link_use,
         expert_use=None if plan.engine.expert_places is None else runner.expert_use,
         kv_balance=KVBalance(vram) if runner.movable_layers is not None and _balances(config, plan) else None,
     )

@@ -229,7 +229,9 @@ def use_kv_tiers(config: EngineConfig, plan: Plan, runner: GpuRunner, store: Sto
         host = HostMemory.pinned(config.kv_ram_bytes, page, device)
     if store is not None:
         disk = DiskPlaces.pinned(store, page, places, device)
-    runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, CudaCopies(device), CudaCopies(device), host, disk))
+    # Where weights come too, pages go behind them, over the same link.
+    link = runner.link or CudaCopies(device)
+    runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, link, lambda: runner.weights_come, host, disk))
     quarter = plan.engine.blocks // 4
     return TierLimits(
         most_loading=MOST_LOADING,

@@ -163,9 +163,12 @@ class GpuRunner(MovableWeights):
         with self._here():
             return hosts if self._coming is None else [*self._coming.decisions(), *hosts]
 
-    def link_use(self) -> LinkUse | None:
-        """Of the link over which layers or experts come; None where all stay on the GPU."""
-        return None if self._coming is None else self._coming.use()
+    def link_use(self) -> list[LinkUse]:
+        """Of each direction of the link over which layers, experts or KV pages move; none where all stay on the GPU."""
+        link = self.link if self._page_copies is None else self._page_copies.link
+        if link is None:
+            return []
+        return [link.use() if self._coming is None else self._coming.use(), link.use_back()]
 
     def expert_use(self) -> ExpertUse | None:
         """None where all experts stay on the GPU."""

@@ -86,6 +86,8 @@ class DeviceExperts:
         room: Callable[[], int] = lambda: 0,
     ) -> None:
         self._copies, self._memory, self.few_tokens = copies, memory, few_tokens
+        self.link = copies
+        """Which others may use as well, behind experts."""
         self._device, self._room = device, room
         self.host: ExpertHost | None = None
         self._number = {layer: number for number, layer in enumerate(places.layers)}
@@ -124,6 +126,11 @@ class DeviceExperts:
     def pinned_bytes(self) -> int:
         """On the host."""
         return self._memory.nbytes
+
+    @property
+    def comes(self) -> bool:
+        """Whether steps wait for anything of the link now."""
+        return any(self._sizes)
 
     @property
     def exchange_bytes(self) -> int:
