@@ -54,8 +54,12 @@ class TierLimits:
     """Of these, from disk: of one that nobody waits for any more the page is not free before it has come."""
     most_storing: int = 64
     """Pages on their way to RAM and to disk at once: they can be given to nobody meanwhile."""
+    storing_share: float = 1.0
+    """Of the pool as it is now: no more than so much of it is stored at once."""
     spare_pages: int = 256
     """Of the pool, that are to be free, or saved in RAM: while there are fewer, pages are saved."""
+    spare_share: float = 1.0
+    """Of the pool as it is now: no more than so much of it is to be spare."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +145,14 @@ class LowerTiers:
     def pending(self) -> bool:
         """With what shall be written to disk."""
         return self.copying or bool(self._to_write)
+
+    @property
+    def most_storing(self) -> int:
+        return min(self.limits.most_storing, max(1, int(self._pool.total * self.limits.storing_share)))
+
+    @property
+    def spare_pages(self) -> int:
+        return min(self.limits.spare_pages, int(self._pool.total * self.limits.spare_share))
 
     @property
     def pages_coming(self) -> int:
@@ -291,9 +303,9 @@ class LowerTiers:
 
     def _saves(self, running: Iterable[Sequence[int]], applied_step: int, budget: int) -> Iterator[BlockCopy]:
         """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first."""
-        if not self.host.total or self._pool.spare >= self.limits.spare_pages:
+        if not self.host.total or self._pool.spare >= self.spare_pages:
             return
-        low = self._pool.available < self.limits.spare_pages
+        low = self._pool.available < self.spare_pages
         # In the order of their numbers: pages beside each other go in one piece, to places beside each other.
         for pages in (sorted(islice(self._pool.unsaved, budget)), *(islice(running, SAVED_AHEAD) if low else ())):
             for page in pages:
@@ -348,9 +360,9 @@ class LowerTiers:
                 self._copies[load.copy.copy_id] = load
                 self._in_flight[tier] += 1
                 copies.append(load.copy)
-        if stores and (budget := self.limits.most_storing - self._stores) > 0:
+        if stores and (budget := self.most_storing - self._stores) > 0:
             copies += self._writes(applied_step, budget)
-            copies += self._saves(running, applied_step, self.limits.most_storing - self._stores)
+            copies += self._saves(running, applied_step, self.most_storing - self._stores)
         return copies
 
     def end(self, copy_id: int, arrived: bool) -> bool:
@@ -374,6 +386,15 @@ class LowerTiers:
             self._came_to_host(key)
         self._pool.end_transfer(copy.source)
         return True
+
+    def give_up(self, copies: Iterable[int]) -> None:
+        """Loads that will never be over. They have not failed: nobody waited for them."""
+        for copy_id in copies:
+            load = self._copies.get(copy_id)
+            if isinstance(load, _Load):
+                del self._copies[copy_id]
+                self._in_flight[Tier(load.copy.source_tier)] -= 1
+                self._end_load(load, arrived=False)
 
     def reset(self) -> None:
         """Forgets what lies in RAM, and what is on its way; the store on disk keeps what it has."""

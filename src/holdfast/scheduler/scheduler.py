@@ -23,7 +23,7 @@ A row reads no position before `first_needed` of its own first position, group b
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from holdfast.errors import RequestError
 from holdfast.kvcache import FoundBelow, Prefix
@@ -349,6 +349,13 @@ class Scheduler(Results):
         self._steps_total += 1
         self._in_flight.append(StepInFlight(self._steps_total, []))
         return moving_plan(self._steps_total, moved, self._running)
+
+    def give_up_copies(self, copies: Iterable[int]) -> None:
+        """These will never be over: their pages are free, and who waits for them waits anew, or computes."""
+        if self.kv.tiers is not None:
+            self._fetching.drop_all()
+            self.kv.tiers.give_up(copies)
+            self._worth_admitting = True
 
     def wait_for_copies(self) -> StepPlan | None:
         """A step without rows and without new copies, for as long as pages are on their way; None: none is. Who waits

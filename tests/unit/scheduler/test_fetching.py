@@ -206,3 +206,18 @@ def test_pages_of_an_engine_that_started_over_do_not_count_twice() -> None:
     fresh._fetching._since_s[Tier.HOST] = 1.0
     fresh._fetching.note_applied(1, 1.0, 2.0)
     assert fresh._fetching.loads[Tier.HOST].per_s == 1.0
+
+
+def test_limits_of_stores_follow_the_pool() -> None:
+    """What is spare, and what is on its way to RAM, are shares of the pool as it is after a resize."""
+    layout = world().scheduler.kv.layout
+    below = TierLimits(host_pages=200, most_storing=50, storing_share=1 / 8, spare_pages=100, spare_share=1 / 4)
+    kv = KVCache(layout, 401, True, below)
+    assert kv.tiers is not None
+    assert (kv.tiers.most_storing, kv.tiers.spare_pages) == (50, 100)
+    kv.resize(81)
+    assert (kv.tiers.most_storing, kv.tiers.spare_pages) == (10, 20)
+    kv.resize(5)
+    assert (kv.tiers.most_storing, kv.tiers.spare_pages) == (1, 1)
+    kv.resize(801)
+    assert (kv.tiers.most_storing, kv.tiers.spare_pages) == (50, 100)

@@ -54,6 +54,9 @@ class StepRunner(Protocol):
     def resize_kv(self, blocks: int) -> None:
         """So many pages may be used from now on; what lies in others is lost."""
 
+    def give_up_reads(self) -> list[int]:
+        """Of pages that come from a disk, which may hang: returns copies that will never be over."""
+
     def abandon_copies(self) -> None:
         """Pages on their way between tiers are nobody's: when this returns, none of the pool is written to."""
 
@@ -208,6 +211,8 @@ class EngineCore:
         try:
             while self._in_flight:
                 self._undelivered += self._apply_oldest()
+            if self.scheduler.kv.tiers is not None:
+                self.scheduler.give_up_copies(self.runner.give_up_reads())
             while (waiting := self.scheduler.wait_for_copies()) is not None:
                 done = self.runner.submit(waiting).result()
                 self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))

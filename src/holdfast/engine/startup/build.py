@@ -353,7 +353,8 @@ def build_core(
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
         runner.use_tiers(CpuPageCopies(opened.store, plan.engine.layout.page_bytes))
-        limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes))
+        places = staging_places(plan.engine.layout.page_bytes)
+        limits_below = TierLimits(most_loading_disk=places, storing_share=1 / 8)
     scheduler = _scheduler(config, plan, tiers=limits_below, stored=None if opened is None else opened.store)
     core = EngineCore(scheduler, runner, store_use=None if opened is None else opened.use)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)

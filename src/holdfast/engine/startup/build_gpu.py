@@ -232,12 +232,13 @@ def use_kv_tiers(config: EngineConfig, plan: Plan, runner: GpuRunner, store: Sto
     # Where weights come too, pages go behind them, over the same link.
     link = runner.link or CudaCopies(device)
     runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, link, lambda: runner.weights_come, host, disk))
-    quarter = plan.engine.blocks // 4
     return TierLimits(
         most_loading=MOST_LOADING,
         most_loading_disk=places,
-        most_storing=min(MOST_STORING, max(1, quarter // 2)),
-        spare_pages=min(SPARE_PAGES, quarter),
+        most_storing=MOST_STORING,
+        storing_share=1 / 8,
+        spare_pages=SPARE_PAGES,
+        spare_share=1 / 4,
     )
 
 

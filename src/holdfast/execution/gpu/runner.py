@@ -240,6 +240,10 @@ class GpuRunner(MovableWeights):
         with self._here():
             return ([], []) if self._page_copies is None else self._page_copies.over(wait)
 
+    def give_up_reads(self) -> list[int]:
+        """Of pages that come from a disk: nobody waits for it. Returns copies that will never be over."""
+        return [] if self._page_copies is None else self._page_copies.give_up_reads()
+
     def abandon_copies(self) -> None:
         """Pages on their way between tiers are nobody's from now on."""
         with self._here():

@@ -55,12 +55,16 @@ class CpuPageCopies:
             finished.append(copy.copy_id)
         return finished, failed
 
+    def give_up_reads(self) -> list[int]:
+        """Pages on their way from the disk are nobody's from now on. Returns which copies will never be over."""
+        return [copy.copy_id for copy in self._reads.give_up()]
+
     def abandon(self) -> None:
         """What is on its way is nobody's: the books that asked for it are gone."""
-        self._reads.abandon()
+        self._reads.give_up()
 
     def close(self) -> None:
-        self._reads.abandon()
+        self._reads.give_up()
         self._store.close(CLOSE_S)
 
 

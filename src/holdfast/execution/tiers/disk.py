@@ -133,8 +133,10 @@ class DiskReads:
         batch.ticket.cancel()
         self._under_way.remove(batch)
 
-    def abandon(self) -> None:
-        """Nobody wants what is on its way."""
-        self._refused.clear()
+    def give_up(self) -> list[BlockCopy]:
+        """Nobody wants what is on its way, whether the disk answers or not. Returns what it was."""
+        given_up, self._refused = self._refused, []
         for batch in list(self._under_way):
             self._give_up(batch)
+            given_up += batch.copies
+        return given_up

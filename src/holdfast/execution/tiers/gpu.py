@@ -130,7 +130,7 @@ class DiskPlaces:
         return self._writing[number]
 
     def close(self) -> None:
-        self.reads.abandon()
+        self.reads.give_up()
         self.store.close(CLOSE_S)
         if self._owner is not None:
             self._owner.close()
@@ -296,10 +296,13 @@ class GpuPageCopies:
         else:
             finished += numbers
 
+    def give_up_reads(self) -> list[int]:
+        """Pages on their way from the disk are nobody's from now on. Returns which copies will never be over."""
+        return [] if self._disk is None else [copy.copy_id for copy in self._disk.reads.give_up()]
+
     def abandon(self) -> None:
         """What is on its way is nobody's; when this returns the pool is not written to."""
-        if self._disk is not None:
-            self._disk.reads.abandon()
+        self.give_up_reads()
         for piece in (*self._coming, *self._going):
             self.link.wait(piece.mark)
         self.over(wait=False)
