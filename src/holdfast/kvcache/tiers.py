@@ -41,6 +41,9 @@ class StoredPages(Protocol):
     def takes(self) -> bool:
         """Whether a page would be written now, as far as is known: the disk is well, and the day's budget not spent."""
 
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Of these that are there, or wait to be written, nobody finds any again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierLimits:
@@ -133,6 +136,8 @@ class LowerTiers:
         """Loads, by where they come from."""
         self._stores = 0
         self._to_write: OrderedDict[Key, None] = OrderedDict()
+        self._unwanted: set[bytes] = set()
+        """Keys of pages on their way to disk that were forgotten since."""
 
     # --- answers ---
 
@@ -380,6 +385,9 @@ class LowerTiers:
         self._stores -= 1
         tier = Tier(copy.target_tier)
         self.stored_pages[tier] += arrived
+        if tier is Tier.DISK and copy.key in self._unwanted:
+            self._unwanted.remove(copy.key)
+            self._forget_stored([copy.key])
         if tier is Tier.HOST and not arrived:
             self.host.lost(copy.target)
         elif tier is Tier.HOST and (key := self.host.arrived(copy.target)) is not None:
@@ -395,6 +403,23 @@ class LowerTiers:
                 del self._copies[copy_id]
                 self._in_flight[Tier(load.copy.source_tier)] -= 1
                 self._end_load(load, arrived=False)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Of all groups, wherever it lies or is on its way to; the pool has forgotten it already."""
+        for group, loading in enumerate(self._loading):
+            for key in keys:
+                self.host.forget(group, key)
+                self._to_write.pop((group, key), None)
+                if (load := loading.pop(key, None)) is not None:
+                    load.forgotten = True
+        names = [stored_key(group, key) for group in range(len(self._loading)) for key in keys]
+        self._forget_stored(names)
+        going = {one.copy.key for one in self._copies.values() if one.copy.target_tier == Tier.DISK}
+        self._unwanted |= going.intersection(names)
+
+    def _forget_stored(self, names: Sequence[bytes]) -> None:
+        if self.stored is not None:
+            self.stored.forget(names)
 
     def reset(self) -> None:
         """Forgets what lies in RAM, and what is on its way; the store on disk keeps what it has."""

@@ -79,7 +79,9 @@ class Results(SchedulerState):
 
     def _fail(self, step: StepInFlight, failed: StepFailure, now_s: float) -> list[EngineOutput]:
         """Ends the one request. Whoever has the same beginning may have found the pages it did not fill in the prefix
-        cache, in this step or in one planned since: these start anew, and nothing of the rest is cached."""
+        cache, in this step or in one planned since: these start anew, and nothing of the rest is cached. Where pages
+        filled before may be the cause, none of its prefix is found again, in any tier; who reads them already will see
+        for themselves."""
         row = next(planned for planned in step.rows if planned.row.slot == failed.slot)
         ended, first = row.sequence, row.row.start // self.kv.layout.block_tokens
         in_flight = (step, *self._in_flight)
@@ -92,6 +94,8 @@ class Results(SchedulerState):
                     one.void.add(other)
                 if other.status is Status.RUNNING:
                     self._send_back(other)
+        if failed.earlier_too:
+            self.kv.forget(ended.book, 0, below=True)
         if ended.status is Status.FINISHED:
             return []
         self._leave(ended)
