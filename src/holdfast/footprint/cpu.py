@@ -33,7 +33,7 @@ from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.records.sampling import SCORED_ENTRIES
-from holdfast.units import GIB, MIB, format_bytes
+from holdfast.units import MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_ELEMENT_BYTES: Mapping[str, int] = {**ELEMENT_BYTES, "fp8": 1, "fp8_e5m2": 1}
@@ -42,21 +42,6 @@ KV_ELEMENT_BYTES: Mapping[str, int] = {**ELEMENT_BYTES, "fp8": 1, "fp8_e5m2": 1}
 FRAMEWORK_BYTES = 172 * MIB
 """154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
 the interpreter's heap gains while it serves."""
-
-KV_STAGING_BYTES, KV_QUEUE_BYTES = 32 * MIB, 64 * MIB
-"""That pages from a store on disk come through, and that those wait in which are to be written there."""
-KV_STORE_BYTES = KV_STAGING_BYTES + KV_QUEUE_BYTES + 16 * MIB
-"""With its threads."""
-KV_STORE_USUAL_BYTES = 100 * GIB
-"""On disk, at most, where no size was set."""
-KV_INDEX_BYTES = 260
-"""For each page that the store may have: its record, its key and its place in a table."""
-
-
-def kv_store_bytes(size_bytes: int, page_bytes: int) -> int:
-    """Of RAM, when a store of so many bytes on disk is full."""
-    return KV_STORE_BYTES + size_bytes // page_bytes * KV_INDEX_BYTES
-
 
 LIBRARIES_BYTES = 192 * MIB
 """80 to 171 MiB with the same: the kernel maps neighbours of a used page as the page cache holds them, most of them

@@ -7,8 +7,8 @@ import numpy
 import torch
 
 from holdfast.execution.kv_pool import KVPool
-from holdfast.execution.tiers.disk import DiskReads, Store, staging_stride
-from holdfast.footprint.cpu import KV_STAGING_BYTES
+from holdfast.execution.tiers.disk import DiskReads, Store
+from holdfast.footprint.kv_store import staging_places
 from holdfast.kvcache.pool import Tier
 from holdfast.records import StepPlan
 
@@ -19,11 +19,6 @@ CLOSE_S = 5.0
 
 Over = tuple[list[int], list[int]]
 """Copies that are over: done, and failed."""
-
-
-def staging_places(page_bytes: int) -> int:
-    """Pages that come from the disk at once."""
-    return max(1, min(64, KV_STAGING_BYTES // staging_stride(page_bytes)))
 
 
 class CpuPageCopies:
