@@ -123,6 +123,8 @@ class LowerTiers:
         self.host = HostPages(groups, limits.host_pages, self._left_host)
         self.next_copy = 1
         self.loaded_pages = {Tier.HOST: 0, Tier.DISK: 0}
+        self.lost_pages = {Tier.HOST: 0, Tier.DISK: 0}
+        """That were to be loaded, and did not come."""
         self.stored_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_copies = self.dropped_writes = 0
         """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none."""
@@ -380,6 +382,7 @@ class LowerTiers:
             tier = Tier(copy.source_tier)
             self._in_flight[tier] -= 1
             self.loaded_pages[tier] += arrived
+            self.lost_pages[tier] += not arrived
             self._end_load(ended, arrived=arrived, intact=arrived)
             return True
         self._stores -= 1
@@ -435,6 +438,7 @@ class LowerTiers:
         self.next_copy = before.next_copy
         self.host.grow(before.host.total)
         self.loaded_pages, self.stored_pages = before.loaded_pages, before.stored_pages
+        self.lost_pages = before.lost_pages
         self.failed_copies, self.dropped_writes = before.failed_copies, before.dropped_writes
 
     def check(self) -> None:

@@ -204,7 +204,7 @@ class Scheduler(Results):
                 self._worth_admitting = sequence is not None
                 return
             prefix = self.kv.find_prefix(sequence.book, sequence.cacheable)
-            found = self._fetching.choose(sequence, prefix, self._ahead_tokens)
+            found = self._fetching.choose(sequence, prefix, self._running)
             if found is not None and self._may_fetch(sequence, found):
                 self._fetching.begin(sequence, found, prefix)
             elif (found is not None and self._busy) or not self._has_room(sequence, prefix, draft.budget):
@@ -246,13 +246,6 @@ class Scheduler(Results):
     def _has_page(self, prefix: Prefix) -> bool:
         """Whether a token could be written behind this prefix."""
         return self.kv.blocks_available - prefix.idle >= len(self.kv.layout.groups)
-
-    @property
-    def _ahead_tokens(self) -> int:
-        """Of prompts of who runs."""
-        if self.kv.tiers is None:
-            return 0
-        return sum(one.pending for one in self._running if one.pending > 1)
 
     @property
     def _pages_coming(self) -> bool:

@@ -27,7 +27,7 @@ class SchedulerState:
         self._waiting: list[Sequence] = []
         self._free_slots = list(range(limits.max_num_seqs))
         self._adapters = LoraScheduler(limits.max_loras)
-        self._fetching = Fetching(kv)
+        self._fetching = Fetching(kv, limits)
         self._in_flight: deque[StepInFlight] = deque()
         self._added_total = 0
         self._steps_total = self._step_tokens = self._preemptions_total = 0
@@ -88,6 +88,7 @@ class SchedulerState:
         self._stop_running(sequence)
         sequence.status = Status.PREEMPTED
         sequence.computed = sequence.in_flight = sequence.fetches = 0
+        sequence.computes = False
         enter(self._waiting, sequence)
         self._preemptions_total += 1
 
