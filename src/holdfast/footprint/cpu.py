@@ -33,7 +33,7 @@ from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, TensorSpec
 from holdfast.records.sampling import SCORED_ENTRIES
-from holdfast.units import MIB, format_bytes
+from holdfast.units import GIB, MIB, format_bytes
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_ELEMENT_BYTES: Mapping[str, int] = {**ELEMENT_BYTES, "fp8": 1, "fp8_e5m2": 1}
@@ -42,6 +42,43 @@ KV_ELEMENT_BYTES: Mapping[str, int] = {**ELEMENT_BYTES, "fp8": 1, "fp8_e5m2": 1}
 FRAMEWORK_BYTES = 172 * MIB
 """154 to 168 MiB before the first tensor with torch 2.13 (CPU build, Arm), the model's header read; the rest is what
 the interpreter's heap gains while it serves."""
+
+KV_STAGING_BYTES, KV_QUEUE_BYTES = 32 * MIB, 64 * MIB
+"""That pages come through from the disk, and that those wait in which are to be written there."""
+KV_STAGING_PLACES, KV_ALIGNED = 64, 4096
+KV_WORK_BYTES = 16 * MIB
+"""Of its threads: what they write and check at once."""
+KV_STORE_USUAL_BYTES = 100 * GIB
+"""On disk, at most, where no size was set."""
+KV_INDEX_BYTES = 260
+"""For each page that the store may have: its record, its key and its place in a table."""
+
+
+def staging_stride(page_bytes: int) -> int:
+    """From one page in memory to the next: reads past the page cache go to multiples of it."""
+    return -(-page_bytes // KV_ALIGNED) * KV_ALIGNED
+
+
+def staging_places(page_bytes: int) -> int:
+    """Pages that come from the disk at once."""
+    return max(1, min(KV_STAGING_PLACES, KV_STAGING_BYTES // staging_stride(page_bytes)))
+
+
+def kv_store_terms(size_bytes: int, page_bytes: int, *, ways: int = 1) -> dict[str, int]:
+    """When a store of so many bytes on disk is full. `ways`: 2 where pages also leave through buffers, as they do from
+    a GPU."""
+    return {
+        "buffers": ways * staging_places(page_bytes) * staging_stride(page_bytes),
+        "queue": KV_QUEUE_BYTES,
+        "work": KV_WORK_BYTES,
+        "index": size_bytes // page_bytes * KV_INDEX_BYTES,
+    }
+
+
+def kv_store_bytes(size_bytes: int, page_bytes: int) -> int:
+    """Of RAM, on a CPU."""
+    return sum(kv_store_terms(size_bytes, page_bytes).values())
+
 
 LIBRARIES_BYTES = 192 * MIB
 """80 to 171 MiB with the same: the kernel maps neighbours of a used page as the page cache holds them, most of them

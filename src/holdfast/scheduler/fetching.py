@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from holdfast.kvcache import FoundBelow, KVCache, Prefix, Tier
 from holdfast.scheduler.limits import SchedulerLimits
-from holdfast.scheduler.prefill_cost import PrefillCost, Work, pairs
+from holdfast.scheduler.prefill_cost import PrefillCost, PromptWork, pairs
 from holdfast.scheduler.sequence import Sequence
 
 MOST_FETCHES = 2
@@ -141,11 +141,11 @@ class Fetching:
                 work += self._spared(other.scheduled, other.scheduled + other.pending, other.scheduled + other.pending)
         return self.prefill.seconds(work)
 
-    def _spared(self, start: int, end: int, whole: int) -> Work:
+    def _spared(self, start: int, end: int, whole: int) -> PromptWork:
         """If positions from `start` to `end` of so many need not be computed: steps too, where that makes fewer."""
         size = self._limits.max_num_batched_tokens
         steps = -(-(whole - start) // size) - -(-(whole - end) // size)
-        return Work(steps, end - start, pairs(self._kv.layout, start, end))
+        return PromptWork(steps, end - start, pairs(self._kv.layout, start, end))
 
     # --- changes ---
 
@@ -198,7 +198,7 @@ class Fetching:
             self._step_s = took_s if not self._step_s else KEPT * self._step_s + (1 - KEPT) * took_s
         if tokens >= PREFILL_TOKENS:
             seen = sum(pairs(self._kv.layout, start, start + count) for start, count in rows)
-            self.prefill.note(Work(1, tokens, seen), took_s)
+            self.prefill.note(PromptWork(1, tokens, seen), took_s)
         self._applied_s = now_s
         for tier, rate in self.loads.items():
             come, lost = tiers.loaded_pages[tier] - self._counted[tier], tiers.lost_pages[tier] - self._lost[tier]

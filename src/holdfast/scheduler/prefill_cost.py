@@ -22,15 +22,15 @@ PARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PromptWork:
     """Of prompts, or of a step."""
 
     steps: float = 0.0
     tokens: float = 0.0
     pairs: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.steps + other.steps, self.tokens + other.tokens, self.pairs + other.pairs)
+    def __add__(self, other: PromptWork) -> PromptWork:
+        return PromptWork(self.steps + other.steps, self.tokens + other.tokens, self.pairs + other.pairs)
 
     @property
     def parts(self) -> tuple[float, float, float]:
@@ -58,7 +58,7 @@ class PrefillCost:
         self._sums = [0.0] * PARTS
         self._fit: tuple[float, ...] | None = None
 
-    def note(self, work: Work, seconds: float) -> None:
+    def note(self, work: PromptWork, seconds: float) -> None:
         """A step took so long."""
         if seconds <= 0 or work.tokens <= 0:
             return
@@ -69,7 +69,7 @@ class PrefillCost:
                 self._products[first][second] = self._products[first][second] * KEPT + row[first] * row[second]
         self._fit = None
 
-    def seconds(self, work: Work) -> float | None:
+    def seconds(self, work: PromptWork) -> float | None:
         """None: nothing was seen yet."""
         if not any(self._sums):
             return None

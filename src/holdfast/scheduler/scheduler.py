@@ -30,9 +30,9 @@ from holdfast.kvcache import FoundBelow, Prefix
 from holdfast.records import EngineOutput, Request
 from holdfast.records.steps import StepPlan, TableWrite
 from holdfast.scheduler.outputs import make_output, refused, validate
-from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.results import Results
 from holdfast.scheduler.sequence import Sequence, Status
+from holdfast.scheduler.state import enter, leave
 from holdfast.scheduler.stats import blocks_wanted, may_fetch, set_aside
 from holdfast.scheduler.step_builder import Draft, PlannedRow, StepInFlight, moving_plan
 

@@ -4,6 +4,7 @@ nothing, and knows no results."""
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import deque
 
 from holdfast.kvcache import KVCache
@@ -12,7 +13,6 @@ from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.fetching import Fetching
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.lora import LoraScheduler
-from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
 from holdfast.scheduler.stats import figures
 from holdfast.scheduler.step_builder import StepInFlight
@@ -99,3 +99,18 @@ class SchedulerState:
         fetching = self._fetching.sequences
         check_lines(sequences, self._running, self._waiting, self._free_slots, self.limits.max_num_seqs, fetching)
         check_in_flight(sequences, ((entry.sequence, entry.row) for step in self._in_flight for entry in step.rows))
+
+
+def _order(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.order
+
+
+def enter(line: list[Sequence], sequence: Sequence) -> None:
+    """A line is sorted by `order`, and no two orders are equal: everybody has exactly one place."""
+    insort(line, sequence, key=_order)
+
+
+def leave(line: list[Sequence], sequence: Sequence) -> None:
+    place = bisect_left(line, sequence.order, key=_order)
+    assert line[place : place + 1] == [sequence], f"{sequence.request.request_id} is not in the queue"
+    del line[place]

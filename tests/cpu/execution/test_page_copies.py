@@ -17,7 +17,7 @@ from simulated_copies import SimulatedCopies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers.disk import DiskReads
 from holdfast.execution.tiers.gpu import PIECE_BYTES, DiskPlaces, GpuPageCopies, HostMemory, piece_bytes
-from holdfast.footprint.kv_store import staging_stride
+from holdfast.footprint.cpu import staging_stride
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import Request, SamplingParams

@@ -15,7 +15,7 @@ import pytest
 from holdfast.config import EngineConfig
 from holdfast.engine.core.kv_store import _computed_as, files_stamp, model_digest, open_kv_store, usual_size
 from holdfast.errors import ConfigurationError, EngineError
-from holdfast.footprint.kv_store import kv_store_bytes
+from holdfast.footprint.cpu import kv_store_bytes
 from holdfast.kvcache import KVLayout, form_groups
 from holdfast.models import RopeSpec
 from holdfast.prefix_store.files.index import RECORD

@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError
-from holdfast.footprint.kv_store import kv_store_terms, staging_places, staging_stride
+from holdfast.footprint.cpu import kv_store_terms, staging_places, staging_stride
 from holdfast.hardware import Memory
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config

@@ -13,7 +13,7 @@ from simulated_engine import SimulatedEngine, SimulatedRunner, SimulatedTiers
 from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams, StepPlan
 from holdfast.scheduler import Scheduler, SchedulerLimits
-from holdfast.scheduler.prefill_cost import PrefillCost, Work, pairs
+from holdfast.scheduler.prefill_cost import PrefillCost, PromptWork, pairs
 
 BLOCK, STEP, LONGEST = 16, 128, 1100
 ROUNDS = 40
@@ -154,13 +154,13 @@ def test_what_pays_is_fetched(pair_s: float) -> None:
 
 def test_costs_are_found_from_steps_that_differ() -> None:
     planted, cost, choice = (0.02, 1e-4, 1e-8), PrefillCost(), random.Random(3)
-    assert cost.seconds(Work(1, 100, 100)) is None
-    cost.note(Work(1, 2048, 0), 30.0)  # A kernel is compiled.
+    assert cost.seconds(PromptWork(1, 100, 100)) is None
+    cost.note(PromptWork(1, 2048, 0), 30.0)  # A kernel is compiled.
     for _ in range(100):
-        work = Work(1, choice.randint(64, 2048), choice.randint(10_000, 30_000_000))
+        work = PromptWork(1, choice.randint(64, 2048), choice.randint(10_000, 30_000_000))
         exact_s = sum(one * part for one, part in zip(planted, work.parts, strict=True))
         cost.note(work, exact_s * choice.uniform(0.98, 1.02))
-    for work in (Work(8, 16_384, 134_225_920), Work(0, 200, 20_000), Work(1, 2048, 2_000_000)):
+    for work in (PromptWork(8, 16_384, 134_225_920), PromptWork(0, 200, 20_000), PromptWork(1, 2048, 2_000_000)):
         exact_s = sum(one * part for one, part in zip(planted, work.parts, strict=True))
         assert cost.seconds(work) == pytest.approx(exact_s, rel=0.05)
 
@@ -169,8 +169,8 @@ def test_steps_that_are_alike_do_not_show_what_a_token_costs() -> None:
     """They may all take as long because weights come over a link, whatever is in them."""
     cost = PrefillCost()
     for _ in range(10):
-        cost.note(Work(1, 2048, 2_000_000), 0.3)
-    spared, whole = cost.seconds(Work(0, 512, 100_000)), cost.seconds(Work(4, 8192, 30_000_000))
+        cost.note(PromptWork(1, 2048, 2_000_000), 0.3)
+    spared, whole = cost.seconds(PromptWork(0, 512, 100_000)), cost.seconds(PromptWork(4, 8192, 30_000_000))
     assert spared is not None
     assert whole is not None
     assert spared < 0.01

@@ -10,7 +10,7 @@ from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.scheduler.fetching import SeenRate
-from holdfast.scheduler.prefill_cost import Work
+from holdfast.scheduler.prefill_cost import PromptWork
 
 BLOCKS = 40
 
@@ -76,7 +76,7 @@ def test_what_is_computed_sooner_is_not_fetched() -> None:
     ask(engine, "first", PROMPT)
     push_out(engine)
     fetching, page = engine.scheduler._fetching, engine.scheduler.kv.layout.page_bytes
-    fetching.prefill.note(Work(0, 1_000_000, 0), 1.0)
+    fetching.prefill.note(PromptWork(0, 1_000_000, 0), 1.0)
     fetching.loads[Tier.HOST].note(page, 1.0)  # A page a second.
     loaded = engine.runner.tiers.copied[Tier.HOST]
     ask(engine, "again", PROMPT)
@@ -164,7 +164,7 @@ def test_a_tier_that_was_slow_once_is_tried_again() -> None:
     push_out(engine)
     fetching, page = engine.scheduler._fetching, engine.scheduler.kv.layout.page_bytes
     # A billion blocks a second: nothing that comes later changes it.
-    fetching.prefill.note(Work(0, 4_000_000_000, 0), 1.0)
+    fetching.prefill.note(PromptWork(0, 4_000_000_000, 0), 1.0)
     fetching.loads[Tier.HOST].note(page * 500_000_000, 1.0)
     loaded = engine.runner.tiers.copied[Tier.HOST]
     for number in range(100):

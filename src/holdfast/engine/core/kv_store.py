@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.errors import EngineError
-from holdfast.footprint.kv_store import QUEUE_BYTES, USUAL_BYTES
+from holdfast.footprint.cpu import KV_QUEUE_BYTES, KV_STORE_USUAL_BYTES
 from holdfast.kvcache import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -66,7 +66,7 @@ def open_kv_store(
         model=model_digest(files, spec, layout, _computed_as(config, plan, spec), scales),
         daily_write_bytes=config.kv_store_daily_writes or DAILY * size,
         label=f"{files.name} {plan.kv_dtype}",
-        queue_bytes=QUEUE_BYTES,
+        queue_bytes=KV_QUEUE_BYTES,
     )
     decision = Decision("kv_store", f"{format_bytes(size)} in {folder}", f"{why}; {store.how}", "set")
 
@@ -89,7 +89,9 @@ def usual_size(folder: Path) -> tuple[int, str]:
     free = shutil.disk_usage(_existing(folder)).free + sum(
         path.stat().st_blocks * 512 for path in folder.glob("*.pages")
     )
-    return min(USUAL_BYTES, free // 2), f"half of {format_bytes(free)} free, at most {format_bytes(USUAL_BYTES)}"
+    return min(
+        KV_STORE_USUAL_BYTES, free // 2
+    ), f"half of {format_bytes(free)} free, at most {format_bytes(KV_STORE_USUAL_BYTES)}"
 
 
 def _existing(folder: Path) -> Path:

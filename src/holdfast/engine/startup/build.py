@@ -41,7 +41,7 @@ from holdfast.errors import (
     ModelAccessError,
     ModelNotFoundError,
 )
-from holdfast.footprint.kv_store import staging_places
+from holdfast.footprint.cpu import staging_places
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache, StoredPages, TierLimits
@@ -355,8 +355,7 @@ def build_core(
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
         runner.use_tiers(CpuPageCopies(opened.store, plan.engine.layout.page_bytes))
-        places = staging_places(plan.engine.layout.page_bytes)
-        limits_below = TierLimits(most_loading_disk=places, storing_share=1 / 8)
+        limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes), storing_share=1 / 8)
     scheduler = _scheduler(config, plan, tiers=limits_below, stored=None if opened is None else opened.store)
     core = EngineCore(scheduler, runner, store_use=None if opened is None else opened.use)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)

@@ -41,8 +41,8 @@ from holdfast.execution.tiers.disk import Store
 from holdfast.execution.tiers.gpu import DiskPlaces, GpuPageCopies, HostMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
+from holdfast.footprint.cpu import staging_places
 from holdfast.footprint.gpu import code_bytes
-from holdfast.footprint.kv_store import staging_places
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.hardware import memory as ram
 from holdfast.hardware import processor

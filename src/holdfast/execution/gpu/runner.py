@@ -165,10 +165,7 @@ class GpuRunner(MovableWeights):
 
     def link_use(self) -> list[LinkUse]:
         """Of each direction of the link over which layers, experts or KV pages move; none where all stay on the GPU."""
-        link = self.link if self._page_copies is None else self._page_copies.link
-        if link is None:
-            return []
-        return [link.use() if self._coming is None else self._coming.use(), link.use_back()]
+        return self.uses_of(self.link if self._page_copies is None else self._page_copies.link)
 
     def expert_use(self) -> ExpertUse | None:
         """None where all experts stay on the GPU."""

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.execution.kv_pool import KVPool
 from holdfast.execution.tiers.disk import DiskReads, Store
-from holdfast.footprint.kv_store import staging_places
+from holdfast.footprint.cpu import staging_places
 from holdfast.kvcache.pool import Tier
 from holdfast.records import StepPlan
 

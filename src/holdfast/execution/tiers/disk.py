@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from holdfast.footprint.kv_store import staging_stride
+from holdfast.footprint.cpu import staging_stride
 from holdfast.records import BlockCopy
 
 BATCH = 16

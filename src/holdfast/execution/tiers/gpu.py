@@ -24,7 +24,7 @@ from holdfast.errors import EngineError
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers.disk import DiskReads, Store
-from holdfast.footprint.kv_store import staging_stride
+from holdfast.footprint.cpu import staging_stride
 from holdfast.kvcache.pool import Tier
 from holdfast.records import BlockCopy, StepPlan
 

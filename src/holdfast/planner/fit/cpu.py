@@ -16,9 +16,8 @@ from functools import lru_cache
 
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu, lora
-from holdfast.footprint.cpu import BOOK_BYTES, Limits
+from holdfast.footprint.cpu import BOOK_BYTES, Limits, kv_store_bytes
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.kv_store import kv_store_bytes
 from holdfast.footprint.streamed import StreamedLayers, streamed_layers
 from holdfast.footprint.structured_output import forms_bytes
 from holdfast.kvcache.groups import KVLayout

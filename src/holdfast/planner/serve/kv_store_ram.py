@@ -8,7 +8,7 @@ from dataclasses import replace
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError
 from holdfast.footprint import lora
-from holdfast.footprint.kv_store import INDEX_BYTES, USUAL_BYTES, kv_store_terms
+from holdfast.footprint.cpu import KV_INDEX_BYTES, KV_STORE_USUAL_BYTES, kv_store_terms
 from holdfast.hardware import Memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner.fit.expert_placement import exchange_bytes, ram_bytes
@@ -21,7 +21,7 @@ def store_terms(config: EngineConfig, page_bytes: int) -> dict[str, int]:
     """Of a store that is full, beside a GPU: its pages pass through pinned buffers each way. Nothing: there is none."""
     if config.kv_store is None:
         return {}
-    return kv_store_terms(config.kv_store_size or USUAL_BYTES, page_bytes, ways=2)
+    return kv_store_terms(config.kv_store_size or KV_STORE_USUAL_BYTES, page_bytes, ways=2)
 
 
 def with_kv_store(plan: Plan, config: EngineConfig, machine: Memory, front_bytes: int) -> Plan:
@@ -34,7 +34,7 @@ def with_kv_store(plan: Plan, config: EngineConfig, machine: Memory, front_bytes
     room, wanted = host_budget(config.ram, machine.available_bytes) - others, sum(terms.values())
     if wanted > room:
         left = room - (wanted - terms["index"])
-        smaller = max(0, left) // INDEX_BYTES * page // GIB
+        smaller = max(0, left) // KV_INDEX_BYTES * page // GIB
         raise DoesNotFitError(
             "RAM has no room for the buffers and the index of the KV store",
             needed=f"{format_bytes(wanted)} ({_parts(terms)}) beside {format_bytes(others)} of the server",

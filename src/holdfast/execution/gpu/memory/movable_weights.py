@@ -10,6 +10,7 @@ from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.records import LinkUse
 
 
 class MovableWeights(ABC):
@@ -65,6 +66,12 @@ class MovableWeights(ABC):
     def link(self) -> Copies | None:
         """Over which weights come, where not all stay on the GPU: it has one owner, and others go behind them."""
         return None if self._coming is None else self._coming.link
+
+    def uses_of(self, link: Copies | None) -> list[LinkUse]:
+        """Of each direction of the link over which weights, or pages alone, come and go."""
+        if link is None:
+            return []
+        return [link.use() if self._coming is None else self._coming.use(), link.use_back()]
 
     @property
     def weights_come(self) -> bool:
