@@ -141,6 +141,7 @@ class HostDecided(logging.Handler):
         super().__init__()
         self.begin, self.line, self._said = time.perf_counter(), "", threading.Event()
         logging.getLogger("holdfast").addHandler(self)
+        logging.getLogger("holdfast").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith("cpu_compute:"):
