@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.errors import EngineError
-from holdfast.footprint.cpu import KV_QUEUE_BYTES
-from holdfast.footprint.cpu import KV_STORE_USUAL_BYTES as USUAL_BYTES
+from holdfast.footprint.cpu import KV_QUEUE_BYTES, KV_STORE_USUAL_BYTES
 from holdfast.kvcache import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -95,7 +94,9 @@ def usual_size(folder: Path) -> tuple[int, str]:
     free = shutil.disk_usage(_existing(folder)).free + sum(
         path.stat().st_blocks * 512 for path in folder.glob("*.pages")
     )
-    return min(USUAL_BYTES, free // 2), f"half of {format_bytes(free)} free, at most {format_bytes(USUAL_BYTES)}"
+    return min(
+        KV_STORE_USUAL_BYTES, free // 2
+    ), f"half of {format_bytes(free)} free, at most {format_bytes(KV_STORE_USUAL_BYTES)}"
 
 
 def _existing(folder: Path) -> Path:
