@@ -318,7 +318,10 @@ class EngineConfig:
         None, "number of CPU threads; default: one for each physical core that may be used", optional(whole(1, 1024))
     )
     tensor_parallel_size: int = setting(
-        1, "number of GPUs to split each layer over; only 1 so far", whole(1), flags=("-tp", "--tp-size")
+        1,
+        "number of GPUs to split each layer over; only 1 so far",
+        whole(1),
+        flags=("-tp", "--tp-size", "--tensor-parallel"),
     )
     pipeline_parallel_size: int = setting(
         1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")

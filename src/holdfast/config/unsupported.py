@@ -80,7 +80,6 @@ SERVER: Mapping[str, str] = {
     "log_config_file": "there is one log: see --log-level",
     "tool_server": "tools are run by the client",
     "tool_strict_level": "strict in a tool's definition is honoured as given",
-    "chat_template_content_format": "the content format is detected from the chat template",
     "headless": "only one machine is supported so far",
     **_each("it speaks HTTP only", "grpc grpc_port"),
     "tokens_only": "see skip_tokenizer_init",
@@ -96,7 +95,6 @@ _POOLED_SO = _NO | {
 DONE_ANYWAY: Mapping[str, frozenset[str]] = {
     "logprobs_mode": frozenset({"raw_logprobs"}),
     "config_format": frozenset({"auto", "hf"}),
-    "chat_template_content_format": frozenset({"auto"}),
     "worker_cls": frozenset({"auto"}),
     **dict.fromkeys(("pooler_config", "override_pooler_config"), _POOLED_SO),
     # Settings of a server. What an LLM in Python does by itself: it logs neither.

@@ -156,6 +156,10 @@ def test_settings_of_a_server_that_scripts_give_to_llm() -> None:
     assert EngineConfig.from_arguments(attention_backend="TORCH_SDPA").attention_backend == "torch"
 
 
+def test_an_abbreviation_that_vllms_recipes_use() -> None:
+    assert parse("--tensor-parallel", "1")[0].tensor_parallel_size == 1
+
+
 def test_what_replaces_values_of_the_models_config() -> None:
     config = EngineConfig.from_arguments(
         rope_theta=5e5, rope_scaling={"rope_type": "yarn"}, hf_overrides={"rope_theta": 1e6, "vocab_size": 3}
