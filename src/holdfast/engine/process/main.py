@@ -96,7 +96,7 @@ def _build(
             core.scheduler.limits, model.spec, lambda: grammar_address, on_device=core.on_device
         )
     core.runner = with_faults(core.runner)
-    socket.send(protocol.encode(protocol.Ready(info)))
+    socket.send(protocol.encode(protocol.Ready(info, core.stats())))
     return core
 
 
