@@ -47,8 +47,6 @@ def flags_of(server: Any) -> list[str]:
         # llama-server says it to every template; ours says what it is told to.
         thinks = {"enable_thinking": getattr(server, "reasoning", None) != "off"}
         flags += ["--default-chat-template-kwargs", json.dumps(thinks)]
-    if getattr(server, "no_ui", None):
-        flags += ["--no-ui"]
     if server.lora_files:
         flags += ["--enable-lora"]
     left_out.update(name for name in NO_FLAG if getattr(server, name, None))
