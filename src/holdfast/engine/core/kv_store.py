@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
@@ -19,9 +20,11 @@ from holdfast.kvcache import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
-from holdfast.prefix_store import PrefixStore
 from holdfast.records import KVStoreUse
 from holdfast.units import format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.prefix_store import PrefixStore
 
 log = logging.getLogger("holdfast")
 
@@ -55,6 +58,8 @@ def open_kv_store(
             found="other sizes, times or bytes than before",
             fix="start the server again",
         )
+    from holdfast.prefix_store import PrefixStore  # With numpy, which a front end does without.
+
     folder = Path(config.kv_store).expanduser()
     size, why = config.kv_store_size, "set with kv_store_size"
     if size is None:
