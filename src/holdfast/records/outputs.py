@@ -192,6 +192,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model's own ends."""
     labels: list[str] = []
     """Of a model that classifies: it generates nothing and embeds nothing."""
+    scores: bool = False
+    """Whether embeddings may be compared as scores: the model was trained to embed, or is served for it."""
     label_activation: str = ""
     """What makes chances of its scores: sigmoid, softmax, identity."""
     max_concurrency: float = 0.0
