@@ -43,6 +43,9 @@ class FakeDevice:
         result = StepResult(step_id=plan.step_id, token_ids=tokens, finished_copies=copies, host_pages=self.host_pages)
         return SimpleNamespace(late=(), result=lambda: result)
 
+    def give_up_reads(self) -> list[int]:
+        return []
+
     # Of its memory.
 
     @property

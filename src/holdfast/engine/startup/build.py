@@ -408,9 +408,8 @@ def _build_on_gpu(
 
 def _balances(config: EngineConfig, plan: Plan) -> bool:
     """Whether KV and layers may change places by themselves: neither was set by hand, and no neighbour has a say."""
-    if config.yield_to_neighbours:
-        return False
-    return config.kv_cache_memory_bytes is None and not plan.question.settings.offload.by_hand
+    by_hand = config.kv_cache_memory_bytes is not None or plan.question.settings.offload.by_hand
+    return not by_hand and not config.yield_to_neighbours
 
 
 def _held() -> Resident:
