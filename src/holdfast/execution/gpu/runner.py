@@ -231,11 +231,7 @@ class GpuRunner(MovableWeights):
 
     def use_tiers(self, copies: GpuPageCopies) -> None:
         """What moves pages between the pool and tiers below it; before the first step that asks for it."""
-        self._page_copies = copies
-
-    def host_pages(self) -> int:
-        """Of RAM below the pool that may be used by now."""
-        return 0 if self._page_copies is None else self._page_copies.host_pages()
+        self._page_copies, self.host_pages = copies, copies.host_pages
 
     def _copies_over(self, wait: bool) -> tuple[list[int], list[int]]:
         with self._here():
