@@ -195,7 +195,7 @@ class Start:
 
     def serving(self, plan: Plan, report: MemoryReport) -> Serving:
         """As the front knows it."""
-        model: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=self.spec)
+        model: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=self.spec)
         info = engine_info(self.config, model.files, self.spec, plan, self.runner, report)
         return Serving(config=self.config, model=model, plan=self.plan, info=info, pid=1)
 
@@ -443,7 +443,7 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
         terms=terms, page_bytes=plan.engine.layout.page_bytes, below=[below], loading_bytes=0, loading_peak_bytes=0,
         held_bytes=0,
     )  # fmt: skip
-    model: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=spec)
+    model: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=spec)
     info = engine_info(config, model.files, spec, plan, runner, report)  # type: ignore[arg-type]
     now = Serving(config=config, model=model, plan=plan, info=info, pid=1)
     for streamed in (placed.layers[1:], (), tuple(range(16))):
@@ -495,7 +495,7 @@ def test_what_experts_have_made_of_a_budget_is_told_and_kept() -> None:
         terms=terms, page_bytes=plan.engine.layout.page_bytes, below=[below], loading_bytes=0, loading_peak_bytes=0,
         held_bytes=0,
     )  # fmt: skip
-    found: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=model.spec)
+    found: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=model.spec)
     info = engine_info(config, found.files, model.spec, plan, runner, report)  # type: ignore[arg-type]
     now = Serving(config=config, model=found, plan=plan, info=info, pid=1)
     resident = tuple(9 for _ in places.layers)
