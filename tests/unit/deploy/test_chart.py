@@ -24,6 +24,7 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 TEMPLATES = {path.name: path.read_text() for path in sorted((CHART / "templates").iterdir())}
 IMAGE = "REGISTRY/holdfast:0.1.0"
+CPU_RESOURCES = '{"requests":{"cpu":"4","memory":"8Gi"},"limits":{"cpu":"4","memory":"8Gi"}}'
 HELM = shutil.which("helm")
 needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed: the chart is not rendered here")
 
@@ -89,11 +90,7 @@ def _comparable(document: dict[str, Any]) -> str:
     ("file", "chosen"),
     [
         ("gpu.yaml", ()),
-        (
-            "cpu.yaml",
-            ("--set", "gpus=0,model=Qwen/Qwen3-0.6B", "--set-json")
-            + ('resources={"requests":{"cpu":"4","memory":"8Gi"},"limits":{"cpu":"4","memory":"8Gi"}}',),
-        ),
+        ("cpu.yaml", ("--set", "gpus=0,model=Qwen/Qwen3-0.6B", "--set-json", f"resources={CPU_RESOURCES}")),
     ],
 )
 def test_helm_renders_the_plain_manifests(file: str, chosen: tuple[str, ...]) -> None:
