@@ -597,7 +597,7 @@ def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
     )
     went: list[Plan] = []
 
-    def fake_build(config: Any, model: Any, progress: Any, plan: Plan, beat: Any) -> str:
+    def fake_build(config: Any, model: Any, progress: Any, plan: Plan, beat: Any, tier_file: Any) -> str:
         went.append(plan)
         return "built"
 
@@ -615,6 +615,7 @@ def test_ram_of_kv_tiers_is_named_part_by_part(spec: ModelSpec) -> None:
         device="cuda", load_format="dummy", kv_ram="2GiB", kv_store="/kv", kv_store_size="10GiB"
     )
     plan = make_gpu_plan(spec, None, config, [FakeGpu().probed()])
+    plan = replace(plan, own=replace(plan.engine, kv_ram_bytes=2 * GIB))
     waits = MemoryTerm(tier="ram", term="weights", planned_bytes=5)
     below = LowerTier(tier="ram", total_bytes=GIB, free_bytes=GIB, limited_by="machine", terms=[waits])
     names = ["kv_ram", "kv_store_buffers", "kv_store_queue", "kv_store_work", "kv_store_index"]
@@ -622,5 +623,8 @@ def test_ram_of_kv_tiers_is_named_part_by_part(spec: ModelSpec) -> None:
         (tier,) = _with_kv_tiers(given, config, plan)
         assert [term.term for term in tier.terms] == [*before, *names]
         assert all(term.planned_bytes > 0 for term in tier.terms)
-    plain = EngineConfig.from_arguments(device="cuda", load_format="dummy")
+    plain, plan = (
+        EngineConfig.from_arguments(device="cuda", load_format="dummy"),
+        replace(plan, own=replace(plan.engine, kv_ram_bytes=0)),
+    )
     assert _with_kv_tiers([below], plain, plan) == [below]

@@ -122,6 +122,8 @@ class EngineChoices:
     """Less was given than the model allows or than is usual, for want of memory."""
     gpu: GpuChoice | None = None
     """None: it runs on the CPU."""
+    kv_ram_bytes: int = 0
+    """Beside a GPU: pinned RAM for KV pages that leave it."""
     prompt_tokens_beside: int | None = None
     """In a step in which answers go on as well; None: as many as a step has."""
 
