@@ -118,7 +118,7 @@ def test_a_pipe_is_read_once_and_never_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_secret_that_kubernetes_replaces_is_read_again(tmp_path: Path) -> None:
-    """As a mounted one is laid out: the file is a link into a folder that is itself a link, and only that is changed."""
+    """As a mounted one is laid out: the file is a link into a folder that is a link too, and only that is changed."""
     for version, key in (("..1", "old"), ("..2", "new")):
         (tmp_path / version).mkdir()
         (tmp_path / version / "api-key").write_text(key)
