@@ -351,7 +351,7 @@ def _host_mlps(
 
     def room_bytes() -> int:
         free = int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES
-        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - RAM_KEPT_BYTES)
+        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - config.kv_ram_bytes)
 
     def load(layer: int) -> native.ExpertLayer | None:
         with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:

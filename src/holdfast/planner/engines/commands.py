@@ -133,9 +133,9 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
 
 def _offload_settings(fit: Plan) -> dict[str, object]:
     """What was asked for by hand, and what the plan's layers and experts in RAM or on a disk need to be there."""
-    asked, machine = fit.question.settings.offload, fit.question.machine
-    offloads = fit.question.settings.offloads and machine.kind == "gpu"
-    budget = machine.ram_bytes if offloads and machine.pinned_bytes is not None else None
+    settings, machine = fit.question.settings, fit.question.machine
+    asked, offloads = settings.offload, settings.offloads and machine.kind == "gpu"
+    budget = (machine.pinned_bytes or None) if offloads else None
     group, number = asked.groups or (None, None)
     return {
         "gpu_layers": asked.gpu_layers,
@@ -148,7 +148,7 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
         "override_tensor": ",".join(asked.overrides) or None,
         "cpu_compute": None if asked.cpu_compute else "off",
         **({} if budget is None else {"ram": written_size(budget)}),
-        "nvme_path": "DIR" if offloads and fit.question.settings.layers_on_disk else None,
+        "nvme_path": "DIR" if offloads and (settings.layers_on_disk or settings.embedding_on_disk) else None,
     }
 
 

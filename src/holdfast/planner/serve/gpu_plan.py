@@ -337,13 +337,13 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
         said = "maximum host RAM for structured output; a request whose grammar does not fit waits"
         decision = Decision("structured_outputs", format_bytes(forms), said, "planner")
         plan = replace(plan, decisions=(*plan.decisions, decision))
-    plan = _with_kv_ram(plan, config, machine, front_bytes + forms)
-    if not config.lora_copies:
-        return plan
-    one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank)
     places, streamed = plan.engine.expert_places, plan.engine.streamed
     pinned = 0 if streamed is None else streamed.pinned_bytes
     pinned += 0 if places is None else ram_bytes(places, exchange_bytes(plan, places))
+    plan = _with_kv_ram(plan, config, machine, front_bytes + forms, pinned)
+    if not config.lora_copies:
+        return plan
+    one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank)
     others = front_bytes + forms + pinned + config.kv_ram_bytes
     free, asked = max(0, machine.available_bytes - others), config.lora_copies * one
     if asked > free:
@@ -363,18 +363,23 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
     return replace(plan, decisions=(*plan.decisions, Decision("max_cpu_loras", format_bytes(asked), said, "planner")))
 
 
-def _with_kv_ram(plan: Plan, config: EngineConfig, machine: Memory, others_bytes: int) -> Plan:
-    """Pinned memory cannot be swapped out: no more of it than leaves the machine its share."""
+def _with_kv_ram(plan: Plan, config: EngineConfig, machine: Memory, others_bytes: int, pinned_bytes: int) -> Plan:
+    """Pinned memory cannot be swapped out: no more of it than leaves the machine its share. `pinned_bytes`: of layers
+    and experts, which --ram is for as well."""
     asked, page = config.kv_ram_bytes, plan.engine.layout.page_bytes
     if not asked:
         return plan
-    room = host_budget(config.ram, machine.available_bytes) - HOST_ENGINE_BYTES - others_bytes
+    free = machine.available_bytes if config.ram is not None else host_budget(machine.available_bytes)
+    room = free - HOST_ENGINE_BYTES - others_bytes - pinned_bytes
+    beside = "beside the server and what else is pinned" if pinned_bytes else "beside the server"
+    if config.ram is not None and config.ram - pinned_bytes < room:
+        room, beside = config.ram - pinned_bytes, f"of --ram {format_bytes(config.ram)}"
     if not page <= asked <= room:
         raise DoesNotFitError(
             "there is not so much RAM for KV blocks",
             needed=f"{format_bytes(asked)}, pinned; one block has {format_bytes(page)}",
             found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by}), of which "
-            f"{format_bytes(max(0, room))} are left beside the server",
+            f"{format_bytes(max(0, room))} are left {beside}",
             fix=f"--kv-ram {max(0, room) >> 30}GiB" if room >> 30 else "leave --kv-ram out",
             field="kv_ram",
         )
