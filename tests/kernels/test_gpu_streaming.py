@@ -34,7 +34,7 @@ from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.layer_file import LayerFile
+from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights

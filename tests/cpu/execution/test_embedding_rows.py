@@ -14,9 +14,9 @@ import torch
 from simulated_copies import SimulatedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
-from holdfast.execution.streaming import layer_file
-from holdfast.execution.streaming.embedding_rows import EmbeddingRows
-from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
+from holdfast.execution.streaming.disk import layer_file
+from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
+from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
 from holdfast.footprint.streamed import with_gaps
 
 PAGE, VOCABULARY, LAYERS = mmap.PAGESIZE, 301, 3

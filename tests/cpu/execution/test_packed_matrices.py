@@ -482,7 +482,7 @@ def test_experts_multiply_their_own_codes(kind: Any, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 16), (64, 144), (96, 272), (160, 1008), (8192, 48)])
 def test_compiled_and_torch_turn_words_of_awq_alike(inputs: int, outputs: int) -> None:
     words = torch.randint(-(2**31), 2**31, (inputs, outputs // 8), dtype=torch.int32)
-    layout = ScaledLayout("int4", group=32, scales="float16", zeros=True)
+    layout = ScaledLayout(codes="int4", group=32, scales="float16", zeros=True)
     before, matrix = 3, poisoned(layout, 3 + outputs + 2, inputs)
     expected = poisoned(layout, 3 + outputs + 2, inputs)
     expected.fill_codes(before, _awq_rows(words))

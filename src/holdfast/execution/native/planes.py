@@ -84,8 +84,8 @@ def turns_awq(stored: torch.Tensor) -> bool:
 
 
 def turn_awq(stored: torch.Tensor, codes: torch.Tensor) -> None:
-    """AWQ's words [inputs, outputs / 8] as codes [outputs, ...] in pieces, in the calling thread: torch takes many times
-    as long, with a byte for each code meanwhile and a team of threads for each thread that loads."""
+    """AWQ's words [inputs, outputs / 8] as codes [outputs, ...] in pieces, in the calling thread: torch takes several
+    times as long, with a byte for each code meanwhile, and with a team of threads for each thread that loads."""
     inputs, words = stored.shape
     if not turns_awq(stored) or stored.dtype is not torch.int32 or not stored.is_contiguous():
         raise ValueError(f"no words of AWQ: {stored.dtype} {list(stored.shape)}")

@@ -26,10 +26,10 @@ from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.memory import ALIGNED_BYTES, Arena
 from holdfast.execution.streaming.copies import Copies
-from holdfast.execution.streaming.embedding_rows import EmbeddingRows
-from holdfast.execution.streaming.layer_file import LayerFile
+from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
+from holdfast.execution.streaming.disk.layer_file import LayerFile
+from holdfast.execution.streaming.disk.read_ahead import ReadAhead
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
-from holdfast.execution.streaming.read_ahead import ReadAhead
 from holdfast.footprint.streamed import StreamedLayers, ahead_of, one_less, one_more
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse

@@ -22,12 +22,12 @@ from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.loading.embedding import load_embedding
 from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.embedding_rows import EmbeddingRows
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.weights.decoder_weights import (
     GatedWeights,
@@ -147,7 +147,7 @@ class Loader:
         """Of whole tensors, ahead of need; None: they are read when their turn comes."""
 
     def load(self) -> Weights:
-        embed = self.embedding()
+        embed = load_embedding(self)
         assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
         layers = tuple(self.placed(layer) for layer in self.spec.layers)
         return Weights(
@@ -163,30 +163,6 @@ class Loader:
             slots=self.slots,
             experts=self.experts,
         )
-
-    def embedding(self) -> Linear:
-        """In memory of its own, or where rows are gathered from the host's, or read from a file."""
-        if isinstance(self.slots, DeviceLayers) and self.slots.embedding_rows is not None:
-            return self.embedding_of_file(self.slots.embedding_rows)
-        arena = self.slots.embedding if isinstance(self.slots, DeviceLayers) else None
-        if arena is None:
-            return self.linear("embed")
-        self.make = arena.tensor
-        try:
-            return self.linear("embed")
-        finally:
-            self.make = exact_tensor
-
-    def embedding_of_file(self, rows: EmbeddingRows) -> Linear:
-        """Made once, before anything else is, and given back: what is left has no rows."""
-        made = self.linear("embed")
-        assert isinstance(made, DenseLinear), "plans put no other into a file"
-        rows.keep(made.weight)
-        none = DenseLinear(made.weight.new_empty((0, made.weight.shape[1])), None)
-        del made
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # Layers that stay are not made of torch's memory.
-        return none
 
     def placed(self, layer: LayerSpec) -> LayerWeights:
         """In memory of its own, or in a slot from which it then goes to where it waits."""

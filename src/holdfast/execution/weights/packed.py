@@ -8,7 +8,7 @@ becomes rows of a `ScaledMatrix`, or numbers.
     mxfp4           bytes hold two inputs, the first in the lower half
 
 Works on the device that the matrix is for, in slices of rows: beside the stored bytes of one matrix a tile of
-TILE_ELEMENTS codes is held, or some times as many on a GPU. On a CPU a compiled kernel turns AWQ's words, without tiles.
+TILE_ELEMENTS codes is held, or some times as many on a GPU. On a CPU a compiled kernel turns AWQ's words without tiles.
 What files say wrongly is refused with the tensor's name. Opens no files.
 """
 

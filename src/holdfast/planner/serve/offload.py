@@ -36,8 +36,8 @@ class HostShare:
 
     machine: Memory
     ram_bytes: int | None
-    """That tiers may take, as --ram sets it: the server's own processes come on top. None: a share of what is free, less
-    these."""
+    """That tiers may take, as --ram sets it: the server's own processes come on top. None: a share of what is free,
+    less these."""
     other_bytes: int
     """Not of tiers: both processes, structured output, copies of adapters."""
     kv_bytes: int

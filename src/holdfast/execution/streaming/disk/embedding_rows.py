@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from holdfast.execution.streaming.copies import Copies
-from holdfast.execution.streaming.layer_file import LayerFile
+from holdfast.execution.streaming.disk.layer_file import LayerFile
 
 READERS = 32
 """Rows that are read at the same time: small reads beside the large ones of layers."""
