@@ -460,9 +460,9 @@ class Loader:
     def fill_experts(self, targets: Sequence[torch.Tensor], tensor: TensorSpec) -> None:
         """`targets`: [experts, rows, columns] each, which together have all experts; they may lie apart."""
         if self.checkpoint is None:
-            for number, target in enumerate(targets):
-                name = f"part {number}.{tensor.name}" if number else tensor.name
-                fill_dummy(target, replace(tensor, name=name), tied=self.spec.tied_embeddings)
+            # By expert: wherever each of them lies, its numbers are the same.
+            for expert, matrix in enumerate(matrix for target in targets for matrix in target):
+                fill_dummy(matrix, replace(tensor, name=f"{expert}.{tensor.name}"), tied=self.spec.tied_embeddings)
             self.step()
             return
         matrices = [matrix for target in targets for matrix in target]
