@@ -39,7 +39,7 @@ from holdfast.planner.fit.search import Question, fit
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Device, Machine, PlannedModel
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve import offload
-from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.units import GIB
 
@@ -290,6 +290,26 @@ def test_kv_blocks_in_ram_are_of_the_same_budget(tmp_path: Path) -> None:
     beside = streamed(served("llama-3.1-70b-awq", 22.93, **LIMITS | budget | {"kv_ram": "4GiB"}))
     assert beside.pinned_bytes <= 8 * GIB < beside.pinned_bytes + max(beside.sizes)
     assert alone.pinned_bytes > 11 * GIB
+
+
+def test_kv_blocks_have_what_layers_leave_of_ram(tmp_path: Path) -> None:
+    """And the server's processes none of it: they are checked against what is free."""
+
+    def with_kv(free_gib: float, kv_ram: str) -> Plan:
+        config = EngineConfig.from_arguments(
+            device="cuda", load_format="dummy", ram="8GiB", kv_ram=kv_ram, skip_tokenizer_init=True
+        )
+        return with_host_memory(served("llama-3.1-8b", 40), config, machine(free_gib), 0)
+
+    assert "kv_ram = 8.00 GiB" in "".join(one.line() for one in with_kv(12, "8GiB").decisions)
+    for free_gib, kv_ram, said in (
+        (12, "9GiB", "8.00 GiB are left of --ram 8.00 GiB"),
+        (9, "8GiB", "6.00 GiB are left"),
+    ):
+        with pytest.raises(DoesNotFitError) as caught:
+            with_kv(free_gib, kv_ram)
+        assert said in str(caught.value.found)
+        assert caught.value.field == "kv_ram"
 
 
 # What is refused
