@@ -214,8 +214,9 @@ class EngineConfig:
     )
     ram: int | None = setting(
         None,
-        "maximum RAM the server may use, such as 6GiB, on a GPU with the layers that do not fit there; default: "
-        "gpu_memory_utilization of the free RAM",
+        "maximum RAM the server may use, such as 6GiB, default: gpu_memory_utilization of the free RAM; with a GPU, "
+        "what layers, experts and KV blocks that wait beside it may take, the server's own processes on top, default: "
+        "0.9 of the free RAM less these",
         optional(memory),
         metavar="SIZE",
     )

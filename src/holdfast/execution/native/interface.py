@@ -49,6 +49,8 @@ class Kernels(Protocol):
 
     def weave_planes(self, planes: int, /) -> int: ...
 
+    def turn_awq(self, words: int, inputs: int, stride: int, codes: int, /) -> None: ...
+
     def attend(
         self,
         query: int,

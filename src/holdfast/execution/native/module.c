@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "awq.h"
 #include "decoder.h"
 #include "experts.h"
 #include "host_experts.h"
@@ -127,6 +128,19 @@ static PyObject *py_weave_planes(PyObject *module, PyObject *const *values, Py_s
     woven = weave_scaled(planes);
     Py_END_ALLOW_THREADS
     return woven < 0 ? PyErr_NoMemory() : PyLong_FromLong(woven);
+}
+
+static PyObject *py_turn_awq(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    const uint32_t *words = address(&args);
+    long inputs = whole(&args), stride = whole(&args);
+    uint8_t *codes = address(&args);
+    if (!complete(&args)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    turn_awq(words, inputs, stride, codes);
+    Py_END_ALLOW_THREADS
+    return finish(0);
 }
 
 static PyObject *py_attend(PyObject *module, PyObject *const *values, Py_ssize_t count) {
@@ -372,6 +386,7 @@ static PyMethodDef METHODS[] = {
     FUNCTION("expand", py_expand, "(weights, chosen, rows, stored_rows, columns, layout, out, out_stride, threads)"),
     FUNCTION("weave", py_weave, "(weights, rows, columns, layout): the layout they have from now on."),
     FUNCTION("weave_planes", py_weave_planes, "(scaled_matrix): the layout its planes have from now on."),
+    FUNCTION("turn_awq", py_turn_awq, "(words, inputs, words of an input, codes)"),
     FUNCTION("attend", py_attend,
              "(query, query_stride, out, out_stride, keys, values, page_bytes, stored, block_tokens, heads, kv_heads, "
              "dim, tables, table_stride, slots, ends, counts, firsts, rows, window, scale, softcap, threads)"),

@@ -22,6 +22,7 @@ from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.loading.embedding import load_embedding
 from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
@@ -146,7 +147,7 @@ class Loader:
         """Of whole tensors, ahead of need; None: they are read when their turn comes."""
 
     def load(self) -> Weights:
-        embed = self.embedding()
+        embed = load_embedding(self)
         assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
         layers = tuple(self.placed(layer) for layer in self.spec.layers)
         return Weights(
@@ -162,17 +163,6 @@ class Loader:
             slots=self.slots,
             experts=self.experts,
         )
-
-    def embedding(self) -> Linear:
-        """In memory of its own, or where rows are gathered from the host's."""
-        arena = self.slots.embedding if isinstance(self.slots, DeviceLayers) else None
-        if arena is None:
-            return self.linear("embed")
-        self.make = arena.tensor
-        try:
-            return self.linear("embed")
-        finally:
-            self.make = exact_tensor
 
     def placed(self, layer: LayerSpec) -> LayerWeights:
         """In memory of its own, or in a slot from which it then goes to where it waits."""

@@ -160,6 +160,8 @@ class Settings:
     """Layers that do not stay where they are computed, and come for every step."""
     layers_on_disk: int | None = None
     """Of these, those that come from a disk, not from RAM; None: all, as on a CPU."""
+    embedding_on_disk: bool = False
+    """Beside a GPU, where RAM is too small: rows of it are read for every step."""
     resident_experts: int | None = None
     """Of all layers together, those that stay on a GPU; None: all, or as was asked for by hand."""
     experts_wait: bool = False
