@@ -290,7 +290,11 @@ class EngineConfig:
         None, "number of CPU threads; default: one for each physical core that may be used", optional(whole(1, 1024))
     )
     tensor_parallel_size: int = setting(
-        1, "number of GPUs to split each layer over; only 1 so far", whole(1), flags=("-tp", "--tp-size")
+        1,
+        "number of ranks to split each layer over: processes of this machine, which share its cores; on a GPU only 1 so"
+        " far",
+        whole(1),
+        flags=("-tp", "--tp-size"),
     )
     pipeline_parallel_size: int = setting(
         1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")
@@ -300,7 +304,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise ConfigurationError(
                     f"{name} is {getattr(self, name)}; only one device is supported so far",

@@ -324,6 +324,28 @@ def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:
     )
 
 
+MAIL_BYTES = 1 << 20
+"""Of the memory that ranks share, for plans on their way to them; longer ones go in pieces."""
+MOST_SLOT_BYTES = 4 * MIB
+"""That a rank shows the others at a time; what is larger goes in pieces."""
+SLOT_PAGE_BYTES = 4096
+
+
+def slot_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, most_vocab: int) -> int:
+    """Of what one rank shows the others. `most_vocab`: rows of the vocabulary, of the rank that has most."""
+    rows = min(limits.max_num_batched_tokens, MLP_TILE) * spec.hidden_size
+    logits = head_rows(spec.vocab_size, limits.max_num_seqs) * most_vocab
+    largest = max(rows, logits) * ELEMENT_BYTES[dtype]
+    return -(-min(largest, MOST_SLOT_BYTES) // SLOT_PAGE_BYTES) * SLOT_PAGE_BYTES
+
+
+def rank_step_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, vocab: int) -> int:
+    """Beside `activations_bytes`, of one rank of several: its sums before they are added up, and its part of the
+    logits. `vocab`: rows of the vocabulary that it has."""
+    apart = 0 if sums_apart(spec) else min(limits.max_num_batched_tokens, MLP_TILE) * spec.hidden_size
+    return (apart + head_rows(spec.vocab_size, limits.max_num_seqs) * vocab) * ELEMENT_BYTES[dtype]
+
+
 def sums_apart(spec: ModelSpec) -> bool:
     """Whether what attention and MLP add to the stream is worked on before: they then have a buffer of their own."""
     return spec.decoder.norms != "before" or spec.decoder.residual_scale != 1.0

@@ -155,3 +155,7 @@ class Kernels(Protocol):
         /,
     ) -> tuple[int, int, int, int, int]:
         """(result, layer, waited_ns, computed_ns, pairs), as host_experts.h has them."""
+
+    def post(self, word: int, value: int, /) -> None: ...
+
+    def await_word(self, word: int, value: int, alarm: int, calm: int, spin_ns: int, patience_ns: int, /) -> int: ...

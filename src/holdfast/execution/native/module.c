@@ -6,6 +6,7 @@
 #include "decoder.h"
 #include "experts.h"
 #include "host_experts.h"
+#include "rank_words.h"
 #include "scaled.h"
 #include "weave.h"
 
@@ -362,6 +363,32 @@ static PyObject *py_serve(PyObject *module, PyObject *const *values, Py_ssize_t 
                          outcome.pairs);
 }
 
+static PyObject *py_post(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    rank_word *word = address(&args);
+    const unsigned value = (unsigned)whole(&args);
+    if (!complete(&args)) return NULL;
+    post_word(word, value);
+    return finish(0);
+}
+
+static PyObject *py_await(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    rank_word *word = address(&args);
+    const unsigned value = (unsigned)whole(&args);
+    rank_word *alarm = address(&args);
+    const unsigned calm = (unsigned)whole(&args);
+    const long spin_ns = whole(&args), patience_ns = whole(&args);
+    if (!complete(&args)) return NULL;
+    enum rank_outcome outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = await_word(word, value, alarm, calm, spin_ns, patience_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong((long)outcome);
+}
+
 #define FUNCTION(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
 
 static PyMethodDef METHODS[] = {
@@ -387,6 +414,8 @@ static PyMethodDef METHODS[] = {
     FUNCTION("serve", py_serve,
              "(layers, count, hidden, per_token, numbers, room, room_bytes, step, tokens, patience_ns, threads): "
              "(result, layer, waited_ns, computed_ns, pairs), as host_experts.h has them."),
+    FUNCTION("post", py_post, "(word, value): as rank_words.h has it."),
+    FUNCTION("await_word", py_await, "(word, value, alarm, calm, spin_ns, patience_ns): a rank_outcome."),
     {NULL, NULL, 0, NULL},
 };
 

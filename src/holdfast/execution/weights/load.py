@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.checkpoint import Checkpoint, piece_of
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
@@ -25,6 +25,7 @@ from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, 
 from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
+from holdfast.execution.parallel.pieces import fill_piece, read_piece
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_slots import LayerSlots
@@ -81,6 +82,7 @@ def load_weights(
     slots: LayerSlots | DeviceLayers | None = None,
     arrange: Callable[[LayerWeights], None] | None = None,
     experts: DeviceExperts | None = None,
+    whole: ModelSpec | None = None,
 ) -> Weights:
     """`expand`: quantized matrices become `dtype`, but for those whose inputs are rounded; otherwise they stay as they
     are stored. No checkpoint: dummies. `quantize`: what plain matrices of linear layers become.
@@ -89,12 +91,13 @@ def load_weights(
 
     `pack`: dense matrices are reordered for oneDNN (by default where that is faster); it needs one matrix more
     at the peak. `slots`: for layers that do not stay in memory; `arrange`: puts one of them into the order that
-    products read, before it leaves. `experts`: of layers whose experts do not all stay on the GPU.
+    products read, before it leaves. `experts`: of layers whose experts do not all stay on the GPU. `whole`: where
+    `spec` is one rank's share, that of the model.
     """
     packed = packs_weights(dtype, device) if pack is None else pack
     before = PeakMemory.resident_bytes()
     loader = Loader(
-        spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange, experts
+        spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange, experts, whole
     )
     if checkpoint is not None:
         loader.staged = staged_reads(checkpoint, expected_names(spec, loader.stored), device)
@@ -127,15 +130,19 @@ class Loader:
         slots: LayerSlots | DeviceLayers | None = None,
         arrange: Callable[[LayerWeights], None] | None = None,
         experts: DeviceExperts | None = None,
+        whole: ModelSpec | None = None,
     ) -> None:
         self.spec, self.checkpoint = spec, checkpoint
         self.dtype, self.device, self.progress = dtype, device, progress
         self.expand, self.compiled, self.pack, self.quantize = expand, compiled, pack, quantize
         self.tensors = {tensor.name: tensor for tensor in spec.tensors}
-        self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
+        found = {} if checkpoint is None else match(whole or spec, checkpoint)
+        self.stored: dict[str, StoredTensor] = {
+            name: piece_of(one, self.tensors[name]) for name, one in found.items() if name in self.tensors
+        }
         self.slots, self.arrange, self.experts = slots, arrange, experts
         self.make: MakeTensor = exact_tensor
-        self.biases = biases_of(spec)
+        self.biases = biases_of(whole or spec)
         self.done = 0
         self.layouts: set[str] = set()
         self.readers = ThreadPoolExecutor(READERS, "reader")
@@ -281,7 +288,7 @@ class Loader:
         stored = QuantizedMatrix(layout, sum(rows), columns, self.device, self.make)
         first = 0
         for name, count in zip(names, rows, strict=True):
-            stored.fill_rows(first, self.bring(self.stored[name].name), self.row_order(self.tensors[name]))
+            stored.fill_rows(first, self.raw(name), self.row_order(self.tensors[name]))
             first += count
             self.step()
         return QuantizedLinear(stored, self.dtype, bias)
@@ -312,7 +319,7 @@ class Loader:
         elif self.stored[name].packed is not None:
             self.packed(name, matrix.layout, expert).fill(matrix, first)
         else:
-            raw = self.bring(self.stored[name].name) if expert is None else self.read_expert(name, expert)
+            raw = self.raw(name) if expert is None else self.read_expert(name, expert)
             if self.stored[name].layout == "MXFP4":
                 fill_mxfp4(matrix, first, raw.view(rows, -1).to(self.device), self.stored[name].name)
             else:
@@ -402,7 +409,12 @@ class Loader:
         row_bytes = self.stored[names[0]].nbytes // rows[0]
         target = self.make((sum(rows), row_bytes), torch.uint8, self.device)
         for name, part in zip(names, torch.split(target, rows), strict=True):
-            read_rows(self.checkpoint, self.stored[name].name, part, self.row_order(self.tensors[name]))
+            order = self.row_order(self.tensors[name])
+            if self.tensors[name].piece is None:
+                read_rows(self.checkpoint, self.stored[name].name, part, order)
+            else:
+                rows_read = self.read(name).view(part.shape).numpy()
+                part.numpy()[:] = rows_read if order is None else rows_read[order.numpy()]
             self.step()
         return BlockMatrix(target, layout, bias)
 
@@ -430,14 +442,22 @@ class Loader:
         )
         return None if layout == dtype else layout
 
+    def raw(self, name: str) -> torch.Tensor:
+        """The stored bytes of a matrix, or this rank's, on the device."""
+        return self.bring(self.stored[name].name) if self.tensors[name].piece is None else self.read(name)
+
     def read(self, name: str) -> torch.Tensor:
         assert self.checkpoint is not None
+        if self.tensors[name].piece is not None:
+            return read_piece(self.checkpoint, self.stored[name].name, self.tensors[name])
         return torch.from_numpy(self.checkpoint.read(self.stored[name].name))
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
         """One expert's matrix of a stack, which GGUF keeps whole and safetensors one by one."""
         assert self.checkpoint is not None
         stored, experts = self.stored[name].name, self.tensors[name].experts
+        if self.tensors[name].piece is not None:
+            return read_piece(self.checkpoint, stored.replace("{expert}", str(expert)), self.tensors[name], expert)
         if "{expert}" in stored:
             return self.read_whole(stored.replace("{expert}", str(expert)))
         return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=experts))
@@ -450,7 +470,7 @@ class Loader:
 
     def fill(self, target: torch.Tensor, tensor: TensorSpec) -> None:
         if self.checkpoint is None:
-            fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
+            fill_piece(target, tensor, partial(fill_dummy, tied=self.spec.tied_embeddings))
         elif (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             self.packed(tensor.name, layout).expand(target)
@@ -472,7 +492,8 @@ class Loader:
         if self.checkpoint is None:
             for number, target in enumerate(targets):
                 name = f"part {number}.{tensor.name}" if number else tensor.name
-                fill_dummy(target, replace(tensor, name=name), tied=self.spec.tied_embeddings)
+                dummy = partial(fill_dummy, tied=self.spec.tied_embeddings)
+                fill_piece(target, replace(tensor, name=name), dummy)
             self.step()
             return
         matrices = [matrix for target in targets for matrix in target]

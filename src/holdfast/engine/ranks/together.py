@@ -1,0 +1,103 @@
+"""All ranks of an engine while it starts: loaded side by side, measured together. One rank alone is the common case."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.checkpoints import ModelFiles
+from holdfast.config import EngineConfig
+from holdfast.engine.core.loop import StepRunner
+from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
+from holdfast.engine.ranks.group import RankGroup
+from holdfast.engine.ranks.messages import Measured
+from holdfast.engine.ranks.runner import RankedRunner
+from holdfast.execution.runner import Runner
+from holdfast.footprint.cpu import slot_bytes
+from holdfast.models import ModelSpec
+from holdfast.planner import Plan
+
+Progress = Callable[[str, int, int], None]
+HUNG_S = 45.0
+"""That another rank may keep this one waiting where no limit is set: less than the front waits for the engine, so that
+it is the rank that is named."""
+HUNG_SHARE = 0.75
+"""Of that limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRanks:
+    """`first`: of this process."""
+
+    first: LoadedRank
+    group: RankGroup | None
+
+    @property
+    def runner(self) -> Runner:
+        """Of the first rank."""
+        return self.first.runner
+
+    @property
+    def step_runner(self) -> StepRunner:
+        return self.runner if self.group is None else RankedRunner(self.runner, self.group)
+
+    def back_kv(self, blocks: int, most_blocks: int | None = None) -> None:
+        if self.group is not None:
+            self.group.order(messages.BackKV(blocks, most_blocks))
+        self.runner.back_kv(blocks, most_blocks)
+        if self.group is not None:
+            self.group.answers(messages.Done)
+
+    def profile_run(self) -> tuple[list[Measured], float]:
+        """What each rank took, and the seconds of the heaviest step."""
+        if self.group is not None:
+            self.group.order(messages.ProfileStep())
+        began_s = time.monotonic()
+        profile = self.runner.profile_run()
+        took_s = time.monotonic() - began_s
+        others = [] if self.group is None else self.group.answers(Measured)
+        return [measured(self.first, profile), *others], took_s
+
+
+def load_ranks(
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    plan: Plan,
+    progress: Progress,
+    *,
+    cores: int,
+    beat: Callable[[], None] | None = None,
+) -> LoadedRanks:
+    """Whatever fails, no rank is left behind."""
+    shards = plan.engine.shards
+    if not shards:
+        first = load_rank(
+            config, files, spec, plan, lambda done, total: progress("load", done, total), threads=cores, beat=beat
+        )
+        return LoadedRanks(first, None)
+    most_vocab = max(shard.vocab_rows for shard in shards)
+    slots = slot_bytes(spec, plan.limits, dtype=plan.dtype, most_vocab=most_vocab)
+    group = RankGroup(config, plan, cores=cores, slot_bytes=slots, timeout_s=hung_s(config))
+
+    def loaded(done: int, total: int) -> None:
+        group.check()
+        progress("load", done, total)
+
+    try:
+        first = load_rank(
+            config, files, spec, plan, loaded, threads=group.threads, beat=beat, collectives=group.collectives
+        )
+        group.answers(messages.RankLoaded, lambda: progress("load", 0, 0))
+    except BaseException:
+        group.close()
+        raise
+    return LoadedRanks(first, group)
+
+
+def hung_s(config: EngineConfig) -> float:
+    """How long another rank may keep this one waiting; 0: for ever."""
+    limit_s = config.engine_hang_timeout
+    return HUNG_S if limit_s is None else HUNG_SHARE * limit_s

@@ -1,0 +1,66 @@
+/* Waiting between processes: the sleeper counts itself before it looks a last time, the writer looks at the count after
+ * it has written, so that one of the two sees the other. Sleeps are short at any rate: an alarm is another word, and
+ * nobody who sleeps on this one is woken by it. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "rank_words.h"
+
+#include <limits.h>
+#include <time.h>
+
+#include "waiting.h"
+
+#define LOOKS 32           /* between two looks at the clock */
+#define SLEEP_NS 20000000L /* at most, before the alarm is looked at */
+
+#if defined(__linux__)
+
+#include <linux/futex.h>
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Not FUTEX_PRIVATE: whoever wakes us is another process. */
+static void sleep_on(atomic_uint *word, unsigned seen, long most_ns) {
+    struct timespec most = {most_ns / 1000000000L, most_ns % 1000000000L};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, &most, NULL, 0);
+}
+
+static void wake_all(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+
+#else
+
+static void sleep_on(atomic_uint *word, unsigned seen, long most_ns) {
+    struct timespec most = {0, most_ns < 100000L ? most_ns : 100000L};
+    (void)word, (void)seen;
+    nanosleep(&most, NULL);
+}
+
+static void wake_all(atomic_uint *word) { (void)word; }
+
+#endif
+
+void post_word(rank_word *word, unsigned value) {
+    atomic_store(&word->value, value);
+    if (atomic_load(&word->sleepers) > 0) wake_all(&word->value);
+}
+
+static int reached(unsigned seen, unsigned value) { return (int)(seen - value) >= 0; }
+
+enum rank_outcome await_word(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long spin_ns,
+                             long patience_ns) {
+    const long began_ns = now_ns();
+    for (;;) {
+        for (int look = 0; look < LOOKS; look++, relax())
+            if (reached(atomic_load_explicit(&word->value, memory_order_acquire), value)) return RANK_REACHED;
+        if (atomic_load_explicit(&alarm->value, memory_order_acquire) != calm) return RANK_ALARM;
+        const long passed_ns = now_ns() - began_ns, left_ns = patience_ns - passed_ns;
+        if (left_ns <= 0) return RANK_LATE;
+        if (passed_ns < spin_ns) continue;
+        atomic_fetch_add(&word->sleepers, 1);
+        const unsigned seen = atomic_load(&word->value);
+        if (!reached(seen, value)) sleep_on(&word->value, seen, left_ns < SLEEP_NS ? left_ns : SLEEP_NS);
+        atomic_fetch_sub(&word->sleepers, 1);
+    }
+}

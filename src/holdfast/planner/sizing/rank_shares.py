@@ -1,0 +1,82 @@
+"""What each rank of this engine holds where several compute one model: its weights and its KV, and what ranks share.
+
+Takes divisions from shards.py and bytes from `footprint`; chooses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from holdfast.checkpoints.checkpoint import piece_of
+from holdfast.footprint import cpu
+from holdfast.footprint.cpu import Limits
+from holdfast.footprint.identity_key import Same
+from holdfast.models import ModelSpec
+from holdfast.models.shards import Shard, shard_spec
+from holdfast.planner.sizing.engine_weights import EngineWeights
+from holdfast.planner.sizing.shards import divide
+
+EXCHANGE = "exchange"
+"""The term of the memory that ranks share."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankShares:
+    spec: ModelSpec = field(repr=False)
+    """Of the whole model."""
+    weights: tuple[EngineWeights, ...] = field(repr=False)
+    """Of each rank; of one alone all of them."""
+    shards: tuple[Shard, ...] = ()
+    """Empty: one rank has all."""
+
+    @property
+    def count(self) -> int:
+        return len(self.weights)
+
+    @property
+    def followers(self) -> int:
+        return self.count - 1
+
+    @property
+    def kv_spec(self) -> ModelSpec:
+        """With the KV heads of all ranks together, those that several have counted for each."""
+        heads = sum(shard.kv_head_count for shard in self.shards)
+        return replace(self.spec, kv_heads=heads) if self.shards else self.spec
+
+    def step_bytes(self, limits: Limits, *, dtype: str) -> int:
+        return sum(
+            cpu.rank_step_bytes(one.spec, limits, dtype=dtype, vocab=shard.vocab_rows)
+            for one, shard in zip(self.weights, self.shards, strict=False)
+        )
+
+    def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
+        most = max(shard.vocab_rows for shard in self.shards)
+        return cpu.slot_bytes(self.spec, limits, dtype=dtype, most_vocab=most)
+
+    def exchange(self, limits: Limits, *, dtype: str) -> Mapping[str, int]:
+        """The term of what ranks share, where there are several."""
+        if not self.shards:
+            return {}
+        slots = 2 * self.count * self.slot_bytes(limits, dtype=dtype)
+        return {EXCHANGE: slots + cpu.MAIL_BYTES + cpu.SLOT_PAGE_BYTES}
+
+
+@lru_cache(maxsize=64)
+def rank_shares(weights: Same[EngineWeights], size: int) -> RankShares:
+    """Raises ConfigurationError for a size that cannot be."""
+    whole = weights.held
+    if size == 1:
+        return RankShares(whole.spec, (whole,))
+    shards = divide(whole.spec, whole.stored, size)
+    return RankShares(whole.spec, tuple(_share(whole, shard) for shard in shards), shards)
+
+
+def _share(whole: EngineWeights, shard: Shard) -> EngineWeights:
+    spec = shard_spec(whole.spec, shard)
+    if whole.stored is None:
+        return replace(whole, spec=spec)
+    stored = whole.stored
+    pieces = {tensor.name: piece_of(stored[tensor.name], tensor) for tensor in spec.tensors if tensor.name in stored}
+    return replace(whole, spec=spec, stored=pieces)
