@@ -14,6 +14,8 @@ import torch
 from holdfast.checkpoints import LAYOUTS
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.errors import CheckpointError
+from holdfast.execution.weights.scaled_matrix import ScaledMatrix
+from holdfast.footprint.scaled_layouts import PIECE
 from holdfast.models import TensorSpec
 
 TILE_BYTES = 4 << 20
@@ -65,12 +67,46 @@ def _columns(
     return target.reshape(-1)
 
 
-def fill_piece(target: torch.Tensor, tensor: TensorSpec, fill: Callable[[torch.Tensor, TensorSpec], None]) -> None:
-    """Of dummies: all of it is made, so that ranks have parts of the same numbers, and this rank's is kept."""
+def fill_piece(target: torch.Tensor, tensor: TensorSpec, fill: Callable[[torch.Tensor], None]) -> None:
+    """`fill` makes all of a tensor, of which this rank's part is kept: of dummies, so that ranks have parts of the same
+    numbers, and of quantized matrices that are expanded."""
     piece = tensor.piece
     if piece is None:
-        fill(target, tensor)
+        fill(target)
         return
-    whole = torch.empty(piece.whole, dtype=target.dtype)
-    fill(whole, replace(tensor, shape=piece.whole, piece=None))
-    torch.cat([whole.narrow(piece.axis, first, last - first) for first, last in piece.ranges], piece.axis, out=target)
+    whole = torch.empty(piece.whole if target.dim() == len(piece.whole) else piece.whole[1:], dtype=target.dtype)
+    fill(whole)
+    axis = piece.axis - len(piece.whole) + target.dim()
+    torch.cat([whole.narrow(axis, first, last - first) for first, last in piece.ranges], axis, out=target)
+
+
+def whole_of(tensor: TensorSpec) -> TensorSpec:
+    """As the model has it, of which a rank may have a part."""
+    return tensor if tensor.piece is None else replace(tensor, shape=tensor.piece.whole, piece=None)
+
+
+def cut_scaled(matrix: ScaledMatrix, first: int, whole: ScaledMatrix, tensor: TensorSpec) -> None:
+    """This rank's part of `whole`, to rows first, first+1, ... of `matrix`: codes, and the scales of their groups."""
+    piece, layout = tensor.piece, matrix.layout
+    assert piece is not None
+    rows, columns = tensor.shape[-2:]
+    by_rows = piece.axis == len(piece.whole) - 2
+    high, wide = layout.group_rows, layout.group or whole.columns
+    codes = (1, PIECE if layout.four_bits else 1)
+    for name, (tall, broad) in (("codes", codes), ("scales", (high, wide)), ("zeros", (high, wide))):
+        source, target = getattr(whole, name), getattr(matrix, name)
+        if source is None:
+            continue
+        unit = tall if by_rows else broad
+        if by_rows or broad < whole.columns:
+            source = _joined(source, 0 if by_rows else 1, [(a // unit, -(-b // unit)) for a, b in piece.ranges])
+        target[first // tall : first // tall + len(source)].copy_(source)
+    if matrix.inputs is not None and whole.inputs is not None:
+        matrix.inputs.copy_(torch.maximum(matrix.inputs, whole.inputs))
+    assert columns == matrix.columns, "the rank's own columns"
+    assert first + rows <= matrix.rows, "and rows"
+
+
+def _joined(plane: torch.Tensor, axis: int, ranges: list[tuple[int, int]]) -> torch.Tensor:
+    bits = plane.view(torch.uint8) if plane.dtype == torch.float8_e4m3fn else plane  # cat has no kernel for it.
+    return torch.cat([bits.narrow(axis, first, last - first) for first, last in ranges], axis).view(plane.dtype)

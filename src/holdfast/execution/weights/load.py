@@ -8,11 +8,9 @@ Knows nothing of files beyond `Checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -22,10 +20,11 @@ from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.loading.expert_reads import ExpertReads
 from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
-from holdfast.execution.parallel.pieces import fill_piece, read_piece
+from holdfast.execution.parallel.pieces import cut_scaled, fill_piece, read_piece, whole_of
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_slots import LayerSlots
@@ -48,8 +47,6 @@ from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.quantization import INSTEAD
 
-AHEAD_BYTES, READERS = 32 << 20, 4
-"""Of experts' matrices that are read before their turn, and threads that read them: experts are many and small."""
 WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
 
@@ -102,7 +99,7 @@ def load_weights(
     if checkpoint is not None:
         loader.staged = staged_reads(checkpoint, expected_names(spec, loader.stored), device)
     try:
-        with torch.inference_mode(), loader.readers:
+        with torch.inference_mode(), loader.ahead.readers:
             weights = loader.load()
     finally:
         if loader.staged is not None:
@@ -145,10 +142,7 @@ class Loader:
         self.biases = biases_of(whole or spec)
         self.done = 0
         self.layouts: set[str] = set()
-        self.readers = ThreadPoolExecutor(READERS, "reader")
-        self.ahead_bytes = 0 if checkpoint is None or device.type == "cpu" else AHEAD_BYTES
-        self.coming: dict[str, Future[Any]] = {}
-        """What is being read, by the checkpoint's names."""
+        self.ahead = ExpertReads(checkpoint, ahead=device.type != "cpu")
         self.staged: StagedReads | None = None
         """Of whole tensors, ahead of need; None: they are read when their turn comes."""
 
@@ -317,7 +311,7 @@ class Loader:
         if self.checkpoint is None:
             fill_dummy_codes(matrix, first, rows, tensor)
         elif self.stored[name].packed is not None:
-            self.packed(name, matrix.layout, expert).fill(matrix, first)
+            self.fill_packed(matrix, first, name, expert)
         else:
             raw = self.raw(name) if expert is None else self.read_expert(name, expert)
             if self.stored[name].layout == "MXFP4":
@@ -330,9 +324,19 @@ class Loader:
         if order is not None:
             reorder_rows(matrix, first, order.to(self.device), tensor)
 
+    def fill_packed(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None) -> None:
+        """Of a rank the whole matrix for a moment: each format has its own order of codes."""
+        source, tensor = self.packed(name, matrix.layout, expert), self.tensors[name]
+        if tensor.piece is None:
+            source.fill(matrix, first)
+            return
+        whole = ScaledMatrix(matrix.layout, source.rows, source.columns, self.device)
+        source.fill(whole, 0)
+        cut_scaled(matrix, first, whole, tensor)
+
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
-        """A matrix of a quantized checkpoint, or one expert's of it."""
-        stored, (rows, columns) = self.stored[name].packed, self.tensors[name].shape[-2:]
+        """A matrix of a quantized checkpoint, or one expert's of it; of a rank the whole one."""
+        stored, (rows, columns) = self.stored[name].packed, whole_of(self.tensors[name]).shape[-2:]
         assert stored is not None
         assert self.checkpoint is not None
         parts, read = stored.parts, self.read_part
@@ -355,53 +359,16 @@ class Loader:
 
     def read_of_stack(self, expert: int, part: StoredTensor) -> torch.Tensor:
         """One expert's of a tensor that has those of all."""
-        assert self.checkpoint is not None
-        coming = self.coming.pop(_of_stack(part, expert), None)
-        stored = (
-            self.checkpoint.read(part.name, part=expert, parts=part.shape[0]) if coming is None else coming.result()
-        )
-        return torch.from_numpy(stored).view(_TYPES[part.layout]).view(part.shape[1:]).to(self.device)
+        stored = torch.from_numpy(self.ahead.read_of_stack(part, expert))
+        return stored.view(_TYPES[part.layout]).view(part.shape[1:]).to(self.device)
 
     def read_whole(self, stored: str) -> torch.Tensor:
         """By the checkpoint's own name."""
-        assert self.checkpoint is not None
-        coming = self.coming.pop(stored, None)
-        return torch.from_numpy(self.checkpoint.read(stored) if coming is None else coming.result())
+        return torch.from_numpy(self.ahead.read(stored))
 
     def experts_in_turn(self, name: str) -> Iterator[int]:
         """All experts of a stack; some that come after the one whose turn it is are being read."""
-        experts, asked = self.tensors[name].experts, 0
-        for expert in range(experts):
-            while asked < experts and self.read_ahead(name, asked, asked - expert):
-                asked += 1
-            yield expert
-        self.coming.clear()  # Parts that nobody asked for.
-
-    def read_ahead(self, name: str, expert: int, before: int) -> bool:
-        """Begins to read one expert's matrix, where there is room for it beside so many that are read before it."""
-        checkpoint = self.checkpoint
-        if checkpoint is None or not self.ahead_bytes:
-            return False
-        parts = self.stored_parts(name, expert)
-        if before and (before + 1) * sum(nbytes for nbytes, _ in parts.values()) > self.ahead_bytes:
-            return False
-        self.coming |= {part: self.readers.submit(read) for part, (_, read) in parts.items()}
-        return True
-
-    def stored_parts(self, name: str, expert: int) -> Mapping[str, tuple[int, Callable[[], Any]]]:
-        """What holds one expert's matrix, by the names under which it is asked for: how many bytes, and how to read
-        them."""
-        stored, checkpoint = self.stored[name], self.checkpoint
-        assert checkpoint is not None
-        parts = [stored] if stored.packed is None else list(stored.packed.parts.values())
-        alone = [part.name.replace("{expert}", str(expert)) for part in parts if "{expert}" in part.name]
-        found = {one: (checkpoint.tensors[one].nbytes, partial(checkpoint.read, one)) for one in alone}
-        if stored.packed is not None and not alone:
-            experts = self.tensors[name].experts
-            for part in parts:
-                read = partial(checkpoint.read, part.name, part=expert, parts=experts)
-                found[_of_stack(part, expert)] = part.nbytes // experts, read
-        return found
+        return self.ahead.in_turn(self.stored.get(name), self.tensors[name].experts)
 
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
@@ -470,10 +437,11 @@ class Loader:
 
     def fill(self, target: torch.Tensor, tensor: TensorSpec) -> None:
         if self.checkpoint is None:
-            fill_piece(target, tensor, partial(fill_dummy, tied=self.spec.tied_embeddings))
+            dummy = partial(fill_dummy, tensor=whole_of(tensor), tied=self.spec.tied_embeddings)
+            fill_piece(target, tensor, dummy)
         elif (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
-            self.packed(tensor.name, layout).expand(target)
+            fill_piece(target, tensor, self.packed(tensor.name, layout).expand)
         else:
             self.fill_plain(target, tensor)
             if tensor.plus_one and self.checkpoint.format == "safetensors":
@@ -492,8 +460,8 @@ class Loader:
         if self.checkpoint is None:
             for number, target in enumerate(targets):
                 name = f"part {number}.{tensor.name}" if number else tensor.name
-                dummy = partial(fill_dummy, tied=self.spec.tied_embeddings)
-                fill_piece(target, replace(tensor, name=name), dummy)
+                made = replace(whole_of(tensor), name=name)
+                fill_piece(target, tensor, partial(fill_dummy, tensor=made, tied=self.spec.tied_embeddings))
             self.step()
             return
         matrices = [matrix for target in targets for matrix in target]
@@ -501,7 +469,7 @@ class Loader:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             layout = replace(layout, ordered=packed.packing.act_order)
             for expert, matrix in zip(self.experts_in_turn(tensor.name), matrices, strict=True):
-                self.packed(tensor.name, layout, expert).expand(matrix)
+                fill_piece(matrix, tensor, self.packed(tensor.name, layout, expert).expand)
                 if (order := expert_rows(self, tensor, expert)) is not None:
                     matrix.copy_(matrix.index_select(0, order))
         else:
@@ -515,7 +483,3 @@ class Loader:
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, len(self.tensors) if self.checkpoint is None else len(self.stored))
-
-
-def _of_stack(part: StoredTensor, expert: int) -> str:  # Called so while it is being read.
-    return f"{part.name}[{expert}]"
