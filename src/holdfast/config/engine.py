@@ -296,6 +296,9 @@ class EngineConfig:
         whole(1),
         flags=("-tp", "--tp-size"),
     )
+    disable_custom_all_reduce: bool = setting(
+        False, "ranks of a CPU add up what they computed over sockets (gloo) instead of shared memory", flag
+    )
     pipeline_parallel_size: int = setting(
         1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")
     )

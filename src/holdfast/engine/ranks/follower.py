@@ -18,6 +18,8 @@ from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import HoldfastError
+from holdfast.execution.parallel.collectives import Collectives
+from holdfast.execution.parallel.gloo import GlooCollectives, open_store
 from holdfast.execution.parallel.mailbox import Receiver
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
@@ -50,7 +52,10 @@ class _Follower:
         self._rank, self._answers = start.rank, answers
         self._segment = Segment(SegmentLayout(start.size, start.slot_bytes), descriptor)
         self._receiver = Receiver(self._segment, start.rank, self._look)
-        self._collectives = SharedMemoryCollectives(self._segment, start.rank, self._look)
+        self._shared = SharedMemoryCollectives(self._segment, start.rank, self._look)
+        collectives: Collectives = self._shared
+        if start.store_port is not None:
+            collectives = GlooCollectives(open_store(start.store_port, start.size), start.rank, start.size)
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
         model = find_model(config, progress=False, text=False)
         self._member: LoadedRank = load_rank(
@@ -60,7 +65,7 @@ class _Follower:
             start.plan,
             lambda done, total: self._say(messages.RankLoading(done, total)),
             threads=start.threads,
-            collectives=self._collectives,
+            collectives=collectives,
         )
         self._say(messages.RankLoaded(self._member.runner.weights_bytes))
 
@@ -104,4 +109,4 @@ class _Follower:
     def _rejoin(self) -> None:
         self._segment.calm = self._segment.alarm.value
         self._receiver.skip_to(self._segment.mail.value)
-        self._collectives.go_on_from(self._segment.resume.value)
+        self._shared.go_on_from(self._segment.resume.value)

@@ -28,6 +28,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import threads_of
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
+from holdfast.execution.parallel.gloo import GlooCollectives, open_store
 from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
@@ -104,7 +105,7 @@ class RankGroup:
         try:
             for number in range(1, self.size):
                 self._ranks.append(Rank(number, self._segment, self._on_end))
-            self.collectives, port = self._make_collectives(config)
+            self._store = open_store(None, self.size) if config.disable_custom_all_reduce else None
             for rank in self._ranks:
                 start = messages.Start(
                     rank=rank.number,
@@ -113,9 +114,10 @@ class RankGroup:
                     plan=plan,
                     threads=threads_of(cores, self.size, rank.number),
                     slot_bytes=slot_bytes,
-                    store_port=port,
+                    store_port=None if self._store is None else self._store.port,
                 )
                 rank.connection.send_bytes(messages.encode(start))
+            self.collectives = self._make_collectives(config)
         except OSError as error:
             self.close()
             raise EngineDiedError(f"the ranks of this engine could not be started: {error}") from error
@@ -123,9 +125,12 @@ class RankGroup:
             self.close()
             raise
 
-    def _make_collectives(self, config: EngineConfig) -> tuple[Collectives, int | None]:
+    def _make_collectives(self, config: EngineConfig) -> Collectives:
+        """Those over gloo wait until all ranks are there: they are made once the others have been told to start."""
+        if self._store is not None:
+            return GlooCollectives(self._store, 0, self.size, self.timeout_s)
         self._shared = SharedMemoryCollectives(self._segment, 0, self._look)
-        return self._shared, None
+        return self._shared
 
     @property
     def pids(self) -> list[int]:
@@ -147,14 +152,17 @@ class RankGroup:
 
     def interrupt(self) -> None:
         """This rank has left a step in the middle: the others leave it too, wherever they are."""
-        if self._shared is None:
-            raise EngineError("a step of ranks that are joined by gloo cannot be left in the middle")
         self._interrupted = True
+        if self._shared is None:
+            return
         self._segment.resume.post(self._shared.count + 2)  # Ahead of all of them, who are at most one ahead of this.
         self._alarm()
 
     def _go_on(self) -> None:
-        assert self._shared is not None
+        if self._shared is None:
+            raise EngineDiedError(
+                "a step was left in the middle, which ranks that are joined by gloo cannot go on from"
+            )
         count = self._shared.count + 2
         self._segment.calm = self._segment.alarm.value
         for rank in self._ranks:
@@ -231,7 +239,8 @@ class RankGroup:
         for rank in self._ranks:
             rank.watcher.join(KILLED_S)
             rank.connection.close()
-        self._segment.close()
+        if not any(rank.watcher.is_alive() for rank in self._ranks):  # One that hangs in the system may still say so.
+            self._segment.close()
 
 
 def _await_end(ranks: Sequence[Rank], timeout_s: float) -> None:

@@ -14,6 +14,20 @@ import torch.distributed
 from holdfast.errors import EngineError
 
 TIMEOUT_S = 60.0
+"""To find one another."""
+LONGEST_S = 86_400.0
+
+
+def open_store(port: int | None, size: int) -> torch.distributed.TCPStore:
+    """Where ranks of this machine find one another: the first one's (None), or that one's by its port."""
+    return torch.distributed.TCPStore(
+        "127.0.0.1",
+        port or 0,
+        size,
+        is_master=port is None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
 
 
 class GlooCollectives:
@@ -22,9 +36,14 @@ class GlooCollectives:
 
     name = "gloo"
 
-    def __init__(self, store: torch.distributed.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> None:
-        self.rank, self.size, self._timeout_s = rank, size, timeout_s
-        self._group = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    def __init__(self, store: torch.distributed.Store, rank: int, size: int, timeout_s: float = 0.0) -> None:
+        """`timeout_s`: for the others; 0: as long as gloo allows."""
+        self.rank, self.size, self._timeout_s = rank, size, timeout_s or LONGEST_S
+        limit = timedelta(seconds=self._timeout_s)
+        try:
+            self._group = torch.distributed.ProcessGroupGloo(store, rank, size, limit)
+        except RuntimeError as error:
+            raise EngineError(f"rank {rank} has not found all {size} ranks: {error}") from error
 
     def all_reduce(self, x: torch.Tensor) -> None:
         if x.dtype is torch.float32:
@@ -51,7 +70,7 @@ class GlooCollectives:
         self._done(self._group.broadcast([x], options))
 
     def close(self) -> None:
-        self._group = None
+        """Nothing is held beyond the process group, which goes with this object."""
 
     def _done(self, work: torch.distributed.Work) -> None:
         try:

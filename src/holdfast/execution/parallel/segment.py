@@ -9,7 +9,6 @@ A word is written by one process and awaited by others (native/rank_words.h). Kn
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,13 +55,12 @@ class Word:
     """One count, at its address."""
 
     def __init__(self, segment: Segment, line: int) -> None:
-        self._segment, self._kernels = segment, kernels()
+        self._segment, self._kernels, self._place = segment, kernels(), line * LINE_BYTES // 4
         self._address = segment.address + line * LINE_BYTES
-        self._numbers = segment.numbers[line * LINE_BYTES // 4 :]
 
     @property
     def value(self) -> int:
-        return int(self._numbers[0])
+        return int(self._segment.numbers[self._place])
 
     def post(self, value: int) -> None:
         self._kernels.post(self._address, value & _COUNT_BITS)
@@ -88,25 +86,26 @@ class Segment:
         self.descriptor = os.memfd_create("holdfast-ranks") if descriptor is None else descriptor
         if descriptor is None:
             os.ftruncate(self.descriptor, layout.nbytes)
-        self._map = mmap.mmap(self.descriptor, layout.nbytes)
-        self._bytes = numpy.frombuffer(self._map, dtype=numpy.uint8)
-        self.numbers = self._bytes[: layout.words_bytes].view(numpy.uint32)
-        self.address = int(self._bytes.ctypes.data)
+        # By its path, because Python's own mmap would keep a descriptor of the file as well.
+        mapped = torch.from_file(f"/proc/self/fd/{self.descriptor}", True, layout.nbytes, dtype=torch.uint8)
+        self.address, held = mapped.data_ptr(), mapped.numpy()
+        self.numbers = held[: layout.words_bytes].view(numpy.uint32)
         self.alarm, self.resume = Word(self, 0), Word(self, 1)
         self.calm = self.alarm.value
         self.mail, self.mail_length = Word(self, 2), Word(self, 3)
         self.counts = [Word(self, 4 + rank) for rank in range(layout.size)]
         self.read = [Word(self, 4 + layout.size + rank) for rank in range(layout.size)]
         first = layout.words_bytes
-        self.mailbox = self._bytes[first : first + MAIL_BYTES]
-        self._slots = torch.from_numpy(self._bytes[first + MAIL_BYTES :]).view(layout.size, 2, layout.slot_bytes)
+        self.mailbox = held[first : first + MAIL_BYTES]
+        self._slots = mapped[first + MAIL_BYTES :].view(layout.size, 2, layout.slot_bytes)
 
     def slot(self, rank: int, turn: int) -> torch.Tensor:
         """uint8 [slot bytes]"""
         return self._slots[rank, turn % 2]
 
     def close(self) -> None:
-        """The memory goes when nobody maps it any more; views of it may outlive this."""
+        """The memory goes when nobody maps it any more. Nobody may wait for a word of it meanwhile, or afterwards."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+        self.numbers, self.mailbox, self._slots = self.numbers.copy(), self.mailbox[:0].copy(), self._slots[:0].clone()

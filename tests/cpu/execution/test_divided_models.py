@@ -64,9 +64,7 @@ def layout_of(spec: ModelSpec) -> KVLayout:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [(name, size) for name in FAMILIES for size in SIZES.get(name, (2,))]
-)
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in FAMILIES for size in SIZES.get(name, (2,))])
 def test_ranks_say_what_the_model_says(name: str, size: int, oracles: Callable[..., Any]) -> None:
     architecture, settings = FAMILIES[name]
     oracle = oracles(architecture, **settings)
@@ -136,13 +134,18 @@ def test_blocks_of_gguf_are_divided(expand: bool, compiled: bool, tmp_path: Path
     write_tiny_gguf(tmp_path / "tiny.gguf")
     header = read_header(tmp_path / "tiny.gguf")
     assert_same_of_ranks(
-        from_gguf(header.metadata, header.tensors), lambda: Checkpoint(header.tensors, "gguf"), expand=expand, compiled=compiled
+        from_gguf(header.metadata, header.tensors),
+        lambda: Checkpoint(header.tensors, "gguf"),
+        expand=expand,
+        compiled=compiled,
     )
 
 
 FORMATS = {
     "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, written.awq()),
-    "gptq": Format({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}, written.gptq()),
+    "gptq": Format(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}, written.gptq()
+    ),
 }
 
 
