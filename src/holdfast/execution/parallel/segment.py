@@ -21,11 +21,12 @@ from holdfast.footprint.cpu import MAIL_BYTES, SLOT_PAGE_BYTES
 
 LINE_BYTES = 64
 ALIGNED_BYTES = SLOT_PAGE_BYTES
-SPIN_NS = 50_000
-"""Longer than a rank that has a core to itself is behind another; on a machine with more to do it is soon asleep."""
+SPIN_NS = 100_000
+"""At most: as long as a rank that has a core to itself is behind another. Where ranks share cores it is soon next to
+nothing (native/rank_words.c)."""
 LOOK_NS = 200_000_000
 """Between two looks at whether the others are still there."""
-_COUNT_BITS = 0xFFFFFFFF
+COUNT_BITS = 0xFFFFFFFF
 REACHED, LATE, ALARM = range(3)
 """As rank_words.h numbers them."""
 
@@ -59,18 +60,22 @@ class Word:
         self._address = segment.address + line * LINE_BYTES
 
     @property
+    def address(self) -> int:
+        return self._address
+
+    @property
     def value(self) -> int:
         return int(self._segment.numbers[self._place])
 
     def post(self, value: int) -> None:
-        self._kernels.post(self._address, value & _COUNT_BITS)
+        self._kernels.post(self._address, value & COUNT_BITS)
 
     def wait(self, value: int, watch: Watch) -> None:
         """Until it has counted up to `value`."""
         alarm, waited_s = self._segment.alarm, 0.0
         while True:
             outcome = self._kernels.await_word(
-                self._address, value & _COUNT_BITS, alarm._address, self._segment.calm, SPIN_NS, LOOK_NS
+                self._address, value & COUNT_BITS, alarm.address, self._segment.calm, SPIN_NS, LOOK_NS
             )
             if outcome == REACHED:
                 return
@@ -102,6 +107,10 @@ class Segment:
     def slot(self, rank: int, turn: int) -> torch.Tensor:
         """uint8 [slot bytes]"""
         return self._slots[rank, turn % 2]
+
+    def slot_address(self, rank: int, turn: int) -> int:
+        first = self.address + self.layout.words_bytes + MAIL_BYTES
+        return first + (2 * rank + turn % 2) * self.layout.slot_bytes
 
     def close(self) -> None:
         """The memory goes when nobody maps it any more. Nobody may wait for a word of it meanwhile, or afterwards."""
