@@ -11,6 +11,7 @@ from holdfast.records.memory import (
     LowerTier,
     MemoryReport,
     MemoryTerm,
+    RankMemory,
     VramBudget,
     VramGrant,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "LowerTier",
     "MemoryReport",
     "MemoryTerm",
+    "RankMemory",
     "Request",
     "RequestOutput",
     "RequestTiming",

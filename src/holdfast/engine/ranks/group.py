@@ -95,7 +95,7 @@ class RankGroup:
 
     def __init__(self, config: EngineConfig, plan: Plan, *, cores: int, slot_bytes: int, timeout_s: float) -> None:
         self.size = len(plan.engine.shards)
-        self.timeout_s = timeout_s
+        self.timeout_s, self.cores = timeout_s, cores
         self.threads = threads_of(cores, self.size, 0)
         self._segment = Segment(SegmentLayout(self.size, slot_bytes))
         self._ending, self._interrupted = False, False

@@ -31,8 +31,8 @@ class RankedRunner:
         return self._runner.most_blocks
 
     def resize_kv(self, blocks: int) -> None:
+        self._runner.resize_kv(blocks)  # First: what it cannot have, the others are not asked for.
         self._group.order(messages.ResizePool(blocks))
-        self._runner.resize_kv(blocks)
         self._group.answers(messages.Done)
 
     def abandon_copies(self) -> None:

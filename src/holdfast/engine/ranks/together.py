@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import StepRunner
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
+from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured, threads_of
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.execution.runner import Runner
 from holdfast.footprint.cpu import slot_bytes
 from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
+from holdfast.records import RankMemory
 
 Progress = Callable[[str, int, int], None]
 HUNG_S = 45.0
@@ -49,6 +52,35 @@ class LoadedRanks:
         self.runner.back_kv(blocks, most_blocks)
         if self.group is not None:
             self.group.answers(messages.Done)
+
+    def rows(self, plan: Plan, measured: Sequence[Measured]) -> list[RankMemory]:
+        """What each rank has, where there are several."""
+        if self.group is None:
+            return []
+        engine = plan.engine
+        pids = [os.getpid(), *self.group.pids]
+        return [
+            RankMemory(
+                rank=shard.rank,
+                pid=pids[shard.rank],
+                threads=threads_of(self.group.cores, self.group.size, shard.rank),
+                heads=shard.head_count,
+                kv_heads=shard.kv_head_count,
+                planned_weights_bytes=engine.rank_weights[shard.rank],
+                weights_bytes=measured[shard.rank].terms["weights"],
+                kv_pool_bytes=engine.blocks * replace(engine.layout, kv_heads=shard.kv_head_count).page_bytes,
+            )
+            for shard in engine.shards
+        ]
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        if self.group is None:
+            return self.first.decisions
+        size, name = self.group.size, self.group.collectives.name
+        threads = ", ".join(str(threads_of(self.group.cores, size, rank)) for rank in range(size))
+        reason = f"as set; they add up by {name} and compute with {threads} threads"
+        return (*self.first.decisions, Decision("tensor_parallel_size", f"{size} ranks", reason, "set"))
 
     def profile_run(self) -> tuple[list[Measured], float]:
         """What each rank took, and the seconds of the heaviest step."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from holdfast.checkpoints import (
     DEFAULT_MODEL,
     ModelFiles,
@@ -304,12 +306,13 @@ def build_core(
     ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat)
     runner, core_runner = ranks.runner, ranks.step_runner
     try:
-        plan = replace(plan, decisions=(*plan.decisions, *ranks.first.decisions))
+        plan = replace(plan, decisions=(*plan.decisions, *ranks.decisions))
         progress("profile_run", 0, 0)
         ranks.back_kv(2)
         measured, profile_run_s = ranks.profile_run()
         plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
         plan, report = _settled(plan, measured, lower_tiers(config, plan))
+        report = msgspec.structs.replace(report, ranks=ranks.rows(plan, measured))
         ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
         opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     except BaseException:

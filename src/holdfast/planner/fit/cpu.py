@@ -106,6 +106,15 @@ class CpuCount:
         return machine.cores * core_flops(machine.cpu_features if by_kernels else None)
 
     @property
+    def rank_weights(self) -> tuple[int, ...]:
+        """Of each rank, where there are several."""
+        if not self.shares.shards:
+            return ()
+        return tuple(
+            one.nbytes(dtype=self.dtype, expand=self.expand, compiled=self.compiled) for one in self.shares.weights
+        )
+
+    @property
     def loading_bytes(self) -> int:
         return sum(self.loading_terms.values())
 
@@ -338,6 +347,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             compiled=count.compiled,
             streamed=count.streamed,
             shards=count.shares.shards,
+            rank_weights=count.rank_weights,
             compiled_attention=_compiled_attention(settings, count.compiled),
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
             prompt_tokens_beside=prompt_tokens_beside(_prompt_parameters(Same(spec)), count.flops, step),

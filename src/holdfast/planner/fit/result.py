@@ -126,6 +126,8 @@ class EngineChoices:
     shards: tuple[Shard, ...] = ()
     """Of each rank that computes the model with others; empty: one has all of it. `layout` then counts the KV heads of
     all ranks: its pages are what all of them hold of a page together."""
+    rank_weights: tuple[int, ...] = ()
+    """Bytes of each rank's weights."""
     prompt_tokens_beside: int | None = None
     """In a step in which answers go on as well; None: as many as a step has."""
 
