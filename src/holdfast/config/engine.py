@@ -315,6 +315,13 @@ class EngineConfig:
                     fix=f"leave {name} out",
                     field=name,
                 )
+        if self.device == "cuda" and self.tensor_parallel_size != 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; of GPUs only one device is supported so far",
+                needed="1",
+                fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
+                field="tensor_parallel_size",
+            )
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.errors import ModelError
-from holdfast.models.spec import LayerSpec, ModelSpec, Piece, TensorSpec
+from holdfast.models.spec import LayerSpec, ModelSpec, ShardPiece, TensorSpec
 
 Range = tuple[int, int]
 """From the first to behind the last."""
@@ -89,7 +89,7 @@ def _tensors(spec: ModelSpec, shard: Shard) -> Iterator[TensorSpec]:
             tensor,
             shape=shape,
             heads=heads,
-            piece=Piece(axis=tensor.shard_axis, ranges=found, whole=tensor.shape),
+            piece=ShardPiece(axis=tensor.shard_axis, ranges=found, whole=tensor.shape),
         )
 
 

@@ -201,7 +201,7 @@ Turn = Literal["none", "unpermute_rope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ShardPiece:
     """What one rank has of a tensor that is split: of one axis these ranges, one behind the other."""
 
     axis: int
@@ -244,7 +244,7 @@ class TensorSpec:
     plus_one: bool = False
     """A norm's weight that safetensors keep less one, and GGUF as it is. It is `wide` too: near one, half precision
     would lose what it says."""
-    piece: Piece | None = None
+    piece: ShardPiece | None = None
     """Of a rank's own spec (`shards`): `shape` is what that rank has of it. None: all of it."""
 
     @property

@@ -101,7 +101,6 @@ def test_a_size_that_cuts_blocks_is_refused_with_those_that_do_not() -> None:
         ({"nvme_path": "/tmp"}, "nvme_path"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"quantization": "int4"}, "quantization"),
-        ({"device": "cuda"}, "tensor_parallel_size"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(settings: dict[str, Any], field: str) -> None:

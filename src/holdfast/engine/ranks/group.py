@@ -49,7 +49,7 @@ LAST_WORDS_S = 0.5
 Answer = TypeVar("Answer", bound=messages.FromRank)
 
 
-class Rank:
+class RankProcess:
     """A child and its socket."""
 
     def __init__(self, number: int, segment: Segment, on_end: Callable[[], None]) -> None:
@@ -100,14 +100,14 @@ class RankGroup:
         self._segment = Segment(SegmentLayout(self.size, slot_bytes))
         self._ending, self._interrupted = False, False
         self._sender = Sender(self._segment, self._look)
-        self._ranks = list[Rank]()
+        self._ranks = list[RankProcess]()
         self._shared: SharedMemoryCollectives | None = None
         try:
             for number in range(1, self.size):
-                self._ranks.append(Rank(number, self._segment, self._on_end))
+                self._ranks.append(RankProcess(number, self._segment, self._on_end))
             self._store = open_store(None, self.size) if config.disable_custom_all_reduce else None
             for rank in self._ranks:
-                start = messages.Start(
+                start = messages.StartRank(
                     rank=rank.number,
                     size=self.size,
                     config=dataclasses.asdict(config),
@@ -174,7 +174,7 @@ class RankGroup:
         """What each says next of this kind. `on_loading`: called when one has loaded a tensor."""
         return [self._answer(rank, kind, on_loading) for rank in self._ranks]
 
-    def _answer(self, rank: Rank, kind: type[Answer], on_loading: Callable[[], None] | None) -> Answer:
+    def _answer(self, rank: RankProcess, kind: type[Answer], on_loading: Callable[[], None] | None) -> Answer:
         while True:
             while not rank.connection.poll(ANSWER_LOOK_S):
                 self.check()
@@ -195,7 +195,7 @@ class RankGroup:
             if rank.process.poll() is not None:
                 raise self._died(rank)
 
-    def _died(self, rank: Rank) -> EngineError:
+    def _died(self, rank: RankProcess) -> EngineError:
         with contextlib.suppress(EOFError, OSError):
             while rank.connection.poll(LAST_WORDS_S):
                 heard = messages.decode_from_rank(rank.connection.recv_bytes())
@@ -243,13 +243,13 @@ class RankGroup:
             self._segment.close()
 
 
-def _await_end(ranks: Sequence[Rank], timeout_s: float) -> None:
+def _await_end(ranks: Sequence[RankProcess], timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
     for rank in ranks:
         rank.watcher.join(max(0.0, until_s - time.monotonic()))
 
 
-def _told(rank: Rank, said: messages.RankFailed) -> EngineError:
+def _told(rank: RankProcess, said: messages.RankFailed) -> EngineError:
     """Why a rank has ended, in its own words and with its number."""
     error = said.failure.error()
     error.message = f"rank {rank.number}: {error.message}"

@@ -1,6 +1,6 @@
 """What rank 0 and the other ranks say to each other, and how it is packed (msgspec's MessagePack).
 
-by a socket of each rank    Start, and all that ranks answer
+by a socket of each rank    StartRank, and all that ranks answer
 by the mailbox, to all      plans (the first byte is STEP), and orders that are followed in turn with them (ORDER)
 """
 
@@ -16,7 +16,7 @@ from holdfast.records import Failure, StepPlan
 STEP, ORDER = b"\x00", b"\x01"
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartRank(msgspec.Struct, frozen=True, tag=True):
     """The first message to a new rank: its number, and what the engine was started with."""
 
     rank: int
@@ -82,7 +82,7 @@ Order = ProfileStep | BackKV | ResizePool | Leave
 FromRank = RankLoading | RankLoaded | Measured | Done | RankFailed
 
 encode = msgspec.msgpack.Encoder().encode
-decode_start: Callable[[bytes], Start] = msgspec.msgpack.Decoder(Start).decode
+decode_start: Callable[[bytes], StartRank] = msgspec.msgpack.Decoder(StartRank).decode
 decode_plan: Callable[[bytes], StepPlan] = msgspec.msgpack.Decoder(StepPlan).decode
 decode_order: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode
 decode_from_rank: Callable[[bytes], FromRank] = msgspec.msgpack.Decoder(FromRank).decode

@@ -52,7 +52,7 @@ class SegmentLayout:
         return self.words_bytes + MAIL_BYTES + 2 * self.size * self.slot_bytes
 
 
-class Word:
+class SharedWord:
     """One count, at its address."""
 
     def __init__(self, segment: Segment, line: int) -> None:
@@ -95,11 +95,11 @@ class Segment:
         mapped = torch.from_file(f"/proc/self/fd/{self.descriptor}", True, layout.nbytes, dtype=torch.uint8)
         self.address, held = mapped.data_ptr(), mapped.numpy()
         self.numbers = held[: layout.words_bytes].view(numpy.uint32)
-        self.alarm, self.resume = Word(self, 0), Word(self, 1)
+        self.alarm, self.resume = SharedWord(self, 0), SharedWord(self, 1)
         self.calm = self.alarm.value
-        self.mail, self.mail_length = Word(self, 2), Word(self, 3)
-        self.counts = [Word(self, 4 + rank) for rank in range(layout.size)]
-        self.read = [Word(self, 4 + layout.size + rank) for rank in range(layout.size)]
+        self.mail, self.mail_length = SharedWord(self, 2), SharedWord(self, 3)
+        self.counts = [SharedWord(self, 4 + rank) for rank in range(layout.size)]
+        self.read = [SharedWord(self, 4 + layout.size + rank) for rank in range(layout.size)]
         first = layout.words_bytes
         self.mailbox = held[first : first + MAIL_BYTES]
         self._slots = mapped[first + MAIL_BYTES :].view(layout.size, 2, layout.slot_bytes)

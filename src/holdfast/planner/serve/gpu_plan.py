@@ -37,7 +37,6 @@ from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
-from holdfast.planner.serve.ranks import refuse_with_ranks
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
@@ -100,7 +99,6 @@ def make_gpu_plan(
     that layers may wait in which the GPU does not hold, less `front_bytes` of the process in front of the engine's;
     None: none. `processor`: of the host (None: this one), which may compute what waits there where it has
     `compiled_kernels`."""
-    refuse_with_ranks(config, spec, stored, compiled_kernels=compiled_kernels)
     model_made = planned_model(spec, stored, name)
 
     def attempt(tried: EngineConfig) -> Plan:

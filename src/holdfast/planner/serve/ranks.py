@@ -76,8 +76,6 @@ def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Ite
 
 
 def _of_machine(config: EngineConfig, compiled_kernels: bool) -> Iterator[_Reason]:
-    if config.device == "cuda":
-        yield "tensor_parallel_size", "only ranks on a CPU are supported so far", f"{ONE_RANK}, or --device cpu"
     if sys.platform != "linux":
         yield "tensor_parallel_size", "ranks share memory in a way that only Linux has", ONE_RANK
     if not compiled_kernels and config.device == "cpu":
