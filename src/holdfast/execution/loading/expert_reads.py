@@ -51,13 +51,13 @@ class ExpertReads:
         """Begins to read one expert's matrix, where there is room for it beside so many that are read before it."""
         if stored is None or not self.ahead_bytes:
             return False
-        parts = self._parts(stored, experts, expert)
+        parts = self.parts(stored, experts, expert)
         if before and (before + 1) * sum(nbytes for nbytes, _ in parts.values()) > self.ahead_bytes:
             return False
         self.coming |= {part: self.readers.submit(read) for part, (_, read) in parts.items()}
         return True
 
-    def _parts(self, stored: StoredTensor, experts: int, expert: int) -> Mapping[str, tuple[int, Callable[[], Any]]]:
+    def parts(self, stored: StoredTensor, experts: int, expert: int) -> Mapping[str, tuple[int, Callable[[], Any]]]:
         """What holds one expert's matrix, by the names under which it is asked for: how many bytes, and how to read
         them."""
         checkpoint = self._checkpoint
