@@ -49,6 +49,7 @@ def holdfast_rows(model: str) -> Rows:
 
     llm = LLM(
         model=model,
+        device="cpu",
         skip_tokenizer_init=True,
         kv_cache_dtype="float16",
         max_model_len=2048,

@@ -1,8 +1,10 @@
 """Models larger than the GPU's memory: tokens a second, bytes moved a step, how busy the link was, what the driver saw.
 
-    python benchmarks/tiers.py ROW [ROW...]         rows: llama-70b-int4, llama-70b-int4-nvme, llama-8b-bf16,
-                                                    qwen3-30b-a3b-q4k, qwen3-30b-a3b-q4k-zipf, llama-70b-q4k,
-                                                    llama-70b-int4-files: the start from files in the page cache
+    python benchmarks/tiers.py [--models FOLDER] ROW [ROW...]
+        rows: llama-70b-int4, llama-70b-int4-nvme, llama-8b-bf16, qwen3-30b-a3b-q4k, qwen3-30b-a3b-q4k-zipf,
+              llama-70b-q4k, llama-70b-int4-files: the start from files in the page cache
+        --models FOLDER     keep the files that are written, FOLDER/ROW, and take those that are there
+        --write             only write them
 
 Dummy weights in real shapes, or random ones in files where TMPDIR has room (40 GB for a 70B: /dev/shm); prompts of
 token ids, no tokenizer, ends ignored, no prefix cache. Each row is an engine in a process of its own with a budget of
@@ -13,6 +15,7 @@ The most that NVML saw in use is sampled five times a second throughout, other p
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import random
@@ -138,6 +141,7 @@ class HostDecided(logging.Handler):
         super().__init__()
         self.begin, self.line, self._said = time.perf_counter(), "", threading.Event()
         logging.getLogger("holdfast").addHandler(self)
+        logging.getLogger("holdfast").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith("cpu_compute:"):
@@ -164,9 +168,9 @@ def run(llm: Any, sequences: int, prompt: int, output: int) -> Run:
     return Run(
         seconds,
         after.steps_total - before.steps_total,
-        after.link.copied_bytes - before.link.copied_bytes,
-        after.link.busy_s - before.link.busy_s,
-        after.link.stalled_s - before.link.stalled_s,
+        after.links[0].copied_bytes - before.links[0].copied_bytes,
+        after.links[0].busy_s - before.links[0].busy_s,
+        after.links[0].stalled_s - before.links[0].stalled_s,
         since.pairs - used.pairs,
         since.hits - used.hits,
         since.host_s - used.host_s,
@@ -206,7 +210,18 @@ def write(row: Row, folder: Path) -> Path:
     return path
 
 
-def measure(name: str) -> None:
+def kept(name: str, models: Path) -> Path:
+    """The model of this row in that folder, written unless it is there."""
+    folder = models / name
+    if not folder.exists():
+        unfinished = models / f"{name}.unfinished"
+        unfinished.mkdir(parents=True)
+        write(ROWS[name], unfinished)
+        unfinished.rename(folder)
+    return folder / "model.gguf" if ROWS[name].stored == "q4_k" else folder
+
+
+def measure(name: str, models: Path | None) -> None:
     from holdfast import LLM
 
     row, most = ROWS[name], [0]
@@ -216,6 +231,8 @@ def measure(name: str) -> None:
         if row.stored is None:
             (model / "config.json").write_text(json.dumps(row.config))
             settings = settings | {"load_format": "dummy"}
+        elif models is not None:
+            model = kept(name, models)
         else:
             model = write(row, model)
         begin, host, stages = time.perf_counter(), HostDecided(), Stages()
@@ -245,8 +262,22 @@ def measure(name: str) -> None:
     watcher.kill()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, metavar="FOLDER")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("rows", nargs="+", choices=sorted(ROWS), metavar="ROW")
+    asked = parser.parse_args()
+    if asked.write:
+        for row in asked.rows:
+            kept(row, asked.models)
+    elif len(asked.rows) == 1:
+        measure(asked.rows[0], asked.models)
+    else:
+        models = [] if asked.models is None else ["--models", str(asked.models)]
+        for row in asked.rows:
+            subprocess.run([sys.executable, __file__, *models, row], check=True)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        measure(sys.argv[1])
-    for asked in sys.argv[1:] if len(sys.argv) > 2 else ():
-        subprocess.run([sys.executable, __file__, asked], check=True)
+    main()

@@ -141,7 +141,7 @@ def attack(service: GrammarService, drawn: Iterator[tuple[str, Random]]) -> dict
 
 
 def test_every_grammar_is_followed_or_refused(service: GrammarService, cases: Cases) -> None:
-    endings = attack(service, cases(75))
+    endings = attack(service, cases(45))
     assert endings["refused"] > 10
     assert endings["followed"] > 10
 

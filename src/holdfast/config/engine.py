@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -63,6 +63,20 @@ def _attention_backend(field: str, value: Any) -> str:
     return str(choice("auto", "compiled", "torch")(field, value))
 
 
+def _served_for(*taken: str) -> Callable[[str, Any], str]:
+    def parse(field: str, value: Any) -> str:
+        if value in ("classify", "reward"):
+            raise ConfigurationError(
+                f"{field} {value} is not supported: a classifier is recognized by its architecture",
+                needed="a model whose architecture ends with ForSequenceClassification",
+                fix=f"leave {field} out",
+                field=field.lstrip("-").replace("-", "_"),
+            )
+        return str(choice(*taken)(field, value))
+
+    return parse
+
+
 def _told(field: str, value: Any) -> int:
     """-1 is the whole vocabulary, and so is any number that is as large as one."""
     number = whole(-1, 1 << 24)(field, value)
@@ -120,6 +134,20 @@ class EngineConfig:
         'override single values of the generation config: JSON such as {"temperature": 0.5}',
         optional(table),
         metavar="JSON",
+    )
+    runner: str = setting(
+        "auto",
+        "what the model is for: auto (as its files say), generate or pooling; pooling: /v1/score and /v1/rerank "
+        "compare embeddings, also those of a model that was not trained to embed",
+        _served_for("auto", "generate", "pooling"),
+    )
+    convert: str = setting(
+        "auto", "auto, none, or embed (same as --runner pooling)", _served_for("auto", "none", "embed")
+    )
+    task: str = setting(
+        "auto",
+        "older name of --runner: auto, generate, or embed or score (same as --runner pooling)",
+        _served_for("auto", "generate", "embed", "embedding", "score"),
     )
     load_format: str = setting(
         "auto",
@@ -294,7 +322,7 @@ class EngineConfig:
         "number of ranks to split each layer over: processes of this machine, which share its cores; on a GPU only 1 so"
         " far",
         whole(1),
-        flags=("-tp", "--tp-size"),
+        flags=("-tp", "--tp-size", "--tensor-parallel"),
     )
     disable_custom_all_reduce: bool = setting(
         False, "ranks of a CPU add up what they computed over sockets (gloo) instead of shared memory", flag
@@ -385,6 +413,13 @@ class EngineConfig:
     def overriding_settings(self) -> tuple[str, ...]:
         """Which of them ask for that."""
         return tuple(name for name in ("rope_scaling", "rope_theta", "hf_overrides") if getattr(self, name))
+
+    @property
+    def pooling(self) -> bool | None:
+        """Whether embeddings are what the model is served for; None: its files say."""
+        if self.runner == "pooling" or self.convert == "embed" or self.task in ("embed", "embedding", "score"):
+            return True
+        return False if "generate" in (self.runner, self.task) else None
 
     @property
     def asked_quantization(self) -> str | None:

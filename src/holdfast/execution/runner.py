@@ -122,6 +122,10 @@ class Runner:
         """What moves pages between the pool and tiers below it; before the first step that asks for it."""
         self._page_copies = copies
 
+    def give_up_reads(self) -> list[int]:
+        """Of pages that come from a disk: nobody waits for it. Returns copies that will never be over."""
+        return [] if self._page_copies is None else self._page_copies.give_up_reads()
+
     def abandon_copies(self) -> None:
         """Pages on their way are nobody's from now on."""
         if self._page_copies is not None:

@@ -125,6 +125,18 @@ class HostPages:
         elif page not in self._doubles:
             self._line[page] = None
 
+    def forget(self, group: int, key: bytes) -> None:
+        """Nobody may ask for it; a page that is read or filled is free when that is over."""
+        page = self._index[group].get(key)
+        if page is not None:
+            self._forget(page)
+            if page not in self._readers:
+                self._line.pop(page, None)
+                self._free.append(page)
+        elif (group, key) in self._awaited:
+            self._awaited.remove((group, key))
+            self._arriving = {page: None if one == (group, key) else one for page, one in self._arriving.items()}
+
     def clear(self) -> None:
         """Forgets all content; pages that are read or filled are free when that is over."""
         for page, key in enumerate(self._key):

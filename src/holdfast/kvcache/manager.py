@@ -348,15 +348,17 @@ class KVCache:
         """Whether both have the same tokens up to the end of this block, as far as blocks of theirs have been known."""
         return len(book.hashes) > entry < len(other.hashes) and book.hashes[entry] == other.hashes[entry]
 
-    def forget(self, book: SequenceBlocks, first: int) -> None:
+    def forget(self, book: SequenceBlocks, first: int, *, below: bool = False) -> None:
         """Its blocks from this entry on are no longer cached, whoever's pages hold them; nor will they be, from this
-        book, before it starts anew."""
+        book, before it starts anew. `below`: nor in RAM or on disk."""
         for key in book.hashes[first:]:
             for group in range(len(self.layout.groups)):
                 page = self._index.pages(group).get(key)
                 if page is not None:
                     self._forget_evicted(self._pool.blocks[page])
                     self._pool.forget(self._pool.blocks[page])
+        if below and self.tiers is not None:
+            self.tiers.forget(book.hashes[first:])
         book.stale = book.entries > 0
 
     def reset_prefix_cache(self) -> None:

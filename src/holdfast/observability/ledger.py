@@ -169,7 +169,7 @@ def _ledger(
         ),
         loading=LoadingMemory(planned_bytes=report.loading_bytes, peak_bytes=report.loading_peak_bytes),
         decisions=info.decisions,
-        links=[] if stats.link is None else [stats.link],
+        links=stats.links,
         experts=stats.experts,
         kv_tiers=stats.kv_tiers,
         kv_store=None if stats.kv_store is None else msgspec.structs.replace(stats.kv_store, folder=""),
@@ -263,10 +263,9 @@ def _rank_line(rank: RankMemory) -> str:
 
 def _link_line(link: LinkUse) -> str:
     rate, share = link.copied_bytes / max(link.busy_s, 1e-9), link.stalled_s / max(link.over_s, 1e-9)
-    return (
-        f"link {link.link}: {format_bytes(link.copied_bytes)} copied at {rate / 1e9:.1f} GB/s of"
-        f" {link.possible_bytes_per_s / 1e9:.1f}; the GPU waited for it {share:.0%} of the time"
-    )
+    possible = f" of {link.possible_bytes_per_s / 1e9:.1f}" if link.possible_bytes_per_s else ""
+    waited = f"; the GPU waited for it {share:.0%} of the time" if link.stalled_s else ""
+    return f"link {link.link}: {format_bytes(link.copied_bytes)} copied at {rate / 1e9:.1f} GB/s{possible}{waited}"
 
 
 def _experts_line(use: ExpertUse) -> str:

@@ -17,7 +17,8 @@ class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the link over which layers come to a GPU; all of it only grows."""
+    """Of one direction of the link between RAM and a GPU, over which weights and KV pages come, and KV pages go; all of
+    it only grows."""
 
     link: str = "ram-vram"
     copied_bytes: int = 0
@@ -28,7 +29,7 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     over_s: float = 0.0
     """The time in which all this was."""
     possible_bytes_per_s: float = 0.0
-    """As it was measured at the start, with nothing else to do."""
+    """As it was measured at the start, with nothing else to do; 0: it was not."""
 
 
 class ExpertUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.engine.process.budget import Serving, asked_vram, balanced, with_vram
 from holdfast.engine.startup import build, build_gpu
-from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, build_gpu_runner
+from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, _with_kv_tiers, build_gpu_runner
 from holdfast.engine.startup.engine_info import engine_info
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import accounting as gpu_memory
@@ -607,3 +607,20 @@ def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
     assert found == "built"
     assert went[0].engine.gpu is not None
     assert went[0].engine.gpu.uuid == UUID
+
+
+def test_ram_of_kv_tiers_is_named_part_by_part(spec: ModelSpec) -> None:
+    """Beside what else waits in RAM, or alone."""
+    config = EngineConfig.from_arguments(
+        device="cuda", load_format="dummy", kv_ram="2GiB", kv_store="/kv", kv_store_size="10GiB"
+    )
+    plan = make_gpu_plan(spec, None, config, [FakeGpu().probed()])
+    waits = MemoryTerm(tier="ram", term="weights", planned_bytes=5)
+    below = LowerTier(tier="ram", total_bytes=GIB, free_bytes=GIB, limited_by="machine", terms=[waits])
+    names = ["kv_ram", "kv_store_buffers", "kv_store_queue", "kv_store_work", "kv_store_index"]
+    for given, before in (([], []), ([below], ["weights"])):
+        (tier,) = _with_kv_tiers(given, config, plan)
+        assert [term.term for term in tier.terms] == [*before, *names]
+        assert all(term.planned_bytes > 0 for term in tier.terms)
+    plain = EngineConfig.from_arguments(device="cuda", load_format="dummy")
+    assert _with_kv_tiers([below], plain, plan) == [below]

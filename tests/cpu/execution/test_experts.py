@@ -34,7 +34,7 @@ from holdfast.execution.layers.linear import DenseLinear
 from holdfast.execution.ops import reference
 from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.decoder_weights import Weights
-from holdfast.execution.weights.load import load_weights
+from holdfast.execution.weights.load import Loader, load_weights
 from holdfast.footprint.cpu import weights_bytes
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ExpertsSpec, ModelSpec, from_config, from_gguf
@@ -192,6 +192,21 @@ def test_dummy_experts_differ(compiled: bool, oracles: Callable[..., Any]) -> No
     stacks = [layer.mlp.gate_up[0].weight for layer in weights.layers if isinstance(layer.mlp, ExpertWeights)]
     matrices = [half for stack in stacks for expert in stack for half in expert.chunk(2)]
     assert len({float(matrix[0, 0]) for matrix in matrices}) == len(matrices)
+
+
+def test_dummy_experts_are_the_same_wherever_they_lie(
+    oracles: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = oracles(MIXTRAL[0], **MIXTRAL[1]).spec
+
+    def first_stack() -> torch.Tensor:
+        weights = load_weights(spec, None, dtype=torch.float32, device=CPU, expand=True, compiled=False)
+        return next(layer.mlp.gate_up[0].weight for layer in weights.layers if isinstance(layer.mlp, ExpertWeights))
+
+    whole, fill = first_stack(), Loader.fill_experts
+    apart = lambda loader, targets, tensor: fill(loader, [part for one in targets for part in one.split(1)], tensor)  # noqa: E731
+    monkeypatch.setattr(Loader, "fill_experts", apart)
+    assert torch.equal(first_stack(), whole)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import random
 from typing import Any
 
 import pytest
+from gguf_reference import tokenizer_from_gguf
 from tokenizers import normalizers, pre_tokenizers
-from transformers import AutoTokenizer, LlamaTokenizer
+from transformers import LlamaTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from holdfast.checkpoints import ModelFiles, locate
@@ -61,8 +62,7 @@ def smollm2(smollm2_files: ModelFiles) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def smollm2_oracle(smollm2_files: ModelFiles) -> Any:
-    path = smollm2_files.path
-    oracle = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    oracle = tokenizer_from_gguf(smollm2_files.path)
     # Its reader does not know the header's pre-tokenizer "smollm", which cuts digits apart first, and falls back to
     # GPT-2's: after a run of blanks or newlines a digit would get other ids than the model was trained with.
     oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -42,6 +42,8 @@ def test_a_prefix_outlives_a_server_that_is_killed(start_server, tiny_arguments,
     kill(first)
 
     second = start_server(*tiny_arguments, *store).wait_ready()
+    # Told before a first step.
+    assert httpx.get(f"{second.url}/memory", timeout=PATIENCE_S).json()["kv_store"]["held_bytes"] > 0
     after, found = ask(second)
     assert (after, found) == (text, cached)
     names = ("vllm:external_prefix_cache_queries_total", "vllm:external_prefix_cache_hits_total")

@@ -7,6 +7,7 @@ import subprocess
 
 import httpx
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -340,7 +341,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(250), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from(PATHS),
     extra=st.dictionaries(st.sampled_from(_NAMES), _JSON, max_size=5),

@@ -44,8 +44,8 @@ CASES = {
         lines=(VLLM, KV.format(256)), basis="first_try", confidence="medium", command="--tensor-parallel-size 2"
     ),
     "what the message asks for": Case(
-        lines=(VLLM, "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing,"
-               " you must use the 'spawn' start method"),
+        lines=(VLLM, "(VllmWorkerProcess pid=88) RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use"
+               " CUDA with multiprocessing, you must use the 'spawn' start method"),
         basis="stated", confidence="high", command="VLLM_WORKER_MULTIPROC_METHOD=spawn",
     ),
     "a command that only shows something": Case(
@@ -82,7 +82,11 @@ CASES = {
         why="its fork or plugin",
     ),
     "an architecture of newer builds": Case(
-        lines=(UNKNOWN.format("gemma4"),), basis="stated", confidence="high", why="a newer build serves it",
+        lines=(UNKNOWN.format("gemma4"), "srv    load_model: failed to load model, 'm.gguf'"), basis="stated",
+        confidence="high", why="a newer build serves it",
+    ),
+    "an architecture, in words that Ollama's runner has too": Case(
+        lines=(UNKNOWN.format("gemma4"),), basis="usual", confidence="medium", why="a newer build serves it",
     ),
     "an architecture that Ollama's runner may read otherwise": Case(
         lines=("time=2026-05-01T10:00:00Z level=INFO source=server.go:1 msg=starting", UNKNOWN.format("gemma4")),
@@ -118,10 +122,10 @@ CASES = {
     ),
     "one of the values that the message lists": Case(
         lines=("vllm serve: error: argument --block-size: invalid choice: 256 (choose from 1, 8, 16)",),
-        basis="stated", confidence="high", why="--block-size with one of those that this version takes: 1, 8, 16",
+        basis="usual", confidence="medium", why="--block-size with one of those that this version takes: 1, 8, 16",
     ),
     "the model that Ollama has not": Case(
-        lines=('{"error":"model \'qwen9\' not found, try pulling it first"}',), basis="stated", confidence="high",
+        lines=('{"error":"model \'qwen9\' not found, try pulling it first"}',), basis="usual", confidence="medium",
         command="ollama list; ollama pull qwen9",
     ),
     "a gated model": Case(
@@ -140,6 +144,7 @@ CASES = {
     ),
     "a port that the log does not name": Case(
         lines=("E srv    start: couldn't bind HTTP server socket",), basis="first_try", confidence="medium",
+        cause_confidence="medium",
     ),
     "tensors that the build does not expect": Case(
         lines=("llama_model_load: error loading model: missing tensor 'blk.0.ssm_dt.bias'",), basis="usual",

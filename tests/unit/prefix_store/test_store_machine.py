@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -129,7 +130,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_any_order_of_writes_reads_restarts_and_trouble() -> None:
-    run_machine(25, 25)
+    run_machine(examples(40), 25)
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """How sure the cause of a finding of a log may be called. Its first fix may lower the whole answer (findings.overall).
 
-    high     the message leaves no choice, no other error stands before or after it, the engine is known, and the rule
-             was right on logs that it was not written from
+    high     the message leaves no choice, no other error stands before or after it, the engine is known by lines of
+             its own, and the rule was right on logs that it was not written from
     medium   the evidence fits best, and one of these is missing
     low      the log does not say
 
@@ -33,9 +33,24 @@ def answer_confidence(rule: Rule, cause: Confidence, fix: Fix | None) -> Confide
 
 
 def _settled(log: LogState, rule: Rule, event: Event) -> bool:
-    if log.engine is None or not (rule.code or rule.confirmed >= CONFIRMED):
+    if log.engine not in log.spoke or not (rule.code or rule.confirmed >= CONFIRMED):
         return False
-    return rule.kind != "fatal" or not _another_follows(log, event)
+    if not rule.code and not _leaves_no_choice(log, rule, event):
+        return False
+    return not _died_of_another(log, event) if rule.kind != "fatal" else not _another_follows(log, event)
+
+
+def _leaves_no_choice(log: LogState, rule: Rule, event: Event) -> bool:
+    """In such a line, of such a run: neighbours of a message share most of its words."""
+    run = _run_of(log, event)
+    tags = (event.tags if run is None else run.tags) | (set() if event.trace is None else event.trace.tags)
+    return tags.isdisjoint(rule.unsure_with) and (event.sure or not tags.isdisjoint(rule.sure_with))
+
+
+def _died_of_another(log: LogState, event: Event) -> bool:
+    """The server that refused a request failed too, of an error that no rule knows: that one is the matter."""
+    run = _run_of(log, event)
+    return run is not None and (run.died or run.named or run.last_words is not None)
 
 
 def comes_after_another(log: LogState, event: Event) -> bool:
@@ -52,7 +67,7 @@ def _another_follows(log: LogState, event: Event) -> bool:
     if run is None:
         return False
     end = max(event.line, *(one.number or 0 for one in event.evidence), 0) + NEAR_LINES
-    if run.named and run.last_named is not None and run.last_named > end:
+    if run.last_error is not None and run.last_error > end:
         return True
     others = (one for one in run.events.values() if one.rule.kind == "fatal" and not one.rule.effect)
     return any(one.rule.cause != event.rule.cause and one.line > end and one.ready == event.ready for one in others)

@@ -49,6 +49,13 @@ _EXPERTS_PLACED = frozenset(("override-tensor", "cpu-moe"))
 """Flags with which experts are in RAM already, as far as somebody wants them there."""
 _GGUF_FOLDER = re.compile(r"(?i)(?:gguf|[-_.]i?q[2-8](?:_[\dk])?(?:_[sml])?)/?$")
 _SIXTEEN_BIT = re.compile(r"(?i)(?<![a-z0-9])(?:bf16|fp16|bfloat16|float16)(?![a-z0-9])")
+_QUANTIZED_NAME = re.compile(r"(?i)awq|gptq|int[48]|w[48]a\d|quant|-4bit|-8bit")
+_OWN_WEIGHTS = re.compile(r"(?i)^(?:[./~]|[a-z]:).*(?:checkpoint|merged|fine.?tun|\bsft\b|lora|outputs?/|saved|export)")
+"""A folder that somebody wrote: no hub has it."""
+_WINDOWED = re.compile(
+    r"(?i)gemma-?[234]|gpt-oss|llama-?4|mistral-7b-v0\.1|qwen3[.-](?:next|5)|mamba|jamba|nemotron-(?:h|nano)|granite-4|phi-?3"
+)
+"""Families with layers whose KV does not grow with the context."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)")
 FLAGS_NAMED = 16
 """Of a message that names flags, so many are put right: a line may be anything."""
@@ -70,6 +77,10 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
     if _GGUF_FOLDER.search(named or ""):
         numbers["gguf_folder"] = 1
     numbers["hub_name"] = float(_HUB_NAME.fullmatch(named or "MODEL/NAME") is not None)
+    for name, said in (("quantized_name", _QUANTIZED_NAME), ("own_weights", _OWN_WEIGHTS), ("windowed", _WINDOWED)):
+        numbers[name] = float(said.search(log.settings.model or "") is not None)
+    numbers["model_named"] = float(log.settings.model is not None)
+    numbers["llama_program"] = float("llama_program" in log.run.tags)
     numbers["sixteen_bit"] = float(_SIXTEEN_BIT.search(log.settings.model or "") is not None)
     offloaded = log.settings.number("cpu-offload-gb")
     numbers["offload_asked"] = offloaded or 0.0
@@ -111,6 +122,8 @@ _FAMILY = {"ollama": "llama.cpp"}
 
 CHUNKS = (0, 8)
 """From it on vLLM computes prompts in chunks by itself; before it, it is asked for."""
+_UNNUMBERED = re.compile(r"v?0\.(?:0|1)\.dev")
+"""Versions of builds that do not know their own."""
 INSPECTED_APART = (0, 6, 5)
 """From it on vLLM says otherwise that a class which it has could not be looked into: its install is broken."""
 
@@ -119,15 +132,23 @@ def _served(log: LogState, architecture: str | None) -> float | None:
     """Whether a newer release serves what this one refused; None: it is not known, as of a class that this one may
     have too. Python's engines list classes, not types of a config."""
     engine = log.engine
+    of_transformers = not (architecture or "")[:1].isupper()  # Its own release decides, which may be the older one.
     architecture = None if architecture is None else profile(engine or "vllm").class_of(architecture)
     if engine is None or architecture is None or (engine in ("vllm", "sglang") and not architecture[0].isupper()):
         return None
+    if _UNNUMBERED.match(log.version or ""):
+        return None
+    at = release(log.version or "")
     of = profile(_FAMILY.get(engine, engine))
     served = of.serves(architecture)
+    if served and engine == "llama.cpp" and at >= release(of.newest_read.lstrip("b")):
+        return None  # It has it, or another file than was meant was loaded.
     if not served or engine not in ("vllm", "sglang"):
         return None if served is None else float(served)
-    since, at = release(of.serves_since(architecture) or ""), release(log.version or "")
-    return 1.0 if since and (at < since if at else since >= INSPECTED_APART) else None
+    since = release(of.serves_since(architecture) or "")
+    if at:
+        return 1.0 if since and at < since else None
+    return 1.0 if since >= INSPECTED_APART and not of_transformers else None
 
 
 @cache
@@ -389,8 +410,9 @@ def _meant(engine: str, changes: Changes) -> str:
 
 
 def _with_hyphens(engine: str, flag: str) -> str | None:
-    """SGLang takes no underscores; its flags are in no list here."""
-    return flag.lstrip("-").replace("_", "-") if engine == "sglang" and "_" in flag else None
+    """SGLang takes no underscores."""
+    spelled = flag.lstrip("-").replace("_", "-")
+    return spelled if engine == "sglang" and "_" in flag and profile(engine).takes(spelled) else None
 
 
 def _changed(formula: object, numbers: dict[str, float], words: dict[str, str]) -> str | None:

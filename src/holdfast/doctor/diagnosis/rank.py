@@ -60,6 +60,8 @@ BLOCK_TOKENS = 16
 _BILLIONS = re.compile(r"(?<![\dx.])(\d+(?:\.\d+)?)[bB](?![a-z])")
 _QUANTIZED = re.compile(r"(?i)awq|gptq|fp8|int4|int8|w4a16|w8a8|bnb|gguf|nvfp4|mxfp4")
 UNKNOWN_EVIDENCE = 3
+_OF_MANY_KINDS = ("other", "bad_flag")
+"""Causes under which messages stand that have nothing to do with each other: one says nothing of the next."""
 
 
 @dataclass(slots=True)
@@ -158,6 +160,7 @@ def _candidates(log: LogState) -> list[Candidate]:
     for candidate in found:
         first = chosen.get(candidate.rule.cause)
         surer = first is not None and first.rule.kind == candidate.rule.kind and not candidate.rule.effect
+        surer = surer and candidate.rule.cause not in _OF_MANY_KINDS
         if first is None or _says_more(candidate, first):
             chosen[candidate.rule.cause] = candidate
         if first is not None and surer and "high" in (first.confidence, candidate.confidence):

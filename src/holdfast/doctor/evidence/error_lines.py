@@ -24,6 +24,11 @@ OF_REQUEST = re.compile(
 )
 """Errors of one request or of its client: the server goes on."""
 MILD = ("DEBUG", "INFO", "WARNING", "WARN")
+PROSE = re.compile(
+    r"^\W*(?:I|I'm|I've|We|When|While|After|If|Hi|Hello|My|Since|Because|Also|Then|Now|Even|Does|Can|How|Why|What|Please"
+    r"|Although|However|Sometimes|Currently|Today|Is|Are)\b(?!:)"
+)
+"""How people begin a sentence, and no program a line."""
 MARKERS = re.compile(r"^\s*[\^~]+\s*$")
 CHAINED = re.compile(r"(?:The above exception was the direct cause|During handling of the above exception)")
 

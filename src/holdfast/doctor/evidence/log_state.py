@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.doctor.evidence.error_lines import DIED, ERROR, FRAME, HEADER, MARKERS, MILD, OF_REQUEST, is_drawn
+from holdfast.doctor.evidence.error_lines import DIED, ERROR, FRAME, HEADER, MARKERS, MILD, OF_REQUEST, PROSE, is_drawn
 from holdfast.doctor.evidence.holdfast_errors import BELOW_LINES, RULE, below, own_rule
 from holdfast.doctor.evidence.server_args import ServerArgs
 from holdfast.doctor.evidence.throughput_lines import Statistics
+from holdfast.doctor.evidence.traces import Trace
 from holdfast.doctor.findings import Evidence
 from holdfast.doctor.logs.line import Line
 from holdfast.doctor.rules.formulas import holds
@@ -50,29 +51,6 @@ def further(phase: str, reached: str | None) -> bool:
 
 
 @dataclass(slots=True)
-class Trace:
-    """A traceback: what its frames say of the phase, outermost first."""
-
-    last: int
-    marks: list[Mark] = field(default_factory=list)
-    torn: bool = False
-    """A frame of it was cut short, and might have told more."""
-    ended: bool = False
-    """Its error was seen."""
-    code_next: bool = False
-    """The last line of it was a frame, so the next is the code that stood there."""
-
-    @property
-    def phase(self) -> str | None:
-        """The innermost frame that tells one."""
-        return next((mark.phase for mark in reversed(self.marks) if mark.phase), None)
-
-    @property
-    def tags(self) -> set[str]:
-        return {mark.tag for mark in self.marks if mark.tag}
-
-
-@dataclass(slots=True)
 class Event:
     """What a rule saw: once, with the number of times it was said in this run."""
 
@@ -89,6 +67,8 @@ class Event:
     times: int = 1
     tags: frozenset[str] = frozenset()
     """Of the run, up to here."""
+    sure: bool = True
+    """A line of it has the words with which the rule leaves no choice."""
 
 
 @dataclass(slots=True)
@@ -119,6 +99,8 @@ class Run:
     first_named: int | None = None
     last_named: int | None = None
     """The lines of the first and the last of them."""
+    last_error: int | None = None
+    """The last that was logged as an error, or has a name, and that no rule knows."""
     died: bool = False
     """The last words are those of a process that ends."""
     last_words: Evidence | None = None
@@ -145,6 +127,8 @@ class LogState:
     def __init__(self, source: str) -> None:
         self.source = source
         self.engines: Counter[str] = Counter()
+        self.spoke: set[str] = set()
+        """Engines that were known by a line of their own, not by a name in a text."""
         self._votes: Counter[int] = Counter()
         self.version: str | None = None
         self.settings = ServerArgs()
@@ -215,6 +199,7 @@ class LogState:
         self._page = self._book.page(line.whole)
         if line.style:
             self.engines[line.style] += line.style == OWN or line.style not in self.engines
+            self.spoke.add(line.style)
         if any(pattern.search(line.text) for pattern in self._page.quoted):
             return False
         if HEADER in line.text:
@@ -282,6 +267,7 @@ class LogState:
                 trace.marks.append(mark)
                 if mark.engine:
                     self.engines[mark.engine] += 1
+                    self.spoke.add(mark.engine)
         if len(self.run.events) < EVENTS_HELD:
             self._rules(line, frames=True)
 
@@ -331,6 +317,7 @@ class LogState:
 
     def _vote(self, mark: Mark) -> None:
         self._votes[id(mark)] += 1
+        self.spoke |= set() if mark.prose else {mark.engine}
         if self._votes[id(mark)] <= VOTES:
             self.engines[mark.engine] += 5 if mark.begin else 1
 
@@ -355,7 +342,7 @@ class LogState:
                 event.ready = True
             return
         self.run.ready, self.run.named, self.run.unexplained_phase = True, False, None
-        self.run.first_named = self.run.last_named = None
+        self.run.first_named = self.run.last_named = self.run.last_error = None
         for seen in (self.run.unexplained, self.run.near, self.run.wrappers, self.run.traces):
             seen.clear()
 
@@ -417,8 +404,12 @@ class LogState:
         named = ("llama.cpp",) if set(rule.engines) == {"llama.cpp", "ollama"} else rule.engines
         for name in named if len(named) == 1 else ():  # Ollama's runner has llama.cpp's words: its own lines tell it.
             self.engines[name] += 1
+            self.spoke.add(name)
+        sure = not rule.sure or any(pattern.search(line.whole) for pattern in rule.sure)
+        sure = sure and PROSE.match(line.whole) is None
         if event is not None:
             event.times += 1
+            event.sure = event.sure or sure
             event.numbers = {**numbers, **event.numbers}
             event.words = {**words, **event.words}
             same = any(one.line[-200:] == evidence.line[-200:] for one in event.evidence)
@@ -428,6 +419,7 @@ class LogState:
                 self._bind(event, line)
             return
         event = self._made(rule, line, numbers, words)
+        event.sure = sure
         self._bind(event, line)
         if len(self.run.events) < EVENTS_HELD:
             self.run.events[rule.id] = event
@@ -485,6 +477,7 @@ class LogState:
             if named:
                 self.run.first_named = self.run.first_named or line.number
                 self.run.last_named = line.number
+            self.run.last_error = line.number
             if not self.run.unexplained:
                 told = None if trace is None else trace.phase
                 self.run.unexplained_phase = told or ("serve" if self.run.ready else self.run.phase)

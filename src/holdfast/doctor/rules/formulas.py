@@ -41,9 +41,18 @@ def _power(value: float) -> float:
     return float(2 ** int(math.log2(value))) if value >= 1 else 1.0
 
 
+LORA_SIZES = (8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM's --max-lora-rank takes."""
+
+
+def _lora_size(rank: float) -> float:
+    """The least of them that holds an adapter of this rank."""
+    return float(next(size for size in LORA_SIZES if size >= rank))
+
+
 _FUNCTIONS: Mapping[str, Callable[..., float]] = {
     "min": min, "max": max, "round_down": _round_down, "round_up": _round_up, "hundredths": _hundredths,
-    "divides": _divides, "power": _power,
+    "divides": _divides, "power": _power, "lora_size": _lora_size,
 }  # fmt: skip
 
 
@@ -55,7 +64,7 @@ def evaluate(expression: str, numbers: Mapping[str, float]) -> float | None:
     """None where a number in it is not known, or the sum has no answer."""
     try:
         return float(_value(_parsed(expression), numbers))
-    except (Unknown, ZeroDivisionError, OverflowError, ValueError):
+    except (Unknown, ZeroDivisionError, OverflowError, ValueError, StopIteration):
         return None
 
 

@@ -97,6 +97,12 @@ class Rule(Entry, frozen=True, kw_only=True):
     confidence: Confidence = "high"
     patterns: tuple[Pattern, ...] = ()
     unless: tuple[Pattern, ...] = ()
+    sure: tuple[Pattern, ...] = ()
+    """High needs one of these in a line that it matched, with what stands before the message; none: any line does."""
+    sure_with: tuple[str, ...] = ()
+    """Or one of these tags, of the run or of the error's own traceback."""
+    unsure_with: tuple[str, ...] = ()
+    """Tags of the run with which the same words leave a choice."""
     over: Literal["lines", "end", "load", "figures", "recovery"] = "lines"
     """Not of a line, but of all numbers together: how a log without an error ends, what was loaded, what a running
     server reports (rank.py)."""
@@ -150,6 +156,8 @@ class Mark(Entry, frozen=True, kw_only=True):
 
     pattern: Pattern
     engine: str = ""
+    prose: bool = False
+    """People write these words too: they tell the engine, and are not enough for a sure answer."""
     phase: str = ""
     ready: bool = False
     begin: bool = False

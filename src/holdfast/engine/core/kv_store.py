@@ -9,19 +9,21 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.errors import EngineError
-from holdfast.footprint.cpu import KV_QUEUE_BYTES
-from holdfast.footprint.cpu import KV_STORE_USUAL_BYTES as USUAL_BYTES
+from holdfast.footprint.cpu import KV_QUEUE_BYTES, KV_STORE_USUAL_BYTES
 from holdfast.kvcache import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
-from holdfast.prefix_store import PrefixStore
 from holdfast.records import KVStoreUse
 from holdfast.units import format_bytes
+
+if TYPE_CHECKING:
+    from holdfast.prefix_store import PrefixStore
 
 log = logging.getLogger("holdfast")
 
@@ -55,6 +57,8 @@ def open_kv_store(
             found="other sizes, times or bytes than before",
             fix="start the server again",
         )
+    from holdfast.prefix_store import PrefixStore  # With numpy, which a front end does without.
+
     folder = Path(config.kv_store).expanduser()
     size, why = config.kv_store_size, "set with kv_store_size"
     if size is None:
@@ -90,7 +94,9 @@ def usual_size(folder: Path) -> tuple[int, str]:
     free = shutil.disk_usage(_existing(folder)).free + sum(
         path.stat().st_blocks * 512 for path in folder.glob("*.pages")
     )
-    return min(USUAL_BYTES, free // 2), f"half of {format_bytes(free)} free, at most {format_bytes(USUAL_BYTES)}"
+    return min(
+        KV_STORE_USUAL_BYTES, free // 2
+    ), f"half of {format_bytes(free)} free, at most {format_bytes(KV_STORE_USUAL_BYTES)}"
 
 
 def _existing(folder: Path) -> Path:

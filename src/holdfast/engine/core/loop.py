@@ -54,6 +54,9 @@ class StepRunner(Protocol):
     def resize_kv(self, blocks: int) -> None:
         """So many pages may be used from now on; what lies in others is lost."""
 
+    def give_up_reads(self) -> list[int]:
+        """Of pages that come from a disk, which may hang: returns copies that will never be over."""
+
     def abandon_copies(self) -> None:
         """Pages on their way between tiers are nobody's: when this returns, none of the pool is written to."""
 
@@ -72,7 +75,7 @@ class Vram(Protocol):
 
 class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
-    `vram`: of the GPU that the model is computed on. `link_use`: of the layers that come to it for every step.
+    `vram`: of the GPU that the model is computed on. `link_use`: of what moves between it and RAM.
     `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar.
     `kv_balance`: lets layers leave the GPU for KV that is wanted. `store_use`: of the store of KV pages on disk."""
 
@@ -83,7 +86,7 @@ class EngineCore:
         *,
         steps_ahead: int = 0,
         vram: Vram | None = None,
-        link_use: Callable[[], LinkUse | None] | None = None,
+        link_use: Callable[[], list[LinkUse]] | None = None,
         expert_use: Callable[[], ExpertUse | None] | None = None,
         structured_output: StructuredOutputs | None = None,
         kv_balance: KVBalance | None = None,
@@ -208,6 +211,8 @@ class EngineCore:
         try:
             while self._in_flight:
                 self._undelivered += self._apply_oldest()
+            if self.scheduler.kv.tiers is not None:
+                self.scheduler.give_up_copies(self.runner.give_up_reads())
             while (waiting := self.scheduler.wait_for_copies()) is not None:
                 done = self.runner.submit(waiting).result()
                 self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
@@ -252,9 +257,9 @@ class EngineCore:
             stats = msgspec.structs.replace(stats, kv_store=msgspec.structs.replace(use, dropped_writes_total=dropped))
         if self._vram is None:
             return stats
-        link = None if self._link_use is None else self._link_use()
+        links = [] if self._link_use is None else self._link_use()
         experts = None if self._expert_use is None else self._expert_use()
-        return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), link=link, experts=experts)
+        return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), links=links, experts=experts)
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -13,8 +13,8 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable
 
-import msgspec
 import zmq.asyncio
+from msgspec.structs import replace
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
@@ -364,16 +364,16 @@ class ProcessEngine:
             None if self.structured is None else self.structured.service.address,
         )
         self._handed_over = False
-        info = (await ready(child, self._on_progress)).info
+        info = (started := await ready(child, self._on_progress)).info
         limit_s, decision = hang_limit(self._config, info)
         child.watch.expect(limit_s)
-        named = msgspec.structs.replace(info, model=self._model.files.name)
-        advised = bool(self._model.files.generation_config)
+        named, advised = replace(info, model=self._model.files.name), bool(self._model.files.generation_config)
         self._info = decided(named, self._config, self._defaults, [decision], advised=advised)
         self._door = Admission(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
         self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
         # A new process has touched nothing of its pool yet.
-        self._stats = self._stats_before = msgspec.structs.replace(self._stats, blocks_touched=0)
+        self._stats_before = replace(self._stats, blocks_touched=0)
+        self._stats = continued(self._stats_before, started.stats)
         self._ready = True
         self._on_progress("ready", 0, 0)
         if self.structured is not None:

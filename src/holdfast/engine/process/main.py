@@ -23,6 +23,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.process import protocol
 from holdfast.engine.process.fault_injection import fail_loading, with_faults
+from holdfast.engine.startup.preload_torch import import_torch
 from holdfast.engine.startup.prespawn import cannot_start, shortage
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.observability.nonblocking_output import unblock_output
@@ -74,6 +75,7 @@ def _import_ahead() -> None:
     """What every engine needs, while the front still finds the model and plans. What cannot be imported is said when
     it is needed."""
     with contextlib.suppress(ImportError):
+        import_torch()
         importlib.import_module("holdfast.execution.runner")
         importlib.import_module("holdfast.execution.weights.load")
         importlib.import_module("holdfast.engine.startup.build")
@@ -96,7 +98,7 @@ def _build(
             core.scheduler.limits, model.spec, lambda: grammar_address, on_device=core.on_device
         )
     core.runner = with_faults(core.runner)
-    socket.send(protocol.encode(protocol.Ready(info)))
+    socket.send(protocol.encode(protocol.Ready(info, core.stats())))
     return core
 
 

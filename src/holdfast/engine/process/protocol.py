@@ -57,6 +57,8 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     info: EngineInfo
+    stats: EngineStats = EngineStats()
+    """Links and tiers are told before a first step."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

@@ -50,7 +50,7 @@ def run(segment: int, connection: int) -> int:
 class _Follower:
     def __init__(self, start: messages.StartRank, descriptor: int, answers: Connection) -> None:
         self._rank, self._answers = start.rank, answers
-        self._segment = Segment(SegmentLayout(start.size, start.slot_bytes), descriptor)
+        self._segment = Segment(SegmentLayout(start.size, start.plan.engine.slot_bytes), descriptor)
         self._receiver = Receiver(self._segment, start.rank, self._look)
         self._shared = SharedMemoryCollectives(self._segment, start.rank, self._look)
         collectives: Collectives = self._shared

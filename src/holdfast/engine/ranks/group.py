@@ -93,11 +93,11 @@ class RankProcess:
 class RankGroup:
     """`timeout_s`: how long another rank may let this one wait; 0: for ever."""
 
-    def __init__(self, config: EngineConfig, plan: Plan, *, cores: int, slot_bytes: int, timeout_s: float) -> None:
+    def __init__(self, config: EngineConfig, plan: Plan, *, cores: int, timeout_s: float) -> None:
         self.size = len(plan.engine.shards)
         self.timeout_s, self.cores = timeout_s, cores
         self.threads = threads_of(cores, self.size, 0)
-        self._segment = Segment(SegmentLayout(self.size, slot_bytes))
+        self._segment = Segment(SegmentLayout(self.size, plan.engine.slot_bytes))
         self._ending, self._interrupted = False, False
         self._sender = Sender(self._segment, self._look)
         self._ranks = list[RankProcess]()
@@ -113,7 +113,6 @@ class RankGroup:
                     config=dataclasses.asdict(config),
                     plan=plan,
                     threads=threads_of(cores, self.size, rank.number),
-                    slot_bytes=slot_bytes,
                     store_port=None if self._store is None else self._store.port,
                 )
                 rank.connection.send_bytes(messages.encode(start))

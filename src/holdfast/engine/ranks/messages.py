@@ -24,8 +24,6 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     config: dict[str, object]
     plan: Plan
     threads: int
-    slot_bytes: int
-    """Of the shared segment."""
     store_port: int | None = None
     """Where gloo's ranks find one another; None: they share memory."""
 

@@ -16,7 +16,6 @@ from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.execution.runner import Runner
-from holdfast.footprint.cpu import slot_bytes
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
@@ -104,15 +103,12 @@ def load_ranks(
     beat: Callable[[], None] | None = None,
 ) -> LoadedRanks:
     """Whatever fails, no rank is left behind."""
-    shards = plan.engine.shards
-    if not shards:
+    if not plan.engine.shards:
         first = load_rank(
             config, files, spec, plan, lambda done, total: progress("load", done, total), threads=cores, beat=beat
         )
         return LoadedRanks(first, None)
-    most_vocab = max(shard.vocab_rows for shard in shards)
-    slots = slot_bytes(spec, plan.limits, dtype=plan.dtype, most_vocab=most_vocab)
-    group = RankGroup(config, plan, cores=cores, slot_bytes=slots, timeout_s=hung_s(config))
+    group = RankGroup(config, plan, cores=cores, timeout_s=hung_s(config))
 
     def loaded(done: int, total: int) -> None:
         group.check()

@@ -42,6 +42,7 @@ from holdfast.errors import (
     ModelAccessError,
     ModelNotFoundError,
 )
+from holdfast.footprint.cpu import staging_places
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache, StoredPages, TierLimits
@@ -160,6 +161,7 @@ def plan_model(
     stored = _stored(config, model)
     if config.device == "cuda":
         from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
+        from holdfast.planner.serve.kv_store_ram import with_kv_store
 
         host = memory()
         plan = make_gpu_plan(
@@ -174,7 +176,7 @@ def plan_model(
             processor=processor(),
             compiled_kernels=compiled_kernels() if kernels is None else kernels,
         )
-        return with_host_memory(plan, config, host, front_bytes)
+        return with_kv_store(with_host_memory(plan, config, host, front_bytes), config, host, front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
     machine = machine if engine_pid is None else _with_own(machine, resident(engine_pid))
 
@@ -292,7 +294,7 @@ def build_core(
         from holdfast.engine.ranks.together import load_ranks
         from holdfast.engine.startup.streamed_layers import lower_tiers
         from holdfast.execution import native
-        from holdfast.execution.tiers.cpu import CpuPageCopies, staging_places
+        from holdfast.execution.tiers.cpu import CpuPageCopies
 
     if plan is None or (plan.engine.compiled and not native.available()):
         plan = plan_model(config, model, kernels=native.available())
@@ -322,7 +324,7 @@ def build_core(
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
         runner.use_tiers(CpuPageCopies(opened.store, plan.engine.layout.page_bytes))
-        limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes))
+        limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes), storing_share=1 / 8)
     scheduler = _scheduler(config, plan, tiers=limits_below, stored=None if opened is None else opened.store)
     core = EngineCore(scheduler, core_runner, store_use=None if opened is None else opened.use)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
@@ -359,7 +361,7 @@ def _build_on_gpu(
         steps_ahead=1,
         store_use=None if opened is None else opened.use,
         vram=vram,
-        link_use=None if plan.engine.streamed is None and plan.engine.expert_places is None else runner.link_use,
+        link_use=runner.link_use,
         expert_use=None if plan.engine.expert_places is None else runner.expert_use,
         kv_balance=KVBalance(vram) if runner.movable_layers is not None and _balances(config, plan) else None,
     )

@@ -54,6 +54,8 @@ class DeviceLayers:
         room: Callable[[], int] = lambda: 0,
     ) -> None:
         self._streamed, self._copies, self._memory, self._file = streamed, copies, memory, file
+        self.link = copies
+        """Which others may use as well, behind layers."""
         self._device, self._ranges, self._room = device, ranges, room
         self._sizes = dict(zip(streamed.layers, streamed.sizes, strict=True))
         if ranges is not None:
@@ -121,6 +123,11 @@ class DeviceLayers:
     def streamed(self) -> tuple[int, ...]:
         """In their order; the others stay."""
         return self._order
+
+    @property
+    def comes(self) -> bool:
+        """Whether steps wait for anything of the link now."""
+        return bool(self._order or self._coming)
 
     def __contains__(self, layer: int) -> bool:
         """Whether its tensors are made here."""

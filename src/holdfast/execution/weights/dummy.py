@@ -72,4 +72,7 @@ def fill_dummy_codes(matrix: ScaledMatrix, first: int, rows: int, tensor: Tensor
 
 def _generator(name: str, device: torch.device) -> torch.Generator:
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+    if device.type == "cpu":
+        # A new one would need what an engine process leaves out of torch's import (engine/startup/preload_torch.py).
+        return torch.default_generator.clone_state().manual_seed(seed)
     return torch.Generator(device=device).manual_seed(seed)

@@ -458,10 +458,10 @@ class Loader:
     def fill_experts(self, targets: Sequence[torch.Tensor], tensor: TensorSpec) -> None:
         """`targets`: [experts, rows, columns] each, which together have all experts; they may lie apart."""
         if self.checkpoint is None:
-            for number, target in enumerate(targets):
-                name = f"part {number}.{tensor.name}" if number else tensor.name
-                made = replace(whole_of(tensor), name=name)
-                fill_piece(target, tensor, partial(fill_dummy, tensor=made, tied=self.spec.tied_embeddings))
+            # By expert: wherever each of them lies, its numbers are the same.
+            for expert, matrix in enumerate(matrix for target in targets for matrix in target):
+                made = replace(whole_of(tensor), name=f"{expert}.{tensor.name}")
+                fill_piece(matrix, tensor, partial(fill_dummy, tensor=made, tied=self.spec.tied_embeddings))
             self.step()
             return
         matrices = [matrix for target in targets for matrix in target]

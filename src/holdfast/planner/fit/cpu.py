@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from holdfast.errors import ConfigurationError
 from holdfast.footprint import cpu, lora
-from holdfast.footprint.cpu import BOOK_BYTES, Limits
+from holdfast.footprint.cpu import BOOK_BYTES, Limits, kv_store_bytes
 from holdfast.footprint.identity_key import Same
 from holdfast.footprint.streamed import StreamedLayers, streamed_layers
 from holdfast.footprint.structured_output import forms_bytes
@@ -249,7 +249,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
         activations += lora.step_bytes(spec, step, dtype=dtype, max_rank=rank)
     layout = cpu.kv_layout(shares.kv_spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question))
-    stored_kv = cpu.kv_store_bytes(settings.kv_store_size, layout.page_bytes) if settings.kv_store_size else 0
+    stored_kv = kv_store_bytes(settings.kv_store_size, layout.page_bytes) if settings.kv_store_size else 0
     grammars = forms_bytes(spec.vocab_size, limits.max_num_seqs) if settings.structured_output else 0
     return CpuCount(
         question=question,
@@ -348,6 +348,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             streamed=count.streamed,
             shards=count.shares.shards,
             rank_weights=count.rank_weights,
+            slot_bytes=count.shares.slot_bytes(limits, dtype=count.dtype),
             compiled_attention=_compiled_attention(settings, count.compiled),
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
             prompt_tokens_beside=prompt_tokens_beside(_prompt_parameters(Same(spec)), count.flops, step),

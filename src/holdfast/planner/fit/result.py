@@ -128,6 +128,8 @@ class EngineChoices:
     all ranks: its pages are what all of them hold of a page together."""
     rank_weights: tuple[int, ...] = ()
     """Bytes of each rank's weights."""
+    slot_bytes: int = 0
+    """Of what one rank shows the others at a time."""
     prompt_tokens_beside: int | None = None
     """In a step in which answers go on as well; None: as many as a step has."""
 

@@ -63,7 +63,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     if partly is not None:  # It says itself what the estimate of tiers would.
         ways = tuple(way for way in ways if way.tiers is None)
     remedied = RemedyCommands({}, None) if fits else remedy_commands(found.question, ways, vllm)
-    if partly is not None:
+    if partly is not None and partly.may_run:
         remedied = RemedyCommands({"llama.cpp": partly.command}, None)
     safe = safe_configuration(found) if fits else None
     printed = commands(found, sequences=found.limits.max_num_seqs, vllm=vllm) if fits else remedied.commands
@@ -80,7 +80,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         commands_of="plan"
         if fits
         else "tiers"
-        if partly is not None
+        if partly is not None and partly.may_run
         else "none"
         if remedied.best is None
         else ways[remedied.best].kind,

@@ -13,7 +13,7 @@ from functools import cache, partial
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
-from holdfast.footprint import cpu
+from holdfast.footprint.cpu import KV_STORE_USUAL_BYTES
 from holdfast.hardware import Memory, Processor
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -76,7 +76,7 @@ def make_cpu_plan(
                 lora_copies=tried.lora_copies,
                 ranks=tried.tensor_parallel_size,
                 structured_output=not tried.skip_tokenizer_init,
-                kv_store_size=0 if tried.kv_store is None else tried.kv_store_size or cpu.KV_STORE_USUAL_BYTES,
+                kv_store_size=0 if tried.kv_store is None else tried.kv_store_size or KV_STORE_USUAL_BYTES,
                 front_bytes=front_bytes,
             ),
             decisions=(_budget(tried, machine), *wanted.decisions),

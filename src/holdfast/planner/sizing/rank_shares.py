@@ -17,7 +17,10 @@ from holdfast.models import ModelSpec
 from holdfast.models.shards import Shard, shard_spec
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.shards import divide
+from holdfast.units import MIB
 
+MOST_SLOT_BYTES = 4 * MIB
+"""That a rank shows the others at a time; what is larger goes in pieces."""
 EXCHANGE = "exchange"
 """The term of the memory that ranks share."""
 
@@ -47,13 +50,17 @@ class RankShares:
 
     def step_bytes(self, limits: Limits, *, dtype: str) -> int:
         return sum(
-            cpu.rank_step_bytes(one.spec, limits, dtype=dtype, vocab=shard.vocab_rows)
+            _step_bytes(one.spec, limits, dtype=dtype, vocab=shard.vocab_rows)
             for one, shard in zip(self.weights, self.shards, strict=False)
         )
 
     def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
-        most = max(shard.vocab_rows for shard in self.shards)
-        return cpu.slot_bytes(self.spec, limits, dtype=dtype, most_vocab=most)
+        """Of what one rank shows the others; 0: there are none."""
+        rows = min(limits.max_num_batched_tokens, cpu.MLP_TILE) * self.spec.hidden_size
+        vocab = max((shard.vocab_rows for shard in self.shards), default=0)
+        logits = cpu.head_rows(self.spec.vocab_size, limits.max_num_seqs) * vocab
+        largest = min(max(rows, logits) * cpu.ELEMENT_BYTES[dtype], MOST_SLOT_BYTES)
+        return -(-largest // cpu.SLOT_PAGE_BYTES) * cpu.SLOT_PAGE_BYTES if self.shards else 0
 
     def exchange(self, limits: Limits, *, dtype: str) -> Mapping[str, int]:
         """The term of what ranks share, where there are several."""
@@ -61,6 +68,13 @@ class RankShares:
             return {}
         slots = 2 * self.count * self.slot_bytes(limits, dtype=dtype)
         return {EXCHANGE: slots + cpu.MAIL_BYTES + cpu.SLOT_PAGE_BYTES}
+
+
+def _step_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, vocab: int) -> int:
+    """Of one rank, beside its activations: its sums before they are added up, and its part of the logits. `vocab`: rows
+    of the vocabulary that it has."""
+    apart = 0 if cpu.sums_apart(spec) else min(limits.max_num_batched_tokens, cpu.MLP_TILE) * spec.hidden_size
+    return (apart + cpu.head_rows(spec.vocab_size, limits.max_num_seqs) * vocab) * cpu.ELEMENT_BYTES[dtype]
 
 
 @lru_cache(maxsize=64)
