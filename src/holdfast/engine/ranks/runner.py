@@ -35,6 +35,9 @@ class RankedRunner:
         self._group.order(messages.ResizePool(blocks))
         self._group.answers(messages.Done)
 
+    def give_up_reads(self) -> list[int]:
+        return []
+
     def abandon_copies(self) -> None:
         """There are no tiers below the pool here."""
 
