@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import plan
 from holdfast.checkpoints import LAYOUTS, StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError
@@ -120,3 +122,15 @@ def test_models_and_machines_that_ranks_lack_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="compiled code, which this installation has not got"):
         refuse_with_ranks(config, spec_of(), None, compiled_kernels=False)
     refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
+
+
+def test_a_plan_for_a_cpu_has_the_ranks_of_a_server(tmp_path: Path) -> None:
+    """All of them on one device, each with its row; what is whole on every rank is counted for each."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    one, two = (plan(str(tmp_path), ram="8GiB", device="cpu", tensor_parallel_size=size) for size in (1, 2))
+    assert two.fits
+    rows = [decision for decision in two.decisions if decision.field == "tensor_parallel_size"]
+    assert [row.value for row in rows] == ["2"]
+    assert "rank 0 has" in rows[0].reason
+    assert "6 heads over 2 KV heads; rank 1 has" in rows[0].reason
+    assert not [decision for decision in one.decisions if decision.field == "tensor_parallel_size"]

@@ -15,6 +15,7 @@ from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured, threads_o
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.runner import RankedRunner
+from holdfast.execution.parallel.gloo import GlooCollectives
 from holdfast.execution.runner import Runner
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -78,8 +79,9 @@ class LoadedRanks:
             return self.first.decisions
         size, name = self.group.size, self.group.collectives.name
         threads = ", ".join(str(threads_of(self.group.cores, size, rank)) for rank in range(size))
-        reason = f"as set; they add up by {name} and compute with {threads} threads"
-        return (*self.first.decisions, Decision("tensor_parallel_size", f"{size} ranks", reason, "set"))
+        reason = f"{size} ranks of one machine, which compute with {threads} threads"
+        source = "set" if name == GlooCollectives.name else "hardware"
+        return (*self.first.decisions, Decision("all_reduce", name, reason, source))
 
     def profile_run(self) -> tuple[list[Measured], float]:
         """What each rank took, and the seconds of the heaviest step."""

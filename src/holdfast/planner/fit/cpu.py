@@ -310,6 +310,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
     longest, pool = length or count.longest(most), count.pool(length or least)
     pages, page = pool.blocks if length else count.pages(least, blocks), count.layout.page_bytes
     rank, short, step = _rank(count, length or least, pages), 0, limits.max_num_batched_tokens
+    decisions += count.shares.decisions(count.rank_weights)
     if length:
         decisions.append(pool.decision(page))
     else:

@@ -5,7 +5,7 @@ Takes divisions from shards.py and bytes from `footprint`; chooses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -15,9 +15,10 @@ from holdfast.footprint.cpu import Limits
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec
 from holdfast.models.shards import Shard, shard_spec
+from holdfast.observability.decisions import Decision
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.shards import divide
-from holdfast.units import MIB
+from holdfast.units import MIB, counted, format_bytes
 
 MOST_SLOT_BYTES = 4 * MIB
 """That a rank shows the others at a time; what is larger goes in pieces."""
@@ -47,6 +48,15 @@ class RankShares:
         """With the KV heads of all ranks together, those that several have counted for each."""
         heads = sum(shard.kv_head_count for shard in self.shards)
         return replace(self.spec, kv_heads=heads) if self.shards else self.spec
+
+    def decisions(self, rank_weights: Sequence[int]) -> list[Decision]:
+        """A row for each rank, where there are several. `rank_weights`: bytes of each one's weights."""
+        rows = [
+            f"rank {shard.rank} has {format_bytes(nbytes)} of weights and {counted(shard.head_count, 'head')} over"
+            f" {counted(shard.kv_head_count, 'KV head')}"
+            for shard, nbytes in zip(self.shards, rank_weights, strict=True)
+        ]
+        return [Decision("tensor_parallel_size", str(self.count), "; ".join(rows), "set")] if rows else []
 
     def step_bytes(self, limits: Limits, *, dtype: str) -> int:
         return sum(
