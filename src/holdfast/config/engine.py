@@ -257,6 +257,8 @@ class EngineConfig:
     kv_ram: int | None = offload_config.kv_ram_setting()
     kv_offloading_size: float | None = offload_config.kv_offloading_size_setting()
     swap_space: float | None = offload_config.swap_space_setting()
+    idle_release: float | None = offload_config.idle_release_setting()
+    yield_to_neighbours: bool = offload_config.yield_to_neighbours_setting()
     kv_store: str | None = offload_config.kv_store_setting()
     kv_store_size: int | None = offload_config.kv_store_size_setting()
     kv_store_daily_writes: int | None = offload_config.kv_store_daily_writes_setting()
@@ -442,8 +444,8 @@ class EngineConfig:
         return kept if self.device == "cuda" else kept - self.lora_places
 
     @property
-    def kv_ram_bytes(self) -> int:
-        """For KV blocks that leave a GPU; 0: none, or there is no GPU."""
+    def kv_ram_bytes(self) -> int | None:
+        """For KV blocks that leave a GPU; 0: none, or there is no GPU. None: nothing was said."""
         return offload_config.kv_ram_bytes(self) if self.device == "cuda" else 0
 
     @property

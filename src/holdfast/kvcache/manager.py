@@ -332,6 +332,19 @@ class KVCache:
             fetch, book.fetch = book.fetch, None
             self.tiers.drop(fetch)
 
+    def cached(self) -> list[tuple[int, bytes, int]]:
+        """Group, chain hash and page of all cached content of nobody, in the order in which it would go."""
+        blocks = (self._pool.blocks[page] for page in self._pool.idle)
+        return [(block.group, block.hash, block.id) for block in blocks if block.hash is not None]
+
+    def restore(self, group: int, key: bytes) -> int:
+        """A page for content that other books had: it counts as cached from now on, so it is to be filled at once."""
+        block = self._pool.allocate(group)
+        if self._index.insert(group, key, block.id):
+            block.hash = key
+        self._pool.release(block.id)
+        return block.id
+
     def emptied(self) -> KVCache:
         """New books of the same pages, which know nothing of what these hold, and go on counting."""
         limits, stored = (None, None) if self.tiers is None else (self.tiers.limits, self.tiers.stored)

@@ -121,7 +121,8 @@ class LowerTiers:
         self.limits, self.stored = limits, stored
         self._pool, self._index = pool, index
         self.host = HostPages(groups, limits.host_pages, self._left_host)
-        self.next_copy = 1
+        self.next_copy, self.spare_wanted = 1, 0
+        """`spare_wanted`: pages of the pool that are to be free, or saved in RAM, for a while: it shall shrink."""
         self.loaded_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.lost_pages = {Tier.HOST: 0, Tier.DISK: 0}
         """That were to be loaded, and did not come."""
@@ -152,6 +153,13 @@ class LowerTiers:
     def pending(self) -> bool:
         """With what shall be written to disk."""
         return self.copying or bool(self._to_write)
+
+    @property
+    def spared(self) -> bool:
+        """As many pages are free or saved as are wanted for a while, or no more can be."""
+        if self._pool.spare >= self.spare_wanted:
+            return True
+        return not self._stores and not (self.host.has_room and any(True for _ in self._pool.unsaved))
 
     @property
     def most_storing(self) -> int:
@@ -310,9 +318,10 @@ class LowerTiers:
 
     def _saves(self, running: Iterable[Sequence[int]], applied_step: int, budget: int) -> Iterator[BlockCopy]:
         """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first."""
-        if not self.host.total or self._pool.spare >= self.spare_pages:
+        spare = max(self.spare_pages, self.spare_wanted)
+        if not self.host.total or self._pool.spare >= spare:
             return
-        low = self._pool.available < self.spare_pages
+        low = self._pool.available < spare
         # In the order of their numbers: pages beside each other go in one piece, to places beside each other.
         for pages in (sorted(islice(self._pool.unsaved, budget)), *(islice(running, SAVED_AHEAD) if low else ())):
             for page in pages:

@@ -127,13 +127,16 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
     return _ledger(info, stats, processes, terms, resident)
 
 
-def asleep_ledger(info: EngineInfo, processes: Sequence[ProcessMemory]) -> Ledger | None:
-    """Of an engine that sleeps: `processes` are those that are left, and hold nothing of its terms but the front."""
+def asleep_ledger(info: EngineInfo, processes: Sequence[ProcessMemory], kept_bytes: int = 0) -> Ledger | None:
+    """Of an engine that sleeps: `processes` are those that are left, and hold nothing of its terms but the front, and
+    KV pages that are kept in RAM: of the pool where that is there too, else of the tier below it."""
     report = info.memory
     if report is None:
         return None
     held = sum(process.resident_bytes for process in processes) if report.tier == "ram" else 0
-    terms = [msgspec.structs.replace(term, measured_bytes=held if term.term == "front" else 0) for term in report.terms]
+    named = {"front": held, "kv_pool": kept_bytes if report.tier == "ram" else 0}
+    held += named["kv_pool"]
+    terms = [msgspec.structs.replace(term, measured_bytes=named.get(term.term, 0)) for term in report.terms]
     return _ledger(info, EngineStats(), list(processes), terms, held, asleep=True)
 
 

@@ -159,6 +159,30 @@ class ExpertsGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Of RAM."""
 
 
+class SleepingKV(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of an engine that sleeps, and which prefixes they hold: two files that some process holds open."""
+
+    identity: bytes
+    """Of all that they depend on besides their tokens."""
+    pages_path: str
+    index_path: str
+    held_bytes: int
+
+
+class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV pool has become smaller or larger by itself, within the same budget."""
+
+    blocks: int
+    """Pages, the null page included."""
+    kv_bytes: int
+    """Memory behind them."""
+    reason: str
+    lowered: bool
+    """It has less than it would have had."""
+    budget_bytes: int | None = None
+    """Where that has grown with it."""
+
+
 class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
     """What it keeps to from now on."""
 

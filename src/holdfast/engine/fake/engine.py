@@ -270,8 +270,10 @@ class FakeEngine:
     def sleeping(self) -> bool:
         return self._sleeping
 
-    async def sleep(self, mode: str = "abort") -> None:
+    async def sleep(self, mode: str = "abort", level: int = 1) -> None:
         self._sleeping = True
+        if level > 1:
+            self._prefixes.clear()
         if mode == "abort":
             self._abandoned = True
             self.resume()

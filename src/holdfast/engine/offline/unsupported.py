@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from holdfast.config import EngineConfig
 from holdfast.errors import UnsupportedOptionError
 from holdfast.models.registry import runnable_architectures
 
@@ -13,6 +14,17 @@ _NO_REWARD = "it needs a reward for every token, and only the last token is pool
 
 _WEIGHTS_STAY = "weights are read once, from files"
 _OTHER_WEIGHTS = "sleep(), write the new files in place of the old ones, wake_up()"
+
+
+def refuse_breathing(config: EngineConfig) -> None:
+    """What a server does between requests: here nothing runs then."""
+    given = {"idle_release": config.idle_release, "yield_to_neighbours": config.yield_to_neighbours}
+    for name in (name for name, there in given.items() if there):
+        raise UnsupportedOptionError(
+            f"{name} is a setting of holdfast serve: between two calls of LLM nothing runs that could do it",
+            fix=f"leave {name} out; sleep() gives the memory back until wake_up()",
+            field=name,
+        )
 
 
 class EmptyMethods:

@@ -32,13 +32,15 @@ def ledger_of(
     others: Sequence[ProcessMemory] = (),
     *,
     asleep: bool,
+    kept: int = 0,
 ) -> Ledger | None:
-    """Of this process, the engine's and others; None while there is no engine, unless it sleeps."""
+    """Of this process, the engine's and others; None while there is no engine, unless it sleeps. `kept`:
+    bytes of KV pages in RAM, then."""
     front = process_memory("front", os.getpid())
     if info is None or front is None:
         return None
     if asleep:
-        return asleep_ledger(info, [front, *others])
+        return asleep_ledger(info, [front, *others], kept)
     engine = None if engine_pid is None else process_memory("engine", engine_pid)
     return None if engine is None else make_ledger(info, stats, [engine, *_ranks(info), front, *others])
 

@@ -160,7 +160,8 @@ def plan_model(
     """
     stored = _stored(config, model)
     if config.device == "cuda":
-        from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
+        from holdfast.planner.serve.gpu_plan import make_gpu_plan
+        from holdfast.planner.serve.host_memory import with_host_memory
         from holdfast.planner.serve.kv_store_ram import with_kv_store
 
         host = memory()
@@ -237,19 +238,22 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
             f"{plan.engine.gpu.name} is no longer available: the driver does not list it", found=plan.engine.gpu.uuid
         )
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
+    from holdfast.planner.serve.host_memory import with_host_memory
 
-    return make_gpu_plan(
+    host, front_bytes = _with_own(memory(), resident()), plan.question.settings.front_bytes
+    again = make_gpu_plan(
         model.spec,
         _stored(config, model),
         config,
         gpus,
         name=model.files.name,
         gguf=model.in_gguf,
-        host=_with_own(memory(), resident()),
-        front_bytes=plan.question.settings.front_bytes,
+        host=host,
+        front_bytes=front_bytes,
         processor=processor(),
         compiled_kernels=compiled_kernels(),
     )
+    return with_host_memory(again, config, host, front_bytes)
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
@@ -286,9 +290,10 @@ def build_core(
     progress: Progress,
     plan: Plan | None = None,
     beat: Callable[[], None] | None = None,
+    tier_file: int | None = None,
 ) -> tuple[EngineCore, EngineInfo]:
     """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU, or
-    waits for a disk."""
+    waits for a disk. `tier_file`: whose memory KV pages in RAM beside a GPU have; None: the engine's own."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
         from holdfast.engine.ranks.together import load_ranks
@@ -302,7 +307,7 @@ def build_core(
         warn_of_unused(model.spec, model.files)
     check_lora_dtype(config, plan.dtype)
     if plan.engine.gpu is not None:
-        return _build_on_gpu(config, model, progress, plan, beat)
+        return _build_on_gpu(config, model, progress, plan, beat, tier_file)
     cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
     plan = _still_fits(plan)
     ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat)
@@ -336,9 +341,11 @@ def _build_on_gpu(
     progress: Progress,
     plan: Plan,
     beat: Callable[[], None] | None,
+    tier_file: int | None,
 ) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core.kv_balance import KVBalance
     from holdfast.engine.core.loop import EngineCore
+    from holdfast.engine.core.pool_memory import breathe_in_vram
     from holdfast.engine.startup.build_gpu import build_gpu_runner, use_kv_tiers
 
     first, loaded_from = plan, files_stamp(config, model.files)
@@ -354,7 +361,7 @@ def _build_on_gpu(
     opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
-    tiers = use_kv_tiers(config, plan, runner, None if opened is None else opened.store)
+    tiers = use_kv_tiers(plan, runner, None if opened is None else opened.store, tier_file)
     core = EngineCore(
         _scheduler(config, plan, steps_ahead=1, tiers=tiers, stored=None if opened is None else opened.store),
         runner,
@@ -365,12 +372,14 @@ def _build_on_gpu(
         expert_use=None if plan.engine.expert_places is None else runner.expert_use,
         kv_balance=KVBalance(vram) if runner.movable_layers is not None and _balances(config, plan) else None,
     )
+    breathe_in_vram(core, config, plan, vram)
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
 
 
 def _balances(config: EngineConfig, plan: Plan) -> bool:
-    """Whether KV and layers may change places by themselves: neither was set by hand."""
-    return config.kv_cache_memory_bytes is None and not plan.question.settings.offload.by_hand
+    """Whether KV and layers may change places by themselves: neither was set by hand, and no neighbour has a say."""
+    by_hand = config.kv_cache_memory_bytes is not None or plan.question.settings.offload.by_hand
+    return not by_hand and not config.yield_to_neighbours
 
 
 def _still_fits(plan: Plan) -> Plan:

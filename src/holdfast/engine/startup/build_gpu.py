@@ -182,7 +182,7 @@ def _build(
             progress,
             lambda: find_kv_scales(config, files, runner),
             lambda ready: _with_kv_tiers(_below(config, ready, runner, hosts), config, ready),
-            config.kv_ram_bytes + store_terms(config, plan.engine.layout.page_bytes).get("buffers", 0),
+            store_terms(config, plan.engine.layout.page_bytes).get("buffers", 0),
         )
         if hosts is not None:
             hosts.begin()
@@ -202,7 +202,7 @@ def _below(config: EngineConfig, plan: Plan, runner: GpuRunner, hosts: HostMlps 
 
 def _with_kv_tiers(below: list[LowerTier], config: EngineConfig, plan: Plan) -> list[LowerTier]:
     """With KV pages in RAM, and what a store on disk takes of it, beside what else waits there."""
-    planned = {"kv_ram": config.kv_ram_bytes}
+    planned = {"kv_ram": plan.engine.kv_ram_bytes}
     planned |= {f"kv_store_{name}": size for name, size in store_terms(config, plan.engine.layout.page_bytes).items()}
     terms = [MemoryTerm(tier="ram", term=name, planned_bytes=size) for name, size in planned.items() if size]
     if not terms:
@@ -220,16 +220,16 @@ def _with_kv_tiers(below: list[LowerTier], config: EngineConfig, plan: Plan) -> 
     return [tier, *below]
 
 
-def use_kv_tiers(config: EngineConfig, plan: Plan, runner: GpuRunner, store: Store | None) -> TierLimits | None:
+def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None, tier_file: int | None = None) -> TierLimits | None:
     """KV pages below the pool of a runner that is ready. A thread pins RAM for them from now on, and it is used as it
-    comes. None: no tier was asked for."""
-    page, device = plan.engine.layout.page_bytes, runner.device
-    if not config.kv_ram_bytes and store is None:
+    comes. `tier_file`: whose memory that is; None: the engine's own. None: there is no tier."""
+    page, device, kv_ram_bytes = plan.engine.layout.page_bytes, runner.device, plan.engine.kv_ram_bytes
+    if not kv_ram_bytes and store is None:
         return None
     host = disk = None
     places = staging_places(page)
-    if config.kv_ram_bytes:
-        host = HostMemory.pinned(config.kv_ram_bytes, page, device)
+    if kv_ram_bytes:
+        host = HostMemory.pinned(kv_ram_bytes, page, device, tier_file)
     if store is not None:
         disk = DiskPlaces.pinned(store, page, places, device)
     # Where weights come too, pages go behind them, over the same link.
@@ -253,11 +253,11 @@ def _settle(
     progress: Progress,
     find_scales: Callable[[], tuple[Decision, ...]],
     below: Callable[[Plan], list[LowerTier]],
-    kv_ram_bytes: int = 0,
+    staging_bytes: int = 0,
 ) -> Built:
     """From a loaded model to a backed pool; `context`: what was held before the load. `find_scales`: of the KV cache,
-    before anything is captured. `below`: tiers that layers wait in. `kv_ram_bytes`: pinned later, for KV pages and
-    what they pass through."""
+    before anything is captured. `below`: tiers that layers wait in. `staging_bytes`: pinned later, beside
+    RAM for KV pages: what these pass through."""
     loaded = memory.held()
     memory.forget_loading()
     plan = replace(plan, decisions=(*plan.decisions, *runner.measure_link()))
@@ -271,7 +271,7 @@ def _settle(
     runner.capture()
     captured = memory.held()
     tensors = memory.most_allocated()
-    tables = page_tables_bytes(runner.pinned_bytes + kv_ram_bytes)
+    tables = page_tables_bytes(runner.pinned_bytes + plan.engine.kv_ram_bytes + staging_bytes)
     measured = {
         "context": context.own_bytes,
         "weights": runner.weights_bytes,
@@ -357,8 +357,9 @@ def _host_mlps(
         return None
 
     def room_bytes() -> int:
-        free = int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES
-        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - RAM_KEPT_BYTES)
+        kept = RAM_KEPT_BYTES + plan.engine.kv_ram_bytes
+        free = int(ram().available_bytes * RAM_SHARE) - kept
+        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - kept)
 
     def load(layer: int) -> native.ExpertLayer | None:
         with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:

@@ -50,11 +50,12 @@ class HostMemory:
         """`ready`: pages that may be used."""
 
     @classmethod
-    def pinned(cls, nbytes: int, page_bytes: int, device: torch.device) -> HostMemory:
-        """In pieces of whole pages, of the system and of the pool; what is left over is not taken."""
+    def pinned(cls, nbytes: int, page_bytes: int, device: torch.device, file: int | None = None) -> HostMemory:
+        """In pieces of whole pages, of the system and of the pool; what is left over is not taken. `file`: whose memory
+        it is."""
         piece = piece_bytes(nbytes, page_bytes)
         pieces = max(1, nbytes // piece)
-        return cls(PinnedMemory([piece] * pieces, device, background=range(pieces)), page_bytes)
+        return cls(PinnedMemory([piece] * pieces, device, background=range(pieces), file=file), page_bytes)
 
     @property
     def nbytes(self) -> int:

@@ -123,6 +123,8 @@ class EngineChoices:
     """Less was given than the model allows or than is usual, for want of memory."""
     gpu: GpuChoice | None = None
     """None: it runs on the CPU."""
+    kv_ram_bytes: int = 0
+    """Beside a GPU: pinned RAM for KV pages that leave it."""
     shards: tuple[Shard, ...] = ()
     """Of each rank that computes the model with others; empty: one has all of it. `layout` then counts the KV heads of
     all ranks: its pages are what all of them hold of a page together."""

@@ -130,7 +130,9 @@ def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         more = f"; {answer.replicas} servers like this fit here, as replicas" if answer.replicas > 1 else ""
         yield from wrapped(f"{counted(idle, 'more device')} not used{more}", width, "", "  ")
     if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu" and not answer.offload:
-        yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, not used by this plan"
+        kept = [f"{one.value} of it for KV blocks" for one in answer.decisions if one.field == "kv_ram"]
+        use = kept[0] if kept else "not used by this plan"
+        yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, {use}"
 
 
 def sizes(answer: PlanFindings, rank: Rank) -> dict[str, int]:

@@ -59,7 +59,7 @@ def _others(plan: Plan, config: EngineConfig, front_bytes: int) -> int:
         adapters_bytes=adapters if config.lora_copies else 0,
         structured_output=not config.skip_tokenizer_init,
     )
-    return server + pinned + config.kv_ram_bytes
+    return server + pinned + plan.engine.kv_ram_bytes
 
 
 def _parts(terms: dict[str, int]) -> str:

@@ -49,6 +49,13 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
     if config.nvme_path is not None:
         reason = "layers that come from a disk are not divided among ranks yet"
         yield "nvme_path", reason, f"leave --nvme-path out, or {ONE_RANK}"
+    if config.enable_sleep_mode:
+        reason = "cached prefixes of several ranks are not kept while they sleep yet"
+        yield "enable_sleep_mode", reason, f"leave --enable-sleep-mode out, or {ONE_RANK}"
+    if config.idle_release or config.yield_to_neighbours:
+        field = "idle_release" if config.idle_release else "yield_to_neighbours"
+        reason = "a KV pool of several ranks does not give memory up by itself yet"
+        yield field, reason, f"leave --{field.replace('_', '-')} out, or {ONE_RANK}"
     if config.kv_cache_dtype.startswith("fp8"):
         reason = "scales of a KV cache in FP8 are not found by several ranks yet"
         yield "kv_cache_dtype", reason, f"leave --kv-cache-dtype out, or {ONE_RANK}"
