@@ -156,7 +156,8 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
 def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     """Why this version of Holdfast would refuse it, as it says so itself."""
     spec, problems = fit.question.model.spec, []
-    device = {"device": "cuda"} if fit.question.machine.kind == "gpu" else {}
+    on_gpu = fit.question.machine.kind == "gpu"
+    device = {"device": "cuda", "tensor_parallel_size": fit.tensor_parallel} if on_gpu else {}
     for values in ({**settings}, device):
         try:
             build(EngineConfig, {name: str(value) for name, value in values.items()}, refused=REFUSED, origin=_spelled)

@@ -170,6 +170,8 @@ class Settings:
     """RAM has all experts of these layers once more, and the host's cores compute with them."""
     offload: OffloadRequest = NO_REQUEST
     """What was asked for of layers that do not stay on a GPU."""
+    ranks: int = 1
+    """Processes that compute the model together on this CPU, each with its share of every layer."""
     structured_output: bool = True
     kv_store_size: int = 0
     """Of a store of KV pages on disk; 0: there is none."""
