@@ -168,9 +168,9 @@ def run(llm: Any, sequences: int, prompt: int, output: int) -> Run:
     return Run(
         seconds,
         after.steps_total - before.steps_total,
-        after.link.copied_bytes - before.link.copied_bytes,
-        after.link.busy_s - before.link.busy_s,
-        after.link.stalled_s - before.link.stalled_s,
+        after.links[0].copied_bytes - before.links[0].copied_bytes,
+        after.links[0].busy_s - before.links[0].busy_s,
+        after.links[0].stalled_s - before.links[0].stalled_s,
         since.pairs - used.pairs,
         since.hits - used.hits,
         since.host_s - used.host_s,

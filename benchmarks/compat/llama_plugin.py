@@ -44,6 +44,9 @@ def flags_of(server: Any) -> list[str]:
         flags += ["--override-generation-config", json.dumps({"max_new_tokens": server.n_predict})]
     if server.chat_template_file:
         flags += ["--chat-template", server.chat_template_file]
+        # llama-server says it to every template; ours says what it is told to.
+        thinks = {"enable_thinking": getattr(server, "reasoning", None) != "off"}
+        flags += ["--default-chat-template-kwargs", json.dumps(thinks)]
     if server.lora_files:
         flags += ["--enable-lora"]
     left_out.update(name for name in NO_FLAG if getattr(server, name, None))

@@ -34,7 +34,8 @@ _COMMAND = re.compile(
 _NO_COMMAND = ("--help", "--omni", "...", "…")
 _END = re.compile(r"(?:[;|&]+|\d?>+(?:&\d)?|<)\S*")
 _FURTHER_GPUS = {
-    "--tensor-parallel-size": 1, "-tp": 1, "--pipeline-parallel-size": 1, "-pp": 1, "--data-parallel-size": 1, "-dp": 1,
+    "--tensor-parallel-size": 1, "-tp": 1, "--tensor-parallel": 1,
+    "--pipeline-parallel-size": 1, "-pp": 1, "--data-parallel-size": 1, "-dp": 1,
     "--data-parallel-size-local": 1, "-dpl": 1, "--data-parallel-rank": 1, "-dpn": 1, "--data-parallel-start-rank": 1,
     "-dpr": 1, "--data-parallel-address": 1, "-dpa": 1, "--data-parallel-rpc-port": 1, "-dpp": 1,
     "--data-parallel-backend": 1, "-dpb": 1, "--data-parallel-hybrid-lb": 0, "--data-parallel-external-lb": 0,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.engine.async_llm_engine import AsyncLLMEngine
     from holdfast.engine.llm_engine import LLMEngine
     from holdfast.engine.offline.llm import LLM
+    from holdfast.engine.offline.unsupported import ModelRegistry
     from holdfast.inputs import PromptType, TextPrompt, TokensPrompt
     from holdfast.planner.api import plan
     from holdfast.records import (
@@ -51,6 +52,7 @@ __all__ = [
     "GuidedDecodingParams",
     "LLMEngine",
     "LoRARequest",
+    "ModelRegistry",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -79,6 +81,7 @@ _INPUTS = ("PromptType", "TextPrompt", "TokensPrompt")
 _ELSEWHERE = {
     "LLM": "holdfast.engine.offline.llm",
     "LLMEngine": "holdfast.engine.llm_engine",
+    "ModelRegistry": "holdfast.engine.offline.unsupported",
     "AsyncLLMEngine": "holdfast.engine.async_llm_engine",
     "EngineArgs": "holdfast.engine.arg_utils",
     "AsyncEngineArgs": "holdfast.engine.arg_utils",

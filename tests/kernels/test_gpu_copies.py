@@ -36,8 +36,8 @@ def test_all_of_it_arrives(device: torch.device) -> None:
     torch.testing.assert_close(there[9].cpu(), wanted[9])
     begin_s = time.monotonic()
     while not all(copies.passed(mark) for mark in later) and time.monotonic() - begin_s < DEADLINE_S:
-        copies.go_on()
-    assert copies.waiting_bytes() == 0
+        pass
+    assert copies.waiting_bytes == 0
     back = copies.mark()
     copies.after_launched(computed)
     for number in range(7):

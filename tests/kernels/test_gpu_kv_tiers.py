@@ -1,15 +1,18 @@
 """The GPU runner, one step ahead, with KV pages in RAM below its pool: what left the pool comes back over a link that
-is as late as it may be, and tokens are transformers' own."""
+is as late as it may be, alone or behind layers that come for every step, and tokens are transformers' own."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from simulated_copies import SimulatedCopies
+from streamed_tiny import Streamed
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
 from holdfast.engine.core.loop import EngineCore
-from holdfast.execution.streaming.copies import Copies, CudaCopies
+from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.tiers.gpu import GpuPageCopies, HostMemory
 from holdfast.kvcache import KVCache, Tier, TierLimits
@@ -17,12 +20,6 @@ from holdfast.records import SamplingParams
 from holdfast.scheduler import Scheduler
 
 PAGES = 32
-
-
-def links(device: torch.device) -> tuple[Copies, Copies]:
-    if device.type == "cuda":
-        return CudaCopies(device), CudaCopies(device)
-    return SimulatedCopies(1), SimulatedCopies(2)
 
 
 def with_ram(core: EngineCore, device: torch.device, blocks: int) -> EngineCore:
@@ -33,23 +30,54 @@ def with_ram(core: EngineCore, device: torch.device, blocks: int) -> EngineCore:
     else:
         memory = PinnedMemory([page * PAGES], device, pin=lambda at, nbytes: 0, unpin=lambda at, one: None)
     memory.wait(0)
-    runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, *links(device), HostMemory(memory, page), None))
+    link = runner.link or (CudaCopies(device) if device.type == "cuda" else SimulatedCopies(1))
+    host = HostMemory(memory, page)
+    runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, link, lambda: runner.weights_come, host, None))
     kv = KVCache(core.scheduler.kv.layout, blocks, True, TierLimits(spare_pages=blocks, most_storing=8))
     return EngineCore(Scheduler(core.scheduler.limits, kv), runner, steps_ahead=1)
+
+
+def ask_again(core: EngineCore, tiny: Tiny) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)]
+    for number in (1, 2, 1):
+        asked = prompt(number, 21)
+        (outputs,) = run(core, [asked], params)
+        tiny.assert_greedy(asked, tokens_of(outputs))
+    tiers, page = core.scheduler.kv.tiers, core.scheduler.kv.layout.page_bytes
+    assert tiers is not None
+    assert tiers.stored_pages[Tier.HOST] > 0
+    to_gpu, to_host = core.runner.link_use()
+    assert to_gpu.copied_bytes >= page * tiers.loaded_pages[Tier.HOST]
+    assert to_host.copied_bytes >= page * tiers.stored_pages[Tier.HOST]
 
 
 @pytest.mark.usefixtures("few_programs")
 def test_what_left_the_pool_comes_back(tiny: Tiny, device: torch.device) -> None:
     blocks = 1 + 7 * len(tiny.layout().groups)
     core = with_ram(tiny.core(device, gpu=True, blocks=blocks, slots=2, step=32), device, blocks)
-    params = [SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)]
-    for number in (1, 2, 1):
-        asked = prompt(number, 21)
-        (outputs,) = run(core, [asked], params)
-        tiny.assert_greedy(asked, tokens_of(outputs))
-    tiers = core.scheduler.kv.tiers
-    assert tiers is not None
-    assert tiers.stored_pages[Tier.HOST] > 0
+    ask_again(core, tiny)
     windowed = tiny.spec.layers[0].window is not None  # Its pages may all have stayed in the pool.
     assert windowed or core.scheduler.kv.below_hits_total[Tier.HOST] >= 8
+    core.close()
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_what_left_the_pool_comes_back_behind_layers(tmp_path: Path, device: torch.device) -> None:
+    """Over the link of the layers, which keep their places in it: none is poisoned when it is read."""
+    tiny = Streamed(tmp_path, "Llama", num_hidden_layers=4)
+    core = with_ram(tiny.core(device, gpu=True, blocks=8, slots=2, step=32), device, 8)
+    ask_again(core, tiny)
+    assert core.scheduler.kv.below_hits_total[Tier.HOST] >= 8
+    if isinstance(tiny.copies, SimulatedCopies):
+        assert tiny.copies.later
+        assert tiny.copies.back
+        assert len(tiny.copies.later) < len(tiny.copies.copied)
+    tiny.layers.change([])
+    run(core, [prompt(3, 2)], [SamplingParams(temperature=0.0, max_tokens=1)])
+    # All layers stay from now on: pages have the link for themselves.
+    before = [len(getattr(tiny.copies, kind, [])) for kind in ("copied", "later")]
+    ask_again(core, tiny)
+    if isinstance(tiny.copies, SimulatedCopies):
+        assert len(tiny.copies.copied) > before[0]
+        assert len(tiny.copies.later) == before[1]
     core.close()

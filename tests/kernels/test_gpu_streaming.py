@@ -7,18 +7,15 @@ import json
 import random
 import re
 from contextlib import closing
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from aliased_memory import AliasedMemory
 from lora_adapters import merge, write_adapter
 from quantized_files import Format, gptq, write_quantized
 from safetensors.torch import load_file, save_file
-from simulated_copies import SimulatedCopies, unpinned_memory
+from streamed_tiny import Streamed
 from tiny_gpu import Tiny, prompt, run, tokens_of
 
 from holdfast.checkpoints.checkpoint import Checkpoint
@@ -28,54 +25,16 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.structured_outputs import StructuredOutputManager
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.execution.batch import RunnerLimits
-from holdfast.execution.gpu.decoder import arrange_layer
-from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.gpu.runner import GpuRunner
 from holdfast.execution.lora.slots import LoraLimits
-from holdfast.execution.streaming.copies import CudaCopies
-from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
-from holdfast.footprint.streamed import beside_gpu, streamed_layers
 from holdfast.kvcache import KVCache
 from holdfast.models import from_config
-from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.records import EngineOutput, Request, SamplingParams, StructuredOutputsParams
 from holdfast.records.structured import Vocabulary
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.text.structured.client import GrammarService
-
-
-class Streamed(Tiny):
-    """All layers but the second come for every step, and rows of the embedding are gathered from the host. All of them
-    may come to stay, and leave."""
-
-    expand = True
-
-    def weights(self, device: torch.device) -> Weights:
-        device = torch.empty(0, device=device).device  # With its number.
-        known = EngineWeights(self.spec, None, None)
-        by_layer = known.by_layer(dtype="float32")
-        placed = beside_gpu(streamed_layers(by_layer, len(self.spec.layers) - 1, 0), by_layer)
-        placed = replace(placed, embedding_bytes=known.gathered_bytes(dtype="float32"))
-        sizes = placed.pinned_sizes
-        on_gpu = device.type == "cuda"
-        self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
-        memory = PinnedMemory(sizes, device) if on_gpu else unpinned_memory(sizes)
-        self.driver = None if on_gpu else AliasedMemory()
-        ranges = LayerRanges(placed.all_sizes, device, self.driver)
-        self.layers = DeviceLayers(placed, device, self.copies, memory, None, ranges, lambda: 1 << 40)
-        dtype = torch.float32
-        return load_weights(
-            self.spec,
-            Checkpoint(safetensors.read_headers(sorted(self.folder.glob("*.safetensors"))), "safetensors"),
-            dtype=dtype,
-            device=device,
-            expand=self.expand,
-            slots=self.layers,
-            arrange=partial(arrange_layer, dtype=dtype, device=device),
-        )
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -106,6 +65,26 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, device: torch.device) 
     assert found["adapted"] != found["plain"]
     assert model.copies.use().copied_bytes > 2 * model.layers.moved_bytes > 0
     core.close()
+
+
+class _OnDisk(Streamed):
+    on_disk = 2
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_layers_and_rows_of_the_embedding_from_a_disk_change_no_token(tmp_path: Path, device: torch.device) -> None:
+    shape = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
+    params = [SamplingParams(temperature=0.7, seed=one, top_k=5, max_tokens=3, ignore_eos=True) for one in range(2)]
+    prompts, found = [prompt(1, 7), prompt(2, 3)], []
+    for kind in (Tiny, _OnDisk):
+        model = kind(tmp_path, "Llama", **shape)
+        core = model.core(device, gpu=True, slots=2)
+        found.append([tokens_of(outputs) for outputs in run(core, prompts, params)])
+        if isinstance(model, _OnDisk):
+            assert model.layers.embedding_rows is not None
+            assert model.layers.embedding is None
+        core.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.usefixtures("few_programs")

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 import pytest
-from simulated_engine import FakeStore, SimulatedEngine, SimulatedTiers
+from simulated_engine import NO_MEMORY, NOT_FINITE, FakeStore, SimulatedEngine, SimulatedTiers
 
 from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams
@@ -120,7 +120,8 @@ def run_world(choice: random.Random, counts: Counter[str], *, tiers: bool = Fals
             engine.plan()
             counts["plan"] += 1
         elif engine.plans_in_flight:
-            engine.execute(failing_row=choice.randrange(8) if tiers and choice.random() < 0.05 else None)
+            failing = choice.randrange(8) if tiers and choice.random() < 0.05 else None
+            engine.execute(failing_row=failing, failure=choice.choice([NO_MEMORY, NOT_FINITE]))
             counts["execute"] += 1
         else:
             continue

@@ -43,7 +43,9 @@ class SimulatedCopies:
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self.copied: list[int] = []
-        """Bytes of each."""
+        self.later: list[int] = []
+        self.back: list[int] = []
+        """Bytes of each: of those with a deadline, without one, and to the host."""
         self._late: list[_Copy] = []
 
     def mark(self) -> list[_Copy]:
@@ -53,11 +55,26 @@ class SimulatedCopies:
         mark.clear()  # What is launched on a CPU is computed.
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: list[_Copy], done: Sequence[list[_Copy]]) -> None:
+        self._begin(source, target, done)
+        self.copied.append(source.nbytes)
+
+    def copy_later(
+        self, source: torch.Tensor, target: torch.Tensor, after: list[_Copy], done: Sequence[list[_Copy]]
+    ) -> None:
+        self._begin(source, target, done)
+        self.later.append(source.nbytes)
+
+    def copy_back(
+        self, source: torch.Tensor, target: torch.Tensor, after: list[_Copy], done: Sequence[list[_Copy]]
+    ) -> None:
+        self._begin(source, target, done)
+        self.back.append(source.nbytes)
+
+    def _begin(self, source: torch.Tensor, target: torch.Tensor, done: Sequence[list[_Copy]]) -> None:
         copy = _Copy(source, target)
         self._late = [*(one for one in self._late if not one.arrived), copy]
         for mark in done:
             mark[:] = [copy]
-        self.copied.append(source.nbytes)
 
     def await_copy(self, mark: list[_Copy]) -> None:
         self.wait(mark)
@@ -84,7 +101,10 @@ class SimulatedCopies:
         return None
 
     def use(self) -> LinkUse:
-        return LinkUse(copied_bytes=sum(self.copied))
+        return LinkUse(copied_bytes=sum(self.copied) + sum(self.later))
+
+    def use_back(self) -> LinkUse:
+        return LinkUse(link="vram-ram", copied_bytes=sum(self.back))
 
 
 @dataclass(slots=True)
@@ -159,6 +179,11 @@ class QueuedCopies:
         for mark in done:
             self._set(self._link, mark)
 
+    def copy_later(self, source: torch.Tensor, target: torch.Tensor, after: _Mark, done: Sequence[_Mark]) -> None:
+        raise AssertionError("weights have a deadline")
+
+    copy_back = copy_later
+
     def await_copy(self, mark: _Mark) -> None:
         self._await(self._computing, mark)
 
@@ -185,3 +210,6 @@ class QueuedCopies:
 
     def use(self) -> LinkUse:
         return LinkUse()
+
+    def use_back(self) -> LinkUse:
+        return LinkUse(link="vram-ram")

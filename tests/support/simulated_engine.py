@@ -28,6 +28,9 @@ from holdfast.records import (
 )
 from holdfast.scheduler.scheduler import Scheduler
 
+NO_MEMORY = Failure(kind="StepMemoryError", message="as if there were no memory", code="HF441")
+NOT_FINITE = Failure(kind="NotFiniteError", message="as if it came to NaN", code="HF442")
+
 _MASK = (1 << 64) - 1
 POISON = -1
 
@@ -96,6 +99,10 @@ class FakeStore:
     def takes(self) -> bool:
         return self.well
 
+    def forget(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.pages.pop(key, None)
+
     def write(self, key: bytes, page: list[int]) -> None:
         self.pages[key] = page
         self.lost.discard(key)
@@ -139,6 +146,11 @@ class SimulatedTiers:
                 (finished if whole else failed).append(copy.copy_id)
         self.failed += len(failed)
         return finished, failed
+
+    def give_up_reads(self) -> list[int]:
+        given_up = [copy for copy in self._under_way if copy.source_tier == Tier.DISK]
+        self._under_way = [copy for copy in self._under_way if copy not in given_up]
+        return [copy.copy_id for copy in given_up]
 
     def _move(self, copy: BlockCopy, runner: SimulatedRunner) -> bool:
         if copy.source_tier == Tier.DEVICE:
@@ -189,7 +201,7 @@ class SimulatedRunner:
             self.pages[page] = [POISON] * self.layout.block_tokens
             self._spoiled.difference_update((page, offset) for offset in range(self.layout.block_tokens))
 
-    def execute(self, plan: StepPlan, failing: int | None = None) -> StepResult:
+    def execute(self, plan: StepPlan, failing: int | None = None, failure: Failure = NO_MEMORY) -> StepResult:
         """`failing`: the row of this slot is not done, and who reads what it should have written gets nonsense."""
         for copy in plan.copies:
             if not copy.before_step:
@@ -221,12 +233,14 @@ class SimulatedRunner:
                     self._read(row, group)
         self.tokens_computed += plan.token_count
         finished, broken = ([], []) if self.tiers is None else self.tiers.follow(plan, self)
-        failure = Failure(kind="StepMemoryError", message="as if there were no memory", code="HF441")
+        failures = (
+            [] if failing is None else [StepFailure(slot=failing, failure=failure, earlier_too=failure is NOT_FINITE)]
+        )
         return StepResult(
             step_id=plan.step_id,
             prompt_logprobs=[self._score(row, row.slot == failing) for row in plan.rows if row.scored],
             token_ids=[self._sample(row, row.slot in nonsense) for row in plan.rows if row.samples],
-            failures=[] if failing is None else [StepFailure(slot=failing, failure=failure)],
+            failures=failures,
             finished_copies=finished,
             failed_copies=broken,
         )
@@ -350,12 +364,14 @@ class SimulatedEngine:
             self._plans.append((plan, self.scheduler.kv.free_pages))
         return plan
 
-    def execute(self, now_s: float = 0.0, *, failing_row: int | None = None) -> list[EngineOutput]:
+    def execute(
+        self, now_s: float = 0.0, *, failing_row: int | None = None, failure: Failure = NO_MEMORY
+    ) -> list[EngineOutput]:
         """Executes and applies the oldest plan; `failing_row` of it cannot be done."""
         plan, free_pages = self._plans.popleft()
         self.runner.poison(free_pages)
         failing = None if failing_row is None or not plan.rows else plan.rows[failing_row % len(plan.rows)].slot
-        outputs = self.scheduler.apply(self.runner.execute(plan, failing), now_s)
+        outputs = self.scheduler.apply(self.runner.execute(plan, failing, failure), now_s)
         for output in outputs:
             self._hear(output)
         return outputs
@@ -364,6 +380,8 @@ class SimulatedEngine:
         """As the engine's loop does it: when nothing is in flight."""
         while self._plans:
             self.execute()
+        if self.runner.tiers is not None:
+            self.scheduler.give_up_copies(self.runner.tiers.give_up_reads())
         while (waiting := self.scheduler.wait_for_copies()) is not None:
             assert not self.scheduler.apply(self.runner.execute(waiting), 0.0)
         new = blocks - len(self.runner.pages)

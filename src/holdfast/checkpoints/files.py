@@ -64,6 +64,8 @@ class ModelFiles:
     tokenizer_config: dict[str, Any] | None = field(default=None, repr=False)
     chat_template: str | None = field(default=None, repr=False)
     """From chat_template.jinja, else from tokenizer_config.json, else from the GGUF header."""
+    trained_to_embed: bool = False
+    """By sentence-transformers' modules.json, or a GGUF header's type of pooling."""
     header: GGUFHeader | None = None
     """With format gguf."""
     tensors: Mapping[str, StoredTensor] | None = field(default=None, repr=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -63,6 +63,20 @@ def _attention_backend(field: str, value: Any) -> str:
     return str(choice("auto", "compiled", "torch")(field, value))
 
 
+def _served_for(*taken: str) -> Callable[[str, Any], str]:
+    def parse(field: str, value: Any) -> str:
+        if value in ("classify", "reward"):
+            raise ConfigurationError(
+                f"{field} {value} is not supported: a classifier is recognized by its architecture",
+                needed="a model whose architecture ends with ForSequenceClassification",
+                fix=f"leave {field} out",
+                field=field.lstrip("-").replace("-", "_"),
+            )
+        return str(choice(*taken)(field, value))
+
+    return parse
+
+
 def _told(field: str, value: Any) -> int:
     """-1 is the whole vocabulary, and so is any number that is as large as one."""
     number = whole(-1, 1 << 24)(field, value)
@@ -120,6 +134,20 @@ class EngineConfig:
         'override single values of the generation config: JSON such as {"temperature": 0.5}',
         optional(table),
         metavar="JSON",
+    )
+    runner: str = setting(
+        "auto",
+        "what the model is for: auto (as its files say), generate or pooling; pooling: /v1/score and /v1/rerank "
+        "compare embeddings, also those of a model that was not trained to embed",
+        _served_for("auto", "generate", "pooling"),
+    )
+    convert: str = setting(
+        "auto", "auto, none, or embed (same as --runner pooling)", _served_for("auto", "none", "embed")
+    )
+    task: str = setting(
+        "auto",
+        "older name of --runner: auto, generate, or embed or score (same as --runner pooling)",
+        _served_for("auto", "generate", "embed", "embedding", "score"),
     )
     load_format: str = setting(
         "auto",
@@ -186,8 +214,9 @@ class EngineConfig:
     )
     ram: int | None = setting(
         None,
-        "maximum RAM the server may use, such as 6GiB, on a GPU with the layers that do not fit there; default: "
-        "gpu_memory_utilization of the free RAM",
+        "maximum RAM the server may use, such as 6GiB, default: gpu_memory_utilization of the free RAM; with a GPU, "
+        "what layers, experts and KV blocks that wait beside it may take, the server's own processes on top, default: "
+        "0.9 of the free RAM less these",
         optional(memory),
         metavar="SIZE",
     )
@@ -229,6 +258,8 @@ class EngineConfig:
     kv_ram: int | None = offload_config.kv_ram_setting()
     kv_offloading_size: float | None = offload_config.kv_offloading_size_setting()
     swap_space: float | None = offload_config.swap_space_setting()
+    idle_release: float | None = offload_config.idle_release_setting()
+    yield_to_neighbours: bool = offload_config.yield_to_neighbours_setting()
     kv_store: str | None = offload_config.kv_store_setting()
     kv_store_size: int | None = offload_config.kv_store_size_setting()
     kv_store_daily_writes: int | None = offload_config.kv_store_daily_writes_setting()
@@ -290,7 +321,14 @@ class EngineConfig:
         None, "number of CPU threads; default: one for each physical core that may be used", optional(whole(1, 1024))
     )
     tensor_parallel_size: int = setting(
-        1, "number of GPUs to split each layer over; only 1 so far", whole(1), flags=("-tp", "--tp-size")
+        1,
+        "number of ranks to split each layer over: processes of this machine, which share its cores; on a GPU only 1 so"
+        " far",
+        whole(1),
+        flags=("-tp", "--tp-size", "--tensor-parallel"),
+    )
+    disable_custom_all_reduce: bool = setting(
+        False, "ranks of a CPU add up what they computed over sockets (gloo) instead of shared memory", flag
     )
     pipeline_parallel_size: int = setting(
         1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")
@@ -300,7 +338,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise ConfigurationError(
                     f"{name} is {getattr(self, name)}; only one device is supported so far",
@@ -308,6 +346,13 @@ class EngineConfig:
                     fix=f"leave {name} out",
                     field=name,
                 )
+        if self.device == "cuda" and self.tensor_parallel_size != 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; of GPUs only one device is supported so far",
+                needed="1",
+                fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
+                field="tensor_parallel_size",
+            )
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",
@@ -373,6 +418,13 @@ class EngineConfig:
         return tuple(name for name in ("rope_scaling", "rope_theta", "hf_overrides") if getattr(self, name))
 
     @property
+    def pooling(self) -> bool | None:
+        """Whether embeddings are what the model is served for; None: its files say."""
+        if self.runner == "pooling" or self.convert == "embed" or self.task in ("embed", "embedding", "score"):
+            return True
+        return False if "generate" in (self.runner, self.task) else None
+
+    @property
     def asked_quantization(self) -> str | None:
         """As --quantization names it; vLLM's older commands say it with --load-format."""
         return "bitsandbytes" if self.load_format == "bitsandbytes" else self.quantization
@@ -393,8 +445,8 @@ class EngineConfig:
         return kept if self.device == "cuda" else kept - self.lora_places
 
     @property
-    def kv_ram_bytes(self) -> int:
-        """For KV blocks that leave a GPU; 0: none, or there is no GPU."""
+    def kv_ram_bytes(self) -> int | None:
+        """For KV blocks that leave a GPU; 0: none, or there is no GPU. None: nothing was said."""
         return offload_config.kv_ram_bytes(self) if self.device == "cuda" else 0
 
     @property

@@ -363,13 +363,37 @@ def kv_store_daily_writes_setting() -> Any:
     )
 
 
+def _memory_or_none(field: str, value: Any) -> int:
+    return 0 if str(value).strip() == "0" else memory(field, value)
+
+
 def kv_ram_setting() -> Any:
     return setting(
         None,
-        "RAM for KV blocks that leave the GPU, such as 40GiB: prefixes and preempted requests come back from there "
-        "instead of being computed again; default: none",
-        optional(memory),
+        "RAM for KV blocks that leave the GPU, such as 40GiB, or 0 for none: prefixes and preempted requests come back "
+        "from there instead of being computed again; default of a server: a quarter of the RAM that it leaves free, at "
+        "most twice the KV cache; on a CPU none, because the KV cache is in RAM already",
+        optional(_memory_or_none),
         metavar="SIZE",
+    )
+
+
+def idle_release_setting() -> Any:
+    return setting(
+        None,
+        "seconds without a request after which the KV cache gives its memory up, but for one sequence of full length; "
+        "it is taken again when a request comes. On a GPU, cached prefixes go to --kv-ram before. 0, or default: never",
+        optional(number(0, 7 * 86400)),
+        metavar="SECONDS",
+    )
+
+
+def yield_to_neighbours_setting() -> Any:
+    return setting(
+        False,
+        "give memory of the KV cache up while other processes need it, and take it back, and what they leave of the "
+        "budget's share, when they are gone; looked at once a second",
+        flag,
     )
 
 
@@ -381,17 +405,18 @@ def swap_space_setting() -> Any:
     return setting(None, "same as --kv-ram, in GiB; older vLLM's name", optional(number(0, 1 << 20)), metavar="GIB")
 
 
-def kv_ram_bytes(config: KVTierSettings) -> int:
-    """On a GPU; on a CPU the pool is in RAM itself."""
+def kv_ram_bytes(config: KVTierSettings) -> int | None:
+    """On a GPU; on a CPU the pool is in RAM itself. None: nothing was said."""
     if config.kv_ram is not None:
         return config.kv_ram
     # Older vLLM swaps preempted requests, with prefix caching or without: here these are computed again.
-    swapped = config.swap_space if config.enable_prefix_caching else None
-    return int((config.kv_offloading_size or swapped or 0.0) * GIB)
+    swapped = config.swap_space if config.enable_prefix_caching else 0.0
+    said = swapped if config.kv_offloading_size is None else config.kv_offloading_size
+    return None if said is None else int(said * GIB)
 
 
 def check_kv_tiers(config: KVTierSettings) -> None:
-    if config.kv_ram is not None and config.device == "cpu":
+    if config.kv_ram and config.device == "cpu":
         raise ConfigurationError(
             "kv_ram is for KV blocks that leave a GPU, but this server runs on the CPU, and its KV cache is in RAM",
             code=OF_A_GPU,

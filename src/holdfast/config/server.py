@@ -40,17 +40,17 @@ REFUSED: Mapping[str, str] = unsupported.SERVER
 TOOL_CALL_PARSERS = (
     "hermes", "llama3_json", "llama4_json", "mistral", "json", "qwen", "qwen2", "qwen2_5", "qwen3", "qwen3_json",
     "granite4", "llama3", "qwen3_coder", "qwen3_xml", "mimo", "seed_oss", "granite", "phi4_mini_json", "jamba",
-    "hunyuan_a13b", "pythonic", "llama4_pythonic", "olmo3",
+    "hunyuan_a13b", "pythonic", "llama4_pythonic", "olmo3", "xlam",
 )  # fmt: skip
 REASONING_PARSERS = (
     "deepseek_r1", "qwen3", "deepseek_v3", "ernie45", "glm45", "holo2", "kimi_k2", "minimax_m2", "mistral", "olmo3",
-    "seed_oss", "step3", "none",
+    "seed_oss", "step3", "granite", "none",
 )  # fmt: skip
 """Both by vLLM's names; what they mean is `text`'s."""
 _NOT_PARSED = {
-    "tool_call_parser": (("functiongemma", "granite-20b-fc", "minicpm5", "xlam"), "calls",
+    "tool_call_parser": (("functiongemma", "granite-20b-fc", "minicpm5"), "calls",
                          "a model whose own format is not known is asked for calls in plain JSON"),
-    "reasoning_parser": (("granite",), "reasoning", "reasoning then stays in the answer's content"),
+    "reasoning_parser": ((), "reasoning", "reasoning then stays in the answer's content"),
 }  # fmt: skip
 """vLLM's parsers for models that are served, what they find, and what happens without."""
 
@@ -133,6 +133,12 @@ class ServerConfig:
         False,
         "allow requests to supply a chat_template: it is a program, run in a sandbox in a separate process",
         flag,
+    )
+    chat_template_content_format: str = setting(
+        "auto",
+        "how a chat template gets content that came in parts: auto (in parts where it takes them, which is vLLM's "
+        "openai) or string (always joined)",
+        choice("auto", "string"),
     )
     default_chat_template_kwargs: Mapping[str, Any] | None = setting(
         None,

@@ -17,7 +17,6 @@ _ONE_MACHINE = "only one machine is supported so far"
 _TEXT_ONLY = "only text input and output are supported"
 _NO_CODE = "code named in a setting is never run"
 _AS_IT_IS = "a model's config.json is used; see hf_overrides"
-_ONE_SERVER = "one server generates and embeds: /v1/embeddings and LLM.embed are always there"
 _POOLED = "embeddings are the last token's hidden state, normalized to length 1"
 _NO_MOE_CHOICE = "experts run on one device, with one implementation"
 _NO_TRACES = "tracing is not supported; /metrics and the access log have the times of each request"
@@ -54,7 +53,6 @@ ENGINE: Mapping[str, str] = {
     "logprobs_mode": "log-probabilities are those of the raw logits (raw_logprobs)",
     **_each(_NO_MOE_CHOICE, "enable_return_routed_experts enable_moe_shared_loras enable_mixed_moe_lora_format"),
     "disable_sliding_window": "sliding-window layers keep their window, as trained",
-    **_each(_ONE_SERVER, "runner convert task"),
     **_each(_POOLED, "pooler_config override_pooler_config"),
     "enable_prompt_embeds": "prompts are text or token ids",
     "kv_transfer_config": "KV blocks stay where they were computed",
@@ -82,7 +80,6 @@ SERVER: Mapping[str, str] = {
     "log_config_file": "there is one log: see --log-level",
     "tool_server": "tools are run by the client",
     "tool_strict_level": "strict in a tool's definition is honoured as given",
-    "chat_template_content_format": "the content format is detected from the chat template",
     "headless": "only one machine is supported so far",
     **_each("it speaks HTTP only", "grpc grpc_port"),
     "tokens_only": "see skip_tokenizer_init",
@@ -96,12 +93,8 @@ _POOLED_SO = _NO | {
     '{"task":"embed"}', '{"pooling_type":"last","use_activation":true}',
 }  # fmt: skip
 DONE_ANYWAY: Mapping[str, frozenset[str]] = {
-    "runner": frozenset({"auto", "generate", "pooling"}),
-    "task": frozenset({"auto", "generate", "embed", "embedding"}),
-    "convert": frozenset({"auto", "none", "embed"}),
     "logprobs_mode": frozenset({"raw_logprobs"}),
     "config_format": frozenset({"auto", "hf"}),
-    "chat_template_content_format": frozenset({"auto"}),
     "worker_cls": frozenset({"auto"}),
     **dict.fromkeys(("pooler_config", "override_pooler_config"), _POOLED_SO),
     # Settings of a server. What an LLM in Python does by itself: it logs neither.

@@ -60,7 +60,7 @@ class Engine(Protocol):
 
     @property
     def sleeping(self) -> bool:
-        """Put to sleep, or about to be: it holds no memory but the front's, and takes nothing new."""
+        """Put to sleep, or about to be: it holds no memory but the front's and what is kept, and takes nothing new."""
 
     @property
     def unfinished(self) -> int:
@@ -141,9 +141,10 @@ class Engine(Protocol):
         Raises DoesNotFitError for too small a budget of RAM and for one that is not there, UnsupportedOptionError
         for a tier that cannot be changed; nothing has changed then."""
 
-    async def sleep(self, mode: str = "abort") -> None:
-        """Gives weights, KV pages and all else of the engine back to the system. `mode`: what becomes of open requests:
-        abort ends them with a SleepingError, wait lets them finish first. Raises EngineError when it is not ready."""
+    async def sleep(self, mode: str = "abort", level: int = 1) -> None:
+        """Gives weights and all else of the engine back to the system; at level 1 cached prefixes stay in RAM, as far
+        as that has room for them. `mode`: what becomes of open requests: abort ends them with a SleepingError, wait
+        lets them finish first. Raises EngineError when it is not ready."""
 
     async def wake_up(self) -> None:
         """Returns when it is ready again; raises what keeps it from it, and sleeps on."""

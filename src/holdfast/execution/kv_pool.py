@@ -108,6 +108,19 @@ class KVPool:
             if first < len(self._memory):
                 self._memory.madvise(mmap.MADV_DONTNEED, first, len(self._memory) - first)
 
+    def page_view(self, page: int) -> memoryview:
+        """Its bytes; nothing may be computed meanwhile."""
+        size = self.layout.page_bytes
+        whole = memoryview(self.pages.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type]
+        return whole[page * size : (page + 1) * size]
+
+    def drop_page(self, page: int) -> None:
+        """What it holds is lost, and its memory given back as far as it is whole pages of the system."""
+        size, whole = self.layout.page_bytes, mmap.PAGESIZE
+        first, end = -(-page * size // whole) * whole, (page + 1) * size // whole * whole
+        if self._memory is not None and first < end:
+            self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+
     def move(self, copies: Sequence[BlockCopy]) -> None:
         move_pages(self.pages, copies)
 

@@ -44,18 +44,40 @@ FRAMEWORK_BYTES = 172 * MIB
 the interpreter's heap gains while it serves."""
 
 KV_STAGING_BYTES, KV_QUEUE_BYTES = 32 * MIB, 64 * MIB
-"""That pages from a store on disk come through, and that those wait in which are to be written there."""
-KV_STORE_BYTES = KV_STAGING_BYTES + KV_QUEUE_BYTES + 16 * MIB
-"""With its threads."""
+"""That pages come through from the disk, and that those wait in which are to be written there."""
+KV_STAGING_PLACES, KV_ALIGNED = 64, 4096
+KV_WORK_BYTES = 16 * MIB
+"""Of its threads: what they write and check at once."""
 KV_STORE_USUAL_BYTES = 100 * GIB
 """On disk, at most, where no size was set."""
 KV_INDEX_BYTES = 260
 """For each page that the store may have: its record, its key and its place in a table."""
 
 
+def staging_stride(page_bytes: int) -> int:
+    """From one page in memory to the next: reads past the page cache go to multiples of it."""
+    return -(-page_bytes // KV_ALIGNED) * KV_ALIGNED
+
+
+def staging_places(page_bytes: int) -> int:
+    """Pages that come from the disk at once."""
+    return max(1, min(KV_STAGING_PLACES, KV_STAGING_BYTES // staging_stride(page_bytes)))
+
+
+def kv_store_terms(size_bytes: int, page_bytes: int, *, ways: int = 1) -> dict[str, int]:
+    """When a store of so many bytes on disk is full. `ways`: 2 where pages also leave through buffers, as they do from
+    a GPU."""
+    return {
+        "buffers": ways * staging_places(page_bytes) * staging_stride(page_bytes),
+        "queue": KV_QUEUE_BYTES,
+        "work": KV_WORK_BYTES,
+        "index": size_bytes // page_bytes * KV_INDEX_BYTES,
+    }
+
+
 def kv_store_bytes(size_bytes: int, page_bytes: int) -> int:
-    """Of RAM, when a store of so many bytes on disk is full."""
-    return KV_STORE_BYTES + size_bytes // page_bytes * KV_INDEX_BYTES
+    """Of RAM, on a CPU."""
+    return sum(kv_store_terms(size_bytes, page_bytes).values())
 
 
 LIBRARIES_BYTES = 192 * MIB
@@ -322,6 +344,11 @@ def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:
         head_dim=spec.head_dim,
         element_bytes=KV_ELEMENT_BYTES[kv_dtype],
     )
+
+
+MAIL_BYTES = 1 << 20
+"""Of the memory that ranks share, for plans on their way to them; longer ones go in pieces."""
+SLOT_PAGE_BYTES = 4096
 
 
 def sums_apart(spec: ModelSpec) -> bool:

@@ -157,6 +157,35 @@ def process_bytes(uuid: str, pid: int, nvml: Nvml | None = None) -> int | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    total_bytes: int
+    free_bytes: int
+    own_bytes: int | None
+    """Of the process that was asked for; None: the driver does not tell."""
+
+
+def device_use(uuid: str, pid: int, nvml: Nvml | None = None) -> DeviceUse | None:
+    """Of one GPU, now; None: the driver does not tell. A GPU without memory of its own is not told of either."""
+    try:
+        library = _library() if nvml is None else nvml
+        library.nvmlInit()
+    except Exception:
+        return None
+    try:
+        for index in range(library.nvmlDeviceGetCount()):
+            handle = library.nvmlDeviceGetHandleByIndex(index)
+            if library.nvmlDeviceGetUUID(handle) == uuid and (there := _memory(library, handle)) is not None:
+                own = [process.nbytes for process in _processes(library, handle) if process.pid == pid]
+                return DeviceUse(*there, own[0] if own else None)
+    except Exception:
+        return None
+    finally:
+        with contextlib.suppress(Exception):
+            library.nvmlShutdown()
+    return None
+
+
 def _library() -> Nvml:
     import pynvml
 

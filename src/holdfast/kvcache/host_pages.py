@@ -34,6 +34,8 @@ class HostPages:
         self._arriving: dict[int, Key | None] = {}
         """By page; None: nobody wants it any more."""
         self._awaited: set[Key] = set()
+        self._expected: dict[int, Key] = {}
+        """What pages hold that are to come: see `expect`."""
 
     def __len__(self) -> int:
         """Pages with content."""
@@ -42,6 +44,11 @@ class HostPages:
     @property
     def total(self) -> int:
         return len(self._key)
+
+    @property
+    def has_room(self) -> bool:
+        """`reserve` would find a page."""
+        return bool(self._free or self._line)
 
     def pages(self, group: int) -> Mapping[bytes, int]:
         """Hash -> page of one group, of content that is here."""
@@ -55,7 +62,19 @@ class HostPages:
         """To so many; there are never fewer."""
         new = range(self.total, pages)
         self._key += [None] * len(new)
-        self._free[:0] = reversed(new)
+        there = {page: key for page, key in self._expected.items() if page in new and not self.awaits(*key)}
+        self._free[:0] = (page for page in reversed(new) if page not in there)
+        for page, key in there.items():
+            self._key[page], self._index[key[0]][key[1]], self._line[page] = key, page, None
+
+    def entries(self) -> list[tuple[int, bytes, int]]:
+        """Group, chain hash and page of all content, those first that would go first."""
+        pages = (*self._line, *self._doubles, *(page for page in self._readers if page not in self._doubles))
+        return [(*key, page) for page in pages if (key := self._key[page]) is not None]
+
+    def expect(self, entries: Sequence[tuple[int, bytes, int]]) -> None:
+        """Pages that come with `grow` hold these already, from books before; those first that go first."""
+        self._expected = {page: (group, key) for group, key, page in entries}
 
     def reserve(self, group: int, key: bytes) -> int | None:
         """A page to be filled with this; None: all are being read or filled, or hold what the pool has too."""
@@ -125,8 +144,21 @@ class HostPages:
         elif page not in self._doubles:
             self._line[page] = None
 
+    def forget(self, group: int, key: bytes) -> None:
+        """Nobody may ask for it; a page that is read or filled is free when that is over."""
+        page = self._index[group].get(key)
+        if page is not None:
+            self._forget(page)
+            if page not in self._readers:
+                self._line.pop(page, None)
+                self._free.append(page)
+        elif (group, key) in self._awaited:
+            self._awaited.remove((group, key))
+            self._arriving = {page: None if one == (group, key) else one for page, one in self._arriving.items()}
+
     def clear(self) -> None:
         """Forgets all content; pages that are read or filled are free when that is over."""
+        self._expected.clear()
         for page, key in enumerate(self._key):
             if key is not None:
                 self._forget(page)

@@ -332,6 +332,19 @@ class KVCache:
             fetch, book.fetch = book.fetch, None
             self.tiers.drop(fetch)
 
+    def cached(self) -> list[tuple[int, bytes, int]]:
+        """Group, chain hash and page of all cached content of nobody, in the order in which it would go."""
+        blocks = (self._pool.blocks[page] for page in self._pool.idle)
+        return [(block.group, block.hash, block.id) for block in blocks if block.hash is not None]
+
+    def restore(self, group: int, key: bytes) -> int:
+        """A page for content that other books had: it counts as cached from now on, so it is to be filled at once."""
+        block = self._pool.allocate(group)
+        if self._index.insert(group, key, block.id):
+            block.hash = key
+        self._pool.release(block.id)
+        return block.id
+
     def emptied(self) -> KVCache:
         """New books of the same pages, which know nothing of what these hold, and go on counting."""
         limits, stored = (None, None) if self.tiers is None else (self.tiers.limits, self.tiers.stored)
@@ -348,15 +361,17 @@ class KVCache:
         """Whether both have the same tokens up to the end of this block, as far as blocks of theirs have been known."""
         return len(book.hashes) > entry < len(other.hashes) and book.hashes[entry] == other.hashes[entry]
 
-    def forget(self, book: SequenceBlocks, first: int) -> None:
+    def forget(self, book: SequenceBlocks, first: int, *, below: bool = False) -> None:
         """Its blocks from this entry on are no longer cached, whoever's pages hold them; nor will they be, from this
-        book, before it starts anew."""
+        book, before it starts anew. `below`: nor in RAM or on disk."""
         for key in book.hashes[first:]:
             for group in range(len(self.layout.groups)):
                 page = self._index.pages(group).get(key)
                 if page is not None:
                     self._forget_evicted(self._pool.blocks[page])
                     self._pool.forget(self._pool.blocks[page])
+        if below and self.tiers is not None:
+            self.tiers.forget(book.hashes[first:])
         book.stale = book.entries > 0
 
     def reset_prefix_cache(self) -> None:

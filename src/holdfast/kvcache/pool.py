@@ -88,6 +88,11 @@ class BlockPool:
         return self._idle
 
     @property
+    def idle(self) -> Iterable[int]:
+        """Pages of nobody with cached content, those first that would be evicted first."""
+        return (*self._saved, *self._idle)
+
+    @property
     def spare(self) -> int:
         """Pages that can be handed out and nothing is lost that a copy could save."""
         return len(self._free) + len(self._saved)

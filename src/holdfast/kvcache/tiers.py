@@ -41,6 +41,9 @@ class StoredPages(Protocol):
     def takes(self) -> bool:
         """Whether a page would be written now, as far as is known: the disk is well, and the day's budget not spent."""
 
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Of these that are there, or wait to be written, nobody finds any again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierLimits:
@@ -54,8 +57,12 @@ class TierLimits:
     """Of these, from disk: of one that nobody waits for any more the page is not free before it has come."""
     most_storing: int = 64
     """Pages on their way to RAM and to disk at once: they can be given to nobody meanwhile."""
+    storing_share: float = 1.0
+    """Of the pool as it is now: no more than so much of it is stored at once."""
     spare_pages: int = 256
     """Of the pool, that are to be free, or saved in RAM: while there are fewer, pages are saved."""
+    spare_share: float = 1.0
+    """Of the pool as it is now: no more than so much of it is to be spare."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,8 +121,11 @@ class LowerTiers:
         self.limits, self.stored = limits, stored
         self._pool, self._index = pool, index
         self.host = HostPages(groups, limits.host_pages, self._left_host)
-        self.next_copy = 1
+        self.next_copy, self.spare_wanted = 1, 0
+        """`spare_wanted`: pages of the pool that are to be free, or saved in RAM, for a while: it shall shrink."""
         self.loaded_pages = {Tier.HOST: 0, Tier.DISK: 0}
+        self.lost_pages = {Tier.HOST: 0, Tier.DISK: 0}
+        """That were to be loaded, and did not come."""
         self.stored_pages = {Tier.HOST: 0, Tier.DISK: 0}
         self.failed_copies = self.dropped_writes = 0
         """`dropped_writes`: pages that were to be written to disk when too many waited for it, or it took none."""
@@ -129,6 +139,8 @@ class LowerTiers:
         """Loads, by where they come from."""
         self._stores = 0
         self._to_write: OrderedDict[Key, None] = OrderedDict()
+        self._unwanted: set[bytes] = set()
+        """Keys of pages on their way to disk that were forgotten since."""
 
     # --- answers ---
 
@@ -141,6 +153,21 @@ class LowerTiers:
     def pending(self) -> bool:
         """With what shall be written to disk."""
         return self.copying or bool(self._to_write)
+
+    @property
+    def spared(self) -> bool:
+        """As many pages are free or saved as are wanted for a while, or no more can be."""
+        if self._pool.spare >= self.spare_wanted:
+            return True
+        return not self._stores and not (self.host.has_room and any(True for _ in self._pool.unsaved))
+
+    @property
+    def most_storing(self) -> int:
+        return min(self.limits.most_storing, max(1, int(self._pool.total * self.limits.storing_share)))
+
+    @property
+    def spare_pages(self) -> int:
+        return min(self.limits.spare_pages, int(self._pool.total * self.limits.spare_share))
 
     @property
     def pages_coming(self) -> int:
@@ -291,9 +318,10 @@ class LowerTiers:
 
     def _saves(self, running: Iterable[Sequence[int]], applied_step: int, budget: int) -> Iterator[BlockCopy]:
         """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first."""
-        if not self.host.total or self._pool.spare >= self.limits.spare_pages:
+        spare = max(self.spare_pages, self.spare_wanted)
+        if not self.host.total or self._pool.spare >= spare:
             return
-        low = self._pool.available < self.limits.spare_pages
+        low = self._pool.available < spare
         # In the order of their numbers: pages beside each other go in one piece, to places beside each other.
         for pages in (sorted(islice(self._pool.unsaved, budget)), *(islice(running, SAVED_AHEAD) if low else ())):
             for page in pages:
@@ -348,9 +376,9 @@ class LowerTiers:
                 self._copies[load.copy.copy_id] = load
                 self._in_flight[tier] += 1
                 copies.append(load.copy)
-        if stores and (budget := self.limits.most_storing - self._stores) > 0:
+        if stores and (budget := self.most_storing - self._stores) > 0:
             copies += self._writes(applied_step, budget)
-            copies += self._saves(running, applied_step, self.limits.most_storing - self._stores)
+            copies += self._saves(running, applied_step, self.most_storing - self._stores)
         return copies
 
     def end(self, copy_id: int, arrived: bool) -> bool:
@@ -363,17 +391,47 @@ class LowerTiers:
             tier = Tier(copy.source_tier)
             self._in_flight[tier] -= 1
             self.loaded_pages[tier] += arrived
+            self.lost_pages[tier] += not arrived
             self._end_load(ended, arrived=arrived, intact=arrived)
             return True
         self._stores -= 1
         tier = Tier(copy.target_tier)
         self.stored_pages[tier] += arrived
+        if tier is Tier.DISK and copy.key in self._unwanted:
+            self._unwanted.remove(copy.key)
+            self._forget_stored([copy.key])
         if tier is Tier.HOST and not arrived:
             self.host.lost(copy.target)
         elif tier is Tier.HOST and (key := self.host.arrived(copy.target)) is not None:
             self._came_to_host(key)
         self._pool.end_transfer(copy.source)
         return True
+
+    def give_up(self, copies: Iterable[int]) -> None:
+        """Loads that will never be over. They have not failed: nobody waited for them."""
+        for copy_id in copies:
+            load = self._copies.get(copy_id)
+            if isinstance(load, _Load):
+                del self._copies[copy_id]
+                self._in_flight[Tier(load.copy.source_tier)] -= 1
+                self._end_load(load, arrived=False)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Of all groups, wherever it lies or is on its way to; the pool has forgotten it already."""
+        for group, loading in enumerate(self._loading):
+            for key in keys:
+                self.host.forget(group, key)
+                self._to_write.pop((group, key), None)
+                if (load := loading.pop(key, None)) is not None:
+                    load.forgotten = True
+        names = [stored_key(group, key) for group in range(len(self._loading)) for key in keys]
+        self._forget_stored(names)
+        going = {one.copy.key for one in self._copies.values() if one.copy.target_tier == Tier.DISK}
+        self._unwanted |= going.intersection(names)
+
+    def _forget_stored(self, names: Sequence[bytes]) -> None:
+        if self.stored is not None:
+            self.stored.forget(names)
 
     def reset(self) -> None:
         """Forgets what lies in RAM, and what is on its way; the store on disk keeps what it has."""
@@ -389,6 +447,7 @@ class LowerTiers:
         self.next_copy = before.next_copy
         self.host.grow(before.host.total)
         self.loaded_pages, self.stored_pages = before.loaded_pages, before.stored_pages
+        self.lost_pages = before.lost_pages
         self.failed_copies, self.dropped_writes = before.failed_copies, before.dropped_writes
 
     def check(self) -> None:

@@ -88,7 +88,13 @@ FAMILIES: Mapping[str, Names] = {
     "phi": Names(("PhiForCausalLM",), ("phi2",)),
     "phi3": Names(("Phi3ForCausalLM",), ("phi3",)),
     "qwen": Names(
-        ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration", "SeedOssForCausalLM"),
+        (
+            "Qwen2ForCausalLM",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3ForCausalLM",
+            "Qwen3VLForConditionalGeneration",
+            "SeedOssForCausalLM",
+        ),
         ("qwen2", "qwen3", "seed_oss"),
     ),
     "qwen3_next": Names(

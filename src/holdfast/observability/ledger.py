@@ -19,8 +19,9 @@ from holdfast.records import (
     LowerTier,
     MemoryReport,
     MemoryTerm,
+    RankMemory,
 )
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 VERSION = 1
 """Of the JSON. Names are added under the same version; one that changes its meaning or goes makes a new one."""
@@ -88,6 +89,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Of KV pages below the pool, by tier."""
     kv_store: KVStoreUse | None = None
     """On disk; its folder is not told."""
+    ranks: list[RankMemory] = []
+    """Of each, where several compute the model together."""
 
 
 def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[ProcessMemory]) -> Ledger | None:
@@ -124,13 +127,16 @@ def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[Proces
     return _ledger(info, stats, processes, terms, resident)
 
 
-def asleep_ledger(info: EngineInfo, processes: Sequence[ProcessMemory]) -> Ledger | None:
-    """Of an engine that sleeps: `processes` are those that are left, and hold nothing of its terms but the front."""
+def asleep_ledger(info: EngineInfo, processes: Sequence[ProcessMemory], kept_bytes: int = 0) -> Ledger | None:
+    """Of an engine that sleeps: `processes` are those that are left, and hold nothing of its terms but the front, and
+    KV pages that are kept in RAM: of the pool where that is there too, else of the tier below it."""
     report = info.memory
     if report is None:
         return None
     held = sum(process.resident_bytes for process in processes) if report.tier == "ram" else 0
-    terms = [msgspec.structs.replace(term, measured_bytes=held if term.term == "front" else 0) for term in report.terms]
+    named = {"front": held, "kv_pool": kept_bytes if report.tier == "ram" else 0}
+    held += named["kv_pool"]
+    terms = [msgspec.structs.replace(term, measured_bytes=named.get(term.term, 0)) for term in report.terms]
     return _ledger(info, EngineStats(), list(processes), terms, held, asleep=True)
 
 
@@ -166,10 +172,11 @@ def _ledger(
         ),
         loading=LoadingMemory(planned_bytes=report.loading_bytes, peak_bytes=report.loading_peak_bytes),
         decisions=info.decisions,
-        links=[] if stats.link is None else [stats.link],
+        links=stats.links,
         experts=stats.experts,
         kv_tiers=stats.kv_tiers,
         kv_store=None if stats.kv_store is None else msgspec.structs.replace(stats.kv_store, folder=""),
+        ranks=[] if asleep else report.ranks,
     )
 
 
@@ -244,17 +251,24 @@ def summary_lines(ledger: Ledger) -> list[str]:
 
 
 def use_lines(ledger: Ledger) -> list[str]:
-    """For people: how links and experts over VRAM and RAM were used so far."""
+    """For people: what each of several ranks has, and how links and experts over VRAM and RAM were used so far."""
     experts = [] if ledger.experts is None else [_experts_line(ledger.experts)]
-    return [*map(_link_line, ledger.links), *experts]
+    return [*map(_rank_line, ledger.ranks), *map(_link_line, ledger.links), *experts]
+
+
+def _rank_line(rank: RankMemory) -> str:
+    return (
+        f"rank {rank.rank} (pid {rank.pid}): {format_bytes(rank.weights_bytes)} of weights,"
+        f" {format_bytes(rank.kv_pool_bytes)} of the KV pool, {counted(rank.heads, 'head')} over"
+        f" {counted(rank.kv_heads, 'KV head')}, {counted(rank.threads, 'thread')}"
+    )
 
 
 def _link_line(link: LinkUse) -> str:
     rate, share = link.copied_bytes / max(link.busy_s, 1e-9), link.stalled_s / max(link.over_s, 1e-9)
-    return (
-        f"link {link.link}: {format_bytes(link.copied_bytes)} copied at {rate / 1e9:.1f} GB/s of"
-        f" {link.possible_bytes_per_s / 1e9:.1f}; the GPU waited for it {share:.0%} of the time"
-    )
+    possible = f" of {link.possible_bytes_per_s / 1e9:.1f}" if link.possible_bytes_per_s else ""
+    waited = f"; the GPU waited for it {share:.0%} of the time" if link.stalled_s else ""
+    return f"link {link.link}: {format_bytes(link.copied_bytes)} copied at {rate / 1e9:.1f} GB/s{possible}{waited}"
 
 
 def _experts_line(use: ExpertUse) -> str:

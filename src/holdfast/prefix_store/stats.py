@@ -11,9 +11,10 @@ from typing import Literal
 
 DropReason = Literal[
     "already there", "queue full", "write budget", "no room", "store failing", "store busy", "read only",
-    "source failed", "slot lost", "closing",
+    "source failed", "slot lost", "closing", "forgotten",
 ]  # fmt: skip
-"""Why a page was not written. "slot lost": it took so long that another process took its place."""
+"""Why a page was not written. "slot lost": it took so long that another process took its place. "forgotten": what it
+holds turned out to be wrong while it waited."""
 MissReason = Literal["absent", "evicted", "checksum", "truncated", "I/O error", "cancelled", "closing"]
 """Why a page was not read."""
 

@@ -60,6 +60,7 @@ class PrefixStore:
             self._writer = PageWriter(
                 folder, slab, Room(folder, slab, calls, self._stamp), calls, self._counts, self._write_rate, health,
                 size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes,
+                suspect=self._suspect,
             )  # fmt: skip
         self._keeper = threading.Thread(target=self._keep_house, name="kv-store", daemon=True)
         self._keeper.start()
@@ -147,6 +148,18 @@ class PrefixStore:
                 slot = slots.get(padded(key))
                 if slot is not None:
                     self._used[slot] = now_us - number
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Of these that are there, or wait to be written, nobody finds any again, in any process."""
+        if self._slab is None:
+            return
+        names, index = [padded(key) for key in keys], self._slab.index
+        if self._writer is not None:
+            self._writer.forget(names)
+        for key in names:
+            slot = index.slots.get(key)
+            if slot is not None:
+                self._suspect(key, slot, int(index.records[slot]["generation"]))
 
     def stats(self) -> StoreStats:
         dropped, missed = self._counts.reasons()

@@ -51,9 +51,11 @@ class _Write:
 
 
 class PageWriter:
+    """`suspect`: is told of a page that was written and is not wanted, by key, slot and generation."""
+
     def __init__(
         self, folder: StoreFolder, slab: Slab, room: Room, calls: Calls, counts: Counts, rate: Rate, health: DiskHealth,
-        *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int,
+        *, size_bytes: int, daily_write_bytes: int | None, queue_bytes: int, suspect: Callable[[bytes, int, int], None],
     ) -> None:  # fmt: skip
         self._folder, self._slab, self._room, self._calls = folder, slab, room, calls
         self._counts, self._rate, self._health = counts, rate, health
@@ -61,6 +63,9 @@ class PageWriter:
         self._most = min(PIECES_AT_ONCE, max(1, min(BATCH_BYTES, size_bytes // BATCH_PART) // slab.slot_bytes))
         self._queue: deque[_Write] = deque()
         self._pending: set[bytes] = set()
+        self._unwanted: set[bytes] = set()
+        """Of these, that were forgotten since."""
+        self._suspect = suspect
         self._changed = threading.Condition()
         self._closing, self._stopping = False, False
         self._counted = 0
@@ -95,6 +100,11 @@ class PageWriter:
             self._pending.discard(key)
         self._counts.drop("closing")
         return False
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Those that wait are not written; of one that is just being written nobody reads."""
+        with self._changed:
+            self._unwanted |= self._pending.intersection(keys)
 
     def takes(self) -> bool:
         """Whether there is any sense in writing: not whether the queue has a place."""
@@ -135,10 +145,16 @@ class PageWriter:
 
     def _finish(self, batch: Sequence[_Write], written: Sequence[_Write]) -> None:
         with self._changed:
-            self._pending.difference_update(write.key for write in batch)
+            keys = {write.key for write in batch}
+            unwanted = self._unwanted & keys
+            self._unwanted -= keys
+            self._pending -= keys
             self._counted = 0
             self._changed.notify_all()
-        there = {id(write) for write in written}
+        for write in written:
+            if write.key in unwanted:
+                self._suspect(write.key, write.slot, write.generation)
+        there = {id(write) for write in written if write.key not in unwanted}
         for write in batch:
             if write.copy is not None:
                 self._copies.give_back(write.copy)
@@ -192,6 +208,8 @@ class PageWriter:
             for write in batch:
                 if write.key in slab.index.slots:
                     self._counts.drop("already there")
+                elif write.key in self._unwanted:
+                    self._counts.drop("forgotten")
                 elif self._over_budget(control, (len(wanted) + 1) * slab.slot_bytes):
                     self._counts.drop("write budget")
                 else:

@@ -17,7 +17,8 @@ class MemoryTerm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the link over which layers come to a GPU; all of it only grows."""
+    """Of one direction of the link between RAM and a GPU, over which weights and KV pages come, and KV pages go; all of
+    it only grows."""
 
     link: str = "ram-vram"
     copied_bytes: int = 0
@@ -28,7 +29,7 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     over_s: float = 0.0
     """The time in which all this was."""
     possible_bytes_per_s: float = 0.0
-    """As it was measured at the start, with nothing else to do."""
+    """As it was measured at the start, with nothing else to do; 0: it was not."""
 
 
 class ExpertUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +83,20 @@ class LowerTier(msgspec.Struct, frozen=True, kw_only=True):
     terms: list[MemoryTerm]
 
 
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of several ranks has of a model, and holds of it."""
+
+    rank: int
+    pid: int
+    threads: int
+    heads: int
+    kv_heads: int
+    planned_weights_bytes: int
+    weights_bytes: int
+    kv_pool_bytes: int
+    """Of its part of the pages."""
+
+
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of one tier, at the moment the engine became ready."""
 
@@ -103,6 +118,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     loading_peak_bytes: int
     """Measured: the most the process held until its weights were in place."""
     below: list[LowerTier] = []
+    ranks: list[RankMemory] = []
+    """Of each, where several compute the model together; terms are those of all."""
 
 
 class VramBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +157,30 @@ class ExpertsGrant(msgspec.Struct, frozen=True, kw_only=True):
     """With tables of places."""
     pinned_bytes: int
     """Of RAM."""
+
+
+class SleepingKV(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of an engine that sleeps, and which prefixes they hold: two files that some process holds open."""
+
+    identity: bytes
+    """Of all that they depend on besides their tokens."""
+    pages_path: str
+    index_path: str
+    held_bytes: int
+
+
+class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV pool has become smaller or larger by itself, within the same budget."""
+
+    blocks: int
+    """Pages, the null page included."""
+    kv_bytes: int
+    """Memory behind them."""
+    reason: str
+    lowered: bool
+    """It has less than it would have had."""
+    budget_bytes: int | None = None
+    """Where that has grown with it."""
 
 
 class VramGrant(msgspec.Struct, frozen=True, kw_only=True):

@@ -131,8 +131,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """How often a prefix was computed that could have been fetched, because that was sooner."""
     device_bytes: int = 0
     """What the engine process holds on its GPU, as the driver counts it; 0: it has none."""
-    link: LinkUse | None = None
-    """None: all layers stay where they are computed."""
+    links: list[LinkUse] = []
+    """Each direction over which weights come to a GPU, or KV pages move; none: all stay where they are."""
     experts: ExpertUse | None = None
     """None: all experts stay where they are computed, or whole layers come."""
     running_adapters: list[str] = []
@@ -192,6 +192,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model's own ends."""
     labels: list[str] = []
     """Of a model that classifies: it generates nothing and embeds nothing."""
+    scores: bool = False
+    """Whether embeddings may be compared as scores: the model was trained to embed, or is served for it."""
     label_activation: str = ""
     """What makes chances of its scores: sigmoid, softmax, identity."""
     max_concurrency: float = 0.0

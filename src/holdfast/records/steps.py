@@ -123,6 +123,9 @@ class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     """Of that row."""
     failure: Failure
+    earlier_too: bool = False
+    """What it came from may be in pages that were filled before, by this row's sequence or by others with the same
+    beginning: nothing of it is to be read again."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,20 +8,26 @@ may, and the sequence tries once more, and then computes. So nobody waits for ev
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from holdfast.kvcache import FoundBelow, KVCache, Prefix, Tier
+from holdfast.scheduler.limits import SchedulerLimits
+from holdfast.scheduler.prefill_cost import PrefillCost, PromptWork, pairs
 from holdfast.scheduler.sequence import Sequence
 
 MOST_FETCHES = 2
 """Of one sequence, each time that it is in line."""
 KEPT = 0.8
 """Of what was measured before, with every new measurement."""
-DOUBTED = 0.99
-"""Of the seconds that something was seen to take, each time that it was not done because of them. A tier that is slow
-for ever is tried so rarely that it costs less than 5%."""
+TRIED = 0.04
+"""Of the seconds that computing took because a tier was slower: so many may be lost by trying it once more. A tier
+that is slow for ever costs no more than that."""
 SEEN = 0.75
 """Of the time that pages seem to take, for which somebody must have seen that they were on their way."""
 PREFILL_TOKENS = 64
 """Of a step, from which on it shows how fast prompts are computed."""
+LOST_S = 1.0
+"""From which on pages that did not come at all show that their tier is slow."""
 
 
 class SeenRate:
@@ -29,6 +35,8 @@ class SeenRate:
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
+        self.credit_s = 0.0
+        """That may be lost by seeing once more how fast it is."""
 
     @property
     def per_s(self) -> float | None:
@@ -44,19 +52,13 @@ class SeenRate:
         if self.per_s is not None and seconds > 0 and amount / seconds > self.per_s:
             self.note(amount, seconds)
 
-    def doubt(self) -> None:
-        """Nothing was done because of it, and so it will not be measured again: each time it counts as a bit faster,
-        until it is tried once more."""
-        self._seconds *= DOUBTED
-
 
 class Fetching:
-    def __init__(self, kv: KVCache) -> None:
-        self._kv = kv
+    def __init__(self, kv: KVCache, limits: SchedulerLimits) -> None:
+        self._kv, self._limits = kv, limits
         self.sequences: list[Sequence] = []
         """In the order in which they began to wait."""
-        self.prefill = SeenRate()
-        """Tokens of prompts a second."""
+        self.prefill = PrefillCost()
         self.loads = {Tier.HOST: SeenRate(), Tier.DISK: SeenRate()}
         """Bytes a second."""
         self._since_s: dict[Tier, float] = {}
@@ -64,7 +66,9 @@ class Fetching:
         self._looked_s: dict[Tier, float] = {}
         """When somebody looked last, and nothing had come since then."""
         self._counted = {Tier.HOST: 0, Tier.DISK: 0} if kv.tiers is None else dict(kv.tiers.loaded_pages)
-        self._applied_s = 0.0
+        self._lost = {Tier.HOST: 0, Tier.DISK: 0} if kv.tiers is None else dict(kv.tiers.lost_pages)
+        self._applied_s = self._step_s = 0.0
+        """`_step_s`: how long steps without prompts take of late."""
         self.computed_instead_total = 0
         """How often a prefix was computed that could have been fetched, because that was sooner."""
 
@@ -78,32 +82,45 @@ class Fetching:
         """Those of them who need not wait for pages."""
         return [one for one in waiting if not self.awaits(one)] if self.sequences else waiting
 
-    def choose(self, sequence: Sequence, prefix: Prefix, ahead_tokens: int) -> FoundBelow | None:
-        """What it had best wait for; None: nothing. `prefix`: what the pool has. `ahead_tokens`: of prompts that are
-        computed before anything of this one."""
+    def choose(self, sequence: Sequence, prefix: Prefix, running: Iterable[Sequence]) -> FoundBelow | None:
+        """What it had best wait for; None: nothing. `prefix`: what the pool has. `running`: whose prompts are computed
+        before anything of this one, and whose steps it waits for until it sees that pages have come."""
         kv, size = self._kv, self._kv.layout.block_tokens
         if kv.tiers is None or sequence.fetches >= MOST_FETCHES or sequence.book.fetch is not None:
             return None
         if (len(sequence.cacheable) - 1) // size * size <= prefix.tokens:
             return None
-        best, most_saved_s = None, 0.0
+        best, most_saved_s, others = None, 0.0, list(running)
         for disk in (False, True) if kv.tiers.stored is not None else (False,):
             found = kv.find_below(sequence.book, sequence.cacheable, disk=disk)
             if found is None or (gained := found.blocks * size - prefix.tokens) <= 0:
                 continue
-            saved_s = self._saved_s(found, gained, ahead_tokens)
-            if saved_s is None:  # Not known yet: it is tried.
+            computed_s, seconds = self._computed_s(sequence, found, gained, others), self._fetched_s(found, others)
+            if computed_s is None or seconds is None:  # Not known yet: it is tried.
                 best = found
-            elif saved_s > most_saved_s:
-                best, most_saved_s = found, saved_s
-            elif best is None:
-                self.computed_instead_total += 1
-                for tier in found.missing:
-                    self.loads[tier].doubt()
+            elif computed_s - seconds > most_saved_s:
+                best, most_saved_s = found, computed_s - seconds
+            elif best is None and self._try_again(sequence, found, seconds - computed_s, computed_s):
+                best = found
         return best
 
-    def _saved_s(self, found: FoundBelow, gained_tokens: int, ahead_tokens: int) -> float | None:
-        """Against computing so many tokens behind those ahead; None: a rate is not known."""
+    def _try_again(self, sequence: Sequence, found: FoundBelow, lost_s: float, computed_s: float) -> bool:
+        """Nothing that is not done is measured: now and then what seems slower is done all the same. Else it is
+        computed, which counts once for each time that it is in line."""
+        slow = [self.loads[tier] for tier in found.missing]
+        if slow and all(rate.credit_s >= lost_s for rate in slow):
+            for rate in slow:
+                rate.credit_s -= lost_s
+            return True
+        if not sequence.computes:
+            sequence.computes = True
+            self.computed_instead_total += 1
+            for rate in slow:
+                rate.credit_s += TRIED * computed_s
+        return False
+
+    def _fetched_s(self, found: FoundBelow, running: list[Sequence]) -> float | None:
+        """Until it may start; None: a rate is not known."""
         assert self._kv.tiers is not None
         seconds = 0.0
         for tier, pages in found.missing.items():
@@ -112,8 +129,23 @@ class Fetching:
                 return None
             queued = self._kv.tiers.loading(tier)
             seconds = max(seconds, (pages + queued) * self._kv.layout.page_bytes / rate)
-        computed = self.prefill.per_s
-        return None if computed is None else (gained_tokens + ahead_tokens) / computed - seconds
+        # Beside others it is seen when a step is over that pages have come.
+        return seconds + (self._step_s * self._limits.max_steps_in_flight if running else 0.0)
+
+    def _computed_s(self, sequence: Sequence, found: FoundBelow, gained: int, running: list[Sequence]) -> float | None:
+        """What it takes to compute it, behind prompts that are; None: nothing was seen yet."""
+        end = found.blocks * self._kv.layout.block_tokens
+        work = self._spared(end - gained, end, len(sequence.tokens))
+        for other in running:
+            if other.pending > 1:
+                work += self._spared(other.scheduled, other.scheduled + other.pending, other.scheduled + other.pending)
+        return self.prefill.seconds(work)
+
+    def _spared(self, start: int, end: int, whole: int) -> PromptWork:
+        """If positions from `start` to `end` of so many need not be computed: steps too, where that makes fewer."""
+        size = self._limits.max_num_batched_tokens
+        steps = -(-(whole - start) // size) - -(-(whole - end) // size)
+        return PromptWork(steps, end - start, pairs(self._kv.layout, start, end))
 
     # --- changes ---
 
@@ -154,17 +186,30 @@ class Fetching:
                 if self._kv.tiers.in_flight(tier):
                     self._since_s.setdefault(tier, now_s)
 
-    def note_applied(self, step_tokens: int, planned_s: float, now_s: float) -> None:
-        """A step is over; planned ahead of another, it began when that was over."""
+    def note_applied(self, rows: Iterable[tuple[int, int]], planned_s: float, now_s: float) -> None:
+        """A step with these rows (their first position, and how many) is over; planned ahead of another, it began when
+        that was over."""
         tiers = self._kv.tiers
         if tiers is None:
             return
-        if step_tokens >= PREFILL_TOKENS:
-            self.prefill.note(step_tokens, now_s - max(planned_s, self._applied_s))
+        took_s, rows = now_s - max(planned_s, self._applied_s), list(rows)
+        tokens = sum(count for _, count in rows)
+        if 0 < tokens < PREFILL_TOKENS:
+            self._step_s = took_s if not self._step_s else KEPT * self._step_s + (1 - KEPT) * took_s
+        if tokens >= PREFILL_TOKENS:
+            seen = sum(pairs(self._kv.layout, start, start + count) for start, count in rows)
+            self.prefill.note(PromptWork(1, tokens, seen), took_s)
         self._applied_s = now_s
         for tier, rate in self.loads.items():
-            come = tiers.loaded_pages[tier] - self._counted[tier]
+            come, lost = tiers.loaded_pages[tier] - self._counted[tier], tiers.lost_pages[tier] - self._lost[tier]
+            self._lost[tier] += lost
             if tier not in self._since_s:
+                continue
+            if not come and not tiers.in_flight(tier):
+                since_s = self._since_s.pop(tier)
+                self._looked_s.pop(tier, None)
+                if lost and now_s - since_s >= LOST_S:  # As if one page had come: it may come in time one day.
+                    rate.note(self._kv.layout.page_bytes, now_s - since_s)
                 continue
             if not come:
                 self._looked_s[tier] = now_s

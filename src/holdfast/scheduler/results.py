@@ -58,7 +58,8 @@ class Results(SchedulerState):
         self.kv.applied_step = result.step_id
         if self.kv.end_copies(result.finished_copies, result.failed_copies, result.host_pages):
             self._worth_admitting = True
-        self._fetching.note_applied(step.token_count, step.planned_s, now_s)
+        rows = ((planned.row.start, planned.row.count) for planned in step.rows)
+        self._fetching.note_applied(rows, step.planned_s, now_s)
 
     def _note_adapter(self, arrival: AdapterArrival, now_s: float) -> list[EngineOutput]:
         """Those who wait for it may start; where it could not be had, they are ended, and nobody else."""
@@ -79,7 +80,9 @@ class Results(SchedulerState):
 
     def _fail(self, step: StepInFlight, failed: StepFailure, now_s: float) -> list[EngineOutput]:
         """Ends the one request. Whoever has the same beginning may have found the pages it did not fill in the prefix
-        cache, in this step or in one planned since: these start anew, and nothing of the rest is cached."""
+        cache, in this step or in one planned since: these start anew, and nothing of the rest is cached. Where pages
+        filled before may be the cause, none of its prefix is found again, in any tier; who reads them already will see
+        for themselves."""
         row = next(planned for planned in step.rows if planned.row.slot == failed.slot)
         ended, first = row.sequence, row.row.start // self.kv.layout.block_tokens
         in_flight = (step, *self._in_flight)
@@ -92,6 +95,8 @@ class Results(SchedulerState):
                     one.void.add(other)
                 if other.status is Status.RUNNING:
                     self._send_back(other)
+        if failed.earlier_too:
+            self.kv.forget(ended.book, 0, below=True)
         if ended.status is Status.FINISHED:
             return []
         self._leave(ended)

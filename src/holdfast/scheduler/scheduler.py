@@ -23,16 +23,16 @@ A row reads no position before `first_needed` of its own first position, group b
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from holdfast.errors import RequestError
 from holdfast.kvcache import FoundBelow, Prefix
 from holdfast.records import EngineOutput, Request
 from holdfast.records.steps import StepPlan, TableWrite
 from holdfast.scheduler.outputs import make_output, refused, validate
-from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.results import Results
 from holdfast.scheduler.sequence import Sequence, Status
+from holdfast.scheduler.state import enter, leave
 from holdfast.scheduler.stats import blocks_wanted, may_fetch, set_aside
 from holdfast.scheduler.step_builder import Draft, PlannedRow, StepInFlight, moving_plan
 
@@ -204,7 +204,7 @@ class Scheduler(Results):
                 self._worth_admitting = sequence is not None
                 return
             prefix = self.kv.find_prefix(sequence.book, sequence.cacheable)
-            found = self._fetching.choose(sequence, prefix, self._ahead_tokens)
+            found = self._fetching.choose(sequence, prefix, self._running)
             if found is not None and self._may_fetch(sequence, found):
                 self._fetching.begin(sequence, found, prefix)
             elif (found is not None and self._busy) or not self._has_room(sequence, prefix, draft.budget):
@@ -246,13 +246,6 @@ class Scheduler(Results):
     def _has_page(self, prefix: Prefix) -> bool:
         """Whether a token could be written behind this prefix."""
         return self.kv.blocks_available - prefix.idle >= len(self.kv.layout.groups)
-
-    @property
-    def _ahead_tokens(self) -> int:
-        """Of prompts of who runs."""
-        if self.kv.tiers is None:
-            return 0
-        return sum(one.pending for one in self._running if one.pending > 1)
 
     @property
     def _pages_coming(self) -> bool:
@@ -349,6 +342,13 @@ class Scheduler(Results):
         self._steps_total += 1
         self._in_flight.append(StepInFlight(self._steps_total, []))
         return moving_plan(self._steps_total, moved, self._running)
+
+    def give_up_copies(self, copies: Iterable[int]) -> None:
+        """These will never be over: their pages are free, and who waits for them waits anew, or computes."""
+        if self.kv.tiers is not None:
+            self._fetching.drop_all()
+            self.kv.tiers.give_up(copies)
+            self._worth_admitting = True
 
     def wait_for_copies(self) -> StepPlan | None:
         """A step without rows and without new copies, for as long as pages are on their way; None: none is. Who waits

@@ -62,6 +62,8 @@ class Sequence:
     """How many there are in all: one less than the prompt has tokens, or none."""
     fetches: int = 0
     """How often it has waited for pages from RAM or disk since it entered the line."""
+    computes: bool = False
+    """What could have been fetched for it since then is computed: that is sooner."""
     cached_tokens: int = 0
     """FoundBelow in the prefix cache when it was first admitted."""
     scheduled_s: float | None = None

@@ -4,6 +4,7 @@ nothing, and knows no results."""
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import deque
 
 from holdfast.kvcache import KVCache
@@ -12,7 +13,6 @@ from holdfast.scheduler.audit import check_in_flight, check_lines
 from holdfast.scheduler.fetching import Fetching
 from holdfast.scheduler.limits import SchedulerLimits
 from holdfast.scheduler.lora import LoraScheduler
-from holdfast.scheduler.queue import enter, leave
 from holdfast.scheduler.sequence import Sequence, Status
 from holdfast.scheduler.stats import figures
 from holdfast.scheduler.step_builder import StepInFlight
@@ -27,7 +27,7 @@ class SchedulerState:
         self._waiting: list[Sequence] = []
         self._free_slots = list(range(limits.max_num_seqs))
         self._adapters = LoraScheduler(limits.max_loras)
-        self._fetching = Fetching(kv)
+        self._fetching = Fetching(kv, limits)
         self._in_flight: deque[StepInFlight] = deque()
         self._added_total = 0
         self._steps_total = self._step_tokens = self._preemptions_total = 0
@@ -88,6 +88,7 @@ class SchedulerState:
         self._stop_running(sequence)
         sequence.status = Status.PREEMPTED
         sequence.computed = sequence.in_flight = sequence.fetches = 0
+        sequence.computes = False
         enter(self._waiting, sequence)
         self._preemptions_total += 1
 
@@ -98,3 +99,18 @@ class SchedulerState:
         fetching = self._fetching.sequences
         check_lines(sequences, self._running, self._waiting, self._free_slots, self.limits.max_num_seqs, fetching)
         check_in_flight(sequences, ((entry.sequence, entry.row) for step in self._in_flight for entry in step.rows))
+
+
+def _order(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.order
+
+
+def enter(line: list[Sequence], sequence: Sequence) -> None:
+    """A line is sorted by `order`, and no two orders are equal: everybody has exactly one place."""
+    insort(line, sequence, key=_order)
+
+
+def leave(line: list[Sequence], sequence: Sequence) -> None:
+    place = bisect_left(line, sequence.order, key=_order)
+    assert line[place : place + 1] == [sequence], f"{sequence.request.request_id} is not in the queue"
+    del line[place]

@@ -73,10 +73,6 @@ class StepInFlight:
     void: set[Sequence] = field(default_factory=set)
     """Whose rows count for nothing: they may have read what a failed row did not write."""
 
-    @property
-    def token_count(self) -> int:
-        return sum(planned.row.count for planned in self.rows)
-
     def check(self, result: StepResult) -> None:
         """Whether it is a result of this plan. A row that failed has told nothing."""
         failed = {failure.slot for failure in result.failures}

@@ -72,6 +72,8 @@ class ServerSettings:
     """Tokens of the model."""
     tokens_as_ids: bool = False
     """Whether tokens in log-probabilities are written as token_id:ID where a request does not say."""
+    joins_parts: bool = False
+    """Whether a chat template gets text parts of a message as one string, also where it takes parts."""
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, for what a request leaves out."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)

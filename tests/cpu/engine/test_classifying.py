@@ -108,8 +108,17 @@ def test_more_labels_than_the_head_has_rows_are_refused(tmp_path: Path) -> None:
         served(tmp_path)
 
 
-def test_scores_are_cosines_of_embeddings() -> None:
+def test_a_model_for_chats_scores_only_when_it_is_asked_to() -> None:
+    """As in vLLM. Its embeddings are there either way."""
     with LLM(max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes="16MiB") as llm:
+        with pytest.raises(UnsupportedOptionError, match="trained to generate text, not to score it") as refused:
+            llm.score("a cat", ["a kitten"], use_tqdm=False)
+        assert 'runner="pooling"' in str(refused.value.fix)
+        assert len(llm.embed("a cat", use_tqdm=False)) == 1
+
+
+def test_scores_are_cosines_of_embeddings() -> None:
+    with LLM(max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes="16MiB", runner="pooling") as llm:
         texts = ["a cat", "a kitten", "stock market"]
         vectors = numpy.array([one.outputs.embedding for one in llm.embed(texts, use_tqdm=False)])
         found = llm.score(texts[0], texts, use_tqdm=False)

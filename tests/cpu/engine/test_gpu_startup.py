@@ -15,7 +15,7 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.engine.process.budget import Serving, asked_vram, balanced, with_vram
 from holdfast.engine.startup import build, build_gpu
-from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, build_gpu_runner
+from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, _with_kv_tiers, build_gpu_runner
 from holdfast.engine.startup.engine_info import engine_info
 from holdfast.errors import DoesNotFitError
 from holdfast.execution.gpu.memory import accounting as gpu_memory
@@ -195,7 +195,7 @@ class Start:
 
     def serving(self, plan: Plan, report: MemoryReport) -> Serving:
         """As the front knows it."""
-        model: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=self.spec)
+        model: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=self.spec)
         info = engine_info(self.config, model.files, self.spec, plan, self.runner, report)
         return Serving(config=self.config, model=model, plan=self.plan, info=info, pid=1)
 
@@ -443,7 +443,7 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
         terms=terms, page_bytes=plan.engine.layout.page_bytes, below=[below], loading_bytes=0, loading_peak_bytes=0,
         held_bytes=0,
     )  # fmt: skip
-    model: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=spec)
+    model: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=spec)
     info = engine_info(config, model.files, spec, plan, runner, report)  # type: ignore[arg-type]
     now = Serving(config=config, model=model, plan=plan, info=info, pid=1)
     for streamed in (placed.layers[1:], (), tuple(range(16))):
@@ -495,7 +495,7 @@ def test_what_experts_have_made_of_a_budget_is_told_and_kept() -> None:
         terms=terms, page_bytes=plan.engine.layout.page_bytes, below=[below], loading_bytes=0, loading_peak_bytes=0,
         held_bytes=0,
     )  # fmt: skip
-    found: Any = SimpleNamespace(files=SimpleNamespace(name="fake"), spec=model.spec)
+    found: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=model.spec)
     info = engine_info(config, found.files, model.spec, plan, runner, report)  # type: ignore[arg-type]
     now = Serving(config=config, model=found, plan=plan, info=info, pid=1)
     resident = tuple(9 for _ in places.layers)
@@ -597,7 +597,7 @@ def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
     )
     went: list[Plan] = []
 
-    def fake_build(config: Any, model: Any, progress: Any, plan: Plan, beat: Any) -> str:
+    def fake_build(config: Any, model: Any, progress: Any, plan: Plan, beat: Any, tier_file: Any) -> str:
         went.append(plan)
         return "built"
 
@@ -607,3 +607,24 @@ def test_an_engine_that_plans_for_itself_goes_to_the_gpu_that_it_planned_for(
     assert found == "built"
     assert went[0].engine.gpu is not None
     assert went[0].engine.gpu.uuid == UUID
+
+
+def test_ram_of_kv_tiers_is_named_part_by_part(spec: ModelSpec) -> None:
+    """Beside what else waits in RAM, or alone."""
+    config = EngineConfig.from_arguments(
+        device="cuda", load_format="dummy", kv_ram="2GiB", kv_store="/kv", kv_store_size="10GiB"
+    )
+    plan = make_gpu_plan(spec, None, config, [FakeGpu().probed()])
+    plan = replace(plan, own=replace(plan.engine, kv_ram_bytes=2 * GIB))
+    waits = MemoryTerm(tier="ram", term="weights", planned_bytes=5)
+    below = LowerTier(tier="ram", total_bytes=GIB, free_bytes=GIB, limited_by="machine", terms=[waits])
+    names = ["kv_ram", "kv_store_buffers", "kv_store_queue", "kv_store_work", "kv_store_index"]
+    for given, before in (([], []), ([below], ["weights"])):
+        (tier,) = _with_kv_tiers(given, config, plan)
+        assert [term.term for term in tier.terms] == [*before, *names]
+        assert all(term.planned_bytes > 0 for term in tier.terms)
+    plain, plan = (
+        EngineConfig.from_arguments(device="cuda", load_format="dummy"),
+        replace(plan, own=replace(plan.engine, kv_ram_bytes=0)),
+    )
+    assert _with_kv_tiers([below], plain, plan) == [below]

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_copies import unpinned_memory
 
 from holdfast.execution.link.schedule import IDLE_BYTES, SHARE, LinkSchedule
 from holdfast.execution.streaming.copies import CudaCopies
+from holdfast.execution.tiers.gpu import GpuPageCopies, HostMemory
+from holdfast.kvcache import Tier
+from holdfast.records import BlockCopy, StepPlan
 
 RATE = 55e9
 LOOK_S = 0.0005
@@ -85,6 +89,23 @@ def test_beside_weights_that_never_end_the_others_have_their_share_and_no_more()
     assert 0.9 * SHARE < share < 1.1 * SHARE
 
 
+def test_weights_of_a_whole_step_that_are_asked_for_at_once_leave_others_their_share() -> None:
+    """Launching a step takes milliseconds: its weights are all in the queue before the first of them has come."""
+    link, half, halves = Link(), 111_000_000, 160
+    link.schedule.add("pages", 10**12)
+    late_s, asked = 0.0, 0
+    while link.now_s < 4.0:
+        if asked - link.arrived[True] <= halves * half // 4:
+            begin_s, behind = link.now_s, asked - link.arrived[True]
+            for number in range(1, halves + 1):
+                late_s = max(late_s, link.weights(half) - begin_s - (behind + number * half) / RATE)
+            asked += halves * half
+        link.pass_time(0.01)
+    share = link.arrived[False] / link.arrived[True]
+    assert 0.9 * SHARE < share < 1.1 * SHARE
+    assert late_s < 1.1 * SHARE * 1.25 * halves * half / RATE
+
+
 def test_nothing_is_earned_for_what_comes_later() -> None:
     link = Link()
     for _ in range(100):
@@ -115,9 +136,9 @@ def test_every_byte_goes_once_and_in_order(seed: int) -> None:
         if rng.random() < 0.3:
             schedule.due(rng.randint(0, 100))
         held = {item for item in sizes if rng.random() < 0.3}
-        later = rng.choice([0, 35, 45])
-        went = take(schedule.pieces(rng.choice([0, 50]), later, lambda item, held=held: item not in held))
-        assert went < 40 + 10 - min(later, 40)
+        due, later = rng.choice([0, 50]), rng.choice([0, 35, 45])
+        went = take(schedule.pieces(due, later, lambda item, held=held: item not in held))
+        assert went <= 40 if due else went < 40 + 10 - min(later, 40)
         if rng.random() < 0.1 and (left := [item for item in sizes if sent[item] < sizes[item]]):
             take(schedule.awaited(rng.choice(left)))
     while schedule:
@@ -178,7 +199,7 @@ def test_a_mark_of_what_waits_is_not_passed(copies: CudaCopies) -> None:
     target, done = torch.zeros(40, dtype=torch.uint8), copies.mark()
     copies.copy_later(numbers(40), target, copies.mark(), [done])
     assert not copies.passed(done)
-    while copies.waiting_bytes():
+    while copies.waiting_bytes:
         assert not copies.passed(done)
         over(*(arrived for arrived, _, _ in copies._on_way))
     assert done.recorded
@@ -198,10 +219,10 @@ def test_what_is_awaited_goes_at_once(copies: CudaCopies, how: str) -> None:
     getattr(copies, how)(marks[1])
     assert torch.equal(second, numbers(100))
     assert marks[1].recorded
-    assert copies.waiting_bytes() == 400
+    assert copies.waiting_bytes == 400
     assert not copies.passed(marks[0])
     copies.close()
-    assert copies.waiting_bytes() == 0
+    assert copies.waiting_bytes == 0
 
 
 def test_what_nobody_has_read_yet_is_not_written_and_others_go_before_it(copies: CudaCopies) -> None:
@@ -211,11 +232,11 @@ def test_what_nobody_has_read_yet_is_not_written_and_others_go_before_it(copies:
     copies.copy_later(numbers(8, 1), targets[0], read, [copies.mark()])
     copies.copy_later(numbers(8, 9), targets[1], copies.mark(), [copies.mark()])
     over(*(arrived for arrived, _, _ in copies._on_way))
-    copies.go_on()
+    copies._go_on()
     assert [int(target[0]) for target in targets] == [0, 9]
     assert read not in copies._stream.waited
     over(read)
-    copies.go_on()
+    copies._go_on()
     assert int(targets[0][0]) == 1
     copies.close()
 
@@ -226,4 +247,37 @@ def test_the_way_back_is_a_stream_of_its_own(copies: CudaCopies) -> None:
     assert computed in copies._back.waited
     assert not copies._stream.waited
     assert done.recorded
+    assert copies.use().copied_bytes == 0
+    over(done, *(pair.last for pair in copies._back_busy._running))
+    back = copies.use_back()
+    assert (back.link, back.copied_bytes, back.busy_s) == ("vram-ram", 8, 0.001)
     copies.close()
+
+
+@pytest.mark.parametrize("weights", [True, False], ids=["beside weights", "alone"])
+def test_pages_go_behind_weights_and_at_once_where_none_come(copies: CudaCopies, weights: bool) -> None:
+    pool, memory = torch.zeros((8, 16), dtype=torch.uint8), unpinned_memory([4096])
+    memory.pieces[0][:64] = numbers(64, 1)
+    pages = GpuPageCopies(lambda: pool, 16, copies, lambda: weights, HostMemory(memory, 16), None)
+    layer, arrived = torch.zeros(64, dtype=torch.uint8), copies.mark()
+    copies.copy(numbers(64), layer, copies.mark(), [arrived])
+    loads = [BlockCopy(number, Tier.HOST, number, Tier.DEVICE, number + 1, False, b"") for number in range(4)]
+    pages.begin(StepPlan(step_id=1, copies=loads))
+    computed = pages._coming[0].mark if not weights else copies._schedule._later[0].item.after
+    if not weights:
+        assert torch.equal(pool[1:5].flatten(), numbers(64, 1))
+    else:
+        assert not pool.any()  # The weights are on their way, and the pages' last reader is.
+        over(computed)
+        copies.copy(numbers(32), layer, copies.mark(), [arrived])
+        assert torch.equal(pool[1:5].flatten()[:24], torch.cat([numbers(16, 1), torch.zeros(8)]))  # Half of it.
+        assert copies.waiting_bytes == 48
+        assert pages.over(wait=False) == ([], [])
+        assert pages.over(wait=True)[1] == []  # There is nothing else to do: all of it goes.
+        assert torch.equal(pool[1:5].flatten(), numbers(64, 1))
+    over(*(piece.mark for piece in pages._coming))
+    stores = [BlockCopy(9, Tier.DEVICE, 1, Tier.HOST, 200, False, b"")]
+    pages.launch_stores(StepPlan(step_id=2, copies=stores))
+    assert torch.equal(memory.pieces[0][200 * 16 : 201 * 16], numbers(16, 1))
+    assert (copies.use().copied_bytes, copies.use_back().copied_bytes) == (64 * 2 + (32 if weights else 0), 16)
+    pages.close()

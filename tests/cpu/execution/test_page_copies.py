@@ -15,8 +15,9 @@ import torch
 from simulated_copies import SimulatedCopies
 
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.execution.tiers.disk import DiskReads, staging_stride
+from holdfast.execution.tiers.disk import DiskReads
 from holdfast.execution.tiers.gpu import PIECE_BYTES, DiskPlaces, GpuPageCopies, HostMemory, piece_bytes
+from holdfast.footprint.cpu import staging_stride
 from holdfast.kvcache import KVCache, Tier, TierLimits
 from holdfast.prefix_store import PrefixStore
 from holdfast.records import Request, SamplingParams
@@ -81,9 +82,14 @@ def test_random_mixes_over_late_links(
     if on_disk:
         store = PrefixStore.open(tmp_path / "kv", size_bytes=32 << 20, page_bytes=page, model=b"m", beat_s=0.05)
     host = HostMemory(pinned([16 * page] * 12), page) if in_ram else None
-    links = SimulatedCopies(1), SimulatedCopies(2)
+    link = SimulatedCopies(1)
     copies = GpuPageCopies(
-        lambda: runner.kv.pages, page, *links, host, None if store is None else disk_places(store, page)
+        lambda: runner.kv.pages,
+        page,
+        link,
+        lambda: kind == "full",
+        host,
+        None if store is None else disk_places(store, page),
     )
     runner.use_tiers(AsGpu(copies))
     limits = TierLimits(host_pages=0, most_loading_disk=4, most_storing=8, spare_pages=blocks)
@@ -120,6 +126,9 @@ def test_random_mixes_over_late_links(
         assert (kv.tiers.loaded_pages[tier] > 0) == there
     assert kind == "window" or scheduler.stats().preemptions_total > 0
     assert store is None or kv.tiers.stored_pages[Tier.DISK] > 0
+    assert bool(link.later) == (kind == "full") != bool(link.copied)
+    assert link.use().copied_bytes == sum(kv.tiers.loaded_pages.values()) * page
+    assert link.use_back().copied_bytes >= sum(kv.tiers.stored_pages.values()) * page
     copies.close()
 
 

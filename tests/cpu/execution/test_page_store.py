@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.loop import EngineCore
 from holdfast.execution.tiers.cpu import CpuPageCopies
 from holdfast.execution.tiers.disk import LATE_S, DiskReads
 from holdfast.kvcache import KVCache, Tier, TierLimits
@@ -129,6 +130,75 @@ def test_a_disk_that_hangs_is_not_waited_for_and_keeps_only_its_own_memory() -> 
     assert list(reads.collect()) == []
     reads.begin([load(4)])
     assert len(store.asked) == 2
-    reads.abandon()
+    assert [copy.copy_id for copy in reads.give_up()] == [4]
     store.asked[1][1](SimpleNamespace(valid=(True,)))
     assert list(reads.collect()) == []
+
+
+class HungStore:
+    """A real store, of which no read ends while the disk hangs."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self.store, self.hangs = store, False
+        self.hung: list[tuple[Sequence[tuple[bytes, memoryview]], Callable[[Any], None]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def read(self, wanted: Sequence[tuple[bytes, memoryview]], done: Callable[[Any], None]) -> Any:
+        if not self.hangs:
+            return self.store.read(wanted, done)
+        self.hung.append((wanted, done))
+        return SimpleNamespace(cancel=lambda: None)
+
+
+@pytest.mark.parametrize("blocks", [22, 40], ids=["fewer pages", "more pages"])
+def test_a_resize_does_not_wait_for_a_disk_that_hangs(
+    blocks: int, tmp_path: Path, oracles: Callable[..., Any], driver_for: Callable[..., Any]
+) -> None:
+    oracle, runner = oracles("Llama"), driver_for(oracles("Llama"), blocks=36, slots=4, budget=32).runner
+    runner.back_kv(36, 60)
+    store = HungStore(open_store(tmp_path / "store", runner.layout.page_bytes))
+    runner.use_tiers(CpuPageCopies(store, runner.layout.page_bytes))
+    kv = KVCache(runner.layout, 36, True, TierLimits(most_loading_disk=8), store)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=80)
+    core, answers = EngineCore(Scheduler(limits, kv), runner), dict[str, list[int]]()
+
+    def ask(name: str, prompt: list[int]) -> None:
+        answers[name] = list(prompt)
+        params = SamplingParams(temperature=0.0, max_tokens=12)
+        core.add(Request(request_id=name, prompt_token_ids=prompt, params=params))
+
+    def step() -> None:
+        for output in core.step():
+            answers[output.request_id] += output.token_ids
+        core.scheduler.check_invariants()
+
+    prompt = [5, 6, 7, 8] * 10
+    for name in ("first", "second"):
+        ask(name, prompt)
+        while core.has_work:
+            step()
+    store.store._writer.drain(10.0)
+    core.scheduler.reset_prefix_cache()
+    store.hangs = True
+    ask("waits", prompt)
+    ask("runs", [9, 10, 11] * 5)
+    while not store.hung:
+        step()
+    began_s = time.monotonic()
+    core.resize_kv(blocks)
+    assert time.monotonic() - began_s < LATE_S / 2
+    core.scheduler.check_invariants()
+    assert core.scheduler.stats().failed_copies_total == 0
+    store.hangs = False
+    for wanted, done in store.hung:  # The disk answers at last, with whatever it likes: nobody reads it.
+        for _, memory in wanted:
+            memory[:] = b"\xff" * len(memory)
+        done(SimpleNamespace(valid=(True,) * len(wanted)))
+    while core.has_work:
+        step()
+    for name, found in answers.items():
+        oracle.assert_greedy(found, len(prompt) if name != "runs" else 15)
+    assert kv.blocks_used == 0
+    core.close()

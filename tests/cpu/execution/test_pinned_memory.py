@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import os
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -216,3 +217,29 @@ def test_memory_that_the_system_does_not_map_is_refused() -> None:
         memory.add(1 << 62)
     assert memory.nbytes == PAGE
     memory.close()
+
+
+@pytest.mark.parametrize("populates", [True, False], ids=["at once", "older kernel"])
+def test_what_memory_of_a_file_holds_stays_for_who_maps_it_next(
+    monkeypatch: pytest.MonkeyPatch, populates: bool
+) -> None:
+    """Of an engine that sleeps: another process pins the same pages, in the background."""
+    if not populates:
+        monkeypatch.setattr(pinned_memory, "POPULATE_WRITE", 9999)
+    file, sizes = os.memfd_create("test", os.MFD_CLOEXEC), [3 * PAGE, 3 * PAGE]
+
+    def mapped(sizes: Sequence[int]) -> PinnedMemory:
+        made = PinnedMemory(
+            sizes, GPU, pin=lambda *_: 0, unpin=lambda *_: None, background=range(len(sizes)), file=file
+        )
+        made.wait(*range(len(sizes)))
+        return made
+
+    first = mapped(sizes)
+    first.pieces[0].fill_(3)
+    first.pieces[1].fill_(4)
+    first.close()
+    again = mapped([*sizes, PAGE])
+    assert [set(piece.tolist()) for piece in again.pieces] == [{3}, {4}, {0}]
+    again.close()
+    os.close(file)

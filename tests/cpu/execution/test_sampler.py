@@ -11,10 +11,10 @@ import torch
 
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.sampling import sampler as sampling
-from holdfast.execution.sampling.nonfinite import NO_TOKEN
+from holdfast.execution.sampling.nonfinite import NO_TOKEN, broken_rows
 from holdfast.execution.sampling.sampler import Sampler, draw, likeliest, logprobs, penalize, uniforms
 from holdfast.kvcache.groups import KVLayout, form_groups
-from holdfast.records import SamplingParams, SequenceStart
+from holdfast.records import Row, SamplingParams, SequenceStart
 
 VOCABULARY = 60
 
@@ -250,3 +250,9 @@ def test_plain_greedy_rows_sample_what_they_would_among_others() -> None:
     assert nothing == []
     assert alone.tolist() == together[:5].tolist()
     assert (alone[1], alone[2]) == (NO_TOKEN, NO_TOKEN)
+
+
+def test_of_a_row_without_numbers_earlier_chunks_are_not_trusted_either() -> None:
+    rows = [Row(0, 0, 4, True), Row(1, 0, 4, False), Row(2, 8, 4, True)]
+    (failed,) = broken_rows(rows, [7, NO_TOKEN])
+    assert (failed.slot, failed.earlier_too) == (2, True)

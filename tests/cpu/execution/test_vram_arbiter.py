@@ -302,3 +302,25 @@ def test_budgets_at_random_over_experts_and_kv(seed: int) -> None:
         )
         assert sum(gpu.arbiter.shares.values()) + gpu.kv.nbytes == gpu.told_bytes()
     gpu.close()
+
+
+def test_a_pool_that_breathes_leaves_what_others_may_still_take_and_grows_to_its_share() -> None:
+    gpu = Gpu()
+    before = gpu.kv.blocks
+    gpu.resize_kv(LEAST_BLOCKS)
+    free = gpu.held().free_bytes
+    assert gpu.arbiter.blocks_within_free(0) == gpu.kv.blocks_within(gpu.kv.nbytes + free)
+    assert gpu.arbiter.blocks_within_free(100 * PAGE) == gpu.kv.blocks_within(gpu.kv.nbytes + free - 100 * PAGE)
+    gpu.arbiter.shares["activations"] = 10 * PAGE  # May come, and is not held.
+    assert gpu.arbiter.blocks_within_free(0) == gpu.kv.blocks_within(gpu.kv.nbytes + free - 10 * PAGE)
+    del gpu.arbiter.shares["activations"]
+    assert gpu.arbiter.full_blocks(before) == before, "its budget is all it was given"
+    assert gpu.arbiter.budget_with_pool() is None
+    gpu.arbiter.most_budget_bytes = gpu.budget + 50 * PAGE
+    assert gpu.arbiter.full_blocks(before) == before + 50
+    gpu.resize_kv(before + 50)
+    assert gpu.arbiter.budget_with_pool() == gpu.budget + 50 * PAGE == gpu.told_bytes()
+    gpu.change(gpu.budget)
+    gpu.arbiter.budget_was_set()
+    assert gpu.arbiter.full_blocks(before) == before, "what was set holds from then on"
+    gpu.close()

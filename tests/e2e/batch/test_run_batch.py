@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-FLAGS = ["--kv-cache-memory-bytes", "128MiB", "--max-model-len", "1024", "--max-num-seqs", "8"]
+FLAGS = ["--kv-cache-memory-bytes", "128MiB", "--max-model-len", "1024", "--max-num-seqs", "8", "--runner", "pooling"]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TIMEOUT_S = 120
 

@@ -17,7 +17,9 @@ from deadlines import PATIENCE_S
 
 @pytest.fixture(scope="module")
 def server(module_server, tiny_arguments):
-    return module_server(*tiny_arguments, "--api-key", "sesame", "--enable-tokenizer-info-endpoint").wait_ready()
+    return module_server(
+        *tiny_arguments, "--api-key", "sesame", "--enable-tokenizer-info-endpoint", "--runner", "pooling"
+    ).wait_ready()
 
 
 def completion(**changes: object) -> dict[str, object]:

@@ -37,7 +37,7 @@ def server(launch: Launch) -> FakeServer:
 @pytest.fixture(scope="session")
 def http() -> Iterator[httpx.Client]:
     """A server shared by all tests that leave no trace on it."""
-    shared = FakeServer(FakeEngine(), {}).start()
+    shared = FakeServer(FakeEngine(scores=True), {}).start()
     with shared.client() as client:
         yield client
     shared.stop()

@@ -368,3 +368,18 @@ def test_over_a_unix_domain_socket(tmp_path: Any, launch: Any) -> None:
     with pytest.raises(ConfigurationError):
         bind_unix(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("joins", "shown"), [(False, "parts: 2"), (True, "a\nb")])
+def test_parts_of_a_message_are_joined_where_the_server_says_so(launch, joins, shown):
+    """vLLM's --chat-template-content-format string; else a template that takes parts gets them."""
+    template = (
+        "{%- for message in messages %}{%- if message['content'] is string %}{{ message['content'] }}"
+        "{%- else %}parts: {{ message['content'] | length }}"
+        "{%- for part in message['content'] %}{{ ' ' + part['text'] if part['type'] == 'text' }}{%- endfor %}"
+        "{%- endif %}{%- endfor %}"
+    )
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    body = {"messages": [{"role": "user", "content": parts}], "chat_template": template}
+    with launch(FakeEngine(), trust_request_chat_template=True, joins_parts=joins).client() as http:
+        assert http.post("/apply-template", json=body).json()["prompt"].startswith(shown)

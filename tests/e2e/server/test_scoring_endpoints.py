@@ -61,7 +61,8 @@ def test_many_cosines_are_computed_beside_the_event_loop(http, monkeypatch):
     assert answer["data"][1]["score"] == pytest.approx(1, abs=1e-6)
 
 
-def test_a_text_of_several_pairs_is_computed_once(server):
+def test_a_text_of_several_pairs_is_computed_once(launch):
+    server = launch(FakeEngine(scores=True))
     with server.client() as http:
         before = len(server.engine.received)
         http.post("/score", json={"text_1": "abc", "text_2": ["de", "de", "xyz"], "max_tokens_per_doc": 2})
@@ -77,7 +78,7 @@ def test_a_text_of_several_pairs_is_computed_once(server):
         ("/score", {"text_1": "a", "text_2": [5]}, "text_2", "expected a text"),
         ("/rerank", {"documents": ["a"]}, "query", "query is missing"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "top_n"),
-        ("/rerank", {"query": "a", "documents": ["b" * 9000]}, "documents", "maximum context length"),
+        ("/rerank", {"query": "a", "documents": ["b" * 9000]}, "documents", "9000 tokens in the input for embedding"),
         ("/classify", {"input": "a"}, None, "no classification head"),
         ("/pooling", {"input": "a", "task": "classify"}, None, "no classification head"),
         ("/pooling", {"input": "a", "task": "token_embed"}, "task", "Unsupported task"),
@@ -97,6 +98,33 @@ def test_pooling_has_the_embedding(http):
     packed = http.post("/pooling", json={"input": "abc", "encoding_format": "base64"}).json()["data"][0]["data"]
     assert list(struct.unpack("<8f", base64.b64decode(packed))) == pytest.approx(whole)
     assert http.post("/pooling", json={"messages": [{"role": "user", "content": "hi"}]}).status_code == 200
+
+
+def test_a_model_for_chats_does_not_score_unless_it_is_asked_to(launch):
+    """vLLM refuses it without --runner pooling: the cosine of its hidden states says little of relevance."""
+    with launch(FakeEngine(model="chatty")).client() as http:
+        for path, body in (
+            ("/v1/score", {"text_1": "a", "text_2": "b"}),
+            ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+            ("/invocations", {"query": "a", "documents": ["b"]}),
+        ):
+            answer = http.post(path, json=body)
+            assert answer.status_code == 400
+            assert "trained to generate text" in answer.json()["error"]["message"]
+            assert "holdfast serve chatty --runner pooling" in answer.json()["error"]["holdfast"]["fix"]
+        assert http.post("/v1/embeddings", json={"input": "abc"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("length", "words"), [(64, "takes prompts of up to 63"), (70, "requested 70 tokens in the input")]
+)
+def test_a_text_beyond_the_context_is_told_in_vllms_words_for_embeddings(launch, length, words):
+    with launch(FakeEngine(max_model_len=64)).client() as http:
+        told = http.post("/v1/embeddings", json={"input": "a" * length}).json()["error"]["message"]
+    assert told.startswith("This model's maximum context length is 64 tokens")
+    assert words in told
+    assert "for embedding generation. Please reduce the length of the input prompt" in told
+    assert "completion" not in told
 
 
 def test_a_classifier(launch):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -52,6 +53,28 @@ def test_small_files_are_read(model_folder: Folder) -> None:
     assert locate(str(folder)).chat_template == "d"
     (folder / "chat_template.jinja").write_text("new")
     assert locate(str(folder)).chat_template == "new"
+
+
+def test_a_folder_says_whether_it_was_trained_to_embed(model_folder: Folder) -> None:
+    folder = model_folder()
+    assert not locate(str(folder)).trained_to_embed
+    (folder / "modules.json").write_text("[]")
+    assert locate(str(folder)).trained_to_embed
+
+
+@pytest.mark.parametrize(("pooling", "embeds"), [(0, False), (3, True), (4, False)])
+def test_so_does_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: int, embeds: bool) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_gguf(path)
+    assert not locate(str(path)).trained_to_embed
+    read = gguf.read_header
+
+    def with_pooling(*given: Any, **named: Any) -> Any:
+        header = read(*given, **named)
+        return replace(header, metadata=header.metadata | {"llama.pooling_type": pooling})
+
+    monkeypatch.setattr(gguf, "read_header", with_pooling)
+    assert locate(str(path)).trained_to_embed == embeds
 
 
 def test_a_folder_without_weights_can_still_tell_its_spec(model_folder: Folder) -> None:

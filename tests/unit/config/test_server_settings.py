@@ -169,6 +169,22 @@ def test_settings_of_vllms_that_do_what_they_say() -> None:
     assert serve.said_of(parsed) == f"taken without effect: --compilation-config ({TUNING['compilation_config']})"
 
 
+@pytest.mark.parametrize(
+    ("flags", "pooling"),
+    [("", None), ("--runner auto", None), ("--runner generate", False), ("--task generate", False),
+     ("--runner pooling", True), ("--convert embed", True), ("--task score", True), ("--task embedding", True)],
+)  # fmt: skip
+def test_what_a_model_is_served_for(flags: str, pooling: bool | None) -> None:
+    _, parsed = parse_command_line(["serve", *flags.split()])
+    assert serve.read_settings(parsed)[0].pooling is pooling
+
+
+def test_a_model_is_not_made_a_classifier() -> None:
+    _, parsed = parse_command_line(["serve", "--convert", "classify"])
+    with pytest.raises(ConfigurationError, match="recognized by its architecture"):
+        serve.read_settings(parsed)
+
+
 def test_no_such_flag_takes_the_model_for_its_value() -> None:
     """And those that ask for what is done anyway leave a command as it is for both servers."""
     engine = read(

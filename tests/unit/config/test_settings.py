@@ -68,7 +68,8 @@ def test_lengths_as_vllm_spells_them(written: str, tokens: int | None) -> None:
         ),
         ({"logits_processors": ["a.b"]}, "never run"),
         ({"hf_overrides": lambda config: config}, "a function is not supported"),
-        ({"tensor_parallel_size": 2}, "one device"),
+        ({"pipeline_parallel_size": 2}, "one device"),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "of GPUs only one device"),
         ({"block_size": 0}, "whole number"),
         ({"block_size": True}, "whole number"),
         ({"block_size": 1.5}, "whole number"),
@@ -148,11 +149,16 @@ def test_settings_of_a_server_that_scripts_give_to_llm() -> None:
             EngineConfig.from_arguments(**{name: value})
         assert caught.value.field == name
     with pytest.raises(
-        ConfigurationError, match=r"2 settings cannot be honoured:\n  kv_events_config .*\n  task .*LLM.embed"
+        ConfigurationError,
+        match=r"2 settings cannot be honoured:\n  kv_events_config .*\n  weight_transfer_config .*from files",
     ):
-        EngineConfig.from_arguments(kv_events_config=4, task="classify")
+        EngineConfig.from_arguments(kv_events_config=4, weight_transfer_config=4)
     assert EngineConfig.from_arguments(attention_backend="FLASH_ATTN").attention_backend == "auto"
     assert EngineConfig.from_arguments(attention_backend="TORCH_SDPA").attention_backend == "torch"
+
+
+def test_an_abbreviation_that_vllms_recipes_use() -> None:
+    assert parse("--tensor-parallel", "1")[0].tensor_parallel_size == 1
 
 
 def test_what_replaces_values_of_the_models_config() -> None:

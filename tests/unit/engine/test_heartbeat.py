@@ -40,6 +40,12 @@ class Core:
     def pop_balanced(self) -> None:
         return None
 
+    def breathe(self) -> None:
+        pass
+
+    def pop_breathed(self) -> None:
+        return None
+
 
 class Loop:
     def __init__(self) -> None:

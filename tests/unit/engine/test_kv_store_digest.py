@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from holdfast.config import EngineConfig
-from holdfast.engine.core.kv_store import _computed_as, files_stamp, model_digest, open_kv_store, usual_size
+from holdfast.engine.core.kv_store import computed_as, files_stamp, model_digest, open_kv_store, usual_size
 from holdfast.errors import ConfigurationError, EngineError
 from holdfast.footprint.cpu import kv_store_bytes
 from holdfast.kvcache import KVLayout, form_groups
@@ -79,7 +79,7 @@ def test_a_context_for_which_positions_turn_otherwise_changes_the_digest(scaling
         engine = SimpleNamespace(quantize=None, expand_weights=False, compiled=True, compiled_attention=True, gpu=gpu)
         limits = SimpleNamespace(max_model_len=max_model_len)
         plan: Any = SimpleNamespace(dtype="bfloat16", kv_dtype="auto", engine=engine, limits=limits)
-        return _computed_as(EngineConfig(), plan, spec)
+        return computed_as(EngineConfig(), plan, spec)
 
     assert (computed(length) == computed(2048)) is same
     assert computed(2048, "an H200") != computed(2048)

@@ -35,7 +35,7 @@ class Socket:
 
 
 def serve(resize_kv) -> list[object]:
-    core = SimpleNamespace(has_work=False, resize_kv=resize_kv, stats=lambda: EngineStats(blocks_touched=7))
+    core = SimpleNamespace(has_work=False, set_pool=resize_kv, stats=lambda: EngineStats(blocks_touched=7))
     socket = Socket(protocol.ResizeKV(5, number=3))
     main._serve(core, socket, SimpleNamespace(beat=lambda: None))
     return socket.heard
@@ -174,6 +174,8 @@ def test_what_was_balanced_by_itself_is_told() -> None:
     core = SimpleNamespace(
         has_work=False,
         balance_kv=lambda: looked.append(1),
+        breathe=lambda: None,
+        pop_breathed=lambda: None,
         pop_balanced=lambda: waiting.pop() if waiting else None,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.hardware import Memory, gpus
-from holdfast.hardware.nvidia import NvidiaMachine, probe
+from holdfast.hardware.nvidia import NvidiaMachine, device_use, probe
 
 GIB = 1 << 30
 RAM = Memory(total_bytes=128 * GIB, available_bytes=100 * GIB, limited_by="machine")
@@ -310,3 +310,18 @@ def test_the_link_to_the_host_is_that_of_the_slot() -> None:
     assert stated.known.host_link == gpus.find("rtx4090").host_link
     assert gpus.pcie_link(4, 16) == stated.known.host_link
     assert gpus.pcie_link(9, 16) is gpus.pcie_link(4, 0) is None
+
+
+def test_what_is_free_and_what_one_process_holds_are_told_together() -> None:
+    one = FakeDevice("NVIDIA H200", "GPU-1", total=100 * GIB, used=30 * GIB, reserved=GIB, processes=[(7, 20 * GIB)])
+    nvml = FakeNvml(FakeDevice("NVIDIA L4", "GPU-0"), one)
+    found = device_use("GPU-1", 7, nvml)
+    assert found is not None
+    assert (found.total_bytes, found.own_bytes) == (99 * GIB, 20 * GIB)
+    assert found.free_bytes == probe({}, nvml).gpus[0].free_bytes
+    other = device_use("GPU-1", 8, nvml)
+    assert other is not None
+    assert other.own_bytes is None, "as in a container"
+    assert device_use("GPU-2", 7, nvml) is None
+    assert nvml.open == 0
+    assert device_use("GPU-1", 7, FakeNvml(one, broken="nvmlInit")) is None

@@ -219,7 +219,9 @@ def test_junk_is_read_or_refused_and_nothing_else(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", WRAPPED)
 def test_a_wrapper_without_its_text_model_is_refused(architecture: str) -> None:
-    with pytest.raises(CheckpointError, match="text_config"):
+    # Qwen2.5-VL's fields may be at the top, where the first of them is missing.
+    named = "hidden_size" if architecture.startswith("Qwen2_5") else "text_config"
+    with pytest.raises(CheckpointError, match=named):
         describe_config({"architectures": [architecture]})
 
 

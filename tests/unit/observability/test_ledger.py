@@ -92,6 +92,7 @@ def test_the_json_is_versioned_and_reads_back() -> None:
         "experts",
         "kv_tiers",
         "kv_store",
+        "ranks",
     ]
     assert json.loads(written)["version"] == 1
     assert json.loads(written)["kv"] == {
@@ -105,7 +106,7 @@ def test_the_json_is_versioned_and_reads_back() -> None:
 
 def test_a_link_is_told_of() -> None:
     use = LinkUse(copied_bytes=50 * 10**9, busy_s=1.0, stalled_s=0.9, over_s=2.0, possible_bytes_per_s=55e9)
-    found = make_ledger(INFO, EngineStats(link=use), PROCESSES)
+    found = make_ledger(INFO, EngineStats(links=[use]), PROCESSES)
     assert found is not None
     assert found.links == [use]
     assert "at 50.0 GB/s of 55.0; the GPU waited for it 45% of the time" in summary_lines(found)[-1]
@@ -114,6 +115,16 @@ def test_a_link_is_told_of() -> None:
     assert 'holdfast:link_stalled_seconds_total{link="ram-vram",model_name="m"} 0.9' in text
     without = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=ledger).render().decode()
     assert "holdfast:link_" not in without
+
+
+def test_the_way_back_is_told_of_without_what_was_not_measured() -> None:
+    back = LinkUse(link="vram-ram", copied_bytes=4 * 10**9, busy_s=0.1, over_s=2.0)
+    found = make_ledger(INFO, EngineStats(links=[LinkUse(), back]), PROCESSES)
+    assert found is not None
+    assert summary_lines(found)[-1] == "link vram-ram: 3.73 GiB copied at 40.0 GB/s"
+    text = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=lambda: found).render().decode()
+    assert 'holdfast:link_bytes_total{link="vram-ram",model_name="m"} 4e+09' in text
+    assert 'holdfast:link_possible_bytes_per_second{link="vram-ram"' not in text
 
 
 def test_experts_over_vram_and_ram_are_told_of() -> None:

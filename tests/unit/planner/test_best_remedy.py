@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from holdfast import plan
@@ -54,6 +56,28 @@ def test_the_best_remedy_is_one_that_holdfast_runs(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "layers on the GPU" in said
     assert "2 x rtx3090" not in said
+
+
+def test_layers_of_llama_cpp_are_told_apart_from_the_remedy_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command has some of the layers on the GPU, the remedy all of another file; nothing of it says 0 tokens."""
+    asked = ["plan", "llama-3.1-70b", "-q", "Q4_K_M", "--gpu", "rtx4090", "--for", "llama.cpp", "--brief", "--ram"]
+    assert main([*asked, "128GiB"]) == 0
+    said = capsys.readouterr().out
+    placed = re.search(r"llama.cpp runs it with\s(\d+ of 80 layers on the GPU)", said)
+    assert placed is not None
+    assert f"with {placed[1]} there is room for 4,096 tokens" in said
+    assert f"\nCommand with {placed[1]}\n" in said
+    assert f"-ngl {placed[1].split()[0]}\n" in said
+    assert "\nBest remedy, for all layers on the GPU\n" in said
+    assert "it does not fit" not in said
+    # With too little RAM for them the command is the remedy's.
+    assert main([*asked, "16GiB"]) == 1
+    said = capsys.readouterr().out
+    assert "short for llama.cpp with" in " ".join(said.split())
+    remedy = re.search(r"Best remedy\n +1\. (\w+)", said)
+    assert remedy is not None
+    assert "Commands of remedy 1: quantization" in said
+    assert f"-{remedy[1]}.gguf" in said
 
 
 def test_a_card_that_engines_refuse_is_said_and_has_the_command_of_what_runs(

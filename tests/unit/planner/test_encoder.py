@@ -51,6 +51,18 @@ def terms(found: Plan, rank: int = 0) -> dict[str, int]:
                 kept_columns=1152 + 3 * 1536,
             ),
         ),
+        # 12,845,056 pixels in squares of 14, four to a token.
+        (
+            "qwen2.5-vl-7b",
+            EncoderSpec(
+                hidden_size=1280,
+                intermediate_size=3420,
+                gated=True,
+                patches=65_536,
+                tokens=16_384,
+                kept_columns=1280 + 3 * 1176,
+            ),
+        ),
         ("llama-3.1-8b", None),
     ],
 )

@@ -19,7 +19,8 @@ from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.hardware.probe import KERNEL_VARIANTS
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
-from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.serve.host_memory import with_host_memory
 from holdfast.planner.serve.refusals import FROM_DISK
 from holdfast.planner.sizing import default_limits
 from holdfast.units import MIB, format_bytes
@@ -317,7 +318,7 @@ def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
     gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
 
     def made(available_bytes: int, **settings: object) -> Plan:
-        config = EngineConfig.from_arguments(device="cuda", **settings)
+        config = EngineConfig.from_arguments(device="cuda", kv_ram="0", **settings)
         found = make_gpu_plan(spec, None, config, [gpu])
         machine = Memory(total_bytes=64 * GIB, available_bytes=available_bytes, limited_by="machine")
         return with_host_memory(found, config, machine, front_bytes=GIB)

@@ -403,3 +403,33 @@ def test_many_threads_and_two_views(tmp_path: Path) -> None:
     for store in stores:
         assert store.stats().total_bytes <= 24 * PAGE_BYTES
         store.close(5)
+
+
+def test_what_is_forgotten_is_found_by_nobody_again(tmp_path: Path) -> None:
+    store, other = opened(tmp_path / "store"), opened(tmp_path / "store")
+    put(store, KEYS[:2])
+    filling, go_on, over = threading.Event(), threading.Event(), list[bool]()
+
+    def fill(memory: memoryview) -> None:
+        filling.set()
+        go_on.wait(30)
+        memory[:] = page_of(KEYS[2])
+
+    assert store.write(KEYS[2], fill, over.append)
+    assert filling.wait(30)
+    assert store.write(KEYS[3], memoryview(page_of(KEYS[3])), over.append)
+    assert store.write(KEYS[4], memoryview(page_of(KEYS[4])), over.append)
+    store.forget([KEYS[0], KEYS[2], KEYS[3], KEYS[7]])  # There, being written, waiting, and unknown.
+    assert store.has(KEYS[:1]) == 0
+    go_on.set()
+    until(lambda: len(over) == 3)
+    assert sorted(over) == [False, False, True]
+    assert store.stats().dropped == {"forgotten": 1}
+    until(lambda: other.has([KEYS[4]]) == 1 and not any(other.has([key]) for key in (KEYS[0], KEYS[2], KEYS[3])))
+    assert put(other, [KEYS[0]]) == [True]  # It may come again, as it should be.
+    until(lambda: store.has([KEYS[0]]) == 1)
+    store.close(5)
+    other.close(5)
+    again = opened(tmp_path / "store")
+    assert [again.has([key]) for key in KEYS] == [1, 1, 0, 0, 1, 0, 0, 0]
+    again.close(5)

@@ -12,12 +12,15 @@ import holdfast
 from holdfast.config import EngineConfig
 from holdfast.engine.offline.unsupported import AbsentMethods
 from holdfast.errors import RequestError, UnsupportedOptionError
+from holdfast.logger import init_logger
 from holdfast.utils import FlexibleArgumentParser
 
 SCRIPT = """
 import sys
 from holdfast import EmbeddingRequestOutput, LoRARequest, SamplingParams, TextPrompt, TokensPrompt
+from holdfast import ModelRegistry
 from holdfast.inputs import PromptType, TokensPrompt
+from holdfast.logger import init_logger
 from holdfast.lora.request import LoRARequest as same
 from holdfast.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from holdfast import AsyncEngineArgs, EngineArgs, PoolingParams
@@ -47,6 +50,24 @@ assert "torch" not in sys.modules
 def test_names_are_where_vllm_has_them() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=120)
     assert all(hasattr(holdfast, name) for name in holdfast.__all__ if name != "LLM")
+
+
+def test_a_logger_says_once_what_it_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = init_logger("a.script")
+    with caplog.at_level("INFO", "a.script"):
+        for turn in range(2):
+            logger.info("turn %d", turn)
+            logger.info_once("only %s", "this")
+            logger.warning_once("and 100% of this")
+            logger.debug_once("never")
+    assert caplog.messages == ["turn 0", "only this", "and 100% of this", "turn 1"]
+    assert caplog.records[1].funcName == "test_a_logger_says_once_what_it_is_told_once"
+
+
+def test_a_model_of_a_script_is_refused_with_what_runs() -> None:
+    assert "LlamaForCausalLM" in holdfast.ModelRegistry.get_supported_archs()
+    with pytest.raises(UnsupportedOptionError, match=r"not run for it \(MyModel\)"):
+        holdfast.ModelRegistry.register_model("MyModel", object)
 
 
 @pytest.mark.parametrize("name", [name for name in vars(AbsentMethods) if not name.startswith("_")])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast.kvcache import KVCache, KVLayout, form_groups
+import random
+
+from simulated_engine import NOT_FINITE, FakeStore, SimulatedEngine, SimulatedTiers
+
+from holdfast.kvcache import KVCache, KVLayout, TierLimits, form_groups
 from holdfast.records import Failure, Request, SamplingParams, StepFailure, StepResult
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
@@ -76,3 +80,41 @@ def test_who_always_fails_and_comes_again_stops_nobody() -> None:
         assert steps < 30
     assert tokens == 6
     assert ended >= 5
+
+
+def test_of_a_prompt_that_came_to_no_numbers_no_chunk_stays_cached_in_any_tier() -> None:
+    """NaN is found where a token is sampled: behind the last chunk. The first may have been where it came from."""
+    choice = random.Random(4)
+    store = FakeStore(choice, most=1000)
+    groups, places = form_groups((None, 24))
+    layout = KVLayout(groups=groups, block_tokens=4, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)
+    kv = KVCache(layout, 200, True, TierLimits(host_pages=400, spare_pages=200, most_storing=200), store)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=200, max_steps_in_flight=2)
+    tiers = SimulatedTiers(choice, store, failing=0.0)
+    engine, prompt = SimulatedEngine(Scheduler(limits, kv), vocabulary=40, tiers=tiers), list(range(50, 90))
+    for name in ("first", "second", "third"):  # Used again, it goes to RAM and to disk.
+        engine.add(ask(name, prompt, max_tokens=2))
+        engine.finish()
+    assert kv.tiers is not None
+    held = [len(engine.scheduler.kv._index), len(kv.tiers.host), len(store.pages)]
+    assert min(held) > 0
+    engine.add(ask("other", list(range(10, 30)), max_tokens=2))
+    engine.finish()
+    others = [len(kv._index) - held[0], len(kv.tiers.host) - held[1], len(store.pages) - held[2]]
+    engine.add(ask("failing", [*prompt, 1, 2, 3], max_tokens=4))
+    while "failing" in engine.unfinished:
+        engine.plan()
+        sampling = [row.slot for row in engine._plans[0][0].rows if row.samples]
+        engine.execute(failing_row=0 if sampling else None, failure=NOT_FINITE)
+        engine.scheduler.check_invariants()
+    assert engine.outputs["failing"][-1].failure == NOT_FINITE
+    engine.finish()
+    assert [len(kv._index), len(kv.tiers.host), len(store.pages)] == others
+    assert not any(kv.tiers.has(group, key, disk=True) for group in (0, 1) for key in engine_hashes(kv, prompt))
+
+
+def engine_hashes(kv: KVCache, prompt: list[int]) -> list[bytes]:
+    book = kv.open()
+    kv.find_prefix(book, prompt)
+    kv.close(book)
+    return book.hashes

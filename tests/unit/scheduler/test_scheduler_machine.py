@@ -9,7 +9,7 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated_engine import FakeStore, SimulatedEngine, SimulatedTiers
+from simulated_engine import NO_MEMORY, NOT_FINITE, FakeStore, SimulatedEngine, SimulatedTiers
 
 from holdfast.kvcache import KVCache, KVLayout, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams
@@ -146,10 +146,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.execute()
 
     @precondition(lambda self: self.engine.plans_in_flight)
-    @rule(row=st.integers(0, 5))
-    def fail(self, row):
+    @rule(row=st.integers(0, 5), failure=st.sampled_from([NO_MEMORY, NOT_FINITE]))
+    def fail(self, row, failure):
         """One request ends, and everybody else's answer is what it would have been."""
-        failed = [output for output in self.engine.execute(failing_row=row) if output.failure is not None]
+        outputs = self.engine.execute(failing_row=row, failure=failure)
+        failed = [output for output in outputs if output.failure is not None]
         assert len(failed) <= 1
 
     @rule(steps=st.integers(1, 12))

@@ -100,9 +100,9 @@ def test_the_settings_name_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "fix"),
     [
-        *(("tool_call_parser", one, "plain JSON") for one in ("granite-20b-fc", "functiongemma", "xlam", "minicpm5")),
+        *(("tool_call_parser", one, "plain JSON") for one in ("granite-20b-fc", "functiongemma", "minicpm5")),
         ("tool_call_parser", "hermess", "hermes"),
-        ("reasoning_parser", "granite", "stays in the answer"),
+        ("reasoning_parser", "quen3", "qwen3"),
     ],
 )
 def test_a_parser_that_is_not_there_is_refused_with_what_helps(name: str, given: str, fix: str) -> None:

@@ -20,7 +20,7 @@ from holdfast.text.tools.registry import DIALECTS, Dialect, dialect_of
 NAMES = ("weather", "add")
 FAMILY_NAMES = (
     "hermes", "llama3_json", "mistral", "json", "qwen3_coder", "seed_oss", "granite", "phi4_mini_json", "jamba",
-    "pythonic", "olmo3",
+    "pythonic", "olmo3", "xlam",
 )  # fmt: skip
 PARAMETERS = {
     "weather": {
@@ -119,6 +119,10 @@ CALLS = [
     ("phi4_mini_json", '<|tool_call|>[{"name": "weather", "arguments": %s}]<|/tool_call|>', [ONE]),
     ("jamba", '<tool_calls>[\n{"name": "weather", "arguments": %s}, {"name": "add", "arguments": %s}]\n</tool_calls>',
      [ONE, TWO]),
+    ("xlam", '[{"name": "weather", "arguments": %s}, {"name": "add", "arguments": %s}]', [ONE, TWO]),
+    ("xlam", '```json\n[{"name": "weather", "arguments": %s}]\n```', [ONE]),
+    ("xlam", '[TOOL_CALLS][{"name": "weather", "arguments": %s}]', [ONE]),
+    ("xlam", '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>', [ONE]),
     ("pythonic", '[{"name": "weather", "arguments": %s}, {"name": "add", "arguments": %s}]', [ONE, TWO]),
 ]  # fmt: skip
 
@@ -378,6 +382,14 @@ def test_hostile_texts_take_work_in_proportion(dialect: str, unit: str) -> None:
 def test_thoughts_are_told_apart(state: State, text: str, expected: list[Event]) -> None:
     assert read(None, [text], thinking="qwen3", state=state) == expected
     assert read(None, list(text), thinking="qwen3", state=state) == expected
+
+
+def test_granites_thoughts_are_told_apart_by_its_words() -> None:
+    text = "Here is my thought process: hm. Here is my response: Yes"
+    for pieces in ([text], list(text)):
+        found = read(None, pieces, thinking="granite", state="undecided")
+        assert found == [Reasoning(" hm. "), Content(" Yes")]
+    assert read(None, ["Here is my cat"], thinking="granite", state="undecided") == [Content("Here is my cat")]
 
 
 def test_calls_are_looked_for_behind_the_thoughts_only() -> None:

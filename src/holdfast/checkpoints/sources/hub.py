@@ -18,7 +18,7 @@ from pathlib import Path
 from holdfast.checkpoints.files import ModelFiles
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.sources.download_progress import say
-from holdfast.checkpoints.sources.select_files import INDEX_NAME, choose_weights
+from holdfast.checkpoints.sources.select_files import EMBEDDING_MARK, INDEX_NAME, choose_weights
 from holdfast.errors import CheckpointError, ModelAccessError, ModelError, ModelNotFoundError
 from holdfast.units import format_bytes, shorten
 
@@ -30,6 +30,7 @@ SMALL_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    EMBEDDING_MARK,
     INDEX_NAME,
 )
 

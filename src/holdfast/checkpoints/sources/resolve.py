@@ -27,6 +27,7 @@ from holdfast.checkpoints.formats import gguf, safetensors
 from holdfast.checkpoints.sources import builtin, hub
 from holdfast.checkpoints.sources.download_progress import say
 from holdfast.checkpoints.sources.select_files import (
+    EMBEDDING_MARK,
     INDEX_NAME,
     choose_weights,
     part_names,
@@ -262,8 +263,15 @@ def _from_ggufs(
         chat_template=_gguf_template(header),
         header=header,
         generation_config=generation_config or _gguf_advice(header),
+        trained_to_embed=_gguf_pools(header),
         chosen=chosen,
     )
+
+
+def _gguf_pools(header: GGUFHeader) -> bool:
+    """Whether converters wrote how its hidden states become one vector: 0 is none, 4 a reranker's head."""
+    pooling = header.metadata.get(f"{header.metadata.get('general.architecture')}.pooling_type")
+    return pooling in (1, 2, 3)
 
 
 def _gguf_advice(header: GGUFHeader) -> dict[str, Any] | None:
@@ -309,6 +317,7 @@ def _from_folder(folder: Path, name: str, kind: Kind, wanted: str | None, text: 
         tokenizer_json=tokenizer_json if tokenizer_json.is_file() else None,
         tokenizer_config=tokenizer_config,
         chat_template=_folder_template(folder, tokenizer_config),
+        trained_to_embed=EMBEDDING_MARK in names,
         chosen=choice.reason,
     )
 

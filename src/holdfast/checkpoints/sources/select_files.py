@@ -14,6 +14,8 @@ from holdfast.errors import CheckpointError
 from holdfast.units import shorten
 
 INDEX_NAME = "model.safetensors.index.json"
+EMBEDDING_MARK = "modules.json"
+"""sentence-transformers': it is beside models that were trained to embed."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)

@@ -53,7 +53,7 @@ SERVER_NAMES = frozenset(
     {
         "served_model_name", "max_body_size", "trust_request_chat_template", "log_level", "verbose",
         "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "lora_modules", "structured_outputs_config",
-        "default_chat_template_kwargs", "return_tokens_as_token_ids",
+        "default_chat_template_kwargs", "return_tokens_as_token_ids", "chat_template_content_format",
     }
 )  # fmt: skip
 """Settings of a server that shape answers; the others are of its network."""

@@ -166,6 +166,7 @@ def server_settings(engine_config: EngineConfig, server_config: ServerConfig, mo
         max_logprobs=engine_config.max_logprobs,
         vocabulary=model.spec.vocab_size,
         tokens_as_ids=server_config.return_tokens_as_token_ids,
+        joins_parts=server_config.chat_template_content_format == "string",
         default_chat_template_kwargs=server_config.default_chat_template_kwargs or {},
         version=holdfast.__version__,
     )

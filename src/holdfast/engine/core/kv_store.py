@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.errors import EngineError
-from holdfast.footprint.cpu import KV_QUEUE_BYTES
-from holdfast.footprint.cpu import KV_STORE_USUAL_BYTES as USUAL_BYTES
+from holdfast.footprint.cpu import KV_QUEUE_BYTES, KV_STORE_USUAL_BYTES
 from holdfast.kvcache import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -69,7 +68,7 @@ def open_kv_store(
         folder,
         size_bytes=size,
         page_bytes=layout.page_bytes,
-        model=model_digest(files, spec, layout, _computed_as(config, plan, spec), scales),
+        model=model_digest(files, spec, layout, computed_as(config, plan, spec), scales),
         daily_write_bytes=config.kv_store_daily_writes or DAILY * size,
         label=f"{files.name} {plan.kv_dtype}",
         queue_bytes=KV_QUEUE_BYTES,
@@ -95,14 +94,16 @@ def usual_size(folder: Path) -> tuple[int, str]:
     free = shutil.disk_usage(_existing(folder)).free + sum(
         path.stat().st_blocks * 512 for path in folder.glob("*.pages")
     )
-    return min(USUAL_BYTES, free // 2), f"half of {format_bytes(free)} free, at most {format_bytes(USUAL_BYTES)}"
+    return min(
+        KV_STORE_USUAL_BYTES, free // 2
+    ), f"half of {format_bytes(free)} free, at most {format_bytes(KV_STORE_USUAL_BYTES)}"
 
 
 def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def _computed_as(config: EngineConfig, plan: Plan, spec: ModelSpec) -> tuple[object, ...]:
+def computed_as(config: EngineConfig, plan: Plan, spec: ModelSpec) -> tuple[object, ...]:
     """What else decides which numbers come out."""
     engine = plan.engine
     ropes = dict.fromkeys((spec.rope, *(layer.rope for layer in spec.layers if layer.rope is not None)))
@@ -130,7 +131,7 @@ def model_digest(
 
 def files_stamp(config: EngineConfig, files: ModelFiles) -> bytes:
     """Of the weights as they lie there now; empty where nobody asks."""
-    if config.kv_store is None or config.load_format == "dummy":
+    if (config.kv_store is None and not config.enable_sleep_mode) or config.load_format == "dummy":
         return b""
     digest = hashlib.blake2b(digest_size=32)
     for path in files.weights:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from holdfast.engine.core.breathing import Breathing
 from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.no_structured_output import NoStructuredOutput, StructuredOutputs
 from holdfast.errors import DoesNotFitError, EngineError, HoldfastError
@@ -19,6 +20,7 @@ from holdfast.records import (
     ExpertUse,
     KVStoreUse,
     LinkUse,
+    PoolChange,
     Request,
     StepPlan,
     StepResult,
@@ -54,6 +56,9 @@ class StepRunner(Protocol):
     def resize_kv(self, blocks: int) -> None:
         """So many pages may be used from now on; what lies in others is lost."""
 
+    def give_up_reads(self) -> list[int]:
+        """Of pages that come from a disk, which may hang: returns copies that will never be over."""
+
     def abandon_copies(self) -> None:
         """Pages on their way between tiers are nobody's: when this returns, none of the pool is written to."""
 
@@ -72,9 +77,10 @@ class Vram(Protocol):
 
 class EngineCore:
     """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
-    `vram`: of the GPU that the model is computed on. `link_use`: of the layers that come to it for every step.
+    `vram`: of the GPU that the model is computed on. `link_use`: of what moves between it and RAM.
     `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar.
-    `kv_balance`: lets layers leave the GPU for KV that is wanted. `store_use`: of the store of KV pages on disk."""
+    `kv_balance`: lets layers leave the GPU for KV that is wanted. `breathing`: gives memory of the KV pool up while
+    nobody needs it, or others do. `store_use`: of the store of KV pages on disk."""
 
     def __init__(
         self,
@@ -83,10 +89,11 @@ class EngineCore:
         *,
         steps_ahead: int = 0,
         vram: Vram | None = None,
-        link_use: Callable[[], LinkUse | None] | None = None,
+        link_use: Callable[[], list[LinkUse]] | None = None,
         expert_use: Callable[[], ExpertUse | None] | None = None,
         structured_output: StructuredOutputs | None = None,
         kv_balance: KVBalance | None = None,
+        breathing: Breathing | None = None,
         store_use: Callable[[], KVStoreUse] | None = None,
     ) -> None:
         self.structured_output = structured_output or NoStructuredOutput()
@@ -96,6 +103,7 @@ class EngineCore:
         self._vram, self._link_use, self._expert_use = vram, link_use, expert_use
         self._kv_balance, self._store_use = kv_balance, store_use
         self._balanced: VramGrant | None = None
+        self.breathing, self._breathed = breathing, None
         self._in_flight: deque[StepHandle] = deque()
         self._undelivered: list[EngineOutput] = []
         """What the next step says besides its own: requests that ended at once, and steps applied before their turn."""
@@ -128,7 +136,10 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         unfinished = self.scheduler.has_unfinished or self.structured_output.compiling or self.scheduler.has_copies
-        return bool(self._in_flight or self._undelivered) or unfinished
+        saving = self.breathing is not None and self.breathing.saving
+        return bool(self._in_flight or self._undelivered) or unfinished or saving
+
+    _breathed: PoolChange | None
 
     def step(self) -> list[EngineOutput]:
         """Whatever stops it in the middle (an error, Ctrl-C) ends every request it holds: see `start_over`."""
@@ -153,6 +164,7 @@ class EngineCore:
         if self.structured_output.compiling:
             self._enter_compiled()
         self.balance_kv()
+        self.breathe()
         outputs, self._undelivered = self._undelivered, []
         while self._in_flight and self._in_flight[-1].late:  # These have sampled nothing that a step could go on from.
             outputs += self._apply_oldest()
@@ -208,6 +220,8 @@ class EngineCore:
         try:
             while self._in_flight:
                 self._undelivered += self._apply_oldest()
+            if self.scheduler.kv.tiers is not None:
+                self.scheduler.give_up_copies(self.runner.give_up_reads())
             while (waiting := self.scheduler.wait_for_copies()) is not None:
                 done = self.runner.submit(waiting).result()
                 self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
@@ -238,11 +252,49 @@ class EngineCore:
         found, self._balanced = self._balanced, None
         return found
 
+    def save_prefixes(self, limit_s: float, beat: Callable[[], None]) -> None:
+        """Cached prefixes go to the RAM tier, as many as it takes within this time. There are no requests."""
+        tiers = self.scheduler.kv.tiers
+        if tiers is None or not tiers.host.total:
+            return
+        until_s, tiers.spare_wanted = time.monotonic() + limit_s, self.scheduler.kv.blocks_total
+        while not tiers.spared and time.monotonic() < until_s:
+            self._undelivered += self._step()
+            beat()
+        tiers.spare_wanted = 0
+        while self._in_flight:
+            self._undelivered += self._apply_oldest()
+        while (waiting := self.scheduler.wait_for_copies()) is not None:
+            self._undelivered += self._end(self.scheduler.apply(self.runner.submit(waiting).result(), time.monotonic()))
+
+    def breathe(self) -> None:
+        """The KV pool gives memory up that nobody asks for or that others need, or takes it again. Before a step, and
+        while there is nothing to do; of whatever stops it: as of a step."""
+        if self.breathing is None:
+            return
+        idle = not (self.scheduler.has_unfinished or self.structured_output.compiling or self._undelivered)
+        found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, resize_kv=self.resize_kv)
+        self._breathed = found or self._breathed
+
+    def pop_breathed(self) -> PoolChange | None:
+        """What `breathe` has changed since it was asked last; None: nothing."""
+        found, self._breathed = self._breathed, None
+        return found
+
+    def set_pool(self, blocks: int) -> None:
+        """As somebody asked: see `resize_kv`."""
+        self.resize_kv(blocks)
+        if self.breathing is not None:
+            self.breathing.resized(self.scheduler)
+
     def set_vram(self, asked: VramBudget) -> VramGrant:
         """Raises DoesNotFitError, and changes nothing, where so much is not there."""
         if self._vram is None:
             raise EngineError("this engine holds nothing on a GPU")
-        return self._vram.change(asked, self.scheduler.least_blocks, self.resize_kv)
+        granted = self._vram.change(asked, self.scheduler.least_blocks, self.resize_kv)
+        if self.breathing is not None:
+            self.breathing.resized(self.scheduler)
+        return granted
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
@@ -252,11 +304,13 @@ class EngineCore:
             stats = msgspec.structs.replace(stats, kv_store=msgspec.structs.replace(use, dropped_writes_total=dropped))
         if self._vram is None:
             return stats
-        link = None if self._link_use is None else self._link_use()
+        links = [] if self._link_use is None else self._link_use()
         experts = None if self._expert_use is None else self._expert_use()
-        return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), link=link, experts=experts)
+        return msgspec.structs.replace(stats, device_bytes=self._vram.own_bytes(), links=links, experts=experts)
 
     def close(self) -> None:
         self._in_flight.clear()
+        if self.breathing is not None:
+            self.breathing.close()
         self.structured_output.close()
         self.runner.close()

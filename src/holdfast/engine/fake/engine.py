@@ -18,6 +18,7 @@ import msgspec
 from holdfast.engine.fake.script import EMBEDDING_SIZE, Script, Speaker, echo, fake_vector, say
 from holdfast.engine.fake.tokenizer import END, VOCABULARY, ByteTokenizer
 from holdfast.engine.requests.admission import check_room
+from holdfast.engine.requests.embedding import embedding_too_long
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.searches import Searches
 from holdfast.engine.requests.structured_output import StructuredOutput
@@ -75,10 +76,12 @@ class FakeEngine:
         fail_after_tokens: int | None = None,
         with_tokenizer: bool = True,
         labels: Sequence[str] = (),
+        scores: bool = False,
     ) -> None:
         self.script = script
         self.model = model
         self.labels = list(labels)
+        self.scores = scores
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.max_queued_requests = max_queued_requests
@@ -133,6 +136,7 @@ class FakeEngine:
             hidden_size=EMBEDDING_SIZE,
             eos_token_ids=[END],
             labels=self.labels,
+            scores=self.scores,
             label_activation="" if not self.labels else "sigmoid" if len(self.labels) == 1 else "softmax",
             memory=MemoryReport(
                 total_bytes=GIB,
@@ -235,7 +239,7 @@ class FakeEngine:
         if search_id in self._searches:
             self._searches.begin_step(request_id)
         else:
-            self._check(prompt_token_ids, params)
+            self._check(prompt_token_ids, params, embed)
         self.received.append((prompt_token_ids, params))
         cached_tokens = self._look_up(prompt_token_ids, cache_salt)
         self._waiting += 1
@@ -266,8 +270,10 @@ class FakeEngine:
     def sleeping(self) -> bool:
         return self._sleeping
 
-    async def sleep(self, mode: str = "abort") -> None:
+    async def sleep(self, mode: str = "abort", level: int = 1) -> None:
         self._sleeping = True
+        if level > 1:
+            self._prefixes.clear()
         if mode == "abort":
             self._abandoned = True
             self.resume()
@@ -303,7 +309,7 @@ class FakeEngine:
         if self.structured is not None:
             self.structured.close()
 
-    def _check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def _check(self, prompt_token_ids: list[int], params: SamplingParams, embed: bool = False) -> None:
         if self._failure is not None:
             raise EngineDiedError(self._failure.message)
         if self._draining:
@@ -318,7 +324,9 @@ class FakeEngine:
         if wanted > self.max_model_len:
             field = "prompt" if len(prompt_token_ids) >= self.max_model_len else "max_tokens"
             raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                embedding_too_long(f"{len(prompt_token_ids)} tokens", self.max_model_len)
+                if embed
+                else f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
                 f"{wanted} tokens ({len(prompt_token_ids)} in the messages, {params.max_tokens or 1} in the "
                 "completion). Please reduce the length of the messages or completion.",
                 field=field,

@@ -133,7 +133,9 @@ class PoolingMethods:
         """How well each text of `data_2` fits the one of `data_1`, or its own: by cosine of their embeddings, or by a
         classifier that reads both. `chat_template`: joins them, from the roles query and document."""
         _no_pooling_params(pooling_params)
-        require_score(self.info, "score")
+        require_score(
+            self.info, "score", f'LLM(model="{self.info.model}", runner="pooling"), or use an embedding model'
+        )
         first, second = ([given] if isinstance(given, str) else list(given) for given in (data_1, data_2))
         joined = pairs(first, second, ("data_1", "data_2"))
         if not self.info.labels:

@@ -5,13 +5,26 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from holdfast.config import EngineConfig
 from holdfast.errors import UnsupportedOptionError
+from holdfast.models.registry import runnable_architectures
 
 _NO_REWARD = "it needs a reward for every token, and only the last token is pooled"
 
 
 _WEIGHTS_STAY = "weights are read once, from files"
 _OTHER_WEIGHTS = "sleep(), write the new files in place of the old ones, wake_up()"
+
+
+def refuse_breathing(config: EngineConfig) -> None:
+    """What a server does between requests: here nothing runs then."""
+    given = {"idle_release": config.idle_release, "yield_to_neighbours": config.yield_to_neighbours}
+    for name in (name for name, there in given.items() if there):
+        raise UnsupportedOptionError(
+            f"{name} is a setting of holdfast serve: between two calls of LLM nothing runs that could do it",
+            fix=f"leave {name} out; sleep() gives the memory back until wake_up()",
+            field=name,
+        )
 
 
 class EmptyMethods:
@@ -53,6 +66,22 @@ class AbsentMethods:
 
     def apply_model(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("apply_model", "there is no access to the model object", "leave it out")
+
+
+class ModelRegistry:
+    """vLLM's table of models, to which scripts add code of their own."""
+
+    @staticmethod
+    def get_supported_archs() -> frozenset[str]:
+        return frozenset(runnable_architectures())
+
+    @staticmethod
+    def register_model(model_arch: str, model_cls: object) -> NoReturn:
+        _refuse(
+            "ModelRegistry.register_model",
+            f"a model is described by its config, and code of scripts is not run for it ({model_arch})",
+            "serve an architecture of get_supported_archs(), or add a family: docs/add-a-model.md",
+        )
 
 
 def _refuse(name: str, reason: str, fix: str) -> NoReturn:

@@ -24,7 +24,16 @@ from holdfast.hardware import memory
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
 from holdfast.planner.fit.result import describe_budget
-from holdfast.records import EngineInfo, ExpertsGrant, Failure, LayersGrant, MemoryReport, VramBudget, VramGrant
+from holdfast.records import (
+    EngineInfo,
+    ExpertsGrant,
+    Failure,
+    LayersGrant,
+    MemoryReport,
+    PoolChange,
+    VramBudget,
+    VramGrant,
+)
 from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
@@ -152,7 +161,7 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
         config = replace(config, kv_cache_memory_bytes=None)
     rank = replace(rank, budget_bytes=budget, device=replace(rank.device, budget_bytes=config.vram))
     layers, experts = granted.layers, granted.experts
-    if (sizes := _sizes(granted)) is not None:
+    if (sizes := _sizes(granted, plan.engine.kv_ram_bytes)) is not None:
         rank = replace(rank, terms=tuple(replace(one, nbytes=sizes.get(one.name, one.nbytes)) for one in rank.terms))
     why = describe_budget(rank, plan.utilization)
     if short:
@@ -186,18 +195,38 @@ def with_vram(now: Serving, asked: VramBudget, vram: int | None, granted: VramGr
     return replace(now, config=config, plan=changed, info=info)
 
 
+def changed_by_itself(now: Serving, message: protocol.Balanced | protocol.Breathed) -> tuple[Plan, EngineInfo]:
+    """As the engine process has changed it, within the same budget."""
+    if isinstance(message, protocol.Breathed):
+        return breathed(now, message.change)
+    return balanced(now, message.granted)
+
+
+def breathed(now: Serving, change: PoolChange) -> tuple[Plan, EngineInfo]:
+    """With a pool of another size for a while. A process that is started again begins with the whole one."""
+    pool = f"{format_bytes(change.blocks * now.plan.engine.layout.page_bytes)} ({counted(change.blocks, 'block')})"
+    decision = Decision("kv_pool", pool, change.reason, "measured", lowered=change.lowered)
+    others = (one for one in now.plan.decisions if one.field != "kv_pool")
+    plan, budget = replace(now.plan, decisions=(*others, decision)), change.budget_bytes
+    if budget is not None:
+        plan = replace(plan, ranks=(replace(plan.ranks[0], budget_bytes=budget),))
+    on_gpu = plan.engine.gpu is not None
+    return plan, told(now.info, plan, change.blocks, change.kv_bytes if on_gpu else None)
+
+
 def balanced(now: Serving, granted: VramGrant) -> tuple[Plan, EngineInfo]:
     """With layers and pages as the engine process has balanced them, within the same budget."""
     then = with_vram(now, VramBudget(budget_bytes=granted.budget_bytes), now.config.vram, granted)
     return then.plan, then.info
 
 
-def _sizes(granted: VramGrant) -> dict[str, int] | None:
-    """Of terms that go by layers or experts which may come and go; None: none may."""
+def _sizes(granted: VramGrant, kv_ram_bytes: int) -> dict[str, int] | None:
+    """Of terms that go by layers or experts which may come and go; None: none may. `kv_ram_bytes`: pinned for KV
+    pages."""
     moved, slots = (granted.layers, "layer_slots") if granted.experts is None else (granted.experts, "expert_slots")
     if moved is None:
         return None
-    tables = page_tables_bytes(moved.pinned_bytes)
+    tables = page_tables_bytes(moved.pinned_bytes + kv_ram_bytes)
     return {"weights": moved.weights_bytes, slots: moved.slots_bytes, "page_tables": tables}
 
 

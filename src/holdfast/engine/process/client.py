@@ -18,9 +18,10 @@ from msgspec.structs import replace
 
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
-from holdfast.engine.process.budget import MemoryBudget, Serving, balanced
+from holdfast.engine.process.budget import MemoryBudget, Serving, changed_by_itself
 from holdfast.engine.process.handle import Child, blamed, died, ready
 from holdfast.engine.process.heartbeat import hang_limit
+from holdfast.engine.process.kept_kv import KeptFiles
 from holdfast.engine.process.quarantine import CrashQuarantine
 from holdfast.engine.process.restarts import RestartBackoff
 from holdfast.engine.process.stats import at_rest, continued, ledger_of
@@ -85,10 +86,9 @@ class ProcessEngine:
         self._ready = self._draining = self._stopping = self._sleeping = False
         self._turning = asyncio.Lock()
         """Serializes sleep, wake_up and set_memory_budget."""
-        self._budget, self.budgets = MemoryBudget(), config.budgets
-        self._launches = 0
+        self._budget, self.budgets, self._kept = MemoryBudget(), config.budgets, KeptFiles()
+        self._launches = self._restarts = self._hangs = 0
         self._failure: Failure | None = None
-        self._restarts = self._hangs = 0
         self._handed_over = False
         self._backoff = RestartBackoff()
         self._stats = self._stats_before = EngineStats()
@@ -147,7 +147,8 @@ class ProcessEngine:
     def memory(self) -> Ledger | None:
         """None also while there is no engine process, unless it sleeps."""
         others, asleep = [] if self.structured is None else self.structured.memory(), self._sleeping and not self._child
-        return ledger_of(self._info, self._stats, self.pid if self._ready else None, others, asleep=asleep)
+        pid, kept = self.pid if self._ready else None, self._kept.held_bytes
+        return ledger_of(self._info, self._stats, pid, others, asleep=asleep, kept=kept)
 
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         self._listeners.append(listener)
@@ -174,15 +175,9 @@ class ProcessEngine:
             self._refuse_if_closed(request_id)
         assert self._door is not None
         requests = self._door.admit(
-            prompt_token_ids,
-            params,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter=adapter,
-            embed=embed,
-            progress=progress,
-        )
+            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, adapter=adapter,
+            embed=embed, progress=progress,
+        )  # fmt: skip
         if not is_step:
             self.check_room(len(requests))
         if any(request.request_id in self._open for request in requests):
@@ -199,8 +194,7 @@ class ProcessEngine:
         return stream
 
     def check_room(self, answers: int) -> None:
-        # The plan may have lowered what was not set.
-        places = self._config.sequences if self._info is None else self._info.max_num_seqs
+        places = self._config.sequences if self._info is None else self._info.max_num_seqs  # It may be lowered.
         taken = len(self._open) + self._searches.idle_places
         check_room(answers, taken, places, self._config.max_queued_requests)
 
@@ -242,6 +236,7 @@ class ProcessEngine:
         self._end_all(DrainingError("the server has shut down"))
         if self.structured is not None:
             self.structured.close()
+        self._kept.drop()
         self._context.destroy(linger=0)
         self._folder.remove()
 
@@ -249,9 +244,11 @@ class ProcessEngine:
     def sleeping(self) -> bool:
         return self._sleeping
 
-    async def sleep(self, mode: str = "abort") -> None:
+    async def sleep(self, mode: str = "abort", level: int = 1) -> None:
         """The process itself is ended: nothing gives memory back as surely, on a CPU and on a GPU."""
         async with self._turning:
+            if self._sleeping and level > 1:
+                self._kept.drop()
             if self._sleeping:
                 return
             if not self._ready or self._draining:  # One that does not answer can be.
@@ -265,7 +262,11 @@ class ProcessEngine:
             except asyncio.CancelledError:
                 self._sleeping = False
                 raise
-            await self._end_child()
+            try:  # Whoever asked may go away; the process has given up its pages by then.
+                if level == 1 and self.unresponsive is None:
+                    await self._kept.ask(self._send)
+            finally:
+                await self._end_child()
         log.info("the engine is sleeping: its process has exited and its memory is free")
 
     async def _end_child(self) -> None:
@@ -353,26 +354,22 @@ class ProcessEngine:
 
     async def _launch(self) -> None:
         """Returns with a ready engine, or raises what kept it from becoming one."""
-        early, self._early = self._early, None
-        self._launches += 1
+        early, self._early, self._launches = self._early, None, self._launches + 1
+        address = None if self.structured is None else self.structured.service.address
+        path = self._folder.path / f"{self._launches}.sock"
         self._child = child = await Child.spawn(
-            self._context,
-            self._folder.path / f"{self._launches}.sock",
-            self._config,
-            self._plan,
-            early,
-            None if self.structured is None else self.structured.service.address,
+            self._context, path, self._config, self._plan, early, address, self._kept.kept
         )
         self._handed_over = False
         info = (started := await ready(child, self._on_progress)).info
+        self._kept.drop()
         limit_s, decision = hang_limit(self._config, info)
         child.watch.expect(limit_s)
         named, advised = replace(info, model=self._model.files.name), bool(self._model.files.generation_config)
         self._info = decided(named, self._config, self._defaults, [decision], advised=advised)
         self._door = Admission(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
         self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
-        # A new process has touched nothing of its pool yet.
-        self._stats_before = replace(self._stats, blocks_touched=0)
+        self._stats_before = replace(self._stats, blocks_touched=0)  # A new process has touched none yet.
         self._stats = continued(self._stats_before, started.stats)
         self._ready = True
         self._on_progress("ready", 0, 0)
@@ -388,9 +385,11 @@ class ProcessEngine:
                         self._take(message)
                     elif isinstance(message, protocol.Resized):
                         self._budget.answered(message)
-                    elif isinstance(message, protocol.Balanced) and self._plan is not None:
+                    elif isinstance(message, protocol.Kept):  # It is told to stop next.
+                        self._kept.answered(message)
+                    elif isinstance(message, protocol.Balanced | protocol.Breathed) and self._plan is not None:
                         now = Serving.of(self._config, self._model, self._plan, self.info, self.pid)
-                        self._plan, self._info = balanced(now, message.granted)
+                        self._plan, self._info = changed_by_itself(now, message)
                     elif isinstance(message, protocol.Beat):
                         self._hand_over()  # Somebody may have come while it did not answer.
                 await self._bury(self._child)
@@ -407,6 +406,7 @@ class ProcessEngine:
         """The process has died: all requests wait again, and the one that is the cause is ended."""
         self._ready = False
         self._budget.died()
+        self._kept.died()
         self._restarts += 1
         self._hangs += child.watch.hung
         await child.stop()

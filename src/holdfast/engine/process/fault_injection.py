@@ -70,6 +70,9 @@ class _Faulty:
     def resize_kv(self, blocks: int) -> None:
         self._runner.resize_kv(blocks)
 
+    def give_up_reads(self) -> list[int]:
+        return self._runner.give_up_reads()
+
     def abandon_copies(self) -> None:
         self._runner.abandon_copies()
 

@@ -21,7 +21,7 @@ from holdfast.engine.startup.build import Progress
 from holdfast.engine.startup.prespawn import EarlyProcess, cannot_start
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
 from holdfast.planner import Plan
-from holdfast.records import Failure
+from holdfast.records import Failure, SleepingKV
 
 log = logging.getLogger("holdfast")
 
@@ -55,6 +55,7 @@ class Child:
         plan: Plan | None = None,
         early: EarlyProcess | None = None,
         grammar_address: str | None = None,
+        kept: SleepingKV | None = None,
     ) -> Child:
         """`early`: a process that waits already; it is this one's from now on. Raises NoResourcesError when the machine
         has no process, file or memory left, EngineDiedError for other reasons."""
@@ -76,7 +77,7 @@ class Child:
             raise error if isinstance(error, EngineDiedError) else cannot_start(error) from error
         child = cls(started, socket, loading_limit_s(config))
         try:
-            child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address))
+            child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address, kept))
         except BaseException:
             await child.stop(at_once=True)  # Nobody else knows the process, and the exit would wait for it.
             raise

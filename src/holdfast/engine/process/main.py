@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -27,7 +28,10 @@ from holdfast.engine.startup.preload_torch import import_torch
 from holdfast.engine.startup.prespawn import cannot_start, shortage
 from holdfast.errors import DoesNotFitError, HoldfastError
 from holdfast.observability.nonblocking_output import unblock_output
-from holdfast.planner import Plan
+
+if TYPE_CHECKING:
+    from holdfast.engine.core.kept_kv import KVKeeper
+    from holdfast.engine.startup.build import FoundModel
 
 IDLE_POLL_MS = 500
 BEAT_S = 0.4
@@ -51,7 +55,7 @@ def run(address: str) -> int:
         heart = _Heart(socket)
         try:
             config = EngineConfig(**begin.config)  # type: ignore[arg-type]
-            core = _build(config, begin.plan, begin.grammar_address, socket, heart)
+            core, keeper = _build(config, begin, socket, heart)
         except Exception as error:
             if shortage(error) is not None:
                 error = cannot_start(error)
@@ -62,7 +66,7 @@ def run(address: str) -> int:
         gc.freeze()  # What is there now stays: only what steps make is looked through.
         gc.enable()
         try:
-            _serve(core, socket, heart)
+            _serve(core, socket, heart, keeper)
         except HoldfastError as error:  # A disk that fails, say: whoever waits for an answer shall hear of it.
             socket.send(protocol.encode(protocol.StepFailed(protocol.pack_failure(error))))
             raise
@@ -82,8 +86,11 @@ def _import_ahead() -> None:
 
 
 def _build(
-    config: EngineConfig, plan: Plan | None, grammar_address: str | None, socket: zmq.Socket[bytes], heart: _Heart
-) -> EngineCore:
+    config: EngineConfig, begin: protocol.Init, socket: zmq.Socket[bytes], heart: _Heart
+) -> tuple[EngineCore, KVKeeper | None]:
+    from holdfast.engine.core.kept_kv import open_tier_file
+    from holdfast.engine.core.kv_store import files_stamp
+    from holdfast.engine.core.pool_memory import breathe_in_ram
     from holdfast.engine.core.structured_outputs import make_structured_outputs
     from holdfast.engine.startup.build import build_core, find_model
 
@@ -92,14 +99,40 @@ def _build(
 
     fail_loading()
     model = find_model(config, text=False)  # The front has the tokenizer, and gives requests their defaults.
-    core, info = build_core(config, model, progress, plan, heart.beat)
-    if grammar_address is not None:
+    loaded_from, tier_file = files_stamp(config, model.files), open_tier_file(config, begin.kept)
+    core, info = build_core(config, model, progress, begin.plan, heart.beat, tier_file)
+    keeper = _keeper(config, model, begin, core, loaded_from, tier_file)
+    if not core.on_device:
+        breathe_in_ram(core, config)
+    if (address := begin.grammar_address) is not None:
         core.structured_output = make_structured_outputs(
-            core.scheduler.limits, model.spec, lambda: grammar_address, on_device=core.on_device
+            core.scheduler.limits, model.spec, lambda: address, on_device=core.on_device
         )
     core.runner = with_faults(core.runner)
     socket.send(protocol.encode(protocol.Ready(info, core.stats())))
-    return core
+    return core, keeper
+
+
+def _keeper(
+    config: EngineConfig,
+    model: FoundModel,
+    begin: protocol.Init,
+    core: EngineCore,
+    loaded_from: bytes,
+    tier_file: int | None,
+) -> KVKeeper | None:
+    """What keeps prefixes while the engine sleeps, with those that were kept before; None: nothing does."""
+    from holdfast.engine.core.kept_kv import KVKeeper, kv_identity
+
+    if not config.enable_sleep_mode or not config.enable_prefix_caching or begin.plan is None:
+        return None
+    identity = kv_identity(config, model.files, model.spec, begin.plan, core, loaded_from)
+    if identity is None:
+        return None
+    keeper = KVKeeper(core, core.runner, identity, tier_file)
+    if begin.kept is not None:
+        keeper.restore(begin.kept)
+    return keeper
 
 
 class _Heart:
@@ -120,7 +153,7 @@ class _Heart:
                 self._socket.send(self._message, zmq.NOBLOCK)
 
 
-def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
+def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: KVKeeper | None = None) -> None:
     while True:
         if not core.has_work:
             socket.poll(IDLE_POLL_MS)
@@ -139,6 +172,8 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
                 resized = _resized(core, heard)
                 socket.send(protocol.encode(protocol.StepOutputs([], core.stats())))  # Whoever asked sees what it did.
                 socket.send(protocol.encode(resized))
+            elif isinstance(heard, protocol.KeepKV):
+                socket.send(protocol.encode(protocol.Kept(None if keeper is None else keeper.keep(heart.beat))))
             elif isinstance(heard, protocol.Stop):
                 return
             changed = True
@@ -147,6 +182,10 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart) -> None:
             socket.send(protocol.encode(protocol.StepOutputs(outputs, core.stats())))
         else:
             core.balance_kv()
+            core.breathe()
+        if (breathed := core.pop_breathed()) is not None:
+            socket.send(protocol.encode(protocol.StepOutputs([], core.stats())))
+            socket.send(protocol.encode(protocol.Breathed(breathed)))
         if (balanced := core.pop_balanced()) is not None:
             socket.send(protocol.encode(protocol.Balanced(balanced)))
 
@@ -157,7 +196,7 @@ def _resized(core: EngineCore, asked: protocol.ResizeKV | protocol.SetVram) -> p
     try:
         if isinstance(asked, protocol.SetVram):
             return protocol.Resized(asked.number, granted=core.set_vram(asked.asked))
-        core.resize_kv(asked.blocks)
+        core.set_pool(asked.blocks)
     except DoesNotFitError as error:
         return protocol.Resized(asked.number, protocol.pack_failure(error))
     return protocol.Resized(asked.number)

@@ -8,7 +8,17 @@ import msgspec
 
 from holdfast import errors
 from holdfast.planner import Plan
-from holdfast.records import EngineInfo, EngineOutput, EngineStats, Failure, Request, VramBudget, VramGrant
+from holdfast.records import (
+    EngineInfo,
+    EngineOutput,
+    EngineStats,
+    Failure,
+    PoolChange,
+    Request,
+    SleepingKV,
+    VramBudget,
+    VramGrant,
+)
 
 
 class Init(msgspec.Struct, frozen=True, tag=True):
@@ -18,6 +28,8 @@ class Init(msgspec.Struct, frozen=True, tag=True):
     plan: Plan | None = None
     grammar_address: str | None = None
     """Where grammar workers are to be had; None: there is no structured output."""
+    kept: SleepingKV | None = None
+    """By a process before this one that was put to sleep."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -43,6 +55,10 @@ class ResizeKV(msgspec.Struct, frozen=True, tag=True):
 class SetVram(msgspec.Struct, frozen=True, tag=True):
     asked: VramBudget
     number: int
+
+
+class KeepKV(msgspec.Struct, frozen=True, tag=True):
+    """What is cached of prompts shall outlive the process, which is told to stop next."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +102,18 @@ class Balanced(msgspec.Struct, frozen=True, tag=True):
     granted: VramGrant
 
 
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """To a KeepKV."""
+
+    kept: SleepingKV | None
+
+
+class Breathed(msgspec.Struct, frozen=True, tag=True):
+    """The KV pool has given memory up, or taken it again, by itself."""
+
+    change: PoolChange
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """The loop goes round: each second at least, also while there is nothing to do or a step is long."""
 
@@ -95,8 +123,8 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | SetVram | Stop
-FromEngine = Loading | Ready | StartFailed | StepFailed | Resized | Balanced | Beat | StepOutputs
+ToEngine = Init | Add | Abort | ResetPrefixCache | ResizeKV | SetVram | KeepKV | Stop
+FromEngine = Loading | Ready | StartFailed | StepFailed | Resized | Balanced | Breathed | Kept | Beat | StepOutputs
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

@@ -32,15 +32,28 @@ def ledger_of(
     others: Sequence[ProcessMemory] = (),
     *,
     asleep: bool,
+    kept: int = 0,
 ) -> Ledger | None:
-    """Of this process, the engine's and others; None while there is no engine, unless it sleeps."""
+    """Of this process, the engine's and others; None while there is no engine, unless it sleeps. `kept`:
+    bytes of KV pages in RAM, then."""
     front = process_memory("front", os.getpid())
     if info is None or front is None:
         return None
     if asleep:
-        return asleep_ledger(info, [front, *others])
+        return asleep_ledger(info, [front, *others], kept)
     engine = None if engine_pid is None else process_memory("engine", engine_pid)
-    return None if engine is None else make_ledger(info, stats, [engine, front, *others])
+    return None if engine is None else make_ledger(info, stats, [engine, *_ranks(info), front, *others])
+
+
+def _ranks(info: EngineInfo) -> list[ProcessMemory]:
+    """The other ranks of an engine that has several. Pages of files are the engine process's too, and counted there."""
+    rows = [] if info.memory is None else info.memory.ranks[1:]
+    held = [process_memory(f"rank {row.rank}", row.pid) for row in rows]
+    return [
+        msgspec.structs.replace(one, resident_bytes=one.resident_bytes - one.files_bytes, files_bytes=0)
+        for one in held
+        if one is not None
+    ]
 
 
 def continued(before: EngineStats, now: EngineStats) -> EngineStats:
@@ -76,5 +89,5 @@ def _continued_tiers(before: Sequence[KVTierUse], now: Sequence[KVTierUse]) -> l
 def at_rest(stats: EngineStats) -> EngineStats:
     """Of an engine whose process was ended: it holds nothing, and has counted what it has counted."""
     return msgspec.structs.replace(
-        stats, running=0, waiting=0, blocks_used=0, blocks_touched=0, step_tokens=0, device_bytes=0, link=None
+        stats, running=0, waiting=0, blocks_used=0, blocks_touched=0, step_tokens=0, device_bytes=0, links=[]
     )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.requests.embedding import embedding_too_long
 from holdfast.errors import ContextLengthError, OverloadedError, RequestError, UnsupportedOptionError
 from holdfast.models import ModelSpec
 from holdfast.records import AdapterRef, Request, SamplingParams
@@ -57,7 +58,7 @@ class Admission:
         if params.prompt_logprobs == WHOLE_VOCABULARY:  # A number by now, where it may be asked for.
             raise RequestError("prompt_logprobs is -1", needed=f"from 0 to {MAX_LOGPROBS}", field="prompt_logprobs")
         # The length first: it bounds what the other checks cost.
-        params = params.replace(max_tokens=self._output_limit(len(prompt_token_ids), params))
+        params = params.replace(max_tokens=self._output_limit(len(prompt_token_ids), params, embed))
         prompt = self._whole_ids("prompt", prompt_token_ids)
         self._whole_ids("logit_bias", params.logit_bias or ())
         self._whole_ids("stop_token_ids", params.stop_ids)
@@ -158,13 +159,15 @@ class Admission:
             "completion). Please reduce the length of the messages or completion."
         )
 
-    def _output_limit(self, prompt_length: int, params: SamplingParams) -> int:
+    def _output_limit(self, prompt_length: int, params: SamplingParams, embed: bool) -> int:
         if prompt_length == 0:
             raise RequestError("the prompt is empty", needed="at least one token", found="none", field="prompt")
         left = self.max_model_len - prompt_length
         if left < 1:
             raise ContextLengthError(
-                self._beyond(prompt_length, params.max_tokens or 1),
+                embedding_too_long(f"{prompt_length} tokens", self.max_model_len)
+                if embed
+                else self._beyond(prompt_length, params.max_tokens or 1),
                 needed=f"{prompt_length + 1} tokens",
                 found=f"{self.max_model_len} tokens",
                 fix=self._longer(),

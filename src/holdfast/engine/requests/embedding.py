@@ -17,6 +17,15 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, seed=0)
 """Of a request that wants no answer."""
 
 
+def embedding_too_long(found: str, context: int) -> str:
+    """vLLM's words, by which clients and routers know the error. One token of the context is kept free."""
+    free = f", and takes prompts of up to {context - 1}" if found == f"{context} tokens" else ""
+    return (
+        f"This model's maximum context length is {context} tokens{free}. However, you requested {found} in the input "
+        "for embedding generation. Please reduce the length of the input prompt."
+    )
+
+
 def floats(embedding: bytes) -> array.array[float]:
     """From float32 in little-endian order, as engines tell it; in no more memory than that."""
     found = array.array("f", embedding)

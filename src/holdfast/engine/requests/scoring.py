@@ -80,8 +80,16 @@ def require_labels(info: EngineInfo, what: str) -> None:
         )
 
 
-def require_score(info: EngineInfo, what: str) -> None:
-    """Any model that embeds can score, and of those that classify the ones with one label."""
+def require_score(info: EngineInfo, what: str, fix: str) -> None:
+    """A model that is for embedding can score, and of those that classify the ones with one label. Of a model for chats
+    the cosine of hidden states is a number, but tells little of relevance: as in vLLM it must be asked for."""
+    if not info.labels and not info.scores:
+        raise UnsupportedOptionError(
+            f"{what} is not supported by this model: it was trained to generate text, not to score it",
+            needed="an embedding model, or a classifier with one label, such as a Qwen3-Reranker",
+            found="a model that generates; its embeddings would be compared by their cosine",
+            fix=fix,
+        )
     if len(info.labels) > 1:
         raise UnsupportedOptionError(
             f"{what} is not supported by this model: it has {len(info.labels)} labels, and a score needs one",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from holdfast.checkpoints import (
     DEFAULT_MODEL,
@@ -41,6 +42,7 @@ from holdfast.errors import (
     ModelAccessError,
     ModelNotFoundError,
 )
+from holdfast.footprint.cpu import staging_places
 from holdfast.hardware import Memory, Resident, compiled_kernels, memory, memory_holders, processor, resident
 from holdfast.hardware.nvidia import probe
 from holdfast.kvcache import KVCache, StoredPages, TierLimits
@@ -54,7 +56,7 @@ from holdfast.units import shorten
 
 if TYPE_CHECKING:
     from holdfast.engine.core.loop import EngineCore
-    from holdfast.execution.runner import ProfileRun, Runner
+    from holdfast.engine.ranks.messages import Measured
     from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("holdfast")
@@ -158,7 +160,9 @@ def plan_model(
     """
     stored = _stored(config, model)
     if config.device == "cuda":
-        from holdfast.planner.serve.gpu_plan import make_gpu_plan, with_host_memory
+        from holdfast.planner.serve.gpu_plan import make_gpu_plan
+        from holdfast.planner.serve.host_memory import with_host_memory
+        from holdfast.planner.serve.kv_store_ram import with_kv_store
 
         host = memory()
         plan = make_gpu_plan(
@@ -173,7 +177,7 @@ def plan_model(
             processor=processor(),
             compiled_kernels=compiled_kernels() if kernels is None else kernels,
         )
-        return with_host_memory(plan, config, host, front_bytes)
+        return with_kv_store(with_host_memory(plan, config, host, front_bytes), config, host, front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
     machine = machine if engine_pid is None else _with_own(machine, resident(engine_pid))
 
@@ -234,19 +238,22 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
             f"{plan.engine.gpu.name} is no longer available: the driver does not list it", found=plan.engine.gpu.uuid
         )
     from holdfast.planner.serve.gpu_plan import make_gpu_plan
+    from holdfast.planner.serve.host_memory import with_host_memory
 
-    return make_gpu_plan(
+    host, front_bytes = _with_own(memory(), resident()), plan.question.settings.front_bytes
+    again = make_gpu_plan(
         model.spec,
         _stored(config, model),
         config,
         gpus,
         name=model.files.name,
         gguf=model.in_gguf,
-        host=_with_own(memory(), resident()),
-        front_bytes=plan.question.settings.front_bytes,
+        host=host,
+        front_bytes=front_bytes,
         processor=processor(),
         compiled_kernels=compiled_kernels(),
     )
+    return with_host_memory(again, config, host, front_bytes)
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
@@ -283,19 +290,16 @@ def build_core(
     progress: Progress,
     plan: Plan | None = None,
     beat: Callable[[], None] | None = None,
+    tier_file: int | None = None,
 ) -> tuple[EngineCore, EngineInfo]:
     """`plan`: as another process made it; None: it is made here. `beat`: called while a step is computed on a CPU, or
-    waits for a disk."""
+    waits for a disk. `tier_file`: whose memory KV pages in RAM beside a GPU have; None: the engine's own."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
-        from holdfast.engine.startup.streamed_layers import layer_slots, lower_tiers
+        from holdfast.engine.ranks.together import load_ranks
+        from holdfast.engine.startup.streamed_layers import lower_tiers
         from holdfast.execution import native
-        from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, compute_threads, warm_up
-        from holdfast.execution.lora.slots import LoraLimits
-        from holdfast.execution.runner import Runner, RunnerLimits
-        from holdfast.execution.tiers.cpu import CpuPageCopies, staging_places
-        from holdfast.execution.weights.load import load_weights
-        from holdfast.execution.weights.products_by import torch_share
+        from holdfast.execution.tiers.cpu import CpuPageCopies
 
     if plan is None or (plan.engine.compiled and not native.available()):
         plan = plan_model(config, model, kernels=native.available())
@@ -303,59 +307,31 @@ def build_core(
         warn_of_unused(model.spec, model.files)
     check_lora_dtype(config, plan.dtype)
     if plan.engine.gpu is not None:
-        return _build_on_gpu(config, model, progress, plan, beat)
+        return _build_on_gpu(config, model, progress, plan, beat, tier_file)
     cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
-    stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
-    with stored as checkpoint, compute_threads(cores).computing():
-        plan = _still_fits(plan)
-        warm_up(DTYPES[plan.dtype], CPU)
-        before = _held()
-        progress("load", 0, 0)
-        slots = layer_slots(config, plan)
-        weights = load_weights(
-            model.spec,
-            checkpoint,
-            dtype=DTYPES[plan.dtype],
-            device=CPU,
-            expand=plan.engine.expand_weights,
-            compiled=plan.engine.compiled,
-            quantize=plan.engine.quantize,
-            progress=lambda done, total: progress("load", done, total),
-            slots=slots,
-        )
-    if slots is not None:
-        plan = replace(plan, decisions=(*plan.decisions, slots.decision()))
-    by_kernels = plan.engine.compiled_attention and not config.lora_places
-    limits = RunnerLimits.of(plan.limits, config.lora_places)
-    runner = Runner(
-        model.spec,
-        weights,
-        plan.engine.layout,
-        limits,
-        CPU,
-        kv_dtype=KV_DTYPES[plan.kv_dtype],
-        compiled=plan.engine.compiled_attention,
-        lora=LoraLimits.of(config),
-        beat=beat,
-        threads=compute_threads(cores, torch_share(weights) if by_kernels else 1.0),
-    )
-    loaded = _held()
-    progress("profile_run", 0, 0)
-    runner.back_kv(2)
-    began_s = time.monotonic()
-    profile = runner.profile_run()
-    profile_run_s = time.monotonic() - began_s
-    plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
-    plan, report = _settled(plan, runner, profile, before, loaded, lower_tiers(config, plan))
-    runner.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
-    opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
+    plan = _still_fits(plan)
+    ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat)
+    runner, core_runner = ranks.runner, ranks.step_runner
+    try:
+        plan = replace(plan, decisions=(*plan.decisions, *ranks.decisions))
+        progress("profile_run", 0, 0)
+        ranks.back_kv(2)
+        measured, profile_run_s = ranks.profile_run()
+        plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
+        plan, report = _settled(plan, measured, lower_tiers(config, plan))
+        report = msgspec.structs.replace(report, ranks=ranks.rows(plan, measured))
+        ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
+        opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
+    except BaseException:
+        core_runner.close()
+        raise
     limits_below = None
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
         runner.use_tiers(CpuPageCopies(opened.store, plan.engine.layout.page_bytes))
-        limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes))
+        limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes), storing_share=1 / 8)
     scheduler = _scheduler(config, plan, tiers=limits_below, stored=None if opened is None else opened.store)
-    core = EngineCore(scheduler, runner, store_use=None if opened is None else opened.use)
+    core = EngineCore(scheduler, core_runner, store_use=None if opened is None else opened.use)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
@@ -365,9 +341,11 @@ def _build_on_gpu(
     progress: Progress,
     plan: Plan,
     beat: Callable[[], None] | None,
+    tier_file: int | None,
 ) -> tuple[EngineCore, EngineInfo]:
     from holdfast.engine.core.kv_balance import KVBalance
     from holdfast.engine.core.loop import EngineCore
+    from holdfast.engine.core.pool_memory import breathe_in_vram
     from holdfast.engine.startup.build_gpu import build_gpu_runner, use_kv_tiers
 
     first, loaded_from = plan, files_stamp(config, model.files)
@@ -383,27 +361,25 @@ def _build_on_gpu(
     opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
-    tiers = use_kv_tiers(config, plan, runner, None if opened is None else opened.store)
+    tiers = use_kv_tiers(plan, runner, None if opened is None else opened.store, tier_file)
     core = EngineCore(
         _scheduler(config, plan, steps_ahead=1, tiers=tiers, stored=None if opened is None else opened.store),
         runner,
         steps_ahead=1,
         store_use=None if opened is None else opened.use,
         vram=vram,
-        link_use=None if plan.engine.streamed is None and plan.engine.expert_places is None else runner.link_use,
+        link_use=runner.link_use,
         expert_use=None if plan.engine.expert_places is None else runner.expert_use,
         kv_balance=KVBalance(vram) if runner.movable_layers is not None and _balances(config, plan) else None,
     )
+    breathe_in_vram(core, config, plan, vram)
     return core, engine_info(config, model.files, model.spec, plan, runner, report)
 
 
 def _balances(config: EngineConfig, plan: Plan) -> bool:
-    """Whether KV and layers may change places by themselves: neither was set by hand."""
-    return config.kv_cache_memory_bytes is None and not plan.question.settings.offload.by_hand
-
-
-def _held() -> Resident:
-    return resident() or Resident(0, 0)
+    """Whether KV and layers may change places by themselves: neither was set by hand, and no neighbour has a say."""
+    by_hand = config.kv_cache_memory_bytes is not None or plan.question.settings.offload.by_hand
+    return not by_hand and not config.yield_to_neighbours
 
 
 def _still_fits(plan: Plan) -> Plan:
@@ -414,26 +390,18 @@ def _still_fits(plan: Plan) -> Plan:
     return settle_pool(plan, memory().available_bytes - coming)
 
 
-def _settled(
-    plan: Plan, runner: Runner, profile: ProfileRun, before: Resident, loaded: Resident, below: list[LowerTier]
-) -> tuple[Plan, MemoryReport]:
-    """The pool by what is measured, and the books of it."""
-    measured = {
-        "weights": runner.weights_bytes,
-        "layer_slots": runner.layer_slots_bytes,
-        "scratch": profile.scratch_bytes,
-        "activations": profile.activations_bytes,
-        "logits": profile.logits_bytes,
-        "adapters": runner.adapters_bytes,
-    }
-    base = {"framework": before.now_bytes - before.files_bytes, "libraries": before.files_bytes}
+def _settled(plan: Plan, ranks: Sequence[Measured], below: list[LowerTier]) -> tuple[Plan, MemoryReport]:
+    """The pool by what is measured of all ranks, and the books of it."""
+    base_names = ("framework", "libraries")
+    measured = {name: sum(rank.terms.get(name, 0) for rank in ranks) for name in ranks[0].terms}
+    # Pages of files are the same in all of them.
+    measured["libraries"] = max(rank.terms["libraries"] for rank in ranks)
     # In a process of somebody else's, what was there before is not ours to answer for.
-    own = measured | (base if "front" in plan.terms else {})
-    gained = _held().now_bytes - before.now_bytes
-    nameless = gained - sum(measured.values()) - runner.buffers_bytes + profile.given_back_bytes
-    own["activations"] += _not_spare(plan, own, nameless)
-    settled = settle_pool(plan, memory().available_bytes - profile.given_back_bytes, own)
-    measured |= base | {"buffers": runner.buffers_bytes}
+    left_out = {"buffers", *(() if "front" in plan.terms else base_names)}
+    own = {name: size for name, size in measured.items() if name not in left_out}
+    given_back = sum(rank.given_back_bytes for rank in ranks)
+    own["activations"] += _not_spare(plan, own, sum(rank.nameless_bytes for rank in ranks))
+    settled = settle_pool(plan, memory().available_bytes - given_back, own)
     report = MemoryReport(
         total_bytes=plan.device.total_bytes,
         free_bytes=plan.device.free_bytes,
@@ -449,9 +417,9 @@ def _settled(
             for term in planned_terms(settled)
         ],
         page_bytes=plan.engine.layout.page_bytes,
-        given_back_bytes=profile.given_back_bytes,
+        given_back_bytes=given_back,
         loading_bytes=plan.loading_bytes,
-        loading_peak_bytes=loaded.peak_bytes,
+        loading_peak_bytes=sum(rank.peak_bytes for rank in ranks),
         below=below,
     )
     return settled, report

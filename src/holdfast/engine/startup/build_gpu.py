@@ -37,11 +37,11 @@ from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.host_copies import load_host_mlp, with_host_mlps
 from holdfast.execution.streaming.host_mlps import HostMlps, MlpOffer
-from holdfast.execution.tiers.cpu import staging_places
 from holdfast.execution.tiers.disk import Store
 from holdfast.execution.tiers.gpu import DiskPlaces, GpuPageCopies, HostMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
+from holdfast.footprint.cpu import staging_places
 from holdfast.footprint.gpu import code_bytes
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.hardware import memory as ram
@@ -50,6 +50,7 @@ from holdfast.kvcache import TierLimits
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan, largest_pool, settle_pool
+from holdfast.planner.serve.kv_store_ram import store_terms
 from holdfast.records import LowerTier, MemoryReport, MemoryTerm
 from holdfast.units import GIB, format_bytes
 
@@ -180,8 +181,8 @@ def _build(
             context,
             progress,
             lambda: find_kv_scales(config, files, runner),
-            lambda ready: _with_kv_tier(_below(config, ready, runner, hosts), config.kv_ram_bytes),
-            config.kv_ram_bytes,
+            lambda ready: _with_kv_tiers(_below(config, ready, runner, hosts), config, ready),
+            store_terms(config, plan.engine.layout.page_bytes).get("buffers", 0),
         )
         if hosts is not None:
             hosts.begin()
@@ -199,43 +200,48 @@ def _below(config: EngineConfig, plan: Plan, runner: GpuRunner, hosts: HostMlps 
     return tiers_below_gpu(config, plan, runner.pinned_bytes, 0 if hosts is None else hosts.most_bytes)
 
 
-def _with_kv_tier(below: list[LowerTier], kv_ram_bytes: int) -> list[LowerTier]:
-    """With KV pages in RAM, beside what else waits there."""
-    if not kv_ram_bytes:
+def _with_kv_tiers(below: list[LowerTier], config: EngineConfig, plan: Plan) -> list[LowerTier]:
+    """With KV pages in RAM, and what a store on disk takes of it, beside what else waits there."""
+    planned = {"kv_ram": plan.engine.kv_ram_bytes}
+    planned |= {f"kv_store_{name}": size for name, size in store_terms(config, plan.engine.layout.page_bytes).items()}
+    terms = [MemoryTerm(tier="ram", term=name, planned_bytes=size) for name, size in planned.items() if size]
+    if not terms:
         return below
-    term = MemoryTerm(tier="ram", term="kv_ram", planned_bytes=kv_ram_bytes)
     if below and below[0].tier == "ram":
-        return [msgspec.structs.replace(below[0], terms=[*below[0].terms, term]), *below[1:]]
+        return [msgspec.structs.replace(below[0], terms=[*below[0].terms, *terms]), *below[1:]]
     host = ram()
     tier = LowerTier(
         tier="ram",
         total_bytes=host.total_bytes,
         free_bytes=host.available_bytes,
         limited_by=host.limited_by,
-        terms=[term],
+        terms=terms,
     )
     return [tier, *below]
 
 
-def use_kv_tiers(config: EngineConfig, plan: Plan, runner: GpuRunner, store: Store | None) -> TierLimits | None:
+def use_kv_tiers(plan: Plan, runner: GpuRunner, store: Store | None, tier_file: int | None = None) -> TierLimits | None:
     """KV pages below the pool of a runner that is ready. A thread pins RAM for them from now on, and it is used as it
-    comes. None: no tier was asked for."""
-    page, device = plan.engine.layout.page_bytes, runner.device
-    if not config.kv_ram_bytes and store is None:
+    comes. `tier_file`: whose memory that is; None: the engine's own. None: there is no tier."""
+    page, device, kv_ram_bytes = plan.engine.layout.page_bytes, runner.device, plan.engine.kv_ram_bytes
+    if not kv_ram_bytes and store is None:
         return None
     host = disk = None
     places = staging_places(page)
-    if config.kv_ram_bytes:
-        host = HostMemory.pinned(config.kv_ram_bytes, page, device)
+    if kv_ram_bytes:
+        host = HostMemory.pinned(kv_ram_bytes, page, device, tier_file)
     if store is not None:
         disk = DiskPlaces.pinned(store, page, places, device)
-    runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, CudaCopies(device), CudaCopies(device), host, disk))
-    quarter = plan.engine.blocks // 4
+    # Where weights come too, pages go behind them, over the same link.
+    link = runner.link or CudaCopies(device)
+    runner.use_tiers(GpuPageCopies(lambda: runner.kv.pages, page, link, lambda: runner.weights_come, host, disk))
     return TierLimits(
         most_loading=MOST_LOADING,
         most_loading_disk=places,
-        most_storing=min(MOST_STORING, max(1, quarter // 2)),
-        spare_pages=min(SPARE_PAGES, quarter),
+        most_storing=MOST_STORING,
+        storing_share=1 / 8,
+        spare_pages=SPARE_PAGES,
+        spare_share=1 / 4,
     )
 
 
@@ -247,10 +253,11 @@ def _settle(
     progress: Progress,
     find_scales: Callable[[], tuple[Decision, ...]],
     below: Callable[[Plan], list[LowerTier]],
-    kv_ram_bytes: int = 0,
+    staging_bytes: int = 0,
 ) -> Built:
     """From a loaded model to a backed pool; `context`: what was held before the load. `find_scales`: of the KV cache,
-    before anything is captured. `below`: tiers that layers wait in. `kv_ram_bytes`: pinned later, for KV pages."""
+    before anything is captured. `below`: tiers that layers wait in. `staging_bytes`: pinned later, beside
+    RAM for KV pages: what these pass through."""
     loaded = memory.held()
     memory.forget_loading()
     plan = replace(plan, decisions=(*plan.decisions, *runner.measure_link()))
@@ -264,7 +271,7 @@ def _settle(
     runner.capture()
     captured = memory.held()
     tensors = memory.most_allocated()
-    tables = page_tables_bytes(runner.pinned_bytes + kv_ram_bytes)
+    tables = page_tables_bytes(runner.pinned_bytes + plan.engine.kv_ram_bytes + staging_bytes)
     measured = {
         "context": context.own_bytes,
         "weights": runner.weights_bytes,
@@ -350,8 +357,9 @@ def _host_mlps(
         return None
 
     def room_bytes() -> int:
-        free = int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES
-        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - RAM_KEPT_BYTES)
+        kv_ram = plan.engine.kv_ram_bytes
+        free = int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES - kv_ram
+        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - kv_ram)
 
     def load(layer: int) -> native.ExpertLayer | None:
         with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:

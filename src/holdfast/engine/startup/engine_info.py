@@ -49,6 +49,7 @@ def engine_info(
         hidden_size=spec.hidden_size,
         eos_token_ids=list(spec.eos_token_ids),
         labels=[] if classifier is None else list(classifier.labels),
+        scores=files.trained_to_embed if config.pooling is None else config.pooling,
         label_activation="" if classifier is None else classifier.activation,
         max_loras=config.lora_places,
         kv_groups=len(plan.engine.layout.groups),

@@ -163,9 +163,9 @@ class GpuRunner(MovableWeights):
         with self._here():
             return hosts if self._coming is None else [*self._coming.decisions(), *hosts]
 
-    def link_use(self) -> LinkUse | None:
-        """Of the link over which layers or experts come; None where all stay on the GPU."""
-        return None if self._coming is None else self._coming.use()
+    def link_use(self) -> list[LinkUse]:
+        """Of each direction of the link over which layers, experts or KV pages move; none where all stay on the GPU."""
+        return self.uses_of(self.link if self._page_copies is None else self._page_copies.link)
 
     def expert_use(self) -> ExpertUse | None:
         """None where all experts stay on the GPU."""
@@ -231,11 +231,15 @@ class GpuRunner(MovableWeights):
 
     def use_tiers(self, copies: GpuPageCopies) -> None:
         """What moves pages between the pool and tiers below it; before the first step that asks for it."""
-        self._page_copies = copies
+        self._page_copies, self.host_pages = copies, copies.host_pages
 
     def _copies_over(self, wait: bool) -> tuple[list[int], list[int]]:
         with self._here():
             return ([], []) if self._page_copies is None else self._page_copies.over(wait)
+
+    def give_up_reads(self) -> list[int]:
+        """Of pages that come from a disk: nobody waits for it. Returns copies that will never be over."""
+        return [] if self._page_copies is None else self._page_copies.give_up_reads()
 
     def abandon_copies(self) -> None:
         """Pages on their way between tiers are nobody's from now on."""

@@ -2,12 +2,13 @@
 asked of it cannot be taken back:
 
     with a deadline      weights of a layer that is computed soon: asked for at once, in the order of need
-    without one          pages that may come, or go, when there is time: in pieces, and only as many as an idle link is
-                         soon done with; while others are on their way a small share of what these have, so that nothing
-                         waits for ever
+    without one          pages that may come when there is time: in pieces. Over an idle link only as many as it is soon
+                         done with; while others are on their way a small share of what these have, right behind them,
+                         so that nothing waits for ever, be it asked for a whole step ahead
     awaited after all    goes at once, all that is left of it
 
-So what has a deadline waits for IDLE_BYTES at most, and what has none has SHARE of the link at least. Knows no device.
+So what has a deadline waits for IDLE_BYTES and SHARE of its own at most, and what has none has SHARE of the link at
+least. Knows no device.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class LinkSchedule(Generic[Item]):
         """What is to be asked for now: (item, first byte, last byte, whether it is the end of it). `due_bytes` and
         `later_bytes`: of both kinds, on their way now. `ready`: whether it may go; others go before it."""
         left = self._idle_bytes - later_bytes
-        while left > 0:
+        while due_bytes or left > 0:
             work = next((one for one in self._later if ready(one.item)), None)
             if work is None:
                 return

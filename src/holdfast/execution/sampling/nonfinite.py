@@ -24,7 +24,12 @@ def broken_rows(rows: Sequence[Row], tokens: Sequence[int]) -> list[StepFailure]
     )
     sampling = [row.slot for row in rows if row.samples]
     failure = Failure.of(error)
-    return [StepFailure(slot=slot, failure=failure) for slot, token in zip(sampling, tokens, strict=True) if token < 0]
+    # It shows where a token is sampled, and may have begun in any chunk before.
+    return [
+        StepFailure(slot=slot, failure=failure, earlier_too=True)
+        for slot, token in zip(sampling, tokens, strict=True)
+        if token < 0
+    ]
 
 
 def tell_of_others(

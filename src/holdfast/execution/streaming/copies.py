@@ -1,11 +1,12 @@
-"""Copies from host memory to a GPU beside what it computes, with a fence each way:
+"""Copies between host memory and a GPU beside what it computes: the one owner of each direction of a link, with a
+fence each way:
 
     computing  ── reads a slot ──┬───────────────────────── waits ──► reads it again
     the link                     └─ waits ──► copies into it ──┘
 
 What has no deadline waits until the link has time for it (`link.schedule`). What goes to the host has a stream of its
-own: the other direction of the link. Counts what the link moved, how long it was busy, and how long computing waited
-for it. Knows nothing of layers.
+own: the other direction of the link. Counts what each moved, how long it was busy, and how long computing waited for
+it. Knows nothing of layers, nor of pages.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ class Copies(Protocol):
         """Passed when all that was launched so far is computed."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
-        """Begins once `after` is passed, and returns at once; `done` are passed when it has arrived."""
+        """From the host. Begins once `after` is passed, and returns at once; `done` are passed when it has arrived."""
+
+    def copy_later(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
+        """From the host, without a deadline: piece by piece, when `after` is passed and the link has time, which is
+        looked at with each call of this object. `done` are passed when all of it has arrived; who awaits one of them
+        lets it go at once. Neither memory may go before that."""
+
+    def copy_back(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
+        """To the host's pinned memory, beside what comes from there. Begins once `after` is passed."""
 
     def await_copy(self, mark: Any) -> None:
         """What is launched from now on waits until it is passed."""
@@ -58,25 +67,11 @@ class Copies(Protocol):
     def close(self) -> None:
         """When this returns nothing is on its way, and what waited for the link never goes."""
 
-    def use(self) -> LinkUse: ...
+    def use(self) -> LinkUse:
+        """Of the way to the GPU."""
 
-
-class LinkCopies(Copies, Protocol):
-    """With room for what is in no hurry. For one thread, as the others."""
-
-    def copy_later(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
-        """From the host, without a deadline: piece by piece, when `after` is passed and the link has time, which is
-        looked at with each call of this object (`go_on` does nothing else). `done` are passed when all of it has
-        arrived; what awaits one of them lets it go at once. Neither memory may go before that."""
-
-    def copy_back(self, source: torch.Tensor, target: torch.Tensor, after: Any, done: Sequence[Any]) -> None:
-        """To the host's pinned memory, beside what comes from there. Begins once `after` is passed."""
-
-    def go_on(self) -> None:
-        """What waits for the link goes, as far as there is time now."""
-
-    def waiting_bytes(self) -> int:
-        """That were not asked of the link yet."""
+    def use_back(self) -> LinkUse:
+        """Of the way to the host."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,13 +83,12 @@ class _LaterCopy:
 
 
 class CudaCopies:
-    """On a stream of its own for each direction."""
+    """On a stream of its own for each direction. For one thread."""
 
     def __init__(self, device: torch.device, schedule: LinkSchedule[Any] | None = None) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._back: torch.cuda.Stream | None = None
-        self._bytes, self._began_s = 0, time.monotonic()
-        self._busy, self._stalled = _Timed(), _Timed()
+        self._device, self._stream, self._back = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._bytes, self._back_bytes, self._began_s = 0, 0, time.monotonic()
+        self._busy, self._stalled, self._back_busy = _Timed(), _Timed(), _Timed()
         self._schedule: LinkSchedule[_LaterCopy] = LinkSchedule() if schedule is None else schedule
         self._pending: dict[int, _LaterCopy] = {}
         """By the marks that they will pass: an event that was never recorded counts as passed."""
@@ -112,7 +106,7 @@ class CudaCopies:
     ) -> None:
         self._send(source, target, after, done, due=True)
         self._schedule.due(source.nbytes)
-        self.go_on()
+        self._go_on()
 
     def _send(
         self,
@@ -146,20 +140,22 @@ class CudaCopies:
         later = _LaterCopy(source, target, after, done)
         self._schedule.add(later, source.nbytes)
         self._pending |= {id(mark): later for mark in done}
-        self.go_on()
+        self._go_on()
 
     def copy_back(
         self, source: torch.Tensor, target: torch.Tensor, after: torch.cuda.Event, done: Sequence[torch.cuda.Event]
     ) -> None:
-        if self._back is None:
-            self._back = torch.cuda.Stream(self._device)
         self._back.wait_event(after)
+        timed = self._back_busy.begin(self._back)
         with torch.cuda.stream(self._back):
             target[: len(source)].copy_(source, non_blocking=True)
+        timed.end(self._back)
         for mark in done:
             mark.record(self._back)
+        self._back_bytes += source.nbytes
 
-    def go_on(self) -> None:
+    def _go_on(self) -> None:
+        """What waits for the link goes, as far as there is time now."""
         if not self._schedule or self.capturing():
             return
         while self._on_way and self._on_way[0][0].query():
@@ -183,7 +179,9 @@ class CudaCopies:
             for piece in self._schedule.awaited(later):
                 self._send_piece(*piece)
 
+    @property
     def waiting_bytes(self) -> int:
+        """That were not asked of the link yet."""
         return self._schedule.waiting_bytes
 
     def await_copy(self, mark: torch.cuda.Event) -> None:
@@ -194,7 +192,7 @@ class CudaCopies:
         timed.end(stream)
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        self.go_on()
+        self._go_on()
         return id(mark) not in self._pending and bool(mark.query())
 
     def capturing(self) -> bool:
@@ -202,8 +200,16 @@ class CudaCopies:
 
     def now(self, source: torch.Tensor, target: torch.Tensor) -> None:
         torch.cuda.synchronize(self._device)
+        began_s = time.monotonic()
         target[: len(source)].copy_(source)
         torch.cuda.synchronize(self._device)
+        seconds = time.monotonic() - began_s
+        if source.is_cuda:
+            self._back_bytes += source.nbytes
+            self._back_busy.add(seconds)
+        else:
+            self._bytes += source.nbytes
+            self._busy.add(seconds)
 
     def wait(self, mark: torch.cuda.Event) -> None:
         self._hurry(mark)
@@ -217,14 +223,21 @@ class CudaCopies:
         self._pending.clear()
         self._on_way.clear()
         self._stream.synchronize()
-        if self._back is not None:
-            self._back.synchronize()
+        self._back.synchronize()
 
     def use(self) -> LinkUse:
         return LinkUse(
             copied_bytes=self._bytes,
             busy_s=self._busy.total_s(),
             stalled_s=self._stalled.total_s(),
+            over_s=time.monotonic() - self._began_s,
+        )
+
+    def use_back(self) -> LinkUse:
+        return LinkUse(
+            link="vram-ram",
+            copied_bytes=self._back_bytes,
+            busy_s=self._back_busy.total_s(),
             over_s=time.monotonic() - self._began_s,
         )
 
@@ -256,6 +269,10 @@ class _Timed:
         pair.first.record(stream)
         self._running.append(pair)
         return pair
+
+    def add(self, seconds: float) -> None:
+        """That were timed otherwise."""
+        self._seconds, self._count = self._seconds + seconds, self._count + 1
 
     def _collect(self) -> None:
         while self._running and self._running[0].last.query():

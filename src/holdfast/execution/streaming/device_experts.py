@@ -30,7 +30,7 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.memory import Arena
 from holdfast.execution.streaming.copies import Copies
-from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange
+from holdfast.execution.streaming.expert_exchange import FetchedPieces, LayerExchange, bytes_of
 from holdfast.execution.streaming.expert_host import ExpertHost
 from holdfast.execution.streaming.expert_uses import ExpertUses, Swap
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
@@ -85,7 +85,7 @@ class DeviceExperts:
         few_tokens: int = FEW_TOKENS,
         room: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._copies, self._memory, self.few_tokens = copies, memory, few_tokens
+        self._copies, self.link, self._memory, self.few_tokens = copies, copies, memory, few_tokens
         self._device, self._room = device, room
         self.host: ExpertHost | None = None
         self._number = {layer: number for number, layer in enumerate(places.layers)}
@@ -112,8 +112,7 @@ class DeviceExperts:
         self._over_link = 0
         """Pairs that were computed with what came over the link, as told last."""
         self._paused, self._possible = False, 0.0
-        self.slots: torch.Tensor | None = None
-        """Of the rows of the step that is being launched, which is then padded."""
+        self.slots: torch.Tensor | None = None  # Of the rows of the step that is being launched, which is then padded.
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +123,11 @@ class DeviceExperts:
     def pinned_bytes(self) -> int:
         """On the host."""
         return self._memory.nbytes
+
+    @property
+    def comes(self) -> bool:
+        """Whether steps wait for anything of the link now."""
+        return any(self._sizes)
 
     @property
     def exchange_bytes(self) -> int:
@@ -379,9 +383,9 @@ class DeviceExperts:
         row[order[:wanted]] = torch.arange(wanted, dtype=torch.int32)
         row[order[wanted:]] = -1 - torch.arange(len(order) - wanted, dtype=torch.int32)
         for whole, stay in zip(all_of_it, resident, strict=False):
-            _bytes_of(stay, wanted).copy_(whole[order[:wanted]])
+            bytes_of(stay, wanted).copy_(whole[order[:wanted]])
         for whole, wait in zip(all_of_it, waiting, strict=True):
-            _bytes_of(wait, len(order) - wanted).copy_(whole[order[wanted:]])
+            bytes_of(wait, len(order) - wanted).copy_(whole[order[wanted:]])
         self.places[number].copy_(row)
         self._counted.placed(number, row)
         if piece is not old:
@@ -401,7 +405,7 @@ class DeviceExperts:
             waits, stays = table < 0, table >= 0
             whole[waits] = self._pieces[number][first : first + nbytes].view(wait, -1)[(-1 - table[waits]).long()]
             if resident:
-                whole[stays] = _bytes_of(resident[at], stay).cpu()[table[stays].long()]
+                whole[stays] = bytes_of(resident[at], stay).cpu()[table[stays].long()]
             found.append(whole)
         return found
 
@@ -486,10 +490,6 @@ class DeviceExperts:
         self._memory.close()
         self._slots.clear()
         self.slots = None
-
-
-def _bytes_of(plane: torch.Tensor, experts: int) -> torch.Tensor:
-    return plane.view(torch.uint8).view(experts, -1)
 
 
 class _ExpertSlot:

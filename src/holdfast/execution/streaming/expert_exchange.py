@@ -66,3 +66,8 @@ class LayerExchange(NamedTuple):
     """int32 [1] on the device: not 0 once a reply did not come."""
     lost: torch.Tensor | None = None
     """int32 [1] that both see: the same, for the host to look at."""
+
+
+def bytes_of(plane: torch.Tensor, experts: int) -> torch.Tensor:
+    """[expert, bytes], the same memory."""
+    return plane.view(torch.uint8).view(experts, -1)

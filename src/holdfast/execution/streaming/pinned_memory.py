@@ -61,7 +61,8 @@ def unregister(addresses: Sequence[int], device: torch.device) -> None:
 class PinnedMemory:
     """`sizes`: of pieces, each whole pages; `pieces` are tensors of bytes. `device`: which reads them. `background`:
     the numbers of all pieces in the order in which a thread pins them, and each may be used once it was waited for;
-    None: all are pinned when this returns. `pin` and `unpin`: for tests."""
+    None: all are pinned when this returns. `file`: the memory is its own, and what it holds stays; None: it is
+    nobody else's. `pin` and `unpin`: for tests."""
 
     def __init__(
         self,
@@ -71,11 +72,12 @@ class PinnedMemory:
         pin: Pinning | None = None,
         unpin: Callable[[Sequence[int], torch.device], None] = unregister,
         background: Sequence[int] | None = None,
+        file: int | None = None,
     ) -> None:
         self.nbytes, self._progress = sum(sizes), progress
         self._unpin, self._device = unpin, device
         self._pin = partial(register, device=device) if pin is None else pin
-        self.pieces = _mapped(sizes)
+        self.pieces = _mapped(sizes, file)
         self._pinned: list[int] = []
         self._done = [Future[None]() for _ in sizes]
         stop, threads = threading.Event(), list[threading.Thread]()
@@ -83,7 +85,8 @@ class PinnedMemory:
         self._end = weakref.finalize(self, _give_back, stop, threads, unpin, self._pinned, device)
         self._end.atexit = False  # The driver does it then.
         order = range(len(sizes)) if background is None else background
-        work = partial(_pin_all, self.pieces, list(order), self._pin, self._pinned, self._done, stop)
+        touch = _touch if file is None else _touch_kept
+        work = partial(_pin_all, self.pieces, list(order), self._pin, self._pinned, self._done, stop, touch=touch)
         if background is not None and sizes:
             threads.append(threading.Thread(target=work, name="pinning", daemon=True))
             threads[0].start()
@@ -117,7 +120,7 @@ class PinnedMemory:
     def add(self, nbytes: int) -> torch.Tensor:
         """One piece more. Raises EngineError where the system or the driver does not give it."""
         (piece,), done = _mapped([nbytes]), Future[None]()
-        _pin_all([piece], [0], self._pin, self._pinned, [done], threading.Event())
+        _pin_all([piece], [0], self._pin, self._pinned, [done], threading.Event(), touch=_touch)
         done.result()
         self.pieces.append(piece)
         self.nbytes += nbytes
@@ -138,11 +141,15 @@ class PinnedMemory:
         self.pieces = []
 
 
-def _mapped(sizes: Sequence[int]) -> list[torch.Tensor]:
+def _mapped(sizes: Sequence[int], file: int | None = None) -> list[torch.Tensor]:
     if not sum(sizes):
         return []
     try:
-        memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if file is None:
+            memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            os.ftruncate(file, max(os.fstat(file).st_size, sum(sizes)))
+            memory = mmap.mmap(file, sum(sizes), flags=mmap.MAP_SHARED)
     except OSError as error:  # ulimit -v, or vm.overcommit_memory=2.
         raise _not_given(sum(sizes), error.errno or 0) from error
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # A fork must not share pages that the GPU reads.
@@ -159,13 +166,15 @@ def _pin_all(
     done: Sequence[Future[None]],
     stop: threading.Event,
     tell: Callable[[], None] = lambda: None,
+    *,
+    touch: Callable[[torch.Tensor], None],
 ) -> None:
     """One by one, while threads touch those that come next. Whatever goes wrong is the result of all that are left;
     an interruption is raised as well."""
     finished = 0
     try:
         with _touching() as threads:
-            touched = [[threads.submit(_touch, part) for part in pieces[at].split(TOUCHED_BYTES)] for at in order]
+            touched = [[threads.submit(touch, part) for part in pieces[at].split(TOUCHED_BYTES)] for at in order]
             for at, parts in zip(order, touched, strict=True):
                 for part in parts:
                     part.result()
@@ -274,6 +283,12 @@ def _touch(part: torch.Tensor) -> None:
     if (error := ctypes.get_errno()) != errno.EINVAL:
         raise _not_given(part.nbytes, error)
     ctypes.memset(part.data_ptr(), 0, part.nbytes)
+
+
+def _touch_kept(part: torch.Tensor) -> None:
+    """As `_touch`, of memory whose content stays: an older kernel brings its pages while they are pinned."""
+    if _libc.madvise(part.data_ptr(), part.nbytes, POPULATE_WRITE) and (error := ctypes.get_errno()) != errno.EINVAL:
+        raise _not_given(part.nbytes, error)
 
 
 def _not_given(nbytes: int, error: int) -> EngineError:

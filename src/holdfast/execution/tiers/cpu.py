@@ -7,8 +7,8 @@ import numpy
 import torch
 
 from holdfast.execution.kv_pool import KVPool
-from holdfast.execution.tiers.disk import DiskReads, Store, staging_stride
-from holdfast.footprint.cpu import KV_STAGING_BYTES
+from holdfast.execution.tiers.disk import DiskReads, Store
+from holdfast.footprint.cpu import staging_places
 from holdfast.kvcache.pool import Tier
 from holdfast.records import StepPlan
 
@@ -19,11 +19,6 @@ CLOSE_S = 5.0
 
 Over = tuple[list[int], list[int]]
 """Copies that are over: done, and failed."""
-
-
-def staging_places(page_bytes: int) -> int:
-    """Pages that come from the disk at once."""
-    return max(1, min(64, KV_STAGING_BYTES // staging_stride(page_bytes)))
 
 
 class CpuPageCopies:
@@ -55,12 +50,16 @@ class CpuPageCopies:
             finished.append(copy.copy_id)
         return finished, failed
 
+    def give_up_reads(self) -> list[int]:
+        """Pages on their way from the disk are nobody's from now on. Returns which copies will never be over."""
+        return [copy.copy_id for copy in self._reads.give_up()]
+
     def abandon(self) -> None:
         """What is on its way is nobody's: the books that asked for it are gone."""
-        self._reads.abandon()
+        self._reads.give_up()
 
     def close(self) -> None:
-        self._reads.abandon()
+        self._reads.give_up()
         self._store.close(CLOSE_S)
 
 

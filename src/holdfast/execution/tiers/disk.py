@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from holdfast.footprint.cpu import staging_stride
 from holdfast.records import BlockCopy
 
 BATCH = 16
 """Pages that are read at once: those beside each other in one piece."""
 LATE_S = 10.0
 """After which nobody waits for a page any more."""
-ALIGNED = 4096
 
 
 class Valid(Protocol):
@@ -49,10 +49,6 @@ class _Batch:
     over: bool = False
     """It was given up."""
     valid: Sequence[bool] = field(default_factory=tuple)
-
-
-def staging_stride(page_bytes: int) -> int:
-    return -(-page_bytes // ALIGNED) * ALIGNED
 
 
 class DiskReads:
@@ -133,8 +129,10 @@ class DiskReads:
         batch.ticket.cancel()
         self._under_way.remove(batch)
 
-    def abandon(self) -> None:
-        """Nobody wants what is on its way."""
-        self._refused.clear()
+    def give_up(self) -> list[BlockCopy]:
+        """Nobody wants what is on its way, whether the disk answers or not. Returns what it was."""
+        given_up, self._refused = self._refused, []
         for batch in list(self._under_way):
             self._give_up(batch)
+            given_up += batch.copies
+        return given_up

@@ -4,7 +4,8 @@
     from the pool    launched after a step's rows, begins when these are computed: its writer
     over             when its mark is passed, as the host sees it: nobody is given a page before, and so no row waits
 
-The two directions of the link have a stream each. Pages that lie beside each other at both ends go in one piece.
+Pages that lie beside each other at both ends go in one piece. Where weights come over the same link, what comes to the
+pool has no deadline beside them: it goes behind, a bit at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
-from holdfast.execution.tiers.disk import DiskReads, Store, staging_stride
+from holdfast.execution.tiers.disk import DiskReads, Store
+from holdfast.footprint.cpu import staging_stride
 from holdfast.kvcache.pool import Tier
 from holdfast.records import BlockCopy, StepPlan
 
@@ -48,11 +50,12 @@ class HostMemory:
         """`ready`: pages that may be used."""
 
     @classmethod
-    def pinned(cls, nbytes: int, page_bytes: int, device: torch.device) -> HostMemory:
-        """In pieces of whole pages, of the system and of the pool; what is left over is not taken."""
+    def pinned(cls, nbytes: int, page_bytes: int, device: torch.device, file: int | None = None) -> HostMemory:
+        """In pieces of whole pages, of the system and of the pool; what is left over is not taken. `file`: whose memory
+        it is."""
         piece = piece_bytes(nbytes, page_bytes)
         pieces = max(1, nbytes // piece)
-        return cls(PinnedMemory([piece] * pieces, device, background=range(pieces)), page_bytes)
+        return cls(PinnedMemory([piece] * pieces, device, background=range(pieces), file=file), page_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +132,7 @@ class DiskPlaces:
         return self._writing[number]
 
     def close(self) -> None:
-        self.reads.abandon()
+        self.reads.give_up()
         self.store.close(CLOSE_S)
         if self._owner is not None:
             self._owner.close()
@@ -152,20 +155,20 @@ class _Piece:
 
 
 class GpuPageCopies:
-    """`pool`: its pages, at addresses that stay. `host` and `disk`: None: there is no such tier. `loads`, `stores`: a
-    direction of the link each."""
+    """`pool`: its pages, at addresses that stay. `link`: closed with this, which is right for who shares it as well.
+    `behind_weights`: whether weights come over it now. `host` and `disk`: None: there is no such tier."""
 
     def __init__(
         self,
         pool: Callable[[], torch.Tensor],
         page_bytes: int,
-        loads: Copies,
-        stores: Copies,
+        link: Copies,
+        behind_weights: Callable[[], bool],
         host: HostMemory | None,
         disk: DiskPlaces | None,
     ) -> None:
         self._pool, self._page_bytes = pool, page_bytes
-        self._loads, self._stores, self._host, self._disk = loads, stores, host, disk
+        self.link, self._behind_weights, self._host, self._disk = link, behind_weights, host, disk
         self._coming: deque[_Piece] = deque()
         self._going: deque[_Piece] = deque()
         self._failed: list[int] = []
@@ -187,11 +190,10 @@ class GpuPageCopies:
         coming = [copy for copy in plan.copies if copy.source_tier == Tier.HOST]
         if coming:
             assert self._host is not None
-            after = self._loads.mark()
-            self._loads.after_launched(after)
+            after = self._launched()
             for run in self._runs(coming, lambda copy: (copy.source, copy.target)):
                 source = self._host.run(run[0].source, len(run))
-                self._launch(self._loads, self._coming, source, self._pages(run[0].target, len(run)), after, run)
+                self._load(source, self._pages(run[0].target, len(run)), after, run)
         if self._disk is not None:
             self._disk.reads.begin([copy for copy in plan.copies if copy.source_tier == Tier.DISK])
 
@@ -200,14 +202,13 @@ class GpuPageCopies:
         going = [copy for copy in plan.copies if copy.target_tier]
         if not going:
             return
-        after = self._stores.mark()
-        self._stores.after_launched(after)
+        after = self._launched()
         for run in self._runs(
             [copy for copy in going if copy.target_tier == Tier.HOST], lambda copy: (copy.target, copy.source)
         ):
             assert self._host is not None
             target = self._host.run(run[0].target, len(run))
-            self._launch(self._stores, self._going, self._pages(run[0].source, len(run)), target, after, run)
+            self._store(self._pages(run[0].source, len(run)), target, after, run)
         for copy in going:
             if copy.target_tier == Tier.DISK:
                 place = None if self._disk is None else self._disk.take()
@@ -215,7 +216,7 @@ class GpuPageCopies:
                     self._failed.append(copy.copy_id)
                     continue
                 source, target = self._pages(copy.source, 1), self._disk.place(place)
-                self._launch(self._stores, self._going, source, target, after, [copy], writes=place)
+                self._store(source, target, after, [copy], place)
 
     def _runs(
         self, copies: Sequence[BlockCopy], ends: Callable[[BlockCopy], tuple[int, int]]
@@ -237,21 +238,28 @@ class GpuPageCopies:
         whole = self._pool().view(torch.uint8).view(-1)
         return whole[first * self._page_bytes : (first + pages) * self._page_bytes]
 
-    def _launch(
-        self,
-        link: Copies,
-        line: deque[_Piece],
-        source: torch.Tensor,
-        target: torch.Tensor,
-        after: Any,
-        copies: list[BlockCopy],
-        *,
-        reads: int | None = None,
-        writes: int | None = None,
+    def _launched(self) -> Any:
+        """Passed when all that was launched so far is computed."""
+        mark = self.link.mark()
+        self.link.after_launched(mark)
+        return mark
+
+    def _load(
+        self, source: torch.Tensor, target: torch.Tensor, after: Any, copies: list[BlockCopy], reads: int | None = None
     ) -> None:
-        mark = link.mark()
-        link.copy(source, target, after, [mark])
-        line.append(_Piece(mark, copies, reads, writes))
+        mark = self.link.mark()
+        if self._behind_weights():
+            self.link.copy_later(source, target, after, [mark])
+        else:
+            self.link.copy(source, target, after, [mark])
+        self._coming.append(_Piece(mark, copies, reads=reads))
+
+    def _store(
+        self, source: torch.Tensor, target: torch.Tensor, after: Any, copies: list[BlockCopy], writes: int | None = None
+    ) -> None:
+        mark = self.link.mark()
+        self.link.copy_back(source, target, after, [mark])
+        self._going.append(_Piece(mark, copies, writes=writes))
 
     def over(self, wait: bool) -> Over:
         """Copies that are over since the last time. `wait`: for one of them at least, a little."""
@@ -259,13 +267,13 @@ class GpuPageCopies:
         self._failed = []
         wait = wait and not failed
         if wait and not (self._disk is not None and self._disk.reads.under_way):
-            for link, line in ((self._loads, self._coming), (self._stores, self._going)):
+            for line in (self._coming, self._going):
                 if line:
-                    link.wait(line[0].mark)
+                    self.link.wait(line[0].mark)
                     break
         self._collect_disk(failed, WAIT_S if wait else 0.0)
-        for link, line in ((self._loads, self._coming), (self._stores, self._going)):
-            while line and link.passed(line[0].mark):
+        for line in (self._coming, self._going):
+            while line and self.link.passed(line[0].mark):
                 self._end(line.popleft(), finished, failed)
         return finished, failed
 
@@ -278,11 +286,8 @@ class GpuPageCopies:
             if place is None:
                 failed.append(copy.copy_id)
                 continue
-            if after is None:
-                after = self._loads.mark()
-                self._loads.after_launched(after)
-            target = self._pages(copy.target, 1)
-            self._launch(self._loads, self._coming, self._disk.reading[place], target, after, [copy], reads=place)
+            after = self._launched() if after is None else after
+            self._load(self._disk.reading[place], self._pages(copy.target, 1), after, [copy], place)
 
     def _end(self, piece: _Piece, finished: list[int], failed: list[int]) -> None:
         numbers = [copy.copy_id for copy in piece.copies]
@@ -293,18 +298,19 @@ class GpuPageCopies:
         else:
             finished += numbers
 
+    def give_up_reads(self) -> list[int]:
+        """Pages on their way from the disk are nobody's from now on. Returns which copies will never be over."""
+        return [] if self._disk is None else [copy.copy_id for copy in self._disk.reads.give_up()]
+
     def abandon(self) -> None:
         """What is on its way is nobody's; when this returns the pool is not written to."""
-        if self._disk is not None:
-            self._disk.reads.abandon()
-        for link, line in ((self._loads, self._coming), (self._stores, self._going)):
-            for piece in line:
-                link.wait(piece.mark)
+        self.give_up_reads()
+        for piece in (*self._coming, *self._going):
+            self.link.wait(piece.mark)
         self.over(wait=False)
 
     def close(self) -> None:
-        self._loads.close()
-        self._stores.close()
+        self.link.close()
         if self._disk is not None:
             self._disk.close()
         if self._host is not None:

@@ -1,10 +1,10 @@
-"""Dense Qwen: 1.5, 2, 2.5 (biases on q, k and v), 3 (norms on queries and keys), 3-VL, and Seed-OSS that is alike."""
+"""Dense Qwen: 1.5, 2, 2.5 (biases on q, k and v), 3 (norms on queries and keys), 2.5-VL, 3-VL, and Seed-OSS."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.models.families.qwen_vision import qwen_encoder, qwen_vision
+from holdfast.models.families.qwen_vision import qwen25_encoder, qwen25_vision, qwen_encoder, qwen_vision
 from holdfast.models.fields import MAX_LAYERS
 from holdfast.models.source import DecoderShape, ModelDescription, build_spec, read_shape, read_windows
 from holdfast.models.spec import DecoderSpec, LayerSpec, ModelSpec
@@ -14,18 +14,22 @@ FAMILY = "qwen"
 
 
 WITH_VISION = "Qwen3VLForConditionalGeneration"
+OLDER_WITH_VISION = "Qwen2_5_VLForConditionalGeneration"
 
 
 def describe(source: ModelDescription) -> ModelSpec:
     whole, outer = source.architecture == WITH_VISION, source
-    source = source.within("text_config") if whole else source
+    older = source.architecture == OLDER_WITH_VISION
+    # Published configs have the text model's fields at their top, those that newer libraries write have not.
+    nested = whole or (older and source.fields.table("text_config") is not None)
+    source = source.within("text_config") if nested else source
     fields = source.fields
     third = source.architecture in ("Qwen3ForCausalLM", "qwen3", WITH_VISION)
     seed = source.architecture == "SeedOssForCausalLM"
     shape = read_shape(
         source,
         kv_heads=8 if seed else None,
-        head_dim=None if source.gguf or source.architecture == "Qwen2ForCausalLM" else 128,
+        head_dim=None if source.gguf or source.architecture in ("Qwen2ForCausalLM", OLDER_WITH_VISION) else 128,
         max_position=None if source.gguf else 524_288 if seed else 32_768,
     )
     bias, out_bias = _biases(source, third)
@@ -43,14 +47,15 @@ def describe(source: ModelDescription) -> ModelSpec:
         block.gated_mlp(shape.hidden, shape.inner, bias=fields.boolean("mlp_bias", default=False))
     tensors.end(shape)
     windows = qwen_windows(source, shape)
+    tower = qwen_vision(outer) if whole else qwen25_vision(outer) if older else []
     return build_spec(
         source,
         shape,
         family=FAMILY,
         layers=[LayerSpec(index=index, window=window) for index, window in enumerate(windows)],
-        tensors=[*tensors.found, *(qwen_vision(outer) if whole else ())],
+        tensors=[*tensors.found, *tower],
         decoder=DecoderSpec(query_key_norm="head" if third else "none"),
-        encoder=qwen_encoder(outer) if whole else None,
+        encoder=qwen_encoder(outer) if whole else qwen25_encoder(outer) if older else None,
     )
 
 

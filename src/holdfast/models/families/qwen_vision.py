@@ -1,5 +1,5 @@
-"""The vision tower of Qwen3-VL and Qwen3.5: its tensors and its largest image, for counting only. Ranks share its
-matrices."""
+"""The vision towers of Qwen2.5-VL, and of Qwen3-VL and Qwen3.5: their tensors and largest image, for counting only.
+Ranks share their matrices."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from holdfast.models.source import ModelDescription
 from holdfast.models.spec import EncoderSpec, TensorSpec
 from holdfast.models.tensors import TensorList
 
-STEM = "model.visual."
+STEM, OLDER_STEM = "model.visual.", "visual."
 LARGEST_IMAGE_PIXELS = 2**24
 """longest_edge of the preprocessor_config.json that these models are published with; config.json does not say it.
 vLLM tries an image of that size when it starts: 16,384 tokens, as its logs print."""
+OLDER_LARGEST_IMAGE_PIXELS = 16_384 * 28**2
+"""The same of Qwen2.5-VL: max_pixels."""
 
 
 def qwen_vision(source: ModelDescription) -> list[TensorSpec]:
@@ -71,7 +73,55 @@ def qwen_encoder(source: ModelDescription) -> EncoderSpec:
     )
 
 
+def qwen25_vision(source: ModelDescription) -> list[TensorSpec]:
+    """Of Qwen2.5-VL: gated MLPs, norms without biases, no table of positions and one merger."""
+    config = source.fields.table("vision_config") or Fields({}, where="config.json")
+    shape = _older_shape(config)
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    patch = config.integer("patch_size", high=1 << 12, default=14)
+    frames = config.integer("temporal_patch_size", high=64, default=2)
+    merged = hidden * config.integer("spatial_merge_size", high=64, default=2) ** 2
+    tensors = TensorList(OLDER_STEM, part="vision")
+    pixels = (config.integer("in_chans", high=64, default=3), frames, patch, patch)
+    tensors.add("vision.patch", (hidden, *pixels), f"{OLDER_STEM}patch_embed.proj.weight")
+    for layer in range(config.integer("depth", high=MAX_LAYERS, default=32)):
+        for name in ("norm1", "norm2"):
+            tensors.norm(f"vision.layers.{layer}.{name}", hidden, f"blocks.{layer}.{name}")
+        for name, rows, columns, axis in (
+            ("attn.qkv", 3 * hidden, hidden, 0),
+            ("attn.proj", hidden, hidden, 1),
+            ("mlp.gate_proj", inner, hidden, 0),
+            ("mlp.up_proj", inner, hidden, 0),
+            ("mlp.down_proj", hidden, inner, 1),
+        ):
+            _linear(tensors, f"blocks.{layer}.{name}", rows, columns, axis=axis)
+    tensors.norm("vision.merger.norm", hidden, "merger.ln_q")
+    _linear(tensors, "merger.mlp.0", merged, merged, axis=0)
+    _linear(tensors, "merger.mlp.2", config.integer("out_hidden_size", high=MAX_WIDTH, default=3584), merged, axis=1)
+    return tensors.found
+
+
+def qwen25_encoder(source: ModelDescription) -> EncoderSpec:
+    return _older_shape(source.fields.table("vision_config") or Fields({}, where="config.json"))
+
+
+def _older_shape(config: Fields) -> EncoderSpec:
+    hidden = config.integer("hidden_size", high=MAX_WIDTH, default=1280)
+    patch = config.integer("patch_size", high=1 << 12, default=14)
+    patches = max(1, OLDER_LARGEST_IMAGE_PIXELS // patch**2)
+    channels = config.integer("in_chans", high=64, default=3)
+    frames = config.integer("temporal_patch_size", high=64, default=2)
+    return EncoderSpec(
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH, default=3420),
+        gated=True,
+        patches=patches,
+        tokens=max(1, patches // config.integer("spatial_merge_size", high=64, default=2) ** 2),
+        kept_columns=hidden + 3 * channels * frames * patch**2,
+    )
+
+
 def _linear(tensors: TensorList, name: str, *shape: int, axis: int | None = None) -> None:
     matrix = len(shape) == 2
-    tensors.add(f"vision.{name}", shape, f"{STEM}{name}.weight", linear=matrix, shard_axis=axis)
-    tensors.add(f"vision.{name}_bias", shape[:1], f"{STEM}{name}.bias", shard_axis=0 if axis == 0 else None)
+    tensors.add(f"vision.{name}", shape, f"{tensors.stem}{name}.weight", linear=matrix, shard_axis=axis)
+    tensors.add(f"vision.{name}_bias", shape[:1], f"{tensors.stem}{name}.bias", shard_axis=0 if axis == 0 else None)

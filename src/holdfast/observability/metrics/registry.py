@@ -409,7 +409,7 @@ class _MemoryCollector(Collector):
         if not links:
             return
         counters = (
-            ("bytes", "Bytes of layers copied to the GPU.", [link.copied_bytes for link in links]),
+            ("bytes", "Bytes of weights and KV pages copied over it.", [link.copied_bytes for link in links]),
             ("busy_seconds", "Seconds that these copies took.", [link.busy_s for link in links]),
             ("stalled_seconds", "Seconds that the GPU waited for them.", [link.stalled_s for link in links]),
         )
@@ -422,7 +422,8 @@ class _MemoryCollector(Collector):
             "holdfast:link_possible_bytes_per_second", "As measured at the start.", labels=["model_name", "link"]
         )
         for link in links:
-            possible.add_metric([self._model_name, link.link], link.possible_bytes_per_s)
+            if link.possible_bytes_per_s:
+                possible.add_metric([self._model_name, link.link], link.possible_bytes_per_s)
         yield possible
 
     def _experts(self, use: ExpertUse) -> Iterator[Metric]:

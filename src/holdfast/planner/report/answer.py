@@ -21,7 +21,7 @@ from holdfast.planner.engines.command import Command
 from holdfast.planner.engines.commands import commands, parse_engine
 from holdfast.planner.engines.vllm_command import vllm_command
 from holdfast.planner.fit.expert_placement import place_larger, place_larger_by_hand, wants_offload
-from holdfast.planner.fit.placement import may_stream
+from holdfast.planner.fit.placement import may_stream, pinned_room
 from holdfast.planner.fit.search import Plan, Question, Rank, describe_budget, describe_devices, fit
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.json import document
@@ -29,6 +29,7 @@ from holdfast.planner.report.llama_layers import llama_layers
 from holdfast.planner.report.offload import Offload
 from holdfast.planner.report.remedy_commands import RemedyCommands, remedy_commands
 from holdfast.planner.report.text import lines
+from holdfast.planner.sizing.host_ram import usual_kv_ram
 from holdfast.units import format_bytes
 
 
@@ -63,7 +64,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     if partly is not None:  # It says itself what the estimate of tiers would.
         ways = tuple(way for way in ways if way.tiers is None)
     remedied = RemedyCommands({}, None) if fits else remedy_commands(found.question, ways, vllm)
-    if partly is not None:
+    if partly is not None and partly.may_run:
         remedied = RemedyCommands({"llama.cpp": partly.command}, None)
     safe = safe_configuration(found) if fits else None
     printed = commands(found, sequences=found.limits.max_num_seqs, vllm=vllm) if fits else remedied.commands
@@ -80,7 +81,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         commands_of="plan"
         if fits
         else "tiers"
-        if partly is not None
+        if partly is not None and partly.may_run
         else "none"
         if remedied.best is None
         else ways[remedied.best].kind,
@@ -89,7 +90,12 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         engine=name,
         vllm=vllm,
         as_requested=None if fits or name != "vllm" else _as_requested(found, vllm),
-        decisions=(*found.decisions, *_budgets(found), *_as_the_engine(printed.get(name or ""), vllm)),
+        decisions=(
+            *found.decisions,
+            *_budgets(found),
+            *(_kv_ram(found) if fits and offload is None and name in (None, "holdfast") else ()),
+            *_as_the_engine(printed.get(name or ""), vllm),
+        ),
         offload=offload,
     )
 
@@ -131,6 +137,15 @@ def _as_the_engine(command: Command | None, vllm: Vllm) -> Iterator[Decision]:
 
 def _no_rate(found: Plan) -> str:
     return "requests are longer than the model's context" if too_long(found.question) else no_throughput_reason(found)
+
+
+def _kv_ram(found: Plan) -> Iterator[Decision]:
+    """RAM that a server of ours would take for KV blocks, if nothing is said of it."""
+    left, (rank, *more) = pinned_room(found.question), found.ranks
+    chosen = 0 if left is None or more else usual_kv_ram(left, rank.pool_bytes)
+    if left is not None and chosen:
+        why = f"for KV blocks that leave the GPU: {format_bytes(left)} of RAM are left beside the server"
+        yield Decision("kv_ram", format_bytes(chosen), f"{why}; --kv-ram 0: none", "planner")
 
 
 def _budgets(found: Plan) -> list[Decision]:

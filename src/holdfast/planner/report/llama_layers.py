@@ -28,6 +28,8 @@ class LlamaLayers:
     """Of the layers on the CPU, their KV and the embedding."""
     free_bytes: int | None
     """RAM that they may take; None: not known."""
+    kv_tokens: int
+    """That the command asks for, and all layers have room for."""
     command: Command
 
     @property
@@ -35,9 +37,18 @@ class LlamaLayers:
         return self.free_bytes is not None and self.ram_bytes <= self.free_bytes
 
     @property
+    def may_run(self) -> bool:
+        """It does, or RAM is not known."""
+        return self.runs or self.free_bytes is None
+
+    @property
+    def placement(self) -> str:
+        return f"{self.on_gpu} of {self.layers} layers on the GPU"
+
+    @property
     def verdict(self) -> str:
         """Behind `does not fit`, for people."""
-        what = f"{self.on_gpu} of {self.layers} layers on the GPU, the others on the CPU"
+        what = f"{self.placement}, the others on the CPU"
         if self.free_bytes is None:
             return f"llama.cpp runs it with {what}, given {format_bytes(int(self.ram_bytes / RAM_SHARE))} of free RAM"
         if not self.runs:
@@ -76,6 +87,7 @@ def llama_layers(found: Plan) -> LlamaLayers | None:
         on_gpu=on_gpu,
         ram_bytes=waits,
         free_bytes=None if ram is None else int(ram * RAM_SHARE),
+        kv_tokens=length * found.required_sequences,
         command=_command(found, on_gpu, length * found.required_sequences),
     )
 

@@ -51,7 +51,7 @@ def lines(
         ),
         _titled("Decisions", () if brief else _decisions(answer, width), paint),
         _titled("Warnings", () if brief else _warnings(answer, width, paint), paint),
-        _titled("Best remedy" if brief else "Remedies, in order of preference", _ways(answer, width, brief), paint),
+        _titled(_ways_title(answer, brief), _ways(answer, width, brief), paint),
         _titled("Configurations", () if brief else _configurations(answer, width), paint),
         _titled(_commands_title(answer), () if brief and answer.engine is None else _commands(answer, width), paint),
         _titled("Rules of thumb and exact figures", _thumbs(answer, width) if verbose else (), paint),
@@ -130,7 +130,9 @@ def _devices(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         more = f"; {answer.replicas} servers like this fit here, as replicas" if answer.replicas > 1 else ""
         yield from wrapped(f"{counted(idle, 'more device')} not used{more}", width, "", "  ")
     if answer.question.machine.ram_bytes is not None and answer.question.machine.kind == "gpu" and not answer.offload:
-        yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, not used by this plan"
+        kept = [f"{one.value} of it for KV blocks" for one in answer.decisions if one.field == "kv_ram"]
+        use = kept[0] if kept else "not used by this plan"
+        yield f"RAM: {format_bytes(answer.question.machine.ram_bytes)} free, {use}"
 
 
 def sizes(answer: PlanFindings, rank: Rank) -> dict[str, int]:
@@ -253,7 +255,11 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
         more = "the draft model's" if drafts else "the copies on all ranks"
         each += f", {format_bytes(found.kv_bytes_per_token)} with {more}"
     each += f", and {format_bytes(fixed)} per sequence" if fixed else ""
-    yield from wrapped(f"{each}; the pool holds {counted(found.kv_tokens, 'token')}", width, "")
+    layered = answer.partly if answer.partly is not None and answer.partly.may_run else None
+    pool = f"the pool holds {counted(found.kv_tokens, 'token')}"
+    if layered is not None:
+        pool = f"with {layered.placement} there is room for {counted(layered.kv_tokens, 'token')}"
+    yield from wrapped(f"{each}; {pool}", width, "")
     if answer.max_model_len:
         most = counted(answer.question.model.spec.max_position, "token")
         held = f"largest context {found.longest_tokens:,} of {most}"
@@ -280,7 +286,8 @@ def _capacity(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
         rate = answer.offload.throughput
         yield f"{answer.offload.title}:"
     if rate is None:
-        yield from wrapped(f"no throughput estimate: {answer.no_throughput}", width, "")
+        why = answer.no_throughput if layered is None else "it depends on the CPU, which computes the other layers"
+        yield from wrapped(f"no throughput estimate: {why}", width, "")
         return
     for decode in (rate.one, rate.at_traffic, rate.largest):
         if decode is not None and (decode is rate.one or decode.batch > 1):
@@ -312,6 +319,12 @@ def _warnings(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         yield from rest
         if warning.fix:
             yield from wrapped(f"fix: {warning.fix}", width, "    ")
+
+
+def _ways_title(answer: PlanFindings, brief: bool) -> str:
+    title = "Best remedy" if brief else "Remedies, in order of preference"
+    # Beside a command for some layers: what it would take to have all of them there.
+    return f"{title}, for all layers on the GPU" if answer.commands_of == "tiers" and answer.partly else title
 
 
 def _ways(answer: PlanFindings, width: int, brief: bool) -> Iterator[str]:
@@ -354,6 +367,8 @@ def _flags(configuration: Configuration) -> str:
 
 
 def _commands_title(answer: PlanFindings) -> str:
+    if answer.commands_of == "tiers" and answer.partly is not None:
+        return f"Command with {answer.partly.placement}"
     if answer.commands_of == "plan" or answer.best is None:
         return "Commands"
     if _of_several(answer):

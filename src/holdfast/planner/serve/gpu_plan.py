@@ -6,7 +6,6 @@ No torch and no CUDA context: free memory comes from the driver library. `settle
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -14,12 +13,10 @@ from itertools import islice
 from holdfast import hardware
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
-from holdfast.errors import CheckpointError, ConfigurationError, DoesNotFitError
-from holdfast.footprint import lora
+from holdfast.errors import CheckpointError, ConfigurationError
 from holdfast.footprint.cpu import expands, kv_layout
 from holdfast.footprint.gpu import LEAST_CAPABILITY
 from holdfast.footprint.identity_key import Same
-from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
 from holdfast.hardware import Memory, Processor
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec
@@ -27,7 +24,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.advice.remedies import ways_out
 from holdfast.planner.fit.count import experts_on_gpu, streamed_on_gpu
 from holdfast.planner.fit.cpu import Pool
-from holdfast.planner.fit.expert_placement import exchange_bytes, ram_bytes, wants_offload
+from holdfast.planner.fit.expert_placement import wants_offload
 from holdfast.planner.fit.placement import may_stream
 from holdfast.planner.fit.result import EngineChoices, GpuChoice, Plan, describe_budget
 from holdfast.planner.fit.search import fit
@@ -41,7 +38,6 @@ from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
-from holdfast.planner.sizing.host_ram import HOST_ENGINE_BYTES, host_budget
 from holdfast.units import MIB, counted, format_bytes
 
 TOO_OLD, NOT_THERE, MIXED_KV, OF_A_CPU, TOO_WIDE = "HF122", "HF121", "HF126", "HF127", "HF128"
@@ -323,60 +319,3 @@ def _remedies(found: Plan) -> Iterator[refusals.SettingsChange]:
     """Searched only when they are asked for: most refusals are those of candidates."""
     ways = (way for way in ways_out(found) if way.kind in ("utilization", "context", "sequences"))
     yield from (way.settings for way in islice(ways, refusals.MOST_REMEDIES))
-
-
-# Host RAM
-
-
-def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_bytes: int) -> Plan:
-    """The plan with what structured output, KV blocks and copies of adapters take of host RAM, or a refusal where there
-    is none for them."""
-    spec, forms = plan.question.model.spec, 0
-    if not config.skip_tokenizer_init:
-        forms = forms_bytes(spec.vocab_size, plan.limits.max_num_seqs, os.cpu_count() or FEW_CORES)
-        said = "maximum host RAM for structured output; a request whose grammar does not fit waits"
-        decision = Decision("structured_outputs", format_bytes(forms), said, "planner")
-        plan = replace(plan, decisions=(*plan.decisions, decision))
-    plan = _with_kv_ram(plan, config, machine, front_bytes + forms)
-    if not config.lora_copies:
-        return plan
-    one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank)
-    places, streamed = plan.engine.expert_places, plan.engine.streamed
-    pinned = 0 if streamed is None else streamed.pinned_bytes
-    pinned += 0 if places is None else ram_bytes(places, exchange_bytes(plan, places))
-    others = front_bytes + forms + pinned + config.kv_ram_bytes
-    free, asked = max(0, machine.available_bytes - others), config.lora_copies * one
-    if asked > free:
-        fewer = free // one
-        raise DoesNotFitError(
-            f"{counted(config.lora_copies, 'adapter')} of rank {config.lora_rank} do not fit in host RAM, where copies"
-            " of them are kept",
-            needed=f"{format_bytes(asked)}, {format_bytes(one)} each, and {format_bytes(others)} for the API server,"
-            " structured output, and layers or experts in RAM",
-            found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})",
-            fix=f"--max-cpu-loras {fewer}"
-            if fewer >= config.lora_places
-            else "fewer --max-loras, or a smaller --max-lora-rank",
-            field="max_cpu_loras",
-        )
-    said = f"host RAM for {counted(config.lora_copies, 'adapter')}, {format_bytes(one)} each"
-    return replace(plan, decisions=(*plan.decisions, Decision("max_cpu_loras", format_bytes(asked), said, "planner")))
-
-
-def _with_kv_ram(plan: Plan, config: EngineConfig, machine: Memory, others_bytes: int) -> Plan:
-    """Pinned memory cannot be swapped out: no more of it than leaves the machine its share."""
-    asked, page = config.kv_ram_bytes, plan.engine.layout.page_bytes
-    if not asked:
-        return plan
-    room = host_budget(config.ram, machine.available_bytes) - HOST_ENGINE_BYTES - others_bytes
-    if not page <= asked <= room:
-        raise DoesNotFitError(
-            "there is not so much RAM for KV blocks",
-            needed=f"{format_bytes(asked)}, pinned; one block has {format_bytes(page)}",
-            found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by}), of which "
-            f"{format_bytes(max(0, room))} are left beside the server",
-            fix=f"--kv-ram {max(0, room) >> 30}GiB" if room >> 30 else "leave --kv-ram out",
-            field="kv_ram",
-        )
-    said = f"KV blocks that leave the GPU, as set; {asked // page:,} of them, pinned while the server serves"
-    return replace(plan, decisions=(*plan.decisions, Decision("kv_ram", format_bytes(asked), said, "set")))

@@ -1,16 +1,32 @@
-"""How much RAM beside a GPU layers may take: pinned memory cannot be swapped out, so it is never all that is free."""
+"""How much RAM beside a GPU layers and KV pages may take: pinned memory cannot be swapped out, so it is never all that
+is free."""
 
 from __future__ import annotations
 
 from holdfast.footprint.structured_output import FEW_CORES, forms_bytes
 from holdfast.models import ModelSpec
-from holdfast.units import GIB
+from holdfast.units import GIB, MIB
 
 HOST_ENGINE_BYTES = 3 * GIB
 """Of the engine's process in RAM beside pinned memory: torch with CUDA and its libraries, kernels being compiled. An
 assumption on the safe side."""
 HOST_SHARE = 0.9
 """Of the RAM that is free, where --ram is not set: what is left is for the page cache and for neighbours."""
+
+KV_RAM_SHARE = 0.25
+"""Of the RAM that a server leaves free, for KV pages where nothing was said: nobody asked for it, it cannot be swapped
+out, and another server that starts beside this one finds three quarters of it."""
+KV_RAM_POOLS = 2
+"""Times the KV pool, at most: an older prefix is asked for again ever more rarely."""
+LEAST_KV_RAM_BYTES = 256 * MIB
+"""Less is not worth a tier."""
+
+
+def usual_kv_ram(left_bytes: int, pool_bytes: int) -> int:
+    """For KV pages that leave a GPU, where nothing was said. `left_bytes`: of RAM, by all else that the server takes of
+    it. 0: none."""
+    found = min(int(left_bytes * KV_RAM_SHARE), KV_RAM_POOLS * pool_bytes)
+    return found if found >= min(LEAST_KV_RAM_BYTES, KV_RAM_POOLS * pool_bytes) else 0
 
 
 def server_bytes(
@@ -27,6 +43,6 @@ def server_bytes(
     return HOST_ENGINE_BYTES + front_bytes + forms + adapters_bytes
 
 
-def host_budget(ram_bytes: int | None, free_bytes: int) -> int:
-    """Of the whole server. `ram_bytes`: as --ram sets it."""
-    return int(free_bytes * HOST_SHARE) if ram_bytes is None else ram_bytes
+def host_budget(free_bytes: int) -> int:
+    """Of the whole server, where --ram does not say what tiers may take."""
+    return int(free_bytes * HOST_SHARE)

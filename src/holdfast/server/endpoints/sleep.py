@@ -13,7 +13,7 @@ from holdfast.server.http.errors import FORBIDDEN, HttpFailure, json_response
 from holdfast.server.settings import ServerSettings
 
 LEVELS = ("1", "2")
-"""vLLM keeps the weights in RAM at 1 and drops them at 2. Here both drop all, and waking loads from the files again."""
+"""At 1 cached prefixes stay in RAM, and at 2 nothing does. vLLM keeps the weights at 1; here they are loaded again."""
 MODES = ("abort", "wait")
 
 
@@ -32,13 +32,13 @@ class Sleeping:
         level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
         if level not in LEVELS:
             raise UnsupportedOptionError(
-                f"level {level[:50]!r} is not supported: sleep always releases all memory",
+                f"level {level[:50]!r} is not supported: sleep always releases the weights",
                 needed="1 or 2",
                 field="level",
             )
         if mode not in MODES:
             raise UnsupportedOptionError(f"mode {mode[:50]!r} is not supported", needed="abort or wait", field="mode")
-        await self._engine.sleep(mode)
+        await self._engine.sleep(mode, int(level))
         return json_response({"status": "sleeping", "level": int(level)})
 
     async def wake_up(self, request: Request) -> Response:

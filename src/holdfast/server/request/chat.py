@@ -20,6 +20,7 @@ from holdfast.server.schema.fields import unsupported
 from holdfast.server.schema.ignored import IGNORED
 from holdfast.server.schema.requests import ChatBody
 from holdfast.server.settings import ServerSettings
+from holdfast.text.messages import join_text_parts
 from holdfast.text.templates.budget import SlowRenderingError, impatient
 from holdfast.text.templates.jobs import RenderJob
 from holdfast.text.templates.template import check_end, check_length
@@ -81,6 +82,8 @@ async def chat_prompt(
         )
     use = read_tool_use(body, tools, auto=settings.enable_auto_tool_choice)
     messages = read_messages(body.messages)
+    if settings.joins_parts:
+        messages = join_text_parts(messages, keep_parts=False)
     chat = _Chat(tokenizer, body, messages, use, engine.info.max_model_len, settings, truncation)
     prompt = await _rendered(chat, size_bytes, workers, pool)
     if chat.leaves_tools_out:

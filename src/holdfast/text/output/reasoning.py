@@ -58,6 +58,7 @@ FAMILIES: Mapping[str, ReasoningFormat] = MappingProxyType(
         "olmo3": _THINK,
         "step3": _THINK_ALWAYS,
         "seed_oss": ReasoningFormat(opening="<seed:think>", closing="</seed:think>"),
+        "granite": ReasoningFormat(opening="Here is my thought process:", closing="Here is my response:"),
         "mistral": ReasoningFormat(opening="[THINK]", closing="[/THINK]"),
     }
 )

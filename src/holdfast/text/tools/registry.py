@@ -44,6 +44,7 @@ SEED = Dialect(name="seed_oss", reader=xml_calls.SeedReader, call_format=xml_cal
 GRANITE = Dialect(name="granite", reader=listed.GraniteReader, call_format=listed.GRANITE)
 PHI = Dialect(name="phi4_mini_json", reader=listed.PhiReader, call_format=listed.PHI)
 JAMBA = Dialect(name="jamba", reader=listed.JambaReader, call_format=listed.JAMBA)
+XLAM = Dialect(name="xlam", reader=listed.XlamReader, call_format=generic.FORMAT)
 PYTHONIC = Dialect(name="pythonic", reader=pythonic.PythonicReader, call_format=generic.FORMAT)
 OLMO = Dialect(name="olmo3", reader=pythonic.OlmoReader, call_format=generic.FORMAT)
 GENERIC = Dialect(name="json", reader=generic.GenericReader, call_format=generic.FORMAT)
@@ -69,6 +70,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
         "phi4_mini_json": PHI,
         "jamba": JAMBA,
         "hunyuan_a13b": JAMBA,
+        "xlam": XLAM,
         "pythonic": PYTHONIC,
         "llama4_pythonic": PYTHONIC,
         "olmo3": OLMO,

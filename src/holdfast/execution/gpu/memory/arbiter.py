@@ -119,6 +119,8 @@ class VramArbiter:
         pinned = sum(page_tables_bytes(one.pinned_bytes) for one in (layers, experts) if one is not None)
         self._other_tables = max(0, self.shares.get("page_tables", 0) - pinned)
         """Of RAM that is pinned for KV pages."""
+        self.most_budget_bytes = budget_bytes
+        """That it may have when neighbours have left."""
         self._base_streamed: tuple[int, ...] = ()
         """Those that were streamed before layers left for KV."""
 
@@ -268,6 +270,43 @@ class VramArbiter:
         if "page_tables" in self.shares:  # More is pinned where a layer left for the first time.
             self.shares["page_tables"] = page_tables_bytes(layers.pinned_bytes) + self._other_tables
         self._resident = layers.resident_bytes
+
+    # A pool that breathes
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._kv.nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of all shares and the pool."""
+        return self._reserved()
+
+    def blocks_of(self, pool_bytes: int) -> int:
+        """Pages of a pool with no more memory than this."""
+        return self._kv.blocks_within(pool_bytes)
+
+    def blocks_within_free(self, margin_bytes: int) -> int:
+        """Pages that the pool could have now, with so much of the GPU left free, and what other shares may take."""
+        return self._kv.blocks_within(self._kv.nbytes + max(0, self.free_bytes() - margin_bytes))
+
+    def full_blocks(self, blocks: int) -> int:
+        """Pages that the pool would have if nobody else held anything of the GPU: as the share was set of which the
+        budget is what was free at the start."""
+        if self.most_budget_bytes <= self.budget_bytes:
+            return blocks
+        return max(blocks, self._kv.blocks_within(self.most_budget_bytes - self._others() - self._layers_bytes()))
+
+    def budget_was_set(self) -> None:
+        self.most_budget_bytes = self.budget_bytes
+
+    def budget_with_pool(self) -> int | None:
+        """Of a pool that took what a neighbour left; None: the budget held it already."""
+        self.memory.look_again()
+        if self._reserved() <= self.budget_bytes:
+            return None
+        self.budget_bytes = min(self.most_budget_bytes, self._reserved())
+        return self.budget_bytes
 
     # KV or layers
 

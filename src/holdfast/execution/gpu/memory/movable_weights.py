@@ -6,9 +6,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from holdfast.execution.gpu.decoder import GpuDecoder
+from holdfast.execution.streaming.copies import Copies
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.weights.decoder_weights import Weights
+from holdfast.records import LinkUse
 
 
 class MovableWeights(ABC):
@@ -59,6 +61,22 @@ class MovableWeights(ABC):
     def pinned_bytes(self) -> int:
         """Of RAM, for layers or experts that do not stay on the GPU."""
         return 0 if self._coming is None else self._coming.pinned_bytes
+
+    @property
+    def link(self) -> Copies | None:
+        """Over which weights come, where not all stay on the GPU: it has one owner, and others go behind them."""
+        return None if self._coming is None else self._coming.link
+
+    def uses_of(self, link: Copies | None) -> list[LinkUse]:
+        """Of each direction of the link over which weights, or pages alone, come and go."""
+        if link is None:
+            return []
+        return [link.use() if self._coming is None else self._coming.use(), link.use_back()]
+
+    @property
+    def weights_come(self) -> bool:
+        """Whether steps wait for some of them now."""
+        return self._coming is not None and self._coming.comes
 
     @property
     def _coming(self) -> DeviceLayers | DeviceExperts | None:

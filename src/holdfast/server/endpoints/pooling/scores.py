@@ -50,7 +50,7 @@ class Scores:
         self._vectors = vectors
 
     async def score(self, raw: bytes, record: Record) -> ScoreResponse:
-        require_score(self._vectors.engine.info, "/score")
+        self._require("/score")
         body: ScoreBody = convert(check_fields(decode_object(raw), honoured_fields(ScoreBody)), ScoreBody)
         fields = next((two for two in _SIDES if all(getattr(body, name) is not None for name in two)), None)
         if fields is None:
@@ -71,7 +71,7 @@ class Scores:
         )
 
     async def rerank(self, raw: bytes, record: Record) -> RerankResponse:
-        require_score(self._vectors.engine.info, "/rerank")
+        self._require("/rerank")
         body: RerankBody = convert(check_fields(decode_object(raw), honoured_fields(RerankBody)), RerankBody)
         query, documents = (_texts(getattr(body, name), name) for name in _RERANK_SIDES)
         if len(query) > 1:
@@ -123,6 +123,10 @@ class Scores:
             ],
             usage=usage_of(record),
         )
+
+    def _require(self, path: str) -> None:
+        info = self._vectors.engine.info
+        require_score(info, path, f"holdfast serve {info.model} --runner pooling, or serve an embedding model")
 
     async def _scores(
         self,

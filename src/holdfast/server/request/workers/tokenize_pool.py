@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from holdfast.engine.requests.embedding import embedding_too_long
 from holdfast.errors import ContextLengthError
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ OFF_LOOP_BYTES = 4096
 """Of a body; smaller ones are done before another thread would have begun."""
 HEAD_CHARS_PER_TOKEN = 16
 """Several times what a token of any language stands for: a text with more is judged by its beginning first."""
+
+_ANSWERED = ("messages", "prompt", "content")
+"""Fields of prompts that get an answer; texts of others become vectors."""
 
 THREADS = 2
 """A tokenizer needs some hundred times a text's own memory, so few work at once and the others wait."""
@@ -117,10 +121,13 @@ def check_ids(count: int, context: int, field: str) -> None:
 
 def _too_long(found: str, room: str | None, context: int, field: str) -> ContextLengthError:
     limit = f"{context} tokens" + (f", {room}" if room else "")
-    return ContextLengthError(
-        # As `engine.requests.admission` says it, where the numbers are not exact.
+    # As `engine.requests.admission` says it, where the numbers are not exact.
+    answered = (
         f"This model's maximum context length is {context} tokens. However, you requested {found} in the messages. "
-        "Please reduce the length of the messages or completion.",
+        "Please reduce the length of the messages or completion."
+    )
+    return ContextLengthError(
+        answered if field in _ANSWERED else embedding_too_long(found, context),
         needed=found,
         found=f"a context of {limit}",
         fix="shorten the prompt",

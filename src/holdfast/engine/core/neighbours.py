@@ -1,0 +1,118 @@
+"""Whether the KV pool shall give memory to other processes of the same device, or take back what they left. Decides by
+samples of the device, which a thread takes; resizes nothing.
+
+    free  0 ─────── margin ─────── 2 x margin ─────── 3 x margin ─────────►
+          others grow: shrink to ──►│                  │◄── 10 s long: grow to 2 x margin
+
+A neighbour takes what is free before anybody can see it, so a margin is kept for its first steps; what it took since
+the last look is given once more, so that one that goes on taking finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.units import MIB, format_bytes
+
+log = logging.getLogger("holdfast")
+
+SAMPLE_S = 1.0
+NOISE_BYTES = 32 * MIB
+"""Less than this is no neighbour's growth: counts of a driver, and of a system, are never still."""
+GONE_S = 10.0
+"""For which memory must be free before it is taken back."""
+MARGIN_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    total_bytes: int
+    free_bytes: int
+    own_bytes: int
+    """Of this process."""
+
+    @property
+    def others_bytes(self) -> int:
+        return max(0, self.total_bytes - self.free_bytes - self.own_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the pool shall be, and why."""
+
+    pool_bytes: int
+    reason: str
+
+
+class Neighbours:
+    """`least_margin_bytes`: of the device that stays free for others, which is otherwise a share of its memory."""
+
+    def __init__(self, least_margin_bytes: int) -> None:
+        self._least = least_margin_bytes
+        self._seen: int | None = None
+        """What others held when there was room for them, or when they were given some."""
+        self._roomy_since_s: float | None = None
+
+    def margin_bytes(self, total_bytes: int) -> int:
+        return max(self._least, int(total_bytes * MARGIN_SHARE))
+
+    def judge(self, sample: DeviceSample, pool_bytes: int, full_bytes: int, now_s: float) -> Wish | None:
+        """None: it stays as it is. `full_bytes`: of the pool with no neighbours."""
+        margin, others = self.margin_bytes(sample.total_bytes), sample.others_bytes
+        seen = others if self._seen is None else self._seen
+        grew = others - seen
+        if self._seen is None or sample.free_bytes >= margin or grew < 0:
+            self._seen = others
+        if sample.free_bytes < margin and grew >= NOISE_BYTES:
+            self._seen, self._roomy_since_s = others, None
+            held = f"others hold {format_bytes(others)}, {format_bytes(grew)} more than before"
+            return Wish(
+                pool_bytes - (2 * margin + grew - sample.free_bytes),
+                f"{held}, and {format_bytes(sample.free_bytes)} were free (margin {format_bytes(margin)})",
+            )
+        if pool_bytes >= full_bytes or sample.free_bytes <= 3 * margin:
+            self._roomy_since_s = None
+            return None
+        if self._roomy_since_s is None:
+            self._roomy_since_s = now_s
+        if now_s - self._roomy_since_s < GONE_S:
+            return None
+        self._roomy_since_s = None
+        free = f"{format_bytes(sample.free_bytes)} were free for {GONE_S:g} s"
+        return Wish(
+            min(full_bytes, pool_bytes + sample.free_bytes - 2 * margin),
+            f"{free}, and others hold {format_bytes(others)}",
+        )
+
+
+class NeighbourWatch:
+    """Samples in a thread, about once a second: a driver may take its time, and no step waits for it. `sample`: None:
+    the device does not tell now."""
+
+    def __init__(self, sample: Callable[[], DeviceSample | None], every_s: float = SAMPLE_S) -> None:
+        self._sample, self._every_s = sample, every_s
+        self._latest: DeviceSample | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="neighbour-watch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> DeviceSample | None:
+        """The newest one, once."""
+        found, self._latest = self._latest, None
+        return found
+
+    def _run(self) -> None:
+        silent = False
+        while not self._stop.wait(self._every_s):
+            found = self._sample()
+            if found is None and not silent:
+                log.warning("yield_to_neighbours: the device does not tell what is free; the KV pool stays as it is")
+            silent = found is None
+            self._latest = found or self._latest
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()

@@ -1,0 +1,99 @@
+"""The memory around a KV pool, as breathing sees it: on a CPU what the system has, on a GPU what the driver tells. Lets
+a pool breathe where that was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from holdfast.config import EngineConfig
+from holdfast.engine.core.breathing import Breathing, PoolMemory
+from holdfast.engine.core.neighbours import DeviceSample, Neighbours, NeighbourWatch
+from holdfast.hardware import memory, resident
+from holdfast.hardware.nvidia import device_use
+from holdfast.planner import Plan
+from holdfast.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from holdfast.engine.core.loop import EngineCore
+
+LEAST_MARGIN_BYTES, LEAST_VRAM_MARGIN_BYTES = 512 * MIB, GIB
+"""That stay free for neighbours, of RAM and of a GPU."""
+
+
+class VramShares(PoolMemory, Protocol):
+    most_budget_bytes: int
+    """That the pool and all else may have when neighbours have left."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of all of it now."""
+
+
+class RamPool:
+    """A pool on a CPU: `touched` says how many of its pages have memory, at most those that may be used."""
+
+    def __init__(self, page_bytes: int, touched: Callable[[], int]) -> None:
+        self._page_bytes, self._touched = page_bytes, touched
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._touched() * self._page_bytes
+
+    def blocks_of(self, pool_bytes: int) -> int:
+        return pool_bytes // self._page_bytes
+
+    def blocks_within_free(self, margin_bytes: int) -> int:
+        return self._touched() + max(0, memory().available_bytes - margin_bytes) // self._page_bytes
+
+    def full_blocks(self, blocks: int) -> int:
+        return blocks
+
+    def budget_was_set(self) -> None:
+        """What is free is looked at whenever it matters."""
+
+    def budget_with_pool(self) -> int | None:
+        return None
+
+
+def sample_ram() -> DeviceSample | None:
+    machine, own = memory(), resident()
+    if own is None:
+        return None
+    return DeviceSample(machine.total_bytes, machine.available_bytes, own.now_bytes - own.files_bytes)
+
+
+def sample_gpu(uuid: str, own_bytes: Callable[[], int]) -> DeviceSample | None:
+    """`own_bytes`: as this engine counts it, for drivers that do not tell processes apart."""
+    found = device_use(uuid, os.getpid())
+    if found is None:
+        return None
+    own = own_bytes() if found.own_bytes is None else found.own_bytes
+    return DeviceSample(found.total_bytes, found.free_bytes, own)
+
+
+def breathe_in_ram(core: EngineCore, config: EngineConfig) -> None:
+    page_bytes = core.scheduler.kv.layout.page_bytes
+    pool = RamPool(page_bytes, lambda: core.scheduler.kv.blocks_touched + 1)
+    core.breathing = _breathing(config, pool, sample_ram)
+
+
+def breathe_in_vram(core: EngineCore, config: EngineConfig, plan: Plan, vram: VramShares) -> None:
+    if config.yield_to_neighbours and config.kv_cache_memory_bytes is None:
+        vram.most_budget_bytes = config.vram or int(plan.device.total_bytes * plan.utilization)
+    uuid = "" if plan.engine.gpu is None else plan.engine.gpu.uuid
+    core.breathing = _breathing(config, vram, lambda: sample_gpu(uuid, lambda: vram.reserved_bytes))
+
+
+def _breathing(config: EngineConfig, pool: PoolMemory, sample: Callable[[], DeviceSample | None]) -> Breathing | None:
+    """None: nothing of it was asked for."""
+    if not config.idle_release and not config.yield_to_neighbours:
+        return None
+    least = LEAST_VRAM_MARGIN_BYTES if config.device == "cuda" else LEAST_MARGIN_BYTES
+    return Breathing(
+        pool,
+        idle_release_s=config.idle_release or None,
+        neighbours=Neighbours(least) if config.yield_to_neighbours else None,
+        watch=NeighbourWatch(sample) if config.yield_to_neighbours else None,
+    )

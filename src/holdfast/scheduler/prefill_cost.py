@@ -1,0 +1,124 @@
+"""How long computing prompts takes, from the steps that were seen. A step costs something whatever is in it (weights
+are read, or come over a link), each of its tokens costs the same, and attention costs by what each token sees:
+
+    seconds = step + token x tokens + pair x pairs          pairs: of a token and a position before it, mean over layers
+
+What steps that are alike cannot tell apart counts as the step's own: then nobody believes that leaving tokens out saves
+time. Knows neither clocks nor sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from holdfast.kvcache import KVLayout
+
+KEPT = 0.95
+"""Of the weight of all steps before, with every new one."""
+DOUBT = 1e-4
+"""Of what is seen, that speaks against each of the two others: the step's own has none."""
+PARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    """Of prompts, or of a step."""
+
+    steps: float = 0.0
+    tokens: float = 0.0
+    pairs: float = 0.0
+
+    def __add__(self, other: PromptWork) -> PromptWork:
+        return PromptWork(self.steps + other.steps, self.tokens + other.tokens, self.pairs + other.pairs)
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        return self.steps, self.tokens, self.pairs
+
+
+def pairs(layout: KVLayout, start: int, end: int) -> float:
+    """Of tokens at these positions, and all that they see, in the mean over layers."""
+    layers = sum(len(group.layers) for group in layout.groups)
+    seen = sum(len(group.layers) * (_seen(end, group.window) - _seen(start, group.window)) for group in layout.groups)
+    return seen / layers
+
+
+def _seen(tokens: int, window: int | None) -> int:
+    """By all of the first so many."""
+    near = tokens if window is None else min(tokens, window)
+    return near * (near + 1) // 2 + (tokens - near) * near
+
+
+class PrefillCost:
+    """Fitted by relative errors: a step that took ten times as long for once (a kernel was compiled) counts as one."""
+
+    def __init__(self) -> None:
+        self._products = [[0.0] * PARTS for _ in range(PARTS)]
+        self._sums = [0.0] * PARTS
+        self._fit: tuple[float, ...] | None = None
+
+    def note(self, work: PromptWork, seconds: float) -> None:
+        """A step took so long."""
+        if seconds <= 0 or work.tokens <= 0:
+            return
+        row = [part / seconds for part in work.parts]
+        for first in range(PARTS):
+            self._sums[first] = self._sums[first] * KEPT + row[first]
+            for second in range(PARTS):
+                self._products[first][second] = self._products[first][second] * KEPT + row[first] * row[second]
+        self._fit = None
+
+    def seconds(self, work: PromptWork) -> float | None:
+        """None: nothing was seen yet."""
+        if not any(self._sums):
+            return None
+        if self._fit is None:
+            self._fit = self._fitted()
+        return sum(cost * part for cost, part in zip(self._fit, work.parts, strict=True))
+
+    def _fitted(self) -> tuple[float, ...]:
+        """Least squares, no part below 0: the best of all solutions in which some parts are 0."""
+        best, least = (0.0,) * PARTS, float("inf")
+        for count in range(1, PARTS + 1):
+            for kept in combinations(range(PARTS), count):
+                found = self._solved(kept)
+                if found is not None and min(found) >= 0 and (error := self._error(found)) < least:
+                    best, least = found, error
+        return best
+
+    def _product(self, first: int, second: int) -> float:
+        return self._products[first][second] * (1 + DOUBT if first == second and first > 0 else 1)
+
+    def _error(self, costs: tuple[float, ...]) -> float:
+        """Up to what is the same for all."""
+        squares = sum(
+            costs[first] * costs[second] * self._product(first, second)
+            for first in range(PARTS)
+            for second in range(PARTS)
+        )
+        return squares - 2 * sum(cost * part for cost, part in zip(costs, self._sums, strict=True))
+
+    def _solved(self, kept: tuple[int, ...]) -> tuple[float, ...] | None:
+        """By elimination, in numbers of like size; None: it has no one answer."""
+        sizes = [self._product(one, one) ** 0.5 for one in kept]
+        if not all(sizes):
+            return None
+        rows = [
+            [self._product(one, other) / (size * across) for other, across in zip(kept, sizes, strict=True)]
+            + [self._sums[one] / size]
+            for one, size in zip(kept, sizes, strict=True)
+        ]
+        for at in range(len(kept)):
+            pivot = max(range(at, len(kept)), key=lambda one: abs(rows[one][at]))
+            rows[at], rows[pivot] = rows[pivot], rows[at]
+            if abs(rows[at][at]) < 1e-9:
+                return None
+            for below in range(len(kept)):
+                if below != at:
+                    share = rows[below][at] / rows[at][at]
+                    rows[below] = [one - share * other for one, other in zip(rows[below], rows[at], strict=True)]
+        found = [0.0] * PARTS
+        for at, (one, size) in enumerate(zip(kept, sizes, strict=True)):
+            found[one] = rows[at][-1] / rows[at][at] / size
+        return tuple(found)

@@ -1,0 +1,296 @@
+"""A KV pool that gives memory up while nobody asks or others need it, over a real scheduler and a simulated device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.engine.core.breathing import AGAIN_S, SAVE_S, Breathing
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.core.neighbours import DeviceSample, Neighbours
+from holdfast.engine.offline.unsupported import refuse_breathing
+from holdfast.errors import EngineError, UnsupportedOptionError
+from holdfast.kvcache import KVCache, KVLayout, TierLimits, form_groups
+from holdfast.records import PoolChange, Request, SamplingParams, StepPlan, StepResult
+from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.units import MIB
+
+BLOCKS, LEAST = 41, 6
+PAGE = 32 * MIB
+
+
+class FakeDevice:
+    """Memory of a device in pages, of which a neighbour holds some, and a runner that computes nothing."""
+
+    def __init__(self, total: int = 60, host_pages: int = 0) -> None:
+        self.total, self.neighbour, self.blocks, self.most_blocks = total, 0, BLOCKS, 50
+        self.host_pages, self.stored = host_pages, 0
+        self.fail = False
+
+    # The runner.
+
+    def resize_kv(self, blocks: int) -> None:
+        if self.fail or blocks + self.neighbour > self.total:
+            raise EngineError("the device has no memory")
+        self.blocks = blocks
+
+    def submit(self, plan: StepPlan, masks: object = None) -> SimpleNamespace:
+        copies = [copy.copy_id for copy in plan.copies if not copy.before_step]
+        self.stored += len(copies)
+        tokens = [7 for row in plan.rows if row.samples]
+        result = StepResult(step_id=plan.step_id, token_ids=tokens, finished_copies=copies, host_pages=self.host_pages)
+        return SimpleNamespace(late=(), result=lambda: result)
+
+    def give_up_reads(self) -> list[int]:
+        return []
+
+    # Of its memory.
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.blocks * PAGE
+
+    def blocks_of(self, pool_bytes: int) -> int:
+        return pool_bytes // PAGE
+
+    def blocks_within_free(self, margin_bytes: int) -> int:
+        return self.total - self.neighbour - margin_bytes // PAGE
+
+    def full_blocks(self, blocks: int) -> int:
+        return blocks
+
+    def budget_was_set(self) -> None: ...
+
+    def budget_with_pool(self) -> None: ...
+
+    def take(self) -> DeviceSample:
+        free = self.total - self.blocks - self.neighbour
+        return DeviceSample(self.total * PAGE, free * PAGE, self.blocks * PAGE)
+
+    def close(self) -> None: ...
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr("holdfast.engine.core.loop.time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def make(device: FakeDevice, *, idle_s: float | None = None, watches: bool = False) -> EngineCore:
+    groups, places = form_groups((None,))
+    layout = KVLayout(
+        groups=groups, block_tokens=16, layers_per_page=places, kv_heads=1, head_dim=PAGE // 128, element_bytes=4
+    )
+    assert layout.page_bytes == PAGE
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=80, max_model_len=80)
+    tiers = TierLimits(host_pages=device.host_pages, spare_pages=0) if device.host_pages else None
+    scheduler = Scheduler(limits, KVCache(layout, BLOCKS, True, tiers))
+    breathing = Breathing(
+        device,
+        idle_release_s=idle_s,
+        neighbours=Neighbours(PAGE) if watches else None,
+        watch=device if watches else None,  # type: ignore[arg-type]
+    )
+    core = EngineCore(scheduler, device, breathing=breathing)  # type: ignore[arg-type]
+    assert core.scheduler.least_blocks == LEAST
+    return core
+
+
+def ask(core: EngineCore, name: str, first: int, tokens: int = 64) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    core.add(Request(request_id=name, prompt_token_ids=list(range(first, first + tokens)), params=params))
+
+
+def run(core: EngineCore) -> list[object]:
+    found = list[object]()
+    while core.scheduler.has_unfinished or core._undelivered:
+        found += core.step()
+    return found
+
+
+def cached(core: EngineCore, name: str, first: int) -> int:
+    ask(core, name, first)
+    return max(output.cached_tokens for output in run(core))
+
+
+def test_an_idle_pool_is_given_back_and_taken_when_somebody_asks(clock: Clock) -> None:
+    device = FakeDevice()
+    core = make(device, idle_s=5.0)
+    ask(core, "first", 0)
+    run(core)
+    core.breathe()
+    clock.now_s += 4.9
+    core.breathe()
+    assert (device.blocks, core.pop_breathed()) == (BLOCKS, None)
+    clock.now_s += 0.2
+    core.breathe()
+    assert (device.blocks, core.scheduler.kv.blocks_total) == (LEAST, LEAST - 1)
+    change = core.pop_breathed()
+    assert change == PoolChange(blocks=LEAST, kv_bytes=LEAST * PAGE, reason="no request for 5 s", lowered=True)
+    clock.now_s += 100
+    core.breathe()
+    assert core.pop_breathed() is None
+    ask(core, "next", 1000)
+    run(core)
+    assert device.blocks == BLOCKS
+    taken = core.pop_breathed()
+    assert taken is not None
+    assert (taken.blocks, taken.lowered) == (BLOCKS, False)
+
+
+def test_what_a_neighbour_took_meanwhile_is_done_without_and_said(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = FakeDevice()
+    core = make(device, idle_s=5.0)
+    core.breathe()
+    clock.now_s += 6
+    core.breathe()
+    device.neighbour = 40
+    ask(core, "next", 0)
+    assert run(core)
+    assert device.blocks == 20
+    assert "others have taken the rest" in caplog.text
+    # While there are requests, it is tried again, not in every step.
+    device.neighbour = 0
+    ask(core, "more", 500)
+    core.step()
+    assert device.blocks == 20
+    clock.now_s += AGAIN_S + 0.1
+    core.step()
+    assert device.blocks == BLOCKS
+    run(core)
+
+
+def test_memory_that_is_gone_when_it_is_taken_ends_nobody(clock: Clock) -> None:
+    device = FakeDevice()
+    core = make(device, idle_s=5.0)
+    core.breathe()
+    clock.now_s += 6
+    core.breathe()
+    device.fail = True
+    ask(core, "next", 0)
+    assert run(core)
+    assert device.blocks == LEAST
+
+
+def test_prefixes_go_to_ram_before_the_pool_shrinks(clock: Clock) -> None:
+    device = FakeDevice(host_pages=60)
+    core = make(device, idle_s=5.0)
+    for number in range(6):
+        ask(core, str(number), 1000 * number)
+        run(core)
+    device.stored = 0
+    core.breathe()
+    clock.now_s += 6
+    core.breathe()
+    assert core.has_work, "pages are to be saved"
+    steps = 0
+    while core.has_work:
+        core.step()
+        steps += 1
+        assert steps < 50
+    assert device.blocks == LEAST
+    assert device.stored >= 24 - LEAST
+    core.scheduler.kv.check_invariants()
+    for number in range(6):
+        assert cached(core, f"again {number}", 1000 * number) == 48, "none was lost"
+
+
+def test_a_request_that_comes_while_pages_are_saved_keeps_the_pool(clock: Clock) -> None:
+    device = FakeDevice(host_pages=60)
+    core = make(device, idle_s=5.0)
+    ask(core, "first", 0)
+    run(core)
+    core.breathe()
+    clock.now_s += 6
+    core.breathe()
+    assert core.has_work
+    ask(core, "next", 500)
+    run(core)
+    assert device.blocks == BLOCKS
+    assert core.scheduler.kv.tiers is not None
+    assert core.scheduler.kv.tiers.spare_wanted == 0
+
+
+def test_a_budget_that_was_set_is_what_is_full_from_then_on(clock: Clock) -> None:
+    device = FakeDevice()
+    core = make(device, idle_s=5.0)
+    core.breathe()
+    clock.now_s += 6
+    core.breathe()
+    assert device.blocks == LEAST
+    core.set_pool(20)
+    core.breathe()
+    clock.now_s += 6
+    core.breathe()
+    assert device.blocks == LEAST
+    ask(core, "next", 0)
+    run(core)
+    assert device.blocks == 20
+
+
+def test_the_pool_gives_way_to_a_neighbour_while_answers_go_on_and_grows_when_it_left(clock: Clock) -> None:
+    device = FakeDevice(total=60)
+    core = make(device, watches=True)
+    ask(core, "first", 0)
+    core.step()
+    assert device.blocks == BLOCKS
+    device.neighbour = 17  # Of the 19 that were free; the margin is three.
+    clock.now_s += 1
+    core.step()
+    assert device.blocks == 60 - 17 - 2 * 3 - 17
+    change = core.pop_breathed()
+    assert change is not None
+    assert "others hold" in change.reason
+    run(core)
+    device.neighbour = 0
+    for _ in range(12):
+        clock.now_s += 1
+        core.breathe()
+    assert device.blocks == BLOCKS
+    change = core.pop_breathed()
+    assert change is not None
+    assert not change.lowered
+
+
+def test_a_neighbour_does_not_wait_for_ram_that_takes_its_time(clock: Clock) -> None:
+    device = FakeDevice(total=45, host_pages=60)
+    core = make(device, watches=True)
+    for number in range(6):
+        ask(core, str(number), 1000 * number)
+        run(core)
+    device.neighbour = 3
+    core.breathe()
+    assert device.blocks == BLOCKS
+    clock.now_s += SAVE_S + 0.1
+    core.breathe()
+    assert device.blocks < BLOCKS
+    core.scheduler.kv.check_invariants()
+
+
+def test_one_sequence_of_full_length_always_stays(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice(total=45)
+    core = make(device, watches=True)
+    core.breathe()
+    for held in (4, 20, 39, 40):
+        device.neighbour = min(held, 45 - device.blocks)
+        clock.now_s += 1
+        core.breathe()
+    assert device.blocks >= LEAST
+    ask(core, "longest", 0, tokens=77)
+    assert run(core)
+
+
+def test_llm_has_nobody_who_could_do_it() -> None:
+    with pytest.raises(UnsupportedOptionError) as caught:
+        refuse_breathing(EngineConfig.from_arguments(device="cpu", idle_release=5))
+    assert caught.value.field == "idle_release"
+    refuse_breathing(EngineConfig.from_arguments(device="cpu", idle_release=0))

@@ -1,0 +1,143 @@
+"""Prefixes of a GPU that wait in RAM while the engine sleeps: which are found again, by books of another process. The
+device is simulated: it holds no bytes."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.engine.core.kept_kv import KVKeeper, open_tier_file
+from holdfast.engine.core.loop import EngineCore
+from holdfast.engine.process import protocol
+from holdfast.engine.process.kept_kv import KeptFiles
+from holdfast.kvcache import KVCache, KVLayout, TierLimits, form_groups
+from holdfast.records import Request, SamplingParams, SleepingKV, StepPlan, StepResult
+from holdfast.scheduler import Scheduler, SchedulerLimits
+
+PROMPTS, TOKENS, FOUND = 6, 64, 48
+LAYERS = {"full": (None,), "windowed": (None, 32)}
+
+
+class FakeRunner:
+    def __init__(self, ready: int) -> None:
+        self.ready, self.most_blocks = ready, 100
+
+    def host_pages(self) -> int:
+        return self.ready
+
+    def submit(self, plan: StepPlan, masks: object = None) -> SimpleNamespace:
+        result = StepResult(
+            step_id=plan.step_id,
+            token_ids=[7 for row in plan.rows if row.samples],
+            finished_copies=[copy.copy_id for copy in plan.copies if not copy.before_step],
+            host_pages=self.ready,
+        )
+        return SimpleNamespace(late=(), result=lambda: result)
+
+
+def make(windows: tuple[int | None, ...], ready: int = 200) -> EngineCore:
+    groups, places = form_groups(windows)
+    layout = KVLayout(groups=groups, block_tokens=16, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=80, max_model_len=80)
+    scheduler = Scheduler(limits, KVCache(layout, 80, True, TierLimits(spare_pages=0)))
+    return EngineCore(scheduler, FakeRunner(ready))  # type: ignore[arg-type]
+
+
+def cached(core: EngineCore, name: str, first: int) -> int:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    core.add(Request(request_id=name, prompt_token_ids=list(range(first, first + TOKENS)), params=params))
+    found = 0
+    while core.has_work:
+        found = max([found, *(output.cached_tokens for output in core.step())])
+    return found
+
+
+def kept_by(core: EngineCore, identity: bytes = b"one", ready: int | None = None) -> SleepingKV | None:
+    file = open_tier_file(EngineConfig.from_arguments(device="cuda", enable_sleep_mode=True), None)
+    assert file is not None
+    return KVKeeper(core, core.runner, identity, file).keep(lambda: None)
+
+
+@pytest.mark.parametrize("windows", LAYERS.values(), ids=LAYERS.keys())
+def test_what_the_pool_and_ram_hold_is_found_again(windows: tuple[int | None, ...]) -> None:
+    core = make(windows)
+    for number in range(PROMPTS):
+        assert cached(core, str(number), 1000 * number) == 0
+    kept = kept_by(core)
+    assert kept is not None
+    core.scheduler.kv.check_invariants()
+    woken = make(windows)
+    assert woken.scheduler.kv.tiers is not None
+    KVKeeper(woken, woken.runner, b"one", 0).restore(kept)
+    woken.scheduler.kv.check_invariants()
+    assert kept.held_bytes == len(woken.scheduler.kv.tiers.host) * woken.scheduler.kv.layout.page_bytes
+    for number in range(PROMPTS):
+        assert cached(woken, f"again {number}", 1000 * number) == FOUND
+    woken.scheduler.kv.check_invariants()
+    assert cached(woken, "another", 50_000) == 0
+
+
+def test_pages_of_another_model_and_of_files_that_are_gone_are_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    core = make((None,))
+    cached(core, "first", 0)
+    kept = kept_by(core)
+    assert kept is not None
+    for identity, there in (
+        (b"two", kept),
+        (b"one", SleepingKV(identity=b"one", pages_path="/", index_path="/nowhere", held_bytes=1)),
+    ):
+        woken = make((None,))
+        KVKeeper(woken, woken.runner, identity, 0).restore(there)
+        assert cached(woken, "again", 0) == 0
+    assert "could not be read" in caplog.text
+
+
+def test_pages_that_are_not_pinned_in_time_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.engine.core.kept_kv.PIN_S", 0.0)
+    core = make((None,))
+    for number in range(PROMPTS):
+        cached(core, str(number), 1000 * number)
+    kept = kept_by(core)
+    assert kept is not None
+    woken = make((None,), ready=2)
+    KVKeeper(woken, woken.runner, b"one", 0).restore(kept)
+    assert woken.scheduler.kv.tiers is not None
+    assert len(woken.scheduler.kv.tiers.host) == 2
+    woken.runner.ready = 200  # type: ignore[attr-defined]
+    cached(woken, "something", 77_000)
+    assert len(woken.scheduler.kv.tiers.host) > 20
+    woken.scheduler.kv.check_invariants()
+    woken.scheduler.reset_prefix_cache()
+    assert len(woken.scheduler.kv.tiers.host) == 0
+
+
+def test_a_cache_that_holds_nothing_keeps_nothing() -> None:
+    assert kept_by(make((None,))) is None
+
+
+async def test_the_front_holds_the_files_and_lets_them_go() -> None:
+    core = make((None,))
+    cached(core, "first", 0)
+    kept, files, told = kept_by(core), KeptFiles(), list[object]()
+    assert kept is not None
+
+    def send(message: protocol.ToEngine) -> bool:
+        told.append(message)
+        files.answered(protocol.Kept(kept))
+        return True
+
+    await files.ask(send)
+    assert told == [protocol.KeepKV()]
+    assert files.kept is not None
+    assert (files.kept.identity, files.held_bytes) == (b"one", kept.held_bytes)
+    assert os.path.exists(files.kept.pages_path)
+    gone = files.kept.index_path
+    files.drop()
+    assert (files.kept, files.held_bytes, os.path.exists(gone)) == (None, 0, False)
+    await files.ask(lambda message: False)  # Nobody is there.
+    missing = SleepingKV(identity=b"", pages_path="/nowhere", index_path="/nowhere", held_bytes=1)
+    files.answered(protocol.Kept(missing))
+    assert files.kept is None

@@ -1,0 +1,87 @@
+"""When the KV pool gives way to other processes of its device, and when it takes back what they left."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from holdfast.engine.core.neighbours import GONE_S, DeviceSample, Neighbours, NeighbourWatch
+from holdfast.units import GIB, MIB
+
+TOTAL, MARGIN = 100 * GIB, 5 * GIB
+WEIGHTS, FULL = 20 * GIB, 70 * GIB
+
+
+def sample(pool: int, others: int) -> DeviceSample:
+    own = WEIGHTS + pool
+    return DeviceSample(TOTAL, max(0, TOTAL - own - others), own)
+
+
+def test_a_neighbour_that_takes_what_is_free_is_given_more_than_it_took() -> None:
+    policy = Neighbours(GIB)
+    assert policy.margin_bytes(TOTAL) == MARGIN
+    assert policy.margin_bytes(10 * GIB) == GIB
+    assert policy.judge(sample(FULL, 0), FULL, FULL, 0.0) is None
+    assert policy.judge(sample(FULL, 4 * GIB), FULL, FULL, 1.0) is None, "there is still a margin"
+    wish = policy.judge(sample(FULL, 6 * GIB), FULL, FULL, 2.0)
+    assert wish is not None
+    assert wish.pool_bytes == FULL - (2 * MARGIN + 2 * GIB - 4 * GIB), "twice the margin free, and as much as it took"
+    assert "2.00 GiB more than before" in wish.reason
+    after = wish.pool_bytes
+    assert policy.judge(sample(after, 6 * GIB), after, FULL, 3.0) is None
+    # One that goes on taking gets on.
+    again = policy.judge(sample(after, 15 * GIB), after, FULL, 4.0)
+    assert again is not None
+    assert sample(again.pool_bytes, 15 * GIB).free_bytes >= 2 * MARGIN
+
+
+def test_a_full_device_alone_is_no_neighbour() -> None:
+    """Who set a budget up to the brim keeps it until somebody comes; a count that wavers is nobody."""
+    policy, pool = Neighbours(GIB), FULL + 9 * GIB
+    for number in range(5):
+        assert policy.judge(sample(pool, number % 2 * 16 * MIB), pool, pool, float(number)) is None
+    assert policy.judge(sample(pool, 600 * MIB), pool, pool, 9.0) is not None
+
+
+def test_what_is_left_is_taken_back_late_and_not_to_the_brim() -> None:
+    policy, pool = Neighbours(GIB), 30 * GIB
+    now_s = 0.0
+    assert policy.judge(sample(pool, 45 * GIB), pool, FULL, now_s) is None
+    for now_s in (1.0, 5.0, 10.0):
+        assert policy.judge(sample(pool, 10 * GIB), pool, FULL, now_s) is None, "it may come back"
+    wish = policy.judge(sample(pool, 10 * GIB), pool, FULL, 1.0 + GONE_S)
+    assert wish is not None
+    assert wish.pool_bytes == pool + 40 * GIB - 2 * MARGIN
+    # No further than full, and not at all where less is free than would be given again soon.
+    assert policy.judge(sample(FULL, 0), FULL, FULL, 99.0) is None
+    short = 64 * GIB
+    for now_s in (100.0, 200.0, 300.0):
+        assert policy.judge(sample(short, 3 * GIB), short, FULL, now_s) is None
+
+
+def test_one_that_comes_and_goes_does_not_make_it_swing() -> None:
+    policy, pool, changes = Neighbours(GIB), FULL, 0
+    for second in range(120):
+        others = 8 * GIB if second % 8 < 4 else 0
+        wish = policy.judge(sample(pool, others), pool, FULL, float(second))
+        if wish is not None:
+            pool, changes = wish.pool_bytes, changes + 1
+    assert changes <= 2, "a first guess, and what was too much of it"
+
+
+def test_samples_are_taken_in_a_thread_and_each_is_seen_once(caplog: pytest.LogCaptureFixture) -> None:
+    taken, told = threading.Event(), [DeviceSample(3, 2, 1), None, None]
+
+    def look() -> DeviceSample | None:
+        if len(told) == 1:
+            taken.set()
+            return None
+        return told.pop(0)
+
+    watch = NeighbourWatch(look, every_s=0.001)
+    assert taken.wait(10)
+    assert watch.take() == DeviceSample(3, 2, 1)
+    assert watch.take() is None
+    watch.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
