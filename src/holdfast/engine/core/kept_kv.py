@@ -111,12 +111,18 @@ class KVKeeper:
     def restore(self, kept: SleepingKV) -> None:
         """What cannot be had is computed again."""
         try:
-            with open(kept.index_path, "rb") as file:
-                entries = msgspec.msgpack.decode(file.read(), type=list[Entry])
             if kept.identity != self._identity:
                 log.info("what was cached before the engine slept is of another model or other settings: it is dropped")
                 return
-            restored = self._restore_pool(kept, entries) if self._tier_file is None else self._restore_tier(entries)
+            with open(kept.index_path, "r+b") as file:
+                entries = msgspec.msgpack.decode(file.read(), type=list[Entry])
+                if self._tier_file is None:
+                    # Pages are taken out of the file: were this process to die now, another would find empty ones.
+                    file.seek(0)
+                    file.truncate()
+                    file.write(msgspec.msgpack.encode([]))
+            restore = self._restore_pool if self._tier_file is None else self._restore_tier
+            restored = restore(kept, entries) if entries else 0
         except (OSError, msgspec.DecodeError) as error:
             log.warning("what was cached before the engine slept could not be read: %s", error)
             return
@@ -141,10 +147,11 @@ class KVKeeper:
             os.close(file)
         return min(room, len(entries))
 
-    def _restore_tier(self, entries: list[Entry]) -> int:
+    def _restore_tier(self, kept: SleepingKV, entries: list[Entry]) -> int:
         tiers = self._core.scheduler.kv.tiers
-        if tiers is None:
-            return 0
+        assert self._tier_file is not None
+        if tiers is None or not os.path.samestat(os.fstat(self._tier_file), os.stat(kept.pages_path)):
+            return 0  # In the second case it could not be opened: pages of the tier hold nothing.
         wanted, until_s = 1 + max((page for _, _, page in entries), default=0), time.monotonic() + PIN_S
         while (ready := self._runner.host_pages()) < wanted and time.monotonic() < until_s:
             time.sleep(0.01)
