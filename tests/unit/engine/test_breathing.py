@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.engine.core.breathing import AGAIN_S, SAVE_S, Breathing
+from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.neighbours import DeviceSample, Neighbours
 from holdfast.engine.offline.unsupported import refuse_breathing
@@ -143,6 +144,36 @@ def test_an_idle_pool_is_given_back_and_taken_when_somebody_asks(clock: Clock) -
     taken = core.pop_breathed()
     assert taken is not None
     assert (taken.blocks, taken.lowered) == (BLOCKS, False)
+
+
+def test_layers_do_not_leave_for_a_pool_that_was_only_given_back(clock: Clock) -> None:
+    """What it gave up is free: it is taken again before anybody looks whether more pages are wanted."""
+
+    class Layers:
+        base_blocks = BLOCKS
+
+        def __init__(self) -> None:
+            self.asked = list[int]()
+
+        def make_room(self, blocks: int, least_blocks: int, resize_kv: object) -> None:
+            self.asked.append(blocks)
+
+        def take_back(self, least_blocks: int, resize_kv: object) -> None:
+            self.asked.append(0)
+
+    layers, core = Layers(), make(FakeDevice(), idle_s=5.0)
+    core._kv_balance = KVBalance(layers)
+    core.breathe()
+    clock.now_s += 5.1
+    for _ in range(100):
+        core.breathe()
+        core.balance_kv()
+        clock.now_s += 1.0
+    assert core.scheduler.kv.blocks_total == LEAST - 1
+    for number in range(4):
+        ask(core, str(number), 1000 * number)
+    run(core)
+    assert layers.asked == []
 
 
 def test_what_a_neighbour_took_meanwhile_is_done_without_and_said(

@@ -87,6 +87,11 @@ class Breathing:
         """Steps are to be planned, be it without rows: prefixes go to RAM."""
         return self._shrink is not None
 
+    @property
+    def released(self) -> bool:
+        """The pool was given up while nobody asked: that it is small says nothing of what is wanted."""
+        return self._released
+
     def resized(self, scheduler: Scheduler) -> None:
         """By somebody else, who knows what it shall be."""
         self._end(scheduler)

@@ -163,8 +163,8 @@ class EngineCore:
     def _step(self) -> list[EngineOutput]:
         if self.structured_output.compiling:
             self._enter_compiled()
-        self.balance_kv()
         self.breathe()
+        self.balance_kv()
         outputs, self._undelivered = self._undelivered, []
         while self._in_flight and self._in_flight[-1].late:  # These have sampled nothing that a step could go on from.
             outputs += self._apply_oldest()
@@ -242,7 +242,7 @@ class EngineCore:
     def balance_kv(self) -> None:
         """Pages of the KV pool and layers on the GPU change places where that is worth it. Before a step, and while
         there is nothing to do; of whatever stops it: as of a step."""
-        if self._kv_balance is None:
+        if self._kv_balance is None or (self.breathing is not None and self.breathing.released):
             return
         found = self._kv_balance.look(self.scheduler, time.monotonic(), self.resize_kv)
         self._balanced = found or self._balanced
