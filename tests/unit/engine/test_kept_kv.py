@@ -3,9 +3,12 @@ device is simulated: it holds no bytes."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
@@ -18,7 +21,7 @@ from holdfast.kvcache import KVCache, KVLayout, TierLimits, form_groups
 from holdfast.records import Request, SamplingParams, SleepingKV, StepPlan, StepResult
 from holdfast.scheduler import Scheduler, SchedulerLimits
 
-PROMPTS, TOKENS, FOUND = 6, 64, 48
+PROMPTS, TOKENS, FOUND, HEAD_DIM = 6, 64, 48, 4
 LAYERS = {"full": (None,), "windowed": (None, 32)}
 
 
@@ -41,7 +44,9 @@ class FakeRunner:
 
 def make(windows: tuple[int | None, ...], ready: int = 200) -> EngineCore:
     groups, places = form_groups(windows)
-    layout = KVLayout(groups=groups, block_tokens=16, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)
+    layout = KVLayout(
+        groups=groups, block_tokens=16, layers_per_page=places, kv_heads=1, head_dim=HEAD_DIM, element_bytes=4
+    )
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=80, max_model_len=80)
     scheduler = Scheduler(limits, KVCache(layout, 80, True, TierLimits(spare_pages=0)))
     return EngineCore(scheduler, FakeRunner(ready))  # type: ignore[arg-type]
@@ -56,9 +61,11 @@ def cached(core: EngineCore, name: str, first: int) -> int:
     return found
 
 
-def kept_by(core: EngineCore, identity: bytes = b"one", ready: int | None = None) -> SleepingKV | None:
+def kept_by(core: EngineCore, identity: bytes = b"one", held: bytes = b"") -> SleepingKV | None:
+    """`held`: by the tier before."""
     file = open_tier_file(EngineConfig.from_arguments(device="cuda", enable_sleep_mode=True), None)
     assert file is not None
+    os.write(file, held)
     return KVKeeper(core, core.runner, identity, file).keep(lambda: None)
 
 
@@ -195,6 +202,37 @@ def test_a_process_that_dies_while_it_takes_pages_leaves_none_to_the_next() -> N
     on_cpu(woken).restore(kept)
     assert cached(woken, "again", 0) == 0
     woken.scheduler.kv.check_invariants()
+
+
+def test_of_a_tier_only_pages_with_content_stay_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has all of its memory from its start on, and whoever puts an engine to sleep wants memory back."""
+    monkeypatch.setattr("tests.unit.engine.test_kept_kv.HEAD_DIM", 1024)
+    core = make((None,))
+    cached(core, "first", 0)
+    page_bytes = core.scheduler.kv.layout.page_bytes
+    assert page_bytes > 4 * mmap.PAGESIZE
+    whole = b"".join(bytes([number]) * page_bytes for number in range(1, 201))
+    kept = kept_by(core, held=whole)
+    assert kept is not None
+    with open(kept.pages_path, "rb") as pages, open(kept.index_path, "rb") as index:
+        assert os.fstat(pages.fileno()).st_blocks * 512 == kept.held_bytes
+        for _, _, page in msgspec.msgpack.decode(index.read()):
+            assert os.pread(pages.fileno(), page_bytes, page * page_bytes) == bytes([page + 1]) * page_bytes
+
+
+def test_an_engine_that_cannot_keep_pages_sleeps_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    """It would die else, and be started again, only to be put to sleep."""
+    core = make((None,))
+    cached(core, "first", 0)
+    keeper = on_cpu(core)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "memfd_create", refuse)
+        assert keeper.keep(lambda: None) is None
+    assert "too many open files" in caplog.text
 
 
 def test_nothing_is_stepped_once_pages_were_given_away() -> None:

@@ -26,7 +26,7 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan
 from holdfast.records import SleepingKV
-from holdfast.units import counted, format_bytes
+from holdfast.units import GIB, counted, format_bytes
 
 log = logging.getLogger("holdfast")
 
@@ -75,13 +75,22 @@ class KVKeeper:
         self._files: list[int] = []
 
     def keep(self, beat: Callable[[], None]) -> SleepingKV | None:
-        """The engine computes nothing after this. None: there is nothing to keep."""
+        """The engine computes nothing after this. None: there is nothing to keep, or the system has no memory for it:
+        it sleeps all the same."""
+        try:
+            return self._keep(beat)
+        except OSError as error:
+            log.warning("what is cached of prompts cannot be kept while the engine sleeps: %s", error)
+            return None
+
+    def _keep(self, beat: Callable[[], None]) -> SleepingKV | None:
         began_s, kv = time.monotonic(), self._core.scheduler.kv
         if self._tier_file is None:
             file, entries = self._keep_pool(beat)
         else:
             self._core.save_prefixes(SAVE_S, beat)
             file, entries = self._tier_file, [] if kv.tiers is None else kv.tiers.host.entries()
+            _give_back_others(file, sorted(page for _, _, page in entries), kv.layout.page_bytes, beat)
         if not entries:
             return None
         index = os.memfd_create("holdfast-kv-index", os.MFD_CLOEXEC)
@@ -158,6 +167,21 @@ class KVKeeper:
         tiers.host.expect(entries)
         tiers.host.grow(max(ready, tiers.host.total))
         return len(tiers.host)
+
+
+def _give_back_others(file: int, pages: list[int], page_bytes: int, beat: Callable[[], None]) -> None:
+    """Of the file's memory, all but these pages, as far as it is whole pages of the system: a tier has all of it from
+    its start on."""
+    if not (size := os.fstat(file).st_size):
+        return
+    with mmap.mmap(file, size) as memory:
+        before = 0
+        for first, end in (*((page * page_bytes, (page + 1) * page_bytes) for page in pages), (size, size)):
+            begin, whole = -(-before // mmap.PAGESIZE) * mmap.PAGESIZE, first // mmap.PAGESIZE * mmap.PAGESIZE
+            for part in range(begin, whole, GIB):
+                memory.madvise(mmap.MADV_REMOVE, part, min(GIB, whole - part))
+                beat()
+            before = end
 
 
 def _write(file: int, view: memoryview, offset: int) -> None:
