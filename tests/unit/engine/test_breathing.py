@@ -176,6 +176,42 @@ def test_layers_do_not_leave_for_a_pool_that_was_only_given_back(clock: Clock) -
     assert layers.asked == []
 
 
+def test_prefixes_are_saved_for_sleep_by_a_pool_that_does_not_shrink_meanwhile(clock: Clock) -> None:
+    device = FakeDevice(host_pages=60)
+    core = make(device, idle_s=5.0)
+    for number in range(4):
+        ask(core, str(number), 1000 * number)
+    run(core)
+    assert core.scheduler.kv.tiers is not None
+    core.scheduler.kv.tiers.limits = TierLimits(spare_pages=0, most_storing=2)
+    core.breathe()
+    clock.now_s += 6.0
+    core.save_prefixes(60.0, lambda: None)
+    assert len(core.scheduler.kv.tiers.host) == device.stored == 4 * 4
+    assert device.blocks == BLOCKS
+
+
+def test_what_was_seen_before_the_pool_shrank_does_not_shrink_it_once_more(clock: Clock) -> None:
+    device, samples = FakeDevice(host_pages=60), list[DeviceSample]()
+    core = make(device, watches=True)
+    assert core.breathing is not None
+    watch = SimpleNamespace(take=lambda: samples.pop() if samples else None, close=lambda: None)
+    core.breathing._watch = watch  # type: ignore[assignment]
+    samples.append(device.take())
+    core.breathe()
+    device.neighbour = device.total - device.blocks
+    samples.append(device.take())
+    core.breathe()
+    assert core.breathing.saving
+    samples.append(DeviceSample(device.total * PAGE, 0, (device.blocks - 4) * PAGE))  # It goes on growing meanwhile.
+    clock.now_s += SAVE_S + 0.1
+    core.breathe()
+    after = device.blocks
+    assert after < BLOCKS
+    core.breathe()
+    assert (device.blocks, core.breathing.saving) == (after, False)
+
+
 def test_what_a_neighbour_took_meanwhile_is_done_without_and_said(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

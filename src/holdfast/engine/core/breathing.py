@@ -226,6 +226,8 @@ class Breathing:
         return self._changed(scheduler, before, reason, lowered=self._full is not None and wanted < self._full)
 
     def _changed(self, scheduler: Scheduler, before: int, reason: str, *, lowered: bool) -> PoolChange:
+        if self._watch is not None:
+            self._watch.take()  # It is of the pool as it was: what was just given up would be given once more.
         found = PoolChange(
             blocks=scheduler.kv.blocks_total + 1,
             kv_bytes=self._memory.pool_bytes,

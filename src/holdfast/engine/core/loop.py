@@ -253,10 +253,14 @@ class EngineCore:
         return found
 
     def save_prefixes(self, limit_s: float, beat: Callable[[], None]) -> None:
-        """Cached prefixes go to the RAM tier, as many as it takes within this time. There are no requests."""
+        """Cached prefixes go to the RAM tier, as many as it takes within this time. There are no requests, and there
+        will be none: the pool breathes no more."""
         tiers = self.scheduler.kv.tiers
         if tiers is None or not tiers.host.total:
             return
+        if self.breathing is not None:  # It would shrink the pool meanwhile, and with it what is saved.
+            self.breathing.close()
+        self.breathing = self._kv_balance = None
         until_s, tiers.spare_wanted = time.monotonic() + limit_s, self.scheduler.kv.blocks_total
         while not tiers.spared and time.monotonic() < until_s:
             self._undelivered += self._step()
