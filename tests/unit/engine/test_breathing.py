@@ -212,6 +212,24 @@ def test_what_was_seen_before_the_pool_shrank_does_not_shrink_it_once_more(clock
     assert (device.blocks, core.breathing.saving) == (after, False)
 
 
+def test_a_step_that_fails_while_the_pool_grows_is_not_taken_for_a_lack_of_memory(clock: Clock) -> None:
+    """All requests were dropped with it: whoever waits for an answer would wait for ever."""
+    device = FakeDevice()
+    core = make(device, idle_s=5.0)
+    core.breathe()
+    clock.now_s += 6.0
+    core.breathe()
+    assert device.blocks == LEAST
+    ask(core, "first", 0)
+
+    def fail() -> StepResult:
+        raise EngineError("the device is gone")
+
+    core._in_flight.append(SimpleNamespace(late=(), result=fail))
+    with pytest.raises(EngineError, match="gone"):
+        core.step()
+
+
 def test_what_a_neighbour_took_meanwhile_is_done_without_and_said(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -277,8 +277,20 @@ class EngineCore:
         if self.breathing is None:
             return
         idle = not (self.scheduler.has_unfinished or self.structured_output.compiling or self._undelivered)
-        found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, resize_kv=self.resize_kv)
+        found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, resize_kv=self._try_resize)
         self._breathed = found or self._breathed
+
+    def _try_resize(self, blocks: int) -> HoldfastError | None:
+        """What kept it from that where nothing was changed by it. Of anything else requests were dropped: it is raised,
+        so that this process ends and the front goes on with them in another."""
+        scheduler = self.scheduler
+        try:
+            self.resize_kv(blocks)
+        except (DoesNotFitError, EngineError) as error:
+            if self.scheduler is not scheduler:
+                raise
+            return error
+        return None
 
     def pop_breathed(self) -> PoolChange | None:
         """What `breathe` has changed since it was asked last; None: nothing."""
