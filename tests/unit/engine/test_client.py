@@ -549,3 +549,12 @@ async def test_a_wake_up_that_is_given_up_leaves_no_process_behind(engine, harbo
     assert (engine.pid, engine.sleeping) == (None, True)
     await engine.wake_up()
     assert engine.ready
+
+
+async def test_a_server_that_ends_does_not_wait_for_pages_to_be_kept(engine, harbour) -> None:
+    """Nobody reads the answer any more."""
+    sleeping = asyncio.create_task(engine.sleep(level=1))
+    await until(lambda: any(isinstance(message, protocol.KeepKV) for message in harbour.last.heard))
+    await engine.stop()
+    async with asyncio.timeout(10):
+        await sleeping

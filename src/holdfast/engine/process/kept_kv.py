@@ -76,7 +76,8 @@ class KeptFiles:
         self._reset = False
 
     def drop(self) -> None:
-        """Nobody wants it."""
+        """Nobody wants it, nor waits for it."""
+        self.died()
         for file in self._files:
             os.close(file)
         self._files, self.kept = [], None
