@@ -137,7 +137,16 @@ def asleep_ledger(info: EngineInfo, processes: Sequence[ProcessMemory], kept_byt
     named = {"front": held, "kv_pool": kept_bytes if report.tier == "ram" else 0}
     held += named["kv_pool"]
     terms = [msgspec.structs.replace(term, measured_bytes=named.get(term.term, 0)) for term in report.terms]
-    return _ledger(info, EngineStats(), list(processes), terms, held, asleep=True)
+    below = [] if report.tier == "ram" or not kept_bytes else [_kept_tier(tier, kept_bytes) for tier in report.below]
+    info = msgspec.structs.replace(info, memory=msgspec.structs.replace(report, below=below, ranks=[]))
+    return _ledger(info, EngineStats(), list(processes), terms, held)
+
+
+def _kept_tier(tier: LowerTier, kept_bytes: int) -> LowerTier:
+    """Of a tier below a GPU, while the engine sleeps: pages of the pool that are kept, and nothing else."""
+    held = {"kv_ram": kept_bytes}
+    terms = [msgspec.structs.replace(term, measured_bytes=held.get(term.term, 0)) for term in tier.terms]
+    return msgspec.structs.replace(tier, terms=terms)
 
 
 def _device_terms(report: MemoryReport, held: int) -> list[MemoryTerm]:
@@ -153,16 +162,13 @@ def _ledger(
     processes: list[ProcessMemory],
     terms: list[MemoryTerm],
     held: int,
-    *,
-    asleep: bool = False,
 ) -> Ledger:
     report = info.memory
     assert report is not None
-    below = [] if asleep else report.below
     return Ledger(
         model=info.model,
-        tiers=[_tier(report, held), *map(_lower_tier, below)],
-        terms=[*terms, *(term for tier in below for term in tier.terms)],
+        tiers=[_tier(report, held), *map(_lower_tier, report.below)],
+        terms=[*terms, *(term for tier in report.below for term in tier.terms)],
         processes=processes,
         kv=KVMemory(
             page_bytes=report.page_bytes,
@@ -176,7 +182,7 @@ def _ledger(
         experts=stats.experts,
         kv_tiers=stats.kv_tiers,
         kv_store=None if stats.kv_store is None else msgspec.structs.replace(stats.kv_store, folder=""),
-        ranks=[] if asleep else report.ranks,
+        ranks=report.ranks,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.engine.process.budget import Serving, asked_vram, balanced, with_vram
+from holdfast.engine.process.budget import Serving, asked_vram, balanced, breathed, with_vram
 from holdfast.engine.startup import build, build_gpu
 from holdfast.engine.startup.build_gpu import BACK_TRIES, START_TRIES, _with_kv_tiers, build_gpu_runner
 from holdfast.engine.startup.engine_info import engine_info
@@ -30,7 +30,16 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.records import ExpertsGrant, LayersGrant, LowerTier, MemoryReport, MemoryTerm, VramBudget, VramGrant
+from holdfast.records import (
+    ExpertsGrant,
+    LayersGrant,
+    LowerTier,
+    MemoryReport,
+    MemoryTerm,
+    PoolChange,
+    VramBudget,
+    VramGrant,
+)
 from holdfast.units import GIB, MIB
 
 UUID = "GPU-1"
@@ -357,6 +366,21 @@ def test_another_budget_is_that_of_a_start_with_it(
     assert again.run()[0].engine.blocks == granted.blocks
     (said,) = [line for line in now.info.decisions if line.startswith("budget = ")]
     assert "30.00 GiB, as set" in said
+
+
+def test_a_process_that_follows_one_with_an_idle_pool_does_not_say_that_its_own_is(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with the whole pool; only a budget that was raised is its own too."""
+    start = Start(FakeGpu(), monkeypatch, spec, vram="60GiB")
+    plan, report, _ = start.run()
+    now = start.serving(plan, report)
+    change = PoolChange(blocks=90, kv_bytes=GIB, reason="no request for 5 s", lowered=True)
+    then, info = breathed(now, change)
+    assert then == now.plan
+    assert any("no request for 5 s" in line for line in info.decisions)
+    raised, _ = breathed(now, msgspec.structs.replace(change, budget_bytes=61 * GIB))
+    assert (raised.budget_bytes, raised.decisions) == (61 * GIB, now.plan.decisions)
 
 
 def test_too_small_a_budget_is_kept_to_as_far_as_it_goes(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

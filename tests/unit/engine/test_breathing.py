@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.engine.core.breathing import AGAIN_S, SAVE_S, Breathing
+from holdfast.engine.core.kv_balance import KVBalance
 from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.neighbours import DeviceSample, Neighbours
 from holdfast.engine.offline.unsupported import refuse_breathing
@@ -143,6 +144,90 @@ def test_an_idle_pool_is_given_back_and_taken_when_somebody_asks(clock: Clock) -
     taken = core.pop_breathed()
     assert taken is not None
     assert (taken.blocks, taken.lowered) == (BLOCKS, False)
+
+
+def test_layers_do_not_leave_for_a_pool_that_was_only_given_back(clock: Clock) -> None:
+    """What it gave up is free: it is taken again before anybody looks whether more pages are wanted."""
+
+    class Layers:
+        base_blocks = BLOCKS
+
+        def __init__(self) -> None:
+            self.asked = list[int]()
+
+        def make_room(self, blocks: int, least_blocks: int, resize_kv: object) -> None:
+            self.asked.append(blocks)
+
+        def take_back(self, least_blocks: int, resize_kv: object) -> None:
+            self.asked.append(0)
+
+    layers, core = Layers(), make(FakeDevice(), idle_s=5.0)
+    core._kv_balance = KVBalance(layers)
+    core.breathe()
+    clock.now_s += 5.1
+    for _ in range(100):
+        core.breathe()
+        core.balance_kv()
+        clock.now_s += 1.0
+    assert core.scheduler.kv.blocks_total == LEAST - 1
+    for number in range(4):
+        ask(core, str(number), 1000 * number)
+    run(core)
+    assert layers.asked == []
+
+
+def test_prefixes_are_saved_for_sleep_by_a_pool_that_does_not_shrink_meanwhile(clock: Clock) -> None:
+    device = FakeDevice(host_pages=60)
+    core = make(device, idle_s=5.0)
+    for number in range(4):
+        ask(core, str(number), 1000 * number)
+    run(core)
+    assert core.scheduler.kv.tiers is not None
+    core.scheduler.kv.tiers.limits = TierLimits(spare_pages=0, most_storing=2)
+    core.breathe()
+    clock.now_s += 6.0
+    core.save_prefixes(60.0, lambda: None)
+    assert len(core.scheduler.kv.tiers.host) == device.stored == 4 * 4
+    assert device.blocks == BLOCKS
+
+
+def test_what_was_seen_before_the_pool_shrank_does_not_shrink_it_once_more(clock: Clock) -> None:
+    device, samples = FakeDevice(host_pages=60), list[DeviceSample]()
+    core = make(device, watches=True)
+    assert core.breathing is not None
+    watch = SimpleNamespace(take=lambda: samples.pop() if samples else None, close=lambda: None)
+    core.breathing._watch = watch  # type: ignore[assignment]
+    samples.append(device.take())
+    core.breathe()
+    device.neighbour = device.total - device.blocks
+    samples.append(device.take())
+    core.breathe()
+    assert core.breathing.saving
+    samples.append(DeviceSample(device.total * PAGE, 0, (device.blocks - 4) * PAGE))  # It goes on growing meanwhile.
+    clock.now_s += SAVE_S + 0.1
+    core.breathe()
+    after = device.blocks
+    assert after < BLOCKS
+    core.breathe()
+    assert (device.blocks, core.breathing.saving) == (after, False)
+
+
+def test_a_step_that_fails_while_the_pool_grows_is_not_taken_for_a_lack_of_memory(clock: Clock) -> None:
+    """All requests were dropped with it: whoever waits for an answer would wait for ever."""
+    device = FakeDevice()
+    core = make(device, idle_s=5.0)
+    core.breathe()
+    clock.now_s += 6.0
+    core.breathe()
+    assert device.blocks == LEAST
+    ask(core, "first", 0)
+
+    def fail() -> StepResult:
+        raise EngineError("the device is gone")
+
+    core._in_flight.append(SimpleNamespace(late=(), result=fail))
+    with pytest.raises(EngineError, match="gone"):
+        core.step()
 
 
 def test_what_a_neighbour_took_meanwhile_is_done_without_and_said(

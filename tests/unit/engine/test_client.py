@@ -36,6 +36,7 @@ from holdfast.records import (
     Failure,
     FinishReason,
     RequestTiming,
+    SleepingKV,
     TokenLogprobs,
 )
 
@@ -503,3 +504,57 @@ async def test_the_budget_that_was_requested_is_kept_apart_from_what_was_granted
     await engine.set_memory_budget("vram", 1 << 30)
     assert engine.budgets == {"ram": None, "vram": 1 << 30}
     assert engine._config.vram == 5 << 30  # With which a process is started again.
+
+
+async def test_a_reset_of_the_cache_reaches_an_engine_that_sleeps_or_wakes(engine, harbour) -> None:
+    """What was kept of prompts would be found by it else, though whoever asked was told that it is gone."""
+
+    def resets() -> int:
+        return sum(isinstance(message, protocol.ResetPrefixCache) for message in harbour.last.heard)
+
+    await engine.sleep(level=2)
+    engine._kept.kept = SleepingKV(identity=b"", pages_path="/nowhere", index_path="/nowhere", held_bytes=1)
+    await engine.reset_prefix_cache()
+    assert engine._kept.kept is None
+    await engine.wake_up()
+    assert resets() == 1
+    await engine.sleep(level=2)
+    harbour.next_starts = ["silent"]
+    waking = asyncio.create_task(engine.wake_up())
+    await until(lambda: len(harbour.children) == 3)
+    await engine.reset_prefix_cache()
+    harbour.last.said.put_nowait(protocol.Ready(INFO))
+    await waking
+    assert resets() == 1
+    await engine.sleep(level=2)
+    await engine.wake_up()
+    assert resets() == 0
+
+
+async def test_a_wake_up_that_is_given_up_leaves_no_process_behind(engine, harbour, monkeypatch) -> None:
+    stopped = list[object]()
+
+    async def stop(child: PretendedChild, *, at_once: bool = False) -> None:
+        stopped.append(child)
+
+    await engine.sleep(level=2)
+    monkeypatch.setattr(PretendedChild, "stop", stop)
+    harbour.next_starts = ["silent"]
+    waking = asyncio.create_task(engine.wake_up())
+    await until(lambda: len(harbour.children) == 2)
+    waking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waking
+    assert stopped == [harbour.last]
+    assert (engine.pid, engine.sleeping) == (None, True)
+    await engine.wake_up()
+    assert engine.ready
+
+
+async def test_a_server_that_ends_does_not_wait_for_pages_to_be_kept(engine, harbour) -> None:
+    """Nobody reads the answer any more."""
+    sleeping = asyncio.create_task(engine.sleep(level=1))
+    await until(lambda: any(isinstance(message, protocol.KeepKV) for message in harbour.last.heard))
+    await engine.stop()
+    async with asyncio.timeout(10):
+        await sleeping

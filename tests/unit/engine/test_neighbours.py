@@ -85,3 +85,25 @@ def test_samples_are_taken_in_a_thread_and_each_is_seen_once(caplog: pytest.LogC
     assert watch.take() is None
     watch.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
+
+
+def test_a_device_that_raises_is_asked_again_and_one_that_hangs_holds_nobody_up(monkeypatch) -> None:
+    monkeypatch.setattr("holdfast.engine.core.neighbours.CLOSE_S", 0.01)
+    hangs, told, over = threading.Event(), [OSError("a driver"), DeviceSample(3, 2, 1)], threading.Event()
+
+    def look() -> DeviceSample | None:
+        if not told:
+            hangs.set()
+            over.wait(10)
+            return None
+        found = told.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    watch = NeighbourWatch(look, every_s=0.001)
+    assert hangs.wait(10)
+    assert watch.take() == DeviceSample(3, 2, 1)
+    watch.close()
+    assert not over.is_set()
+    over.set()

@@ -3,9 +3,11 @@ that takes too long or dies."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from holdfast.engine.core import grammar_workers, masks
 from holdfast.engine.core import structured_outputs as module
 from holdfast.engine.core.grammar_workers import Lane, LaneLimits
 from holdfast.engine.core.structured_outputs import FORMS_AHEAD, StructuredOutputManager
+from holdfast.engine.requests.structured_output import StructuredOutput
 from holdfast.errors import EngineError
 from holdfast.footprint.structured_output import form_bytes
 from holdfast.records import Failure, Request, SamplingParams, StepFailure, StepResult
@@ -395,3 +398,30 @@ def test_min_tokens_forbid_the_end_that_ignore_eos_does_not() -> None:
     state = masks.GrammarState(1, Request(request_id="0", prompt_token_ids=[1], params=params), 1, None, (2,))
     state.take(b"\x0c\0\0\0", 0.0)
     assert state.words.tolist() == [8]
+
+
+async def test_a_service_that_is_about_to_start_when_the_engine_sleeps_does_not() -> None:
+    """Its thread cannot be cancelled; it would hold memory for as long as the engine sleeps."""
+    made = StructuredOutput(None, [END], SIZE)  # type: ignore[arg-type]
+    made.check_available = lambda: None  # type: ignore[method-assign]
+    started, go_on, start = threading.Event(), threading.Event(), made.service.start
+
+    def late(*arguments: Any) -> None:
+        started.set()
+        go_on.wait(10)
+        start(*arguments)
+
+    made.service.start = late  # type: ignore[method-assign]
+    made.service._vocabulary = lambda: VOCABULARY
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdfast.engine.requests.structured_output.PREPARE_S", 0.0)
+        made.prepare_soon()
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+    made.stop()
+    go_on.set()
+    made._threads.shutdown(wait=True)
+    try:
+        assert made.service.pid is None
+    finally:
+        made.close()

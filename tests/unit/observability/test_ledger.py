@@ -6,7 +6,15 @@ import json
 
 import msgspec
 
-from holdfast.observability.ledger import Ledger, ProcessMemory, ledger_lines, make_ledger, summary_lines, term_lines
+from holdfast.observability.ledger import (
+    Ledger,
+    ProcessMemory,
+    asleep_ledger,
+    ledger_lines,
+    make_ledger,
+    summary_lines,
+    term_lines,
+)
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import EngineInfo, EngineStats, ExpertUse, LinkUse, LowerTier, MemoryReport, MemoryTerm
 
@@ -228,3 +236,15 @@ def test_on_a_gpu_the_driver_says_what_is_held() -> None:
             "kv_pool": 600 * MIB,
             "unaccounted": (held - 701) * MIB,
         }
+
+
+def test_pages_that_a_gpu_left_in_ram_for_its_sleep_are_told_of() -> None:
+    """They are of no process: nothing else shows where that RAM is."""
+    waits = [MemoryTerm(tier="ram", term=name, planned_bytes=50 * MIB) for name in ("weights", "kv_ram")]
+    below = LowerTier(tier="ram", total_bytes=900 * MIB, free_bytes=900 * MIB, limited_by="host", terms=waits)
+    info = msgspec.structs.replace(INFO, memory=msgspec.structs.replace(REPORT, tier="vram", below=[below]))
+    for kept, told in ((30 * MIB, {"weights": 0, "kv_ram": 30 * MIB}), (0, {})):
+        found = asleep_ledger(info, PROCESSES[1:], kept)
+        assert found is not None
+        assert {term.term: term.measured_bytes for term in found.terms if term.planned_bytes == 50 * MIB} == told
+        assert [tier.measured_bytes for tier in found.tiers] == [0, *([kept] if kept else [])]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.engine.core.neighbours import Neighbours, NeighbourWatch
-from holdfast.errors import DoesNotFitError, EngineError
+from holdfast.errors import HoldfastError
 from holdfast.records import PoolChange
 from holdfast.scheduler import Scheduler
 from holdfast.units import format_bytes
@@ -28,6 +28,10 @@ SAVE_IDLE_S, SAVE_S = 30.0, 1.0
 """The longest that prefixes are saved before the pool shrinks: while nobody asks, and while a neighbour waits."""
 AGAIN_S = 5.0
 """Between two tries to take what was not free, while there are requests."""
+
+
+Resize = Callable[[int], HoldfastError | None]
+"""To so many pages; returns why not, where it stays as it is."""
 
 
 class PoolMemory(Protocol):
@@ -87,15 +91,18 @@ class Breathing:
         """Steps are to be planned, be it without rows: prefixes go to RAM."""
         return self._shrink is not None
 
+    @property
+    def released(self) -> bool:
+        """The pool was given up while nobody asked: that it is small says nothing of what is wanted."""
+        return self._released
+
     def resized(self, scheduler: Scheduler) -> None:
         """By somebody else, who knows what it shall be."""
         self._end(scheduler)
         self._memory.budget_was_set()
         self._full, self._released, self._lacking, self._idle_since_s = None, False, False, None
 
-    def look(
-        self, scheduler: Scheduler, now_s: float, *, idle: bool, resize_kv: Callable[[int], None]
-    ) -> PoolChange | None:
+    def look(self, scheduler: Scheduler, now_s: float, *, idle: bool, resize_kv: Resize) -> PoolChange | None:
         """What was changed, if something was. Cheap enough to be called for every step."""
         blocks = scheduler.kv.blocks_total + 1
         if self._full is None:
@@ -119,9 +126,7 @@ class Breathing:
         reason = f"no request for {self._idle_release_s:g} s"
         return self._begin(scheduler, _Shrink(scheduler.least_blocks, reason, now_s + SAVE_IDLE_S, True), resize_kv)
 
-    def _of_neighbours(
-        self, scheduler: Scheduler, blocks: int, now_s: float, resize_kv: Callable[[int], None]
-    ) -> PoolChange | None:
+    def _of_neighbours(self, scheduler: Scheduler, blocks: int, now_s: float, resize_kv: Resize) -> PoolChange | None:
         sample = None if self._watch is None else self._watch.take()
         if sample is None or self._neighbours is None or self._full is None:
             return None
@@ -146,16 +151,14 @@ class Breathing:
         self._lacking = False
         return self._begin(scheduler, _Shrink(wanted, wish.reason, now_s + SAVE_S, False), resize_kv)
 
-    def _begin(self, scheduler: Scheduler, shrink: _Shrink, resize_kv: Callable[[int], None]) -> PoolChange | None:
+    def _begin(self, scheduler: Scheduler, shrink: _Shrink, resize_kv: Resize) -> PoolChange | None:
         tiers, self._shrink = scheduler.kv.tiers, shrink
         if tiers is None or not tiers.host.total:
             return self._shrink_now(scheduler, resize_kv)
         tiers.spare_wanted = scheduler.kv.blocks_total + 1 - shrink.blocks
         return None
 
-    def _go_on(
-        self, scheduler: Scheduler, now_s: float, idle: bool, resize_kv: Callable[[int], None]
-    ) -> PoolChange | None:
+    def _go_on(self, scheduler: Scheduler, now_s: float, idle: bool, resize_kv: Resize) -> PoolChange | None:
         shrink, tiers = self._shrink, scheduler.kv.tiers
         assert shrink is not None
         if shrink.idle and not idle:  # Somebody asks: nothing has been given up yet.
@@ -165,13 +168,14 @@ class Breathing:
             return None
         return self._shrink_now(scheduler, resize_kv)
 
-    def _shrink_now(self, scheduler: Scheduler, resize_kv: Callable[[int], None]) -> PoolChange | None:
+    def _shrink_now(self, scheduler: Scheduler, resize_kv: Resize) -> PoolChange | None:
         shrink, before = self._shrink, self._memory.pool_bytes
         assert shrink is not None
         self._end(scheduler)
         if shrink.blocks > scheduler.kv.blocks_total:
             return None
-        resize_kv(shrink.blocks)
+        if (problem := resize_kv(shrink.blocks)) is not None:
+            raise problem
         self._released = self._released or shrink.idle
         return self._changed(scheduler, before, shrink.reason, lowered=True)
 
@@ -180,9 +184,7 @@ class Breathing:
         if scheduler.kv.tiers is not None:
             scheduler.kv.tiers.spare_wanted = 0
 
-    def _take(
-        self, scheduler: Scheduler, blocks: int, now_s: float, resize_kv: Callable[[int], None]
-    ) -> PoolChange | None:
+    def _take(self, scheduler: Scheduler, blocks: int, now_s: float, resize_kv: Resize) -> PoolChange | None:
         """What was given back while nobody asked, or as much of it as is free."""
         assert self._full is not None
         first, self._released, self._again_s = self._released, False, now_s + AGAIN_S
@@ -205,22 +207,20 @@ class Breathing:
             log.warning("the KV pool is %s instead of %s: others have taken the rest", held, format_bytes(full * page))
 
     def _grow(
-        self, scheduler: Scheduler, blocks: int, wanted: int, reason: str, resize_kv: Callable[[int], None]
+        self, scheduler: Scheduler, blocks: int, wanted: int, reason: str, resize_kv: Resize
     ) -> PoolChange | None:
         before = self._memory.pool_bytes
         if wanted <= blocks:
             return None
-        try:
-            resize_kv(wanted)
-        except (DoesNotFitError, EngineError) as error:  # Somebody was faster: it goes on as it is.
-            if scheduler.kv.blocks_total + 1 != blocks:
-                raise
+        if (problem := resize_kv(wanted)) is not None:  # Somebody was faster: it goes on as it is.
             self._lacking = True
-            log.warning("the KV pool stays at %s: %s", format_bytes(before), error.message)
+            log.warning("the KV pool stays at %s: %s", format_bytes(before), problem.message)
             return None
         return self._changed(scheduler, before, reason, lowered=self._full is not None and wanted < self._full)
 
     def _changed(self, scheduler: Scheduler, before: int, reason: str, *, lowered: bool) -> PoolChange:
+        if self._watch is not None:
+            self._watch.take()  # It is of the pool as it was: what was just given up would be given once more.
         found = PoolChange(
             blocks=scheduler.kv.blocks_total + 1,
             kv_bytes=self._memory.pool_bytes,

@@ -26,7 +26,7 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan
 from holdfast.records import SleepingKV
-from holdfast.units import counted, format_bytes
+from holdfast.units import GIB, counted, format_bytes
 
 log = logging.getLogger("holdfast")
 
@@ -75,13 +75,22 @@ class KVKeeper:
         self._files: list[int] = []
 
     def keep(self, beat: Callable[[], None]) -> SleepingKV | None:
-        """The engine computes nothing after this. None: there is nothing to keep."""
+        """The engine computes nothing after this. None: there is nothing to keep, or the system has no memory for it:
+        it sleeps all the same."""
+        try:
+            return self._keep(beat)
+        except OSError as error:
+            log.warning("what is cached of prompts cannot be kept while the engine sleeps: %s", error)
+            return None
+
+    def _keep(self, beat: Callable[[], None]) -> SleepingKV | None:
         began_s, kv = time.monotonic(), self._core.scheduler.kv
         if self._tier_file is None:
             file, entries = self._keep_pool(beat)
         else:
             self._core.save_prefixes(SAVE_S, beat)
             file, entries = self._tier_file, [] if kv.tiers is None else kv.tiers.host.entries()
+            _give_back_others(file, sorted(page for _, _, page in entries), kv.layout.page_bytes, beat)
         if not entries:
             return None
         index = os.memfd_create("holdfast-kv-index", os.MFD_CLOEXEC)
@@ -111,12 +120,18 @@ class KVKeeper:
     def restore(self, kept: SleepingKV) -> None:
         """What cannot be had is computed again."""
         try:
-            with open(kept.index_path, "rb") as file:
-                entries = msgspec.msgpack.decode(file.read(), type=list[Entry])
             if kept.identity != self._identity:
                 log.info("what was cached before the engine slept is of another model or other settings: it is dropped")
                 return
-            restored = self._restore_pool(kept, entries) if self._tier_file is None else self._restore_tier(entries)
+            with open(kept.index_path, "r+b") as file:
+                entries = msgspec.msgpack.decode(file.read(), type=list[Entry])
+                if self._tier_file is None:
+                    # Pages are taken out of the file: were this process to die now, another would find empty ones.
+                    file.seek(0)
+                    file.truncate()
+                    file.write(msgspec.msgpack.encode([]))
+            restore = self._restore_pool if self._tier_file is None else self._restore_tier
+            restored = restore(kept, entries) if entries else 0
         except (OSError, msgspec.DecodeError) as error:
             log.warning("what was cached before the engine slept could not be read: %s", error)
             return
@@ -141,16 +156,32 @@ class KVKeeper:
             os.close(file)
         return min(room, len(entries))
 
-    def _restore_tier(self, entries: list[Entry]) -> int:
+    def _restore_tier(self, kept: SleepingKV, entries: list[Entry]) -> int:
         tiers = self._core.scheduler.kv.tiers
-        if tiers is None:
-            return 0
+        assert self._tier_file is not None
+        if tiers is None or not os.path.samestat(os.fstat(self._tier_file), os.stat(kept.pages_path)):
+            return 0  # In the second case it could not be opened: pages of the tier hold nothing.
         wanted, until_s = 1 + max((page for _, _, page in entries), default=0), time.monotonic() + PIN_S
         while (ready := self._runner.host_pages()) < wanted and time.monotonic() < until_s:
             time.sleep(0.01)
         tiers.host.expect(entries)
         tiers.host.grow(max(ready, tiers.host.total))
         return len(tiers.host)
+
+
+def _give_back_others(file: int, pages: list[int], page_bytes: int, beat: Callable[[], None]) -> None:
+    """Of the file's memory, all but these pages, as far as it is whole pages of the system: a tier has all of it from
+    its start on."""
+    if not (size := os.fstat(file).st_size):
+        return
+    with mmap.mmap(file, size) as memory:
+        before = 0
+        for first, end in (*((page * page_bytes, (page + 1) * page_bytes) for page in pages), (size, size)):
+            begin, whole = -(-before // mmap.PAGESIZE) * mmap.PAGESIZE, first // mmap.PAGESIZE * mmap.PAGESIZE
+            for part in range(begin, whole, GIB):
+                memory.madvise(mmap.MADV_REMOVE, part, min(GIB, whole - part))
+                beat()
+            before = end
 
 
 def _write(file: int, view: memoryview, offset: int) -> None:

@@ -163,8 +163,8 @@ class EngineCore:
     def _step(self) -> list[EngineOutput]:
         if self.structured_output.compiling:
             self._enter_compiled()
-        self.balance_kv()
         self.breathe()
+        self.balance_kv()
         outputs, self._undelivered = self._undelivered, []
         while self._in_flight and self._in_flight[-1].late:  # These have sampled nothing that a step could go on from.
             outputs += self._apply_oldest()
@@ -242,7 +242,7 @@ class EngineCore:
     def balance_kv(self) -> None:
         """Pages of the KV pool and layers on the GPU change places where that is worth it. Before a step, and while
         there is nothing to do; of whatever stops it: as of a step."""
-        if self._kv_balance is None:
+        if self._kv_balance is None or (self.breathing is not None and self.breathing.released):
             return
         found = self._kv_balance.look(self.scheduler, time.monotonic(), self.resize_kv)
         self._balanced = found or self._balanced
@@ -253,10 +253,14 @@ class EngineCore:
         return found
 
     def save_prefixes(self, limit_s: float, beat: Callable[[], None]) -> None:
-        """Cached prefixes go to the RAM tier, as many as it takes within this time. There are no requests."""
+        """Cached prefixes go to the RAM tier, as many as it takes within this time. There are no requests, and there
+        will be none: the pool breathes no more."""
         tiers = self.scheduler.kv.tiers
         if tiers is None or not tiers.host.total:
             return
+        if self.breathing is not None:  # It would shrink the pool meanwhile, and with it what is saved.
+            self.breathing.close()
+        self.breathing = self._kv_balance = None
         until_s, tiers.spare_wanted = time.monotonic() + limit_s, self.scheduler.kv.blocks_total
         while not tiers.spared and time.monotonic() < until_s:
             self._undelivered += self._step()
@@ -273,8 +277,20 @@ class EngineCore:
         if self.breathing is None:
             return
         idle = not (self.scheduler.has_unfinished or self.structured_output.compiling or self._undelivered)
-        found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, resize_kv=self.resize_kv)
+        found = self.breathing.look(self.scheduler, time.monotonic(), idle=idle, resize_kv=self._try_resize)
         self._breathed = found or self._breathed
+
+    def _try_resize(self, blocks: int) -> HoldfastError | None:
+        """What kept it from that where nothing was changed by it. Of anything else requests were dropped: it is raised,
+        so that this process ends and the front goes on with them in another."""
+        scheduler = self.scheduler
+        try:
+            self.resize_kv(blocks)
+        except (DoesNotFitError, EngineError) as error:
+            if self.scheduler is not scheduler:
+                raise
+            return error
+        return None
 
     def pop_breathed(self) -> PoolChange | None:
         """What `breathe` has changed since it was asked last; None: nothing."""

@@ -25,6 +25,7 @@ NOISE_BYTES = 32 * MIB
 GONE_S = 10.0
 """For which memory must be free before it is taken back."""
 MARGIN_SHARE = 0.05
+CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +108,17 @@ class NeighbourWatch:
     def _run(self) -> None:
         silent = False
         while not self._stop.wait(self._every_s):
-            found = self._sample()
+            try:
+                found = self._sample()
+            except Exception as error:  # Whatever a driver or a system says: it is asked again.
+                found = None
+                log.debug("yield_to_neighbours: %s: %s", type(error).__name__, error)
             if found is None and not silent:
                 log.warning("yield_to_neighbours: the device does not tell what is free; the KV pool stays as it is")
             silent = found is None
             self._latest = found or self._latest
 
     def close(self) -> None:
+        """Does not wait for a driver that hangs."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)

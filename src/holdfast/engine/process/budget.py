@@ -203,15 +203,16 @@ def changed_by_itself(now: Serving, message: protocol.Balanced | protocol.Breath
 
 
 def breathed(now: Serving, change: PoolChange) -> tuple[Plan, EngineInfo]:
-    """With a pool of another size for a while. A process that is started again begins with the whole one."""
+    """With a pool of another size for a while. The plan stays, but for a budget that was raised: a process that is
+    started again begins with the whole pool, and says so."""
     pool = f"{format_bytes(change.blocks * now.plan.engine.layout.page_bytes)} ({counted(change.blocks, 'block')})"
     decision = Decision("kv_pool", pool, change.reason, "measured", lowered=change.lowered)
-    others = (one for one in now.plan.decisions if one.field != "kv_pool")
-    plan, budget = replace(now.plan, decisions=(*others, decision)), change.budget_bytes
+    plan, budget = now.plan, change.budget_bytes
     if budget is not None:
         plan = replace(plan, ranks=(replace(plan.ranks[0], budget_bytes=budget),))
-    on_gpu = plan.engine.gpu is not None
-    return plan, told(now.info, plan, change.blocks, change.kv_bytes if on_gpu else None)
+    others = (one for one in plan.decisions if one.field != "kv_pool")
+    shown, on_gpu = replace(plan, decisions=(*others, decision)), plan.engine.gpu is not None
+    return plan, told(now.info, shown, change.blocks, change.kv_bytes if on_gpu else None)
 
 
 def balanced(now: Serving, granted: VramGrant) -> tuple[Plan, EngineInfo]:

@@ -285,15 +285,15 @@ class ProcessEngine:
                 return
             try:
                 await self._launch()
-            except HoldfastError:
-                self._child = None  # What was started has ended.
+            except BaseException:  # One that was left running would have another beside it, over the same pages.
+                await self._end_child()
                 raise
             self._sleeping = False
             self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
         log.info("the engine is awake")
 
     async def reset_prefix_cache(self) -> None:
-        self._send(protocol.ResetPrefixCache())
+        self._kept.reset(self._send, asleep=self._sleeping, in_use=self._child is not None)
 
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         async with self._turning:
@@ -362,7 +362,6 @@ class ProcessEngine:
         )
         self._handed_over = False
         info = (started := await ready(child, self._on_progress)).info
-        self._kept.drop()
         limit_s, decision = hang_limit(self._config, info)
         child.watch.expect(limit_s)
         named, advised = replace(info, model=self._model.files.name), bool(self._model.files.generation_config)
@@ -372,6 +371,7 @@ class ProcessEngine:
         self._stats_before = replace(self._stats, blocks_touched=0)  # A new process has touched none yet.
         self._stats = continued(self._stats_before, started.stats)
         self._ready = True
+        self._kept.taken(self._send)
         self._on_progress("ready", 0, 0)
         if self.structured is not None:
             self.structured.prepare_soon()

@@ -20,18 +20,22 @@ KEEP_S = 90.0
 """For the engine process to put its pages into RAM; then it sleeps without them."""
 
 
+Send = Callable[[protocol.ToEngine], bool]
+
+
 class KeptFiles:
     def __init__(self) -> None:
         self._answer: asyncio.Future[None] | None = None
         self._files: list[int] = []
         self.kept: SleepingKV | None = None
         """For the process that is started next."""
+        self._reset = False
 
     @property
     def held_bytes(self) -> int:
         return 0 if self.kept is None else self.kept.held_bytes
 
-    async def ask(self, send: Callable[[protocol.ToEngine], bool]) -> None:
+    async def ask(self, send: Send) -> None:
         """Returns when it holds what the process has cached, or when that keeps nothing."""
         self.drop()
         self._answer = asyncio.get_running_loop().create_future()
@@ -56,8 +60,24 @@ class KeptFiles:
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(None)
 
+    def reset(self, send: Send, *, asleep: bool, in_use: bool) -> None:
+        """Nothing of it may be found. `in_use`: a process fills it, or may be about to open it by the numbers of its
+        files, which others could have by then: it is told when it is ready."""
+        send(protocol.ResetPrefixCache())
+        self._reset = asleep
+        if asleep and not in_use:
+            self.drop()
+
+    def taken(self, send: Send) -> None:
+        """By a process that is ready."""
+        self.drop()
+        if self._reset:
+            send(protocol.ResetPrefixCache())
+        self._reset = False
+
     def drop(self) -> None:
-        """The next process has it by now, or nobody wants it."""
+        """Nobody wants it, nor waits for it."""
+        self.died()
         for file in self._files:
             os.close(file)
         self._files, self.kept = [], None

@@ -174,6 +174,8 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: K
                 socket.send(protocol.encode(resized))
             elif isinstance(heard, protocol.KeepKV):
                 socket.send(protocol.encode(protocol.Kept(None if keeper is None else keeper.keep(heart.beat))))
+                _await_stop(socket, heart)
+                return
             elif isinstance(heard, protocol.Stop):
                 return
             changed = True
@@ -188,6 +190,13 @@ def _serve(core: EngineCore, socket: zmq.Socket[bytes], heart: _Heart, keeper: K
             socket.send(protocol.encode(protocol.Breathed(breathed)))
         if (balanced := core.pop_balanced()) is not None:
             socket.send(protocol.encode(protocol.Balanced(balanced)))
+
+
+def _await_stop(socket: zmq.Socket[bytes], heart: _Heart) -> None:
+    """Pages are the next process's by now: a step would save others over them, or write emptied ones to disk."""
+    while not isinstance(_hear(socket), protocol.Stop):
+        heart.beat()
+        socket.poll(IDLE_POLL_MS)
 
 
 def _resized(core: EngineCore, asked: protocol.ResizeKV | protocol.SetVram) -> protocol.Resized:

@@ -41,6 +41,7 @@ class StructuredOutput:
         self.checker = GrammarChecker(self.service)
         self.texts = TextMatcher(self.service, self.checker)
         self._preparing: asyncio.Task[None] | None = None
+        self._unwanted = threading.Event()
         self._threads = ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="grammar-check")
 
     @classmethod
@@ -69,13 +70,14 @@ class StructuredOutput:
         """Starts the service before anybody asks: a vocabulary takes a second to build. A server that is only looked at
         has ended by then."""
         if self._preparing is None:
-            self._preparing = asyncio.create_task(self._prepare(), name="structured-output")
+            self._unwanted = threading.Event()
+            self._preparing = asyncio.create_task(self._prepare(self._unwanted), name="structured-output")
 
-    async def _prepare(self) -> None:
+    async def _prepare(self, unwanted: threading.Event) -> None:
         await asyncio.sleep(PREPARE_S)
         with contextlib.suppress(HoldfastError):  # Whoever asks is told.
             self.check_available()
-            await asyncio.get_running_loop().run_in_executor(self._threads, self.service.start)
+            await asyncio.get_running_loop().run_in_executor(self._threads, self.service.start, unwanted.is_set)
 
     def memory(self) -> list[ProcessMemory]:
         """Of the service and all workers, as one; nothing where it was not needed yet."""
@@ -97,6 +99,7 @@ class StructuredOutput:
         """Gives all memory back until somebody asks again."""
         if self._preparing is not None:
             self._preparing.cancel()
+            self._unwanted.set()  # A thread that is on its way to start it cannot be cancelled.
             self._preparing = None
         self.service.stop()
 

@@ -94,9 +94,12 @@ class GrammarService:
             self._folder = folder
         return str(self._folder.path / "grammars.sock")
 
-    def start(self) -> None:
-        """Returns at once where it runs already, and otherwise when its vocabulary was handed over."""
+    def start(self, unwanted: Callable[[], bool] = lambda: False) -> None:
+        """Returns at once where it runs already, and otherwise when its vocabulary was handed over. `unwanted`: whether
+        it was stopped since whoever wanted it asked."""
         with self._lock:
+            if unwanted():
+                return
             if self._closed:
                 raise EngineError("structured output has shut down")
             if self._process is not None and self._process.poll() is None:
