@@ -210,6 +210,17 @@ def test_what_ram_must_hold_is_within_the_budget_that_was_set() -> None:
     assert "--ram 32768MiB" in found.command.text
 
 
+@pytest.mark.parametrize(
+    ("words", "names_the_gpu"),
+    [((), True), (("--vram", "20GiB"), False), (("-ngl", "20"), False), (("--max-model-len", "4096"), True)],
+)
+def test_the_command_with_ram_is_of_the_gpu(words: tuple[str, ...], names_the_gpu: bool) -> None:
+    """A budget of RAM alone would choose the CPU (select_device.py)."""
+    found = answer(asked("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", *words))
+    assert "--ram 65536MiB" in found.commands["holdfast"].text
+    assert ("--device cuda" in found.commands["holdfast"].text) == names_the_gpu
+
+
 def test_tiers_move_what_the_physics_say(ask: Ask, gpu: Callable[..., Device]) -> None:
     """Int4 70B in 22.93 GiB over PCIe 5: about half of 80 layers stay, and 32 sequences share every byte moved."""
     budget = int(22.93 * GIB)

@@ -137,6 +137,7 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
     offloads = fit.question.settings.offloads and machine.kind == "gpu"
     budget = machine.ram_bytes if offloads and machine.pinned_bytes is not None else None
     group, number = asked.groups or (None, None)
+    alone = fit.ranks[0].device.budget_bytes is None and not asked.by_hand  # `serve` takes --ram alone for a CPU's.
     return {
         "gpu_layers": asked.gpu_layers,
         "cpu_offload_gb": f"{asked.cpu_bytes / GIB:g}" if asked.cpu_bytes else None,
@@ -147,7 +148,7 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
         "n_cpu_moe": asked.expert_layers if 0 < asked.expert_layers < MOST_LAYERS else None,
         "override_tensor": ",".join(asked.overrides) or None,
         "cpu_compute": None if asked.cpu_compute else "off",
-        **({} if budget is None else {"ram": written_size(budget)}),
+        **({} if budget is None else {"device": "cuda" if alone else None, "ram": written_size(budget)}),
         "nvme_path": "DIR" if offloads and fit.question.settings.layers_on_disk else None,
     }
 
