@@ -191,6 +191,25 @@ def test_brief_has_the_rates_of_what_runs() -> None:
     assert [line for line in brief if line.startswith("1 at once, ")]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("llama-3.1-70b-awq", "--gpu", "rtx4090", "-ngl", "20"), "fits; runs with 60 of 80 layers streamed from RAM"),
+        (("qwen3-30b-a3b-gptq-int4", "--gpu", "rtx4090", "--cpu-moe"), "fits; runs with 6,144 of 6,144 experts in RAM"),
+    ],
+)
+def test_what_was_placed_by_hand_is_in_the_first_line(words: tuple[str, ...], said: str) -> None:
+    assert said in lines(answer(asked(*words, "--ram", "64GiB")), brief=True, width=300)[0]
+
+
+@pytest.mark.parametrize(("card", "share"), [("rtx4090", 0.85), ("rtx3060", 0.83)])
+def test_the_share_beside_a_desktop_is_no_more_than_what_it_leaves(card: str, share: float) -> None:
+    found = answer(asked("llama-3.1-8b", "-q", "awq", "--gpu", card))
+    (warning,) = (one for one in found.warnings if one.code == "HFW23")
+    assert warning.fix == f"--gpu-memory-utilization {share}"
+    assert f"--gpu-memory-utilization {share} " in str(found).partition("  safe ")[2].partition("  max ")[0]
+
+
 def test_engines_without_a_command_are_named() -> None:
     words = ("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "--n-cpu-moe", "30")
     said = lines(answer(asked(*words)))
