@@ -67,6 +67,26 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, device: torch.device) 
     core.close()
 
 
+class _OnDisk(Streamed):
+    on_disk = 2
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_layers_and_rows_of_the_embedding_from_a_disk_change_no_token(tmp_path: Path, device: torch.device) -> None:
+    shape = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
+    params = [SamplingParams(temperature=0.7, seed=one, top_k=5, max_tokens=3, ignore_eos=True) for one in range(2)]
+    prompts, found = [prompt(1, 7), prompt(2, 3)], []
+    for kind in (Tiny, _OnDisk):
+        model = kind(tmp_path, "Llama", **shape)
+        core = model.core(device, gpu=True, slots=2)
+        found.append([tokens_of(outputs) for outputs in run(core, prompts, params)])
+        if isinstance(model, _OnDisk):
+            assert model.layers.embedding_rows is not None
+            assert model.layers.embedding is None
+        core.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.usefixtures("few_programs")
 def test_experts_and_structured_output_are_those_of_a_model_that_stays(tmp_path: Path, device: torch.device) -> None:
     """Of answers held to a regex and of free ones. Not bit for bit: a mask that is late makes another step of it."""

@@ -16,6 +16,7 @@ from holdfast.execution.gpu.decoder import arrange_layer
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
+from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.execution.weights.decoder_weights import Weights
 from holdfast.execution.weights.load import load_weights
@@ -28,20 +29,27 @@ class Streamed(Tiny):
     may come to stay, and leave."""
 
     expand = True
+    on_disk = 0
+    """Layers; with any, the embedding is there too."""
 
     def weights(self, device: torch.device) -> Weights:
         device = torch.empty(0, device=device).device  # With its number.
         known = EngineWeights(self.spec, None, None)
         by_layer = known.by_layer(dtype="float32")
-        placed = beside_gpu(streamed_layers(by_layer, len(self.spec.layers) - 1, 0), by_layer)
-        placed = replace(placed, embedding_bytes=known.gathered_bytes(dtype="float32"))
+        placed = beside_gpu(streamed_layers(by_layer, len(self.spec.layers) - 1, self.on_disk), by_layer)
+        gathered = known.gathered_bytes(dtype="float32")
+        placed = replace(placed, embedding_bytes=gathered, embedding_on_disk=self.on_disk > 0)
+        file = None
+        if placed.file_bytes:
+            behind = placed.file_bytes - placed.embedding_offset
+            file = LayerFile(self.folder, self.on_disk, placed.place_bytes, behind_bytes=behind)
         sizes = placed.pinned_sizes
         on_gpu = device.type == "cuda"
         self.copies = CudaCopies(device) if on_gpu else SimulatedCopies(seed=1)
         memory = PinnedMemory(sizes, device) if on_gpu else unpinned_memory(sizes)
         self.driver = None if on_gpu else AliasedMemory()
         ranges = LayerRanges(placed.all_sizes, device, self.driver)
-        self.layers = DeviceLayers(placed, device, self.copies, memory, None, ranges, lambda: 1 << 40)
+        self.layers = DeviceLayers(placed, device, self.copies, memory, file, ranges, lambda: 1 << 40)
         dtype = torch.float32
         return load_weights(
             self.spec,

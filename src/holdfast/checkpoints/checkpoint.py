@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Set
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -152,3 +154,14 @@ def _is_part(name: str, modules: Set[str], stored: Mapping[str, StoredTensor]) -
 
 def stored_name(tensor: TensorSpec, checkpoint: Checkpoint) -> str:
     return tensor.gguf_name if checkpoint.format == "gguf" else tensor.hf_name
+
+
+def piece_of(stored: StoredTensor, tensor: TensorSpec) -> StoredTensor:
+    """The stored tensor as if the file had one rank's part alone: its shape and its bytes. As it is where that is all
+    of it."""
+    if tensor.piece is None:
+        return stored
+    share, whole = stored.nbytes * tensor.elements, prod(tensor.piece.whole)
+    if share % whole and stored.packed is None:
+        raise CheckpointError(f"{stored.name} is not cut at its blocks", found=str(list(tensor.shape)))
+    return replace(stored, shape=tensor.shape, nbytes=share // whole)

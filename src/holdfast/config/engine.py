@@ -214,8 +214,9 @@ class EngineConfig:
     )
     ram: int | None = setting(
         None,
-        "maximum RAM the server may use, such as 6GiB, on a GPU with the layers that do not fit there; default: "
-        "gpu_memory_utilization of the free RAM",
+        "maximum RAM the server may use, such as 6GiB, default: gpu_memory_utilization of the free RAM; with a GPU, "
+        "what layers, experts and KV blocks that wait beside it may take, the server's own processes on top, default: "
+        "0.9 of the free RAM less these",
         optional(memory),
         metavar="SIZE",
     )
@@ -321,9 +322,13 @@ class EngineConfig:
     )
     tensor_parallel_size: int = setting(
         1,
-        "number of GPUs to split each layer over; only 1 so far",
+        "number of ranks to split each layer over: processes of this machine, which share its cores; on a GPU only 1 so"
+        " far",
         whole(1),
         flags=("-tp", "--tp-size", "--tensor-parallel"),
+    )
+    disable_custom_all_reduce: bool = setting(
+        False, "ranks of a CPU add up what they computed over sockets (gloo) instead of shared memory", flag
     )
     pipeline_parallel_size: int = setting(
         1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")
@@ -333,7 +338,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) != 1:
                 raise ConfigurationError(
                     f"{name} is {getattr(self, name)}; only one device is supported so far",
@@ -341,6 +346,13 @@ class EngineConfig:
                     fix=f"leave {name} out",
                     field=name,
                 )
+        if self.device == "cuda" and self.tensor_parallel_size != 1:
+            raise ConfigurationError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; of GPUs only one device is supported so far",
+                needed="1",
+                fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
+                field="tensor_parallel_size",
+            )
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

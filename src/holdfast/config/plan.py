@@ -84,7 +84,8 @@ class PlanConfig:
     )
     ram: str | int | None = setting(
         None,
-        "RAM to use; without a GPU for the model, with one for offload tiers",
+        "RAM of the machine that the whole server may use; without a GPU for the model, with one for what does not fit "
+        "there, less the server's own processes",
         optional(_amount),
         metavar="SIZE",
     )

@@ -38,7 +38,7 @@ TUNING: Mapping[str, str] = {
     ),
     **_each(
         ONE_DEVICE,
-        "fully_sharded_loras distributed_executor_backend enable_expert_parallel disable_custom_all_reduce "
+        "fully_sharded_loras distributed_executor_backend enable_expert_parallel "
         "all2all_backend data_parallel_backend data_parallel_address data_parallel_rpc_port "
         "data_parallel_supervisor_port data_parallel_hybrid_lb data_parallel_external_lb "
         "data_parallel_multi_port_external_lb cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "

@@ -25,6 +25,7 @@ from holdfast.execution.lora.slots import AdapterPlaces, LoraLimits
 from holdfast.execution.memory import PeakMemory, trim_memory
 from holdfast.execution.native import ComputeThreads
 from holdfast.execution.ops import ops_for
+from holdfast.execution.parallel.share import NOT_SAMPLED, RankShare
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
 from holdfast.execution.sampling.sampler import Masks, Sampler
@@ -69,7 +70,8 @@ class Runner:
     """`kv_dtype`: how keys and values are kept; by default as the weights' activations are.
     `compiled`: the small operations and attention come from kernels of our own (float32 only).
     `beat`: called again and again while a step is computed, after each layer and each turn of logits.
-    `threads`: those that compute; None: as torch and the kernels are set."""
+    `threads`: those that compute; None: as torch and the kernels are set.
+    `share`: of a model that several ranks compute; spec, weights and layout are this rank's. Only the first samples."""
 
     def __init__(
         self,
@@ -85,8 +87,9 @@ class Runner:
         lora: LoraLimits | None = None,
         beat: Callable[[], None] | None = None,
         threads: ComputeThreads | None = None,
+        share: RankShare | None = None,
     ) -> None:
-        self._threads = threads
+        self._threads, self._share = threads, share
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
         self._beat = beat or (lambda: None)
@@ -103,12 +106,14 @@ class Runner:
             context=limits.max_model_len,
             adapters=self._adapters,
             beat=beat,
+            share=share,
         )
         self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
         self._sampler = Sampler(self._buffers, spec.vocab_size)
         self._turn_rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
         rows = head_rows(spec.vocab_size, limits.max_num_seqs)
-        self._logits = torch.empty((rows, spec.vocab_size), dtype=weights.dtype, device=device)
+        columns = spec.vocab_size if self._samples else 0
+        self._logits = torch.empty((rows, columns), dtype=weights.dtype, device=device)
         self._embeds = numpy.zeros(limits.max_num_seqs, dtype=bool)
         self._kv: KVPool | None = None
         self._page_copies: CpuPageCopies | None = None
@@ -125,6 +130,10 @@ class Runner:
         """Pages on their way are nobody's from now on."""
         if self._page_copies is not None:
             self._page_copies.abandon()
+
+    @property
+    def _samples(self) -> bool:
+        return self._share is None or self._share.samples
 
     @property
     def buffers_bytes(self) -> int:
@@ -235,12 +244,16 @@ class Runner:
             if batch.fresh_pages.shape[0]:
                 kv.clear(batch.fresh_pages)
             hidden = decoder.forward(batch, kv)
+            if not self._samples:
+                return self._follow(plan, hidden, batch)
             masked = None if masks is None else masks.rows()
             token_ids, logprobs = self._sample(hidden, batch, masked)
             late = (
                 [slot for slot in masks.slots if slot not in masked] if masks is not None and masked is not None else []
             )
             self._buffers.known[late] -= 1  # What was sampled for them is nothing.
+            if self._share is not None:
+                self._share.tell_tokens(token_ids, numpy.isin(batch.sampling_slots, late).tolist())
             told = self._score(batch)
             scores = [list(islice(told, row.scored)) for row in plan.rows if row.scored]
             failures = broken_rows(plan.rows, token_ids)
@@ -258,6 +271,16 @@ class Runner:
                 finished_copies=done,
                 failed_copies=failed,
             )
+
+    def _follow(self, plan: StepPlan, hidden: torch.Tensor, batch: StepBatch) -> StepResult:
+        """The rest of a step where another rank samples: what that one needs of this, and what it has sampled."""
+        assert self._share is not None
+        deque(self._turns(hidden), maxlen=0)
+        tokens = self._share.hear_tokens(len(batch.sampling_slots))
+        sampled = tokens != NOT_SAMPLED
+        self._buffers.append(batch.sampling_slots[sampled], tokens[sampled])
+        deque(self._score(batch), maxlen=0)
+        return StepResult(step_id=plan.step_id)
 
     def _end_copies(self, plan: StepPlan) -> Over:
         return ([], []) if self._page_copies is None else self._page_copies.end(plan, self.kv)
@@ -298,7 +321,8 @@ class Runner:
             logits = self._logits[: len(hidden)]
             self._decoder.logits(hidden, logits)
             self._beat()
-            yield from self._sampler.score(logits.float(), batch.scored_slots[part], batch.scored_targets[part])
+            if self._samples:
+                yield from self._sampler.score(logits.float(), batch.scored_slots[part], batch.scored_targets[part])
 
     def profile_run(self) -> ProfileRun:
         """Runs the heaviest step the limits allow and says what it needed.
@@ -330,7 +354,10 @@ class Runner:
             with peak:
                 self._logits.zero_()
                 # Rows that follow would use the same memory again.
-                self._sample(hidden[: self._turn_rows], batch)
+                if self._samples:
+                    self._sample(hidden[: self._turn_rows], batch)
+                else:
+                    deque(self._turns(hidden[: self._turn_rows]), maxlen=0)
                 deque(self._score(batch), maxlen=0)
             del batch, hidden  # What was only needed for the step is given back like the rest of it.
         self._buffers.known[:] = 0

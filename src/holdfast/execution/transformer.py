@@ -19,6 +19,7 @@ from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
+from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import MLP_TILE, sums_apart
 from holdfast.footprint.experts import mlp_width
@@ -34,7 +35,8 @@ portable kernels too."""
 
 class Transformer:
     """`context`: the longest that any sequence may get, by default what the model was made for; some rotations go by
-    it. `beat`: called after each layer."""
+    it. `beat`: called after each layer. `share`: of a model that several ranks compute; spec and weights are this
+    rank's, and what attention and MLP add to the stream is summed over all of them."""
 
     def __init__(
         self,
@@ -48,8 +50,9 @@ class Transformer:
         context: int | None = None,
         adapters: AdapterPlaces | None = None,
         beat: Callable[[], None] | None = None,
+        share: RankShare | None = None,
     ) -> None:
-        self._beat = beat
+        self._beat, self._share = beat, share
         self._base, self._adapters = weights.layers, Current()
         self._placed: PlacedRows | None = None
         if adapters is not None:
@@ -74,7 +77,7 @@ class Transformer:
         )
         self.attention: AttentionBackend = ops.make_attention(shape, device)
         # Outside the layers a decoder may do as it likes: what is fused is a layer.
-        fusible = _layers_alone(spec.decoder) == DecoderSpec() and len(self._rotaries) == 1
+        fusible = _layers_alone(spec.decoder) == DecoderSpec() and len(self._rotaries) == 1 and share is None
         fuse = ops.fuse if fusible else None
         self._fused = None if fuse is None else fuse(self._base, shape, spec.norm_eps, spec.activation)
         self._query_width, self._kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -91,7 +94,7 @@ class Transformer:
         tile = min(max_tokens, MLP_TILE)
         self._gate_up = buffer(tile, 2 * mlp_width(spec))
         self._inner = buffer(tile, mlp_width(spec))
-        self._branch = buffer(tile, spec.hidden_size) if sums_apart(spec) else None
+        self._branch = buffer(tile, spec.hidden_size) if sums_apart(spec) or share is not None else None
         self._mlps = make_mlps(spec, weights, ops, self._gate_up, self._inner)
         self._cut: StepBuffers | None = None
         self._runs_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -102,7 +105,7 @@ class Transformer:
         `layers`: only the first so many (a profile run needs the memory of one layer, not the time of all).
         """
         step = self._step(batch)
-        self.weights.embed.select(batch.tokens, step.stream)
+        self._embed(batch.tokens, step.stream)
         if self._embedding_scale != 1.0:
             step.stream.mul_(self._embedding_scale)
         self._place(batch.adapted)
@@ -174,9 +177,19 @@ class Transformer:
             ones = torch.ones((min(rows, PROFILED_ROWS), linear.columns), dtype=linear.weight.dtype)
             linear.write(ones, ones.new_empty((len(ones), linear.rows)))
 
+    def _embed(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
+        if self._share is None:
+            self.weights.embed.select(tokens, out)
+        else:
+            self._share.embed(self.weights.embed.select, tokens, out)
+
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Into `out`, of several ranks the first one's alone."""
         decoder = self.spec.decoder
-        self.weights.head.write(hidden, out)
+        if self._share is None:
+            self.weights.head.write(hidden, out)
+        elif not self._share.logits(self.weights.head.write, hidden, out):
+            return
         if decoder.logits_scale != 1.0:
             out.mul_(decoder.logits_scale)
         if decoder.logits_softcap:
@@ -284,6 +297,7 @@ class Transformer:
             self._adapt(tile * MLP_TILE, len(part))
             branch = self._branch[: len(part)]
             layer.o.write(x, branch)
+            self._add_up(branch)
             self._add_branch(layer.post_attn_norm, branch, part, step)
 
     def _feed_forward(self, layer: LayerWeights, mlp: Mlp, stream: torch.Tensor, step: StepBuffers) -> None:
@@ -295,7 +309,13 @@ class Transformer:
                 continue
             branch = self._branch[: len(part)]
             mlp.run(x, branch, add=False)
+            self._add_up(branch)
             self._add_branch(layer.post_mlp_norm, branch, part, step)
+
+    def _add_up(self, branch: torch.Tensor) -> None:
+        """Over all ranks, where there are several."""
+        if self._share is not None:
+            self._share.collectives.all_reduce(branch)
 
     def _add_branch(self, norm: Norm | None, branch: torch.Tensor, stream: torch.Tensor, step: StepBuffers) -> None:
         added = self._norm(norm, branch, step.normed[: len(branch)])

@@ -346,6 +346,11 @@ def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:
     )
 
 
+MAIL_BYTES = 1 << 20
+"""Of the memory that ranks share, for plans on their way to them; longer ones go in pieces."""
+SLOT_PAGE_BYTES = 4096
+
+
 def sums_apart(spec: ModelSpec) -> bool:
     """Whether what attention and MLP add to the stream is worked on before: they then have a buffer of their own."""
     return spec.decoder.norms != "before" or spec.decoder.residual_scale != 1.0

@@ -20,6 +20,8 @@ more slowly than it is computed; one more slot would take the room of a layer th
 move in every step."""
 READ_SLOTS = 2
 """In pinned RAM, of layers that come from a disk to a GPU: one is read while the other is copied, which is sooner."""
+STAGED_ROWS_BYTES = 8 * MIB
+"""In pinned RAM, where the embedding is on a disk: rows of it on their way."""
 GATHERS_EMBEDDING = True
 """Whether a GPU takes rows of an embedding that is not the head as well from pinned RAM."""
 PLACE_GRAIN_BYTES = MIB // 16
@@ -51,7 +53,10 @@ class StreamedLayers:
     ahead: int = AHEAD
     """Layers that come while one is computed."""
     embedding_bytes: int = 0
-    """Of the embedding in pinned RAM, where rows of it are gathered; 0: it is where layers are computed."""
+    """Of the embedding in pinned RAM, where rows of it are gathered, or in the file; 0: it is where layers are
+    computed."""
+    embedding_on_disk: bool = False
+    """Rows of it are read for every step: RAM that it leaves holds layers, of which every byte would be read."""
     resident_sizes: tuple[int, ...] | None = None
     """Beside a GPU: of the other layers, as `sizes`. They may change places with these while serving, so each has
     memory of its own. None: they stay where they are."""
@@ -104,10 +109,12 @@ class StreamedLayers:
     @property
     def pinned_sizes(self) -> list[int]:
         """Of the pieces beside a GPU: the layers in RAM, then the slots that those of the file are read into, then the
-        embedding if it is there."""
+        embedding if it is there, or its rows that are read."""
         apart, sizes = set(self.on_disk), zip(self.layers, self.sizes, strict=True)
         slots = [self.place_bytes] * self.read_slots
         embedding = [with_gaps(self.embedding_bytes)] if self.embedding_bytes else []
+        if self.embedding_on_disk:
+            embedding = [STAGED_ROWS_BYTES]
         return [*(size for layer, size in sizes if layer not in apart), *slots, *embedding]
 
     @property
@@ -116,6 +123,11 @@ class StreamedLayers:
 
     @property
     def file_bytes(self) -> int:
+        return self.embedding_offset + (with_gaps(self.embedding_bytes) if self.embedding_on_disk else 0)
+
+    @property
+    def embedding_offset(self) -> int:
+        """In the file, behind the layers."""
         return len(self.on_disk) * self.place_bytes
 
     @property

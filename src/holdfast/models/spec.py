@@ -201,6 +201,17 @@ Turn = Literal["none", "unpermute_rope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPiece:
+    """What one rank has of a tensor that is split: of one axis these ranges, one behind the other."""
+
+    axis: int
+    ranges: tuple[tuple[int, int], ...]
+    """Each from its first index to behind its last."""
+    whole: tuple[int, ...]
+    """The shape of all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     name: str
     """Canonical: embed, layers.N.attn_norm, layers.N.q, .k, .v, .o, .q_bias, .k_bias, .v_bias, .o_bias,
@@ -233,6 +244,8 @@ class TensorSpec:
     plus_one: bool = False
     """A norm's weight that safetensors keep less one, and GGUF as it is. It is `wide` too: near one, half precision
     would lose what it says."""
+    piece: ShardPiece | None = None
+    """Of a rank's own spec (`shards`): `shape` is what that rank has of it. None: all of it."""
 
     @property
     def elements(self) -> int:

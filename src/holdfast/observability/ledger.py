@@ -19,8 +19,9 @@ from holdfast.records import (
     LowerTier,
     MemoryReport,
     MemoryTerm,
+    RankMemory,
 )
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 VERSION = 1
 """Of the JSON. Names are added under the same version; one that changes its meaning or goes makes a new one."""
@@ -88,6 +89,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Of KV pages below the pool, by tier."""
     kv_store: KVStoreUse | None = None
     """On disk; its folder is not told."""
+    ranks: list[RankMemory] = []
+    """Of each, where several compute the model together."""
 
 
 def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[ProcessMemory]) -> Ledger | None:
@@ -173,6 +176,7 @@ def _ledger(
         experts=stats.experts,
         kv_tiers=stats.kv_tiers,
         kv_store=None if stats.kv_store is None else msgspec.structs.replace(stats.kv_store, folder=""),
+        ranks=[] if asleep else report.ranks,
     )
 
 
@@ -247,9 +251,17 @@ def summary_lines(ledger: Ledger) -> list[str]:
 
 
 def use_lines(ledger: Ledger) -> list[str]:
-    """For people: how links and experts over VRAM and RAM were used so far."""
+    """For people: what each of several ranks has, and how links and experts over VRAM and RAM were used so far."""
     experts = [] if ledger.experts is None else [_experts_line(ledger.experts)]
-    return [*map(_link_line, ledger.links), *experts]
+    return [*map(_rank_line, ledger.ranks), *map(_link_line, ledger.links), *experts]
+
+
+def _rank_line(rank: RankMemory) -> str:
+    return (
+        f"rank {rank.rank} (pid {rank.pid}): {format_bytes(rank.weights_bytes)} of weights,"
+        f" {format_bytes(rank.kv_pool_bytes)} of the KV pool, {counted(rank.heads, 'head')} over"
+        f" {counted(rank.kv_heads, 'KV head')}, {counted(rank.threads, 'thread')}"
+    )
 
 
 def _link_line(link: LinkUse) -> str:

@@ -97,7 +97,8 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
 
 
 def _with_pinned_ram(question: Question, config: PlanConfig) -> Question:
-    """--ram is a budget of the whole server; without it, a share of what is free may be pinned."""
+    """--ram of a plan is the machine's, for the whole server; without it, a share of what is free may be pinned. That
+    of `serve` beside a GPU is what may be pinned."""
     machine = question.machine
     if machine.kind != "gpu" or config.ram is None or machine.ram_bytes is None:
         return question

@@ -83,6 +83,20 @@ class LowerTier(msgspec.Struct, frozen=True, kw_only=True):
     terms: list[MemoryTerm]
 
 
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of several ranks has of a model, and holds of it."""
+
+    rank: int
+    pid: int
+    threads: int
+    heads: int
+    kv_heads: int
+    planned_weights_bytes: int
+    weights_bytes: int
+    kv_pool_bytes: int
+    """Of its part of the pages."""
+
+
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of one tier, at the moment the engine became ready."""
 
@@ -104,6 +118,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     loading_peak_bytes: int
     """Measured: the most the process held until its weights were in place."""
     below: list[LowerTier] = []
+    ranks: list[RankMemory] = []
+    """Of each, where several compute the model together; terms are those of all."""
 
 
 class VramBudget(msgspec.Struct, frozen=True, kw_only=True):

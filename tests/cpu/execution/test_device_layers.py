@@ -20,9 +20,9 @@ from simulated_copies import QueuedCopies, SimulatedCopies, unpinned_memory
 
 from holdfast.errors import EngineError
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
-from holdfast.execution.streaming import layer_file
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
+from holdfast.execution.streaming.disk import layer_file
+from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
 from holdfast.footprint.streamed import StreamedLayers, all_apart, beside_gpu, streamed_layers
 
 CPU = torch.device("cpu")

@@ -120,15 +120,15 @@ def test_experts_are_read_ahead_within_their_room(moe: Path) -> None:
     expected = log_chances(spec, loaded(spec, checkpoint), PROMPT)
     loader = Loader(spec, opened(moe)[1], torch.float32, CPU, False, False, False, None, None)
     one = 192 * 64 // 32 * 17
-    loader.ahead_bytes, most = 3 * one, 0
-    with torch.inference_mode(), loader.readers:
+    loader.ahead.ahead_bytes, most = 3 * one, 0
+    with torch.inference_mode(), loader.ahead.readers:
         for turn in loader.experts_in_turn("layers.0.experts.gate_up"):
-            most = max(most, len(loader.coming) // 2)
+            most = max(most, len(loader.ahead.coming) // 2)
             for part in loader.stored["layers.0.experts.gate_up"].packed.parts.values():  # type: ignore[union-attr]
                 loader.read_of_stack(turn, part)
         weights = loader.load()
     assert most == 3
-    assert not loader.coming
+    assert not loader.ahead.coming
     assert torch.equal(log_chances(spec, weights, PROMPT), expected)
 
 
@@ -197,7 +197,7 @@ def test_loading_holds_the_stored_bytes_of_one_expert_and_a_tile(tmp_path: Path)
     matrix = ScaledMatrix(layout, 12 * 4096, 1024, CPU, experts=12)
     for plane in (matrix.codes, matrix.scales):
         plane.zero_()
-    with PeakMemory() as peak, checkpoint, loader.readers:
+    with PeakMemory() as peak, checkpoint, loader.ahead.readers:
         for expert in range(12):
             loader.fill_scaled(matrix, expert * 4096, tensor.name, expert)
     assert peak.grown_bytes < raw + STAGING_BYTES

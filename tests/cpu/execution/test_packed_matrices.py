@@ -20,11 +20,12 @@ from holdfast.checkpoints import Checkpoint, Packing, StoredTensor, packing_of
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.validation.packed_parts import find_packed
 from holdfast.errors import CheckpointError
+from holdfast.execution import native
 from holdfast.execution.layers.experts import Groups, QuantizedStack
 from holdfast.execution.layers.linear import QuantizedLinear
 from holdfast.execution.layers.rounding import rounded_inputs
 from holdfast.execution.weights.load import load_weights
-from holdfast.execution.weights.packed import PackedSource
+from holdfast.execution.weights.packed import PackedSource, _awq_rows
 from holdfast.execution.weights.quantize import fill_quantized
 from holdfast.execution.weights.scaled_matrix import ScaledMatrix, fp8_values
 from holdfast.footprint.cpu import weights_bytes
@@ -475,3 +476,24 @@ def test_experts_multiply_their_own_codes(kind: Any, dtype: torch.dtype) -> None
     expected = torch.stack([weights[int(expert)] @ line for expert, line in zip(owner, wide, strict=True)])
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiled kernels")
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 16), (64, 144), (96, 272), (160, 1008), (8192, 48)])
+def test_compiled_and_torch_turn_words_of_awq_alike(inputs: int, outputs: int) -> None:
+    words = torch.randint(-(2**31), 2**31, (inputs, outputs // 8), dtype=torch.int32)
+    layout = ScaledLayout(codes="int4", group=32, scales="float16", zeros=True)
+    before, matrix = 3, poisoned(layout, 3 + outputs + 2, inputs)
+    expected = poisoned(layout, 3 + outputs + 2, inputs)
+    expected.fill_codes(before, _awq_rows(words))
+    native.turn_awq(words, matrix.codes[before : before + outputs])
+    assert torch.equal(matrix.codes, expected.codes)
+
+
+def test_the_compiled_turn_of_awq_checks_what_it_is_given() -> None:
+    words, codes = torch.zeros((32, 2), dtype=torch.int32), torch.zeros((16, 16), dtype=torch.uint8)
+    assert not native.turns_awq(words[:31])
+    assert not native.turns_awq(words[:, :1])
+    for wrong in ((words[:31], codes), (words.short(), codes), (words, codes[:8]), (words, codes[:, :8].contiguous())):
+        with pytest.raises(ValueError, match=r"AWQ|codes|bytes"):
+            native.turn_awq(*wrong)

@@ -434,18 +434,19 @@ def test_experts_that_are_read_ahead(name: str, expand: bool, oracles: Callable[
     for room in (1, 6000, 1 << 20):
         _, checkpoint = opened(folder)
         loader = Loader(spec, checkpoint, torch.float32, CPU, expand, False, False, None, None)
-        loader.ahead_bytes, most = room, 0
-        with torch.inference_mode(), loader.readers, checkpoint:
+        loader.ahead.ahead_bytes, most = room, 0
+        with torch.inference_mode(), loader.ahead.readers, checkpoint:
             for turn in loader.experts_in_turn("layers.0.experts.gate"):
-                parts = loader.stored_parts("layers.0.experts.gate", turn)
+                stored = loader.stored["layers.0.experts.gate"]
+                parts = loader.ahead.parts(stored, MOE["num_experts"], turn)
                 size = sum(checkpoint.tensors[part].nbytes for part in parts)
-                assert set(parts) <= set(loader.coming)
-                most = max(most, len(loader.coming) // len(parts))
+                assert set(parts) <= set(loader.ahead.coming)
+                most = max(most, len(loader.ahead.coming) // len(parts))
                 for part in parts:
                     loader.read_whole(part)
             assert most == max(1, min(MOE["num_experts"], room // size))
             found = loader.load()
-        assert not loader.coming
+        assert not loader.ahead.coming
         torch.testing.assert_close(
             log_chances(spec, found, PROMPT), log_chances(spec, expected, PROMPT), atol=0, rtol=0
         )
@@ -456,8 +457,8 @@ def test_experts_that_are_read_ahead(name: str, expand: bool, oracles: Callable[
         for tensor, stored in checkpoint.tensors.items()
     }
     loader = Loader(spec, checkpoint, torch.float32, CPU, expand, False, False, None, None)
-    loader.ahead_bytes = 1 << 20
-    with pytest.raises(CheckpointError, match=r"experts\.4\.down_proj"), loader.readers, checkpoint:
+    loader.ahead.ahead_bytes = 1 << 20
+    with pytest.raises(CheckpointError, match=r"experts\.4\.down_proj"), loader.ahead.readers, checkpoint:
         loader.load()
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from simulated_copies import SimulatedCopies, unpinned_memory
 
-from holdfast.execution.streaming import layer_file, read_ahead
-from holdfast.execution.streaming.layer_file import LayerFile, ReadInto
-from holdfast.execution.streaming.read_ahead import ReadAhead
+from holdfast.execution.streaming.disk import layer_file, read_ahead
+from holdfast.execution.streaming.disk.layer_file import LayerFile, ReadInto
+from holdfast.execution.streaming.disk.read_ahead import ReadAhead
 
 PAGE = mmap.PAGESIZE
 LAYERS, PIECES = 4, 3

@@ -99,6 +99,7 @@ def test_access_log(launch):
         http.post("/v1/chat/completions", json={**chat, "model": "nobody"})
         http.post("/v1/completions", content=b"{")
         http.get("/health")
+        http.get("/version")
         http.get("/nowhere")
     assert first.headers["x-request-id"] == "mine-1"
     lines = server.wait_for_lines(5)
@@ -121,6 +122,6 @@ def test_access_log(launch):
 def test_access_log_to_a_file(launch, tmp_path):
     server = launch(access_log=tmp_path / "access.jsonl")
     with server.client() as http:
-        http.get("/version")
+        http.get("/load")
     server.stop()
-    assert (tmp_path / "access.jsonl").read_text().count('"path":"/version"') == 1
+    assert (tmp_path / "access.jsonl").read_text().count('"path":"/load"') == 1

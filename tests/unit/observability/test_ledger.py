@@ -92,6 +92,7 @@ def test_the_json_is_versioned_and_reads_back() -> None:
         "experts",
         "kv_tiers",
         "kv_store",
+        "ranks",
     ]
     assert json.loads(written)["version"] == 1
     assert json.loads(written)["kv"] == {

@@ -12,6 +12,7 @@ from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.serve.host_memory import with_host_memory
 from holdfast.planner.serve.kv_store_ram import store_terms, with_kv_store
 from holdfast.units import GIB, MIB, format_bytes
 
@@ -32,7 +33,8 @@ def spec() -> ModelSpec:
 def made(spec: ModelSpec, available_bytes: int, **settings: object) -> Plan:
     config = EngineConfig.from_arguments(device="cuda", skip_tokenizer_init=True, **settings)
     machine = Memory(total_bytes=64 * GIB, available_bytes=available_bytes, limited_by="machine")
-    return with_kv_store(make_gpu_plan(spec, None, config, [GPU]), config, machine, front_bytes=GIB)
+    plan = with_host_memory(make_gpu_plan(spec, None, config, [GPU]), config, machine, front_bytes=GIB)
+    return with_kv_store(plan, config, machine, front_bytes=GIB)
 
 
 def test_every_part_is_named(spec: ModelSpec) -> None:

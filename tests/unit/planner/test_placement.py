@@ -19,6 +19,7 @@ from holdfast.footprint.lora import held_bytes
 from holdfast.footprint.streamed import (
     DRIVER_PAGE_BYTES,
     PLACE_GRAIN_BYTES,
+    STAGED_ROWS_BYTES,
     StreamedLayers,
     all_apart,
     driver_pages,
@@ -39,6 +40,8 @@ from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, Device, M
 from holdfast.planner.models.variants import planned
 from holdfast.planner.serve import offload
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.serve.host_memory import with_host_memory
+from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.units import GIB
 
 Ask = Callable[..., Question]
@@ -240,16 +243,74 @@ def test_where_the_host_computes_no_mlps_the_link_is_all(tmp_path: Path) -> None
 
 
 def test_what_ram_does_not_hold_is_on_disk(tmp_path) -> None:
-    plan = served("llama-3.1-70b-awq", 22.93, ram_gib=16, nvme_path=str(tmp_path), nvme="60GiB", ram="16GiB")
+    plan = served("llama-3.1-70b-awq", 22.93, ram_gib=20, nvme_path=str(tmp_path), nvme="60GiB", ram="13GiB")
     layers = streamed(plan)
     assert layers.on_disk
     assert layers.in_ram
-    assert layers.pinned_bytes <= 16 * GIB - 3 * GIB
-    assert layers.pinned_bytes + max(layers.sizes) > 16 * GIB - 4 * GIB
+    assert layers.pinned_bytes <= 13 * GIB < layers.pinned_bytes + max(layers.sizes)
     assert layers.read_slots == 2
+    assert layers.embedding_on_disk
+    assert layers.file_bytes > len(layers.on_disk) * max(layers.sizes) + layers.embedding_bytes
     all_in_ram = served("llama-3.1-70b-awq", 22.93, nvme_path=str(tmp_path))
     assert not streamed(all_in_ram).on_disk
     assert streamed(all_in_ram).layers == layers.layers
+
+
+def test_a_70b_with_8_gib_of_ram_reads_no_more_than_ram_does_not_hold(tmp_path: Path) -> None:
+    """All of --ram is for layers and what brings them: neither the server's processes nor the embedding are in it."""
+    plan = served("llama-3.1-70b-awq", 22.93, ram_gib=124, nvme_path=str(tmp_path), nvme="60GiB", ram="8GiB", **LIMITS)
+    layers = streamed(plan)
+    assert 9.5e9 <= layers.read_bytes <= 10.9e9
+    assert 32 / (layers.read_bytes / 2.84e9) >= 8.3
+    others = layers.pinned_bytes - (sum(layers.sizes) - layers.read_bytes)
+    assert others == 2 * max(layers.sizes) + STAGED_ROWS_BYTES
+    (said,) = (one for one in plan.decisions if one.field == "pinned_ram")
+    assert said.reason.startswith("of 8.00 GiB, as set; 3.")
+    assert "for the server's own processes come on top, of 124.00 GiB free" in said.reason
+
+
+def test_where_ram_lacks_no_more_than_the_embedding_no_layer_is_read(tmp_path: Path) -> None:
+    plan = served("llama-3.1-70b-awq", 22.93, nvme_path=str(tmp_path), nvme="60GiB", ram="17GiB", **LIMITS)
+    layers = streamed(plan)
+    assert (layers.on_disk, layers.embedding_on_disk, layers.read_bytes) == ((), True, 0)
+    assert layers.pinned_bytes == sum(layers.sizes) + STAGED_ROWS_BYTES
+    assert layers.embedding_bytes < layers.file_bytes < layers.embedding_bytes + GIB // 1024
+    enough = streamed(served("llama-3.1-70b-awq", 22.93, nvme_path=str(tmp_path), ram="19GiB", **LIMITS))
+    assert not enough.embedding_on_disk
+
+
+def test_an_embedding_that_is_the_head_too_has_no_rows_on_disk() -> None:
+    known = EngineWeights(spec_of("llama-3.1-70b-awq"), None, None)
+    assert known.embedding_in_rows(dtype="bfloat16")
+    assert not EngineWeights(replace(known.spec, tied_embeddings=True), None, None).embedding_in_rows(dtype="bfloat16")
+
+
+def test_kv_blocks_in_ram_are_of_the_same_budget(tmp_path: Path) -> None:
+    budget = {"nvme_path": str(tmp_path), "nvme": "60GiB", "ram": "12GiB"}
+    alone = streamed(served("llama-3.1-70b-awq", 22.93, **LIMITS | budget))
+    beside = streamed(served("llama-3.1-70b-awq", 22.93, **LIMITS | budget | {"kv_ram": "4GiB"}))
+    assert beside.pinned_bytes <= 8 * GIB < beside.pinned_bytes + max(beside.sizes)
+    assert alone.pinned_bytes > 11 * GIB
+
+
+def test_kv_blocks_have_what_layers_leave_of_ram(tmp_path: Path) -> None:
+    """And the server's processes none of it: they are checked against what is free."""
+
+    def with_kv(free_gib: float, kv_ram: str) -> Plan:
+        config = EngineConfig.from_arguments(
+            device="cuda", load_format="dummy", ram="8GiB", kv_ram=kv_ram, skip_tokenizer_init=True
+        )
+        return with_host_memory(served("llama-3.1-8b", 40), config, machine(free_gib), 0)
+
+    assert "kv_ram = 8.00 GiB" in "".join(one.line() for one in with_kv(12, "8GiB").decisions)
+    for free_gib, kv_ram, said in (
+        (12, "9GiB", "8.00 GiB are left of --ram 8.00 GiB"),
+        (9, "8GiB", "6.00 GiB are left"),
+    ):
+        with pytest.raises(DoesNotFitError) as caught:
+            with_kv(free_gib, kv_ram)
+        assert said in str(caught.value.found)
+        assert caught.value.field == "kv_ram"
 
 
 # What is refused
@@ -274,7 +335,11 @@ def test_copies_of_adapters_are_part_of_the_servers_ram() -> None:
     error = refused("llama-3.1-8b", 13, ram_gib=20, **many)
     assert error.code == "HF114"
     assert "for the server's own processes and copies of 32 adapters" in str(error.found)
-    assert refused("llama-3.1-8b", 13, ram="18GiB", **many).code == "HF114"
+    # --ram is what layers may take: the copies come on top, and are checked against what is free.
+    assert served("llama-3.1-8b", 13, ram_gib=28, ram="16GiB", **few).engine.streamed is not None  # type: ignore[arg-type]
+    error = refused("llama-3.1-8b", 13, ram_gib=28, ram="16GiB", **many)
+    assert error.field == "ram"
+    assert str(error.needed).startswith("16.00 GiB, and 13.")
     shown = [
         api.plan("llama-3.1-8b", gpu="h200", vram="13GiB", ram="20GiB", max_loras=loras, max_lora_rank=64).to_json()
         for loras in (1, 2)

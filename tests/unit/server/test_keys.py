@@ -115,3 +115,20 @@ def test_a_pipe_is_read_once_and_never_waited_for(tmp_path: Path) -> None:
     os.mkfifo(file)
     clock.now_s += LOOK_S
     assert keys.fit(b"two")
+
+
+def test_a_secret_that_kubernetes_replaces_is_read_again(tmp_path: Path) -> None:
+    """As a mounted one is laid out: the file is a link into a folder that is a link too, and only that is changed."""
+    for version, key in (("..1", "old"), ("..2", "new")):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "api-key").write_text(key)
+    (tmp_path / "..data").symlink_to("..1")
+    (tmp_path / "api-key").symlink_to("..data/api-key")
+    clock = Clock()
+    keys = Keys(file=tmp_path / "api-key", clock=clock)
+    assert keys.fit(b"old")
+    (tmp_path / "..data_tmp").symlink_to("..2")
+    (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+    clock.now_s += LOOK_S
+    assert keys.fit(b"new")
+    assert not keys.fit(b"old")

@@ -42,7 +42,18 @@ def ledger_of(
     if asleep:
         return asleep_ledger(info, [front, *others], kept)
     engine = None if engine_pid is None else process_memory("engine", engine_pid)
-    return None if engine is None else make_ledger(info, stats, [engine, front, *others])
+    return None if engine is None else make_ledger(info, stats, [engine, *_ranks(info), front, *others])
+
+
+def _ranks(info: EngineInfo) -> list[ProcessMemory]:
+    """The other ranks of an engine that has several. Pages of files are the engine process's too, and counted there."""
+    rows = [] if info.memory is None else info.memory.ranks[1:]
+    held = [process_memory(f"rank {row.rank}", row.pid) for row in rows]
+    return [
+        msgspec.structs.replace(one, resident_bytes=one.resident_bytes - one.files_bytes, files_bytes=0)
+        for one in held
+        if one is not None
+    ]
 
 
 def continued(before: EngineStats, now: EngineStats) -> EngineStats:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from holdfast.checkpoints import (
     DEFAULT_MODEL,
@@ -55,7 +56,7 @@ from holdfast.units import shorten
 
 if TYPE_CHECKING:
     from holdfast.engine.core.loop import EngineCore
-    from holdfast.execution.runner import ProfileRun, Runner
+    from holdfast.engine.ranks.messages import Measured
     from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("holdfast")
@@ -295,14 +296,10 @@ def build_core(
     waits for a disk. `tier_file`: whose memory KV pages in RAM beside a GPU have; None: the engine's own."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
-        from holdfast.engine.startup.streamed_layers import layer_slots, lower_tiers
+        from holdfast.engine.ranks.together import load_ranks
+        from holdfast.engine.startup.streamed_layers import lower_tiers
         from holdfast.execution import native
-        from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, compute_threads, warm_up
-        from holdfast.execution.lora.slots import LoraLimits
-        from holdfast.execution.runner import Runner, RunnerLimits
         from holdfast.execution.tiers.cpu import CpuPageCopies
-        from holdfast.execution.weights.load import load_weights
-        from holdfast.execution.weights.products_by import torch_share
 
     if plan is None or (plan.engine.compiled and not native.available()):
         plan = plan_model(config, model, kernels=native.available())
@@ -312,56 +309,29 @@ def build_core(
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan, beat, tier_file)
     cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
-    stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(model.files)
-    with stored as checkpoint, compute_threads(cores).computing():
-        plan = _still_fits(plan)
-        warm_up(DTYPES[plan.dtype], CPU)
-        before = _held()
-        progress("load", 0, 0)
-        slots = layer_slots(config, plan)
-        weights = load_weights(
-            model.spec,
-            checkpoint,
-            dtype=DTYPES[plan.dtype],
-            device=CPU,
-            expand=plan.engine.expand_weights,
-            compiled=plan.engine.compiled,
-            quantize=plan.engine.quantize,
-            progress=lambda done, total: progress("load", done, total),
-            slots=slots,
-        )
-    if slots is not None:
-        plan = replace(plan, decisions=(*plan.decisions, slots.decision()))
-    by_kernels = plan.engine.compiled_attention and not config.lora_places
-    runner = Runner(
-        model.spec,
-        weights,
-        plan.engine.layout,
-        RunnerLimits.of(plan.limits, config.lora_places),
-        CPU,
-        kv_dtype=KV_DTYPES[plan.kv_dtype],
-        compiled=plan.engine.compiled_attention,
-        lora=LoraLimits.of(config),
-        beat=beat,
-        threads=compute_threads(cores, torch_share(weights) if by_kernels else 1.0),
-    )
-    loaded = _held()
-    progress("profile_run", 0, 0)
-    runner.back_kv(2)
-    began_s = time.monotonic()
-    profile = runner.profile_run()
-    profile_run_s = time.monotonic() - began_s
-    plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
-    plan, report = _settled(plan, runner, profile, before, loaded, lower_tiers(config, plan))
-    runner.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
-    opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
+    plan = _still_fits(plan)
+    ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat)
+    runner, core_runner = ranks.runner, ranks.step_runner
+    try:
+        plan = replace(plan, decisions=(*plan.decisions, *ranks.decisions))
+        progress("profile_run", 0, 0)
+        ranks.back_kv(2)
+        measured, profile_run_s = ranks.profile_run()
+        plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
+        plan, report = _settled(plan, measured, lower_tiers(config, plan))
+        report = msgspec.structs.replace(report, ranks=ranks.rows(plan, measured))
+        ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
+        opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
+    except BaseException:
+        core_runner.close()
+        raise
     limits_below = None
     if opened is not None:
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
         runner.use_tiers(CpuPageCopies(opened.store, plan.engine.layout.page_bytes))
         limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes), storing_share=1 / 8)
     scheduler = _scheduler(config, plan, tiers=limits_below, stored=None if opened is None else opened.store)
-    core = EngineCore(scheduler, runner, store_use=None if opened is None else opened.use)
+    core = EngineCore(scheduler, core_runner, store_use=None if opened is None else opened.use)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
@@ -412,10 +382,6 @@ def _balances(config: EngineConfig, plan: Plan) -> bool:
     return not by_hand and not config.yield_to_neighbours
 
 
-def _held() -> Resident:
-    return resident() or Resident(0, 0)
-
-
 def _still_fits(plan: Plan) -> Plan:
     """Held against what is free now: the plan may be minutes old, and a download may lie between."""
     coming = sum(
@@ -424,26 +390,18 @@ def _still_fits(plan: Plan) -> Plan:
     return settle_pool(plan, memory().available_bytes - coming)
 
 
-def _settled(
-    plan: Plan, runner: Runner, profile: ProfileRun, before: Resident, loaded: Resident, below: list[LowerTier]
-) -> tuple[Plan, MemoryReport]:
-    """The pool by what is measured, and the books of it."""
-    measured = {
-        "weights": runner.weights_bytes,
-        "layer_slots": runner.layer_slots_bytes,
-        "scratch": profile.scratch_bytes,
-        "activations": profile.activations_bytes,
-        "logits": profile.logits_bytes,
-        "adapters": runner.adapters_bytes,
-    }
-    base = {"framework": before.now_bytes - before.files_bytes, "libraries": before.files_bytes}
+def _settled(plan: Plan, ranks: Sequence[Measured], below: list[LowerTier]) -> tuple[Plan, MemoryReport]:
+    """The pool by what is measured of all ranks, and the books of it."""
+    base_names = ("framework", "libraries")
+    measured = {name: sum(rank.terms.get(name, 0) for rank in ranks) for name in ranks[0].terms}
+    # Pages of files are the same in all of them.
+    measured["libraries"] = max(rank.terms["libraries"] for rank in ranks)
     # In a process of somebody else's, what was there before is not ours to answer for.
-    own = measured | (base if "front" in plan.terms else {})
-    gained = _held().now_bytes - before.now_bytes
-    nameless = gained - sum(measured.values()) - runner.buffers_bytes + profile.given_back_bytes
-    own["activations"] += _not_spare(plan, own, nameless)
-    settled = settle_pool(plan, memory().available_bytes - profile.given_back_bytes, own)
-    measured |= base | {"buffers": runner.buffers_bytes}
+    left_out = {"buffers", *(() if "front" in plan.terms else base_names)}
+    own = {name: size for name, size in measured.items() if name not in left_out}
+    given_back = sum(rank.given_back_bytes for rank in ranks)
+    own["activations"] += _not_spare(plan, own, sum(rank.nameless_bytes for rank in ranks))
+    settled = settle_pool(plan, memory().available_bytes - given_back, own)
     report = MemoryReport(
         total_bytes=plan.device.total_bytes,
         free_bytes=plan.device.free_bytes,
@@ -459,9 +417,9 @@ def _settled(
             for term in planned_terms(settled)
         ],
         page_bytes=plan.engine.layout.page_bytes,
-        given_back_bytes=profile.given_back_bytes,
+        given_back_bytes=given_back,
         loading_bytes=plan.loading_bytes,
-        loading_peak_bytes=loaded.peak_bytes,
+        loading_peak_bytes=sum(rank.peak_bytes for rank in ranks),
         below=below,
     )
     return settled, report

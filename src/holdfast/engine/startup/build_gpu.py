@@ -357,9 +357,9 @@ def _host_mlps(
         return None
 
     def room_bytes() -> int:
-        kept = RAM_KEPT_BYTES + plan.engine.kv_ram_bytes
-        free = int(ram().available_bytes * RAM_SHARE) - kept
-        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - kept)
+        kv_ram = plan.engine.kv_ram_bytes
+        free = int(ram().available_bytes * RAM_SHARE) - RAM_KEPT_BYTES - kv_ram
+        return free if config.ram is None else min(free, config.ram - slots.pinned_bytes - kv_ram)
 
     def load(layer: int) -> native.ExpertLayer | None:
         with contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files) as checkpoint:

@@ -44,7 +44,7 @@ def device_experts(plan: Plan, device: Device, progress: Callable[[int, int], No
 
     def room() -> int:
         """Of RAM that may still be pinned: of the server's share, and of what is free now."""
-        now, free = held[0](), host_budget(None, memory().available_bytes)
+        now, free = held[0](), host_budget(memory().available_bytes)
         taken = 0 if now is None else now.pinned_bytes + now.exchange_bytes + places.host_bytes
         return free if most is None else max(0, min(free, most - taken))
 

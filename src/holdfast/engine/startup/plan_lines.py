@@ -10,7 +10,7 @@ from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan
 from holdfast.planner.sizing.kv_cost import layout_cost
 from holdfast.records import MemoryTerm
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 log = logging.getLogger("holdfast")
 
@@ -38,8 +38,14 @@ def weights_line(plan: Plan) -> str:
 def plan_details(plan: Plan) -> list[str]:
     """Where the budget goes, term by term, and the limits."""
     limits = plan.limits
+    ranks = [
+        f"  rank {shard.rank}: {format_bytes(nbytes)} of weights, {counted(shard.head_count, 'head')} over"
+        f" {counted(shard.kv_head_count, 'KV head')}"
+        for shard, nbytes in zip(plan.engine.shards, plan.engine.rank_weights, strict=True)
+    ]
     return [
         *term_lines(planned_terms(plan), plan.budget_bytes),
+        *ranks,
         f"  limits: context {limits.max_model_len:,} tokens, {limits.max_num_seqs} sequences, "
         f"{limits.max_num_batched_tokens:,} tokens per step; "
         f"maximum concurrency at full context: {concurrency(plan):.1f}x",

@@ -15,7 +15,7 @@ from holdfast.execution.device import Device
 from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.streaming.copies import CudaCopies
 from holdfast.execution.streaming.device_layers import DeviceLayers
-from holdfast.execution.streaming.layer_file import LayerFile
+from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.execution.streaming.layer_slots import LayerSlots
 from holdfast.execution.streaming.pinned_memory import PinnedMemory
 from holdfast.hardware import memory
@@ -47,10 +47,12 @@ def device_layers(
         return None
     check_ram(streamed.pinned_bytes, counted(len(streamed.layers), "layer"))
     file = None
-    if streamed.on_disk and config.nvme_path is not None:
+    if streamed.file_bytes and config.nvme_path is not None:
         size, count = format_bytes(streamed.file_bytes), len(streamed.on_disk)
-        log.info("writing %d layers, %s, to a file without a name in %s", count, size, config.nvme_path)
-        file = LayerFile(Path(config.nvme_path), count, streamed.place_bytes)
+        beside = " and the embedding" if streamed.embedding_on_disk else ""
+        log.info("writing %d layers%s, %s, to a file without a name in %s", count, beside, size, config.nvme_path)
+        behind = streamed.file_bytes - streamed.embedding_offset
+        file = LayerFile(Path(config.nvme_path), count, streamed.place_bytes, behind_bytes=behind)
     log.info("pinning %s of RAM for %d layers", format_bytes(streamed.pinned_bytes), len(streamed.layers))
     sizes, layers = streamed.pinned_sizes, len(streamed.in_ram)
     # What the first layers are loaded with comes first; the others are pinned while these are loaded.
@@ -60,7 +62,7 @@ def device_layers(
 
     def room() -> int:
         """Of RAM that may still be pinned: of the server's share, and of what is free now."""
-        now, free = held[0](), host_budget(None, memory().available_bytes)
+        now, free = held[0](), host_budget(memory().available_bytes)
         taken = 0 if now is None else now.pinned_bytes + now.host_bytes
         return free if most is None else max(0, min(free, most - taken))
 
@@ -100,7 +102,7 @@ def tiers_below_gpu(config: EngineConfig, plan: Plan, pinned_bytes: int, mlps_by
             *([MemoryTerm(tier="ram", term="mlps_cpu", planned_bytes=mlps_bytes)] if mlps_bytes else []),
         ],
     )
-    return [pinned, *(lower_tiers(config, plan) if streamed.on_disk else [])]
+    return [pinned, *(lower_tiers(config, plan) if streamed.file_bytes else [])]
 
 
 def lower_tiers(config: EngineConfig, plan: Plan) -> list[LowerTier]:

@@ -158,7 +158,11 @@ class GpuDecoder:
         for rotary, angles in zip(self._rotaries, self._angles, strict=True):
             if len(rotary.frequencies):
                 kernels.fill_cos_sin(rows.positions, rotary.frequencies, rotary.magnitude, angles[:count])
-        self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count])
+        of_file = None if self.streamed is None else self.streamed.embedding_rows
+        if of_file is None:
+            self._embed.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count])
+        else:
+            of_file.embed(self._slots.tokens, rows.slots, rows.positions, stream[:count], self._beat)
         if self._embedding_scale != 1.0:
             stream[:count].mul_(self._embedding_scale)
         if self.experts is not None:

@@ -21,7 +21,7 @@ from holdfast.execution.native.loading import (
     use_own_threads,
     why_not,
 )
-from holdfast.execution.native.planes import ScaledBlockMatrix
+from holdfast.execution.native.planes import ScaledBlockMatrix, turn_awq, turns_awq
 from holdfast.execution.native.products import BlockMatrix, CompiledMatrix, dequantize, matmul_blocks
 
 __all__ = [
@@ -51,6 +51,8 @@ __all__ = [
     "share_torch_threads",
     "threads",
     "torch_threads",
+    "turn_awq",
+    "turns_awq",
     "use_own_threads",
     "why_not",
 ]

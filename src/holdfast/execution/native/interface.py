@@ -49,6 +49,8 @@ class Kernels(Protocol):
 
     def weave_planes(self, planes: int, /) -> int: ...
 
+    def turn_awq(self, words: int, inputs: int, stride: int, codes: int, /) -> None: ...
+
     def attend(
         self,
         query: int,
@@ -155,3 +157,11 @@ class Kernels(Protocol):
         /,
     ) -> tuple[int, int, int, int, int]:
         """(result, layer, waited_ns, computed_ns, pairs), as host_experts.h has them."""
+
+    def post(self, word: int, value: int, /) -> None: ...
+
+    def await_word(self, word: int, value: int, alarm: int, calm: int, spin_ns: int, patience_ns: int, /) -> int: ...
+
+    def show(self, word: int, value: int, slot: int, x: int, count: int, /) -> None: ...
+
+    def sum_slots(self, out: int, slots: int, stride: int, ranks: int, count: int, /) -> None: ...

@@ -3,9 +3,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "awq.h"
 #include "decoder.h"
 #include "experts.h"
 #include "host_experts.h"
+#include "rank_words.h"
 #include "scaled.h"
 #include "weave.h"
 
@@ -127,6 +129,19 @@ static PyObject *py_weave_planes(PyObject *module, PyObject *const *values, Py_s
     woven = weave_scaled(planes);
     Py_END_ALLOW_THREADS
     return woven < 0 ? PyErr_NoMemory() : PyLong_FromLong(woven);
+}
+
+static PyObject *py_turn_awq(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    const uint32_t *words = address(&args);
+    long inputs = whole(&args), stride = whole(&args);
+    uint8_t *codes = address(&args);
+    if (!complete(&args)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    turn_awq(words, inputs, stride, codes);
+    Py_END_ALLOW_THREADS
+    return finish(0);
 }
 
 static PyObject *py_attend(PyObject *module, PyObject *const *values, Py_ssize_t count) {
@@ -362,6 +377,60 @@ static PyObject *py_serve(PyObject *module, PyObject *const *values, Py_ssize_t 
                          outcome.pairs);
 }
 
+static PyObject *py_post(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    rank_word *word = address(&args);
+    const unsigned value = (unsigned)whole(&args);
+    if (!complete(&args)) return NULL;
+    post_word(word, value);
+    return finish(0);
+}
+
+static PyObject *py_await(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    rank_word *word = address(&args);
+    const unsigned value = (unsigned)whole(&args);
+    rank_word *alarm = address(&args);
+    const unsigned calm = (unsigned)whole(&args);
+    const long spin_ns = whole(&args), patience_ns = whole(&args);
+    if (!complete(&args)) return NULL;
+    enum rank_outcome outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = await_word(word, value, alarm, calm, spin_ns, patience_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong((long)outcome);
+}
+
+static PyObject *py_show(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    rank_word *own = address(&args);
+    const unsigned value = (unsigned)whole(&args);
+    float *slot = address(&args);
+    const float *x = address(&args);
+    const long numbers = whole(&args);
+    if (!complete(&args)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    show_slot(own, value, slot, x, numbers);
+    Py_END_ALLOW_THREADS
+    return finish(0);
+}
+
+static PyObject *py_sum(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    float *out = address(&args);
+    const float *slots = address(&args);
+    const long stride = whole(&args), ranks = whole(&args), numbers = whole(&args);
+    if (!complete(&args)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    sum_slots(out, slots, stride, ranks, numbers);
+    Py_END_ALLOW_THREADS
+    return finish(0);
+}
+
 #define FUNCTION(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
 
 static PyMethodDef METHODS[] = {
@@ -372,6 +441,7 @@ static PyMethodDef METHODS[] = {
     FUNCTION("expand", py_expand, "(weights, chosen, rows, stored_rows, columns, layout, out, out_stride, threads)"),
     FUNCTION("weave", py_weave, "(weights, rows, columns, layout): the layout they have from now on."),
     FUNCTION("weave_planes", py_weave_planes, "(scaled_matrix): the layout its planes have from now on."),
+    FUNCTION("turn_awq", py_turn_awq, "(words, inputs, words of an input, codes)"),
     FUNCTION("attend", py_attend,
              "(query, query_stride, out, out_stride, keys, values, page_bytes, stored, block_tokens, heads, kv_heads, "
              "dim, tables, table_stride, slots, ends, counts, firsts, rows, window, scale, softcap, threads)"),
@@ -387,6 +457,10 @@ static PyMethodDef METHODS[] = {
     FUNCTION("serve", py_serve,
              "(layers, count, hidden, per_token, numbers, room, room_bytes, step, tokens, patience_ns, threads): "
              "(result, layer, waited_ns, computed_ns, pairs), as host_experts.h has them."),
+    FUNCTION("post", py_post, "(word, value): as rank_words.h has it."),
+    FUNCTION("await_word", py_await, "(word, value, alarm, calm, spin_ns, patience_ns): a rank_outcome."),
+    FUNCTION("show", py_show, "(word, value, slot, x, count): as rank_words.h has it, as is sum."),
+    FUNCTION("sum_slots", py_sum, "(out, slots, stride, ranks, count)"),
     {NULL, NULL, 0, NULL},
 };
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy
 import torch
 
+from holdfast.execution.native.loading import available, kernels
 from holdfast.execution.native.products import CompiledMatrix, spread_over_nodes
-from holdfast.footprint.scaled_layouts import ScaledLayout
+from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
 
 CODE_NUMBERS = {"int4": 0, "int8": 1, "mxfp4": 2, "fp8": 3, "nf4": 4}
 SCALE_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "uint8": 3}
@@ -75,3 +76,21 @@ class ScaledBlockMatrix(CompiledMatrix):
     def nbytes(self) -> int:
         bias = 0 if self.bias is None else self.bias.nbytes
         return sum(plane.nbytes for plane in self._planes) + bias
+
+
+def turns_awq(stored: torch.Tensor) -> bool:
+    """Whether `turn_awq` takes these words."""
+    return available() and stored.is_cpu and stored.shape[0] % PIECE == 0 and stored.shape[1] % 2 == 0
+
+
+def turn_awq(stored: torch.Tensor, codes: torch.Tensor) -> None:
+    """AWQ's words [inputs, outputs / 8] as codes [outputs, ...] in pieces, in the calling thread: torch takes several
+    times as long, with a byte for each code meanwhile, and with a team of threads for each thread that loads."""
+    inputs, words = stored.shape
+    if not turns_awq(stored) or stored.dtype is not torch.int32 or not stored.is_contiguous():
+        raise ValueError(f"no words of AWQ: {stored.dtype} {list(stored.shape)}")
+    if codes.dtype is not torch.uint8 or not codes.is_contiguous() or not codes.is_cpu or len(codes) != 8 * words:
+        raise ValueError(f"no codes for {8 * words} outputs: {codes.dtype} {list(codes.shape)}")
+    if codes.numel() != 4 * stored.numel():
+        raise ValueError(f"{codes.numel()} bytes for {stored.numel()} words")
+    kernels().turn_awq(stored.data_ptr(), inputs, words, codes.data_ptr())

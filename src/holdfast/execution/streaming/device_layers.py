@@ -26,9 +26,10 @@ from holdfast.execution.gpu.memory.layer_ranges import LayerRanges
 from holdfast.execution.gpu.memory.virtual_memory import RangeError
 from holdfast.execution.memory import ALIGNED_BYTES, Arena
 from holdfast.execution.streaming.copies import Copies
-from holdfast.execution.streaming.layer_file import LayerFile
+from holdfast.execution.streaming.disk.embedding_rows import EmbeddingRows
+from holdfast.execution.streaming.disk.layer_file import LayerFile
+from holdfast.execution.streaming.disk.read_ahead import ReadAhead
 from holdfast.execution.streaming.pinned_memory import PinnedMemory, as_device_memory
-from holdfast.execution.streaming.read_ahead import ReadAhead
 from holdfast.footprint.streamed import StreamedLayers, ahead_of, one_less, one_more
 from holdfast.observability.decisions import Decision
 from holdfast.records import LinkUse
@@ -66,8 +67,17 @@ class DeviceLayers:
         """Which may not be pinned yet."""
         buffers = memory.pieces[len(self._in_ram) :][: streamed.read_slots]
         memory.wait(*range(len(self._in_ram), len(streamed.pinned_sizes)))
-        self._embedding = as_device_memory(memory.pieces[-1], device) if streamed.embedding_bytes else None
-        self._on_disk = None if file is None else ReadAhead(streamed.on_disk, file, buffers, copies)
+        self._on_disk = ReadAhead(streamed.on_disk, file, buffers, copies) if file and streamed.on_disk else None
+        self._embedding: torch.Tensor | None = None
+        self.embedding_rows: EmbeddingRows | None = None
+        """Of an embedding that is in the file."""
+        if streamed.embedding_on_disk:
+            assert file is not None, "it is where layers are that RAM does not hold"
+            staged, ahead = memory.pieces[len(streamed.pinned_sizes) - 1], self._on_disk
+            meanwhile = (lambda: None) if ahead is None else ahead.go_on
+            self.embedding_rows = EmbeddingRows(file, streamed.embedding_offset, staged, copies, meanwhile)
+        elif streamed.embedding_bytes:
+            self._embedding = as_device_memory(memory.pieces[-1], device)
         self._order: tuple[int, ...] = ()
         """Of those that are streamed now."""
         self._number: dict[int, int] = {}
@@ -155,7 +165,8 @@ class DeviceLayers:
 
     @property
     def embedding(self) -> Arena | None:
-        """Where the embedding is to be made, which is gathered over the link; None: on the GPU."""
+        """Where the embedding is to be made, which is gathered over the link; None: on the GPU, whether it stays there
+        or goes to the file."""
         return None if self._embedding is None else Arena(self._embedding)
 
     def keep(self, layer: int) -> None:
@@ -423,8 +434,12 @@ class DeviceLayers:
             self._on_disk.follow([layer for layer in layers if layer not in self._in_ram])
 
     def close(self) -> None:
+        if self.embedding_rows is not None:
+            self.embedding_rows.close()
         if self._on_disk is not None:
             self._on_disk.close()
+        elif self._file is not None:
+            self._file.close()
         self._copies.close()
         self._memory.close()
         if self._ranges is not None:

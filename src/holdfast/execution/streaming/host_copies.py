@@ -40,7 +40,7 @@ def load_host_experts(
         if given_up is not None and given_up.is_set():
             raise EngineError("loading was given up")
         one = Loader(spec, checkpoint, torch.float32, torch.device("cpu"), False, True, False, None, quantize)
-        with torch.inference_mode(), one.readers:
+        with torch.inference_mode(), one.ahead.readers:
             return load_host_layer(one, spec.layers[layer], spec.activation)
 
     with ThreadPoolExecutor(HOST_READERS, "host-experts") as threads:
@@ -53,7 +53,7 @@ def load_host_mlp(
     """The MLP of a layer once more, as the host computes with it for a GPU; None: its kernels do not read it. Several
     may be loaded at a time, each by a thread."""
     loader = Loader(spec, checkpoint, dtype, torch.device("cpu"), False, True, False, None, quantize)
-    with torch.inference_mode(), loader.readers:
+    with torch.inference_mode(), loader.ahead.readers:
         return host_mlp(loader.mlp(spec.layers[layer]), spec.activation)
 
 
@@ -61,7 +61,7 @@ def with_host_mlps(weights: Weights, spec: ModelSpec, checkpoint: Checkpoint | N
     """The norms of their halves, which are not copied to the GPU for steps of few tokens, stay there from now on."""
     device, layers = weights.final_norm.weight.device, list(weights.layers)
     loader = Loader(spec, checkpoint, weights.dtype, device, False, False, False, None, None)
-    with torch.inference_mode(), loader.readers:
+    with torch.inference_mode(), loader.ahead.readers:
         for index, kept in [(index, layers[index]) for index in hosts.candidates]:
             norms = {name: f"layers.{index}.{name}" for name in ("mlp_norm", "post_mlp_norm")}
             own: dict[str, Any] = {name: loader.norm(norms[name]) for name in norms if getattr(kept, name)}

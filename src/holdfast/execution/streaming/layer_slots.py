@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 import torch
 
 from holdfast.execution.memory import Arena
-from holdfast.execution.streaming.layer_file import LayerFile
+from holdfast.execution.streaming.disk.layer_file import LayerFile
 from holdfast.footprint.streamed import StreamedLayers
 from holdfast.observability.decisions import Decision
 from holdfast.units import format_bytes

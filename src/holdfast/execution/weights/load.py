@@ -8,23 +8,24 @@ Knows nothing of files beyond `Checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.checkpoint import Checkpoint, piece_of
 from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
 from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.loading.embedding import load_embedding
+from holdfast.execution.loading.expert_reads import ExpertReads
 from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
 from holdfast.execution.memory import MakeTensor, PeakMemory, exact_tensor, trim_memory
 from holdfast.execution.native import BlockMatrix
+from holdfast.execution.parallel.pieces import cut_scaled, fill_piece, read_piece, whole_of
 from holdfast.execution.streaming.device_experts import DeviceExperts
 from holdfast.execution.streaming.device_layers import DeviceLayers
 from holdfast.execution.streaming.layer_slots import LayerSlots
@@ -47,8 +48,6 @@ from holdfast.footprint.scaled_layouts import ScaledLayout
 from holdfast.models import LayerSpec, ModelSpec, TensorSpec
 from holdfast.models.quantization import INSTEAD
 
-AHEAD_BYTES, READERS = 32 << 20, 4
-"""Of experts' matrices that are read before their turn, and threads that read them: experts are many and small."""
 WORTH_TRIMMING_BYTES = 16 << 20
 """Held after loading and not weights: less than this is not waited for."""
 
@@ -81,6 +80,7 @@ def load_weights(
     slots: LayerSlots | DeviceLayers | None = None,
     arrange: Callable[[LayerWeights], None] | None = None,
     experts: DeviceExperts | None = None,
+    whole: ModelSpec | None = None,
 ) -> Weights:
     """`expand`: quantized matrices become `dtype`, but for those whose inputs are rounded; otherwise they stay as they
     are stored. No checkpoint: dummies. `quantize`: what plain matrices of linear layers become.
@@ -89,17 +89,18 @@ def load_weights(
 
     `pack`: dense matrices are reordered for oneDNN (by default where that is faster); it needs one matrix more
     at the peak. `slots`: for layers that do not stay in memory; `arrange`: puts one of them into the order that
-    products read, before it leaves. `experts`: of layers whose experts do not all stay on the GPU.
+    products read, before it leaves. `experts`: of layers whose experts do not all stay on the GPU. `whole`: where
+    `spec` is one rank's share, that of the model.
     """
     packed = packs_weights(dtype, device) if pack is None else pack
     before = PeakMemory.resident_bytes()
     loader = Loader(
-        spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange, experts
+        spec, checkpoint, dtype, device, expand, compiled, packed, progress, quantize, slots, arrange, experts, whole
     )
     if checkpoint is not None:
         loader.staged = staged_reads(checkpoint, expected_names(spec, loader.stored), device)
     try:
-        with torch.inference_mode(), loader.readers:
+        with torch.inference_mode(), loader.ahead.readers:
             weights = loader.load()
     finally:
         if loader.staged is not None:
@@ -127,26 +128,27 @@ class Loader:
         slots: LayerSlots | DeviceLayers | None = None,
         arrange: Callable[[LayerWeights], None] | None = None,
         experts: DeviceExperts | None = None,
+        whole: ModelSpec | None = None,
     ) -> None:
         self.spec, self.checkpoint = spec, checkpoint
         self.dtype, self.device, self.progress = dtype, device, progress
         self.expand, self.compiled, self.pack, self.quantize = expand, compiled, pack, quantize
         self.tensors = {tensor.name: tensor for tensor in spec.tensors}
-        self.stored: dict[str, StoredTensor] = {} if checkpoint is None else match(spec, checkpoint)
+        found = {} if checkpoint is None else match(whole or spec, checkpoint)
+        self.stored: dict[str, StoredTensor] = {
+            name: piece_of(one, self.tensors[name]) for name, one in found.items() if name in self.tensors
+        }
         self.slots, self.arrange, self.experts = slots, arrange, experts
         self.make: MakeTensor = exact_tensor
-        self.biases = biases_of(spec)
+        self.biases = biases_of(whole or spec)
         self.done = 0
         self.layouts: set[str] = set()
-        self.readers = ThreadPoolExecutor(READERS, "reader")
-        self.ahead_bytes = 0 if checkpoint is None or device.type == "cpu" else AHEAD_BYTES
-        self.coming: dict[str, Future[Any]] = {}
-        """What is being read, by the checkpoint's names."""
+        self.ahead = ExpertReads(checkpoint, ahead=device.type != "cpu")
         self.staged: StagedReads | None = None
         """Of whole tensors, ahead of need; None: they are read when their turn comes."""
 
     def load(self) -> Weights:
-        embed = self.embedding()
+        embed = load_embedding(self)
         assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
         layers = tuple(self.placed(layer) for layer in self.spec.layers)
         return Weights(
@@ -162,17 +164,6 @@ class Loader:
             slots=self.slots,
             experts=self.experts,
         )
-
-    def embedding(self) -> Linear:
-        """In memory of its own, or where rows are gathered from the host's."""
-        arena = self.slots.embedding if isinstance(self.slots, DeviceLayers) else None
-        if arena is None:
-            return self.linear("embed")
-        self.make = arena.tensor
-        try:
-            return self.linear("embed")
-        finally:
-            self.make = exact_tensor
 
     def placed(self, layer: LayerSpec) -> LayerWeights:
         """In memory of its own, or in a slot from which it then goes to where it waits."""
@@ -281,7 +272,7 @@ class Loader:
         stored = QuantizedMatrix(layout, sum(rows), columns, self.device, self.make)
         first = 0
         for name, count in zip(names, rows, strict=True):
-            stored.fill_rows(first, self.bring(self.stored[name].name), self.row_order(self.tensors[name]))
+            stored.fill_rows(first, self.raw(name), self.row_order(self.tensors[name]))
             first += count
             self.step()
         return QuantizedLinear(stored, self.dtype, bias)
@@ -310,9 +301,9 @@ class Loader:
         if self.checkpoint is None:
             fill_dummy_codes(matrix, first, rows, tensor)
         elif self.stored[name].packed is not None:
-            self.packed(name, matrix.layout, expert).fill(matrix, first)
+            self.fill_packed(matrix, first, name, expert)
         else:
-            raw = self.bring(self.stored[name].name) if expert is None else self.read_expert(name, expert)
+            raw = self.raw(name) if expert is None else self.read_expert(name, expert)
             if self.stored[name].layout == "MXFP4":
                 fill_mxfp4(matrix, first, raw.view(rows, -1).to(self.device), self.stored[name].name)
             else:
@@ -323,9 +314,19 @@ class Loader:
         if order is not None:
             reorder_rows(matrix, first, order.to(self.device), tensor)
 
+    def fill_packed(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None) -> None:
+        """Of a rank the whole matrix for a moment: each format has its own order of codes."""
+        source, tensor = self.packed(name, matrix.layout, expert), self.tensors[name]
+        if tensor.piece is None:
+            source.fill(matrix, first)
+            return
+        whole = ScaledMatrix(matrix.layout, source.rows, source.columns, self.device)
+        source.fill(whole, 0)
+        cut_scaled(matrix, first, whole, tensor)
+
     def packed(self, name: str, layout: ScaledLayout, expert: int | None = None) -> PackedSource:
-        """A matrix of a quantized checkpoint, or one expert's of it."""
-        stored, (rows, columns) = self.stored[name].packed, self.tensors[name].shape[-2:]
+        """A matrix of a quantized checkpoint, or one expert's of it; of a rank the whole one."""
+        stored, (rows, columns) = self.stored[name].packed, whole_of(self.tensors[name]).shape[-2:]
         assert stored is not None
         assert self.checkpoint is not None
         parts, read = stored.parts, self.read_part
@@ -348,53 +349,16 @@ class Loader:
 
     def read_of_stack(self, expert: int, part: StoredTensor) -> torch.Tensor:
         """One expert's of a tensor that has those of all."""
-        assert self.checkpoint is not None
-        coming = self.coming.pop(_of_stack(part, expert), None)
-        stored = (
-            self.checkpoint.read(part.name, part=expert, parts=part.shape[0]) if coming is None else coming.result()
-        )
-        return torch.from_numpy(stored).view(_TYPES[part.layout]).view(part.shape[1:]).to(self.device)
+        stored = torch.from_numpy(self.ahead.read_of_stack(part, expert))
+        return stored.view(_TYPES[part.layout]).view(part.shape[1:]).to(self.device)
 
     def read_whole(self, stored: str) -> torch.Tensor:
         """By the checkpoint's own name."""
-        assert self.checkpoint is not None
-        coming = self.coming.pop(stored, None)
-        return torch.from_numpy(self.checkpoint.read(stored) if coming is None else coming.result())
+        return torch.from_numpy(self.ahead.read(stored))
 
     def experts_in_turn(self, name: str) -> Iterator[int]:
         """All experts of a stack; some that come after the one whose turn it is are being read."""
-        experts, asked = self.tensors[name].experts, 0
-        for expert in range(experts):
-            while asked < experts and self.read_ahead(name, asked, asked - expert):
-                asked += 1
-            yield expert
-        self.coming.clear()  # Parts that nobody asked for.
-
-    def read_ahead(self, name: str, expert: int, before: int) -> bool:
-        """Begins to read one expert's matrix, where there is room for it beside so many that are read before it."""
-        checkpoint = self.checkpoint
-        if checkpoint is None or not self.ahead_bytes:
-            return False
-        parts = self.stored_parts(name, expert)
-        if before and (before + 1) * sum(nbytes for nbytes, _ in parts.values()) > self.ahead_bytes:
-            return False
-        self.coming |= {part: self.readers.submit(read) for part, (_, read) in parts.items()}
-        return True
-
-    def stored_parts(self, name: str, expert: int) -> Mapping[str, tuple[int, Callable[[], Any]]]:
-        """What holds one expert's matrix, by the names under which it is asked for: how many bytes, and how to read
-        them."""
-        stored, checkpoint = self.stored[name], self.checkpoint
-        assert checkpoint is not None
-        parts = [stored] if stored.packed is None else list(stored.packed.parts.values())
-        alone = [part.name.replace("{expert}", str(expert)) for part in parts if "{expert}" in part.name]
-        found = {one: (checkpoint.tensors[one].nbytes, partial(checkpoint.read, one)) for one in alone}
-        if stored.packed is not None and not alone:
-            experts = self.tensors[name].experts
-            for part in parts:
-                read = partial(checkpoint.read, part.name, part=expert, parts=experts)
-                found[_of_stack(part, expert)] = part.nbytes // experts, read
-        return found
+        return self.ahead.in_turn(self.stored.get(name), self.tensors[name].experts)
 
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
@@ -402,7 +366,12 @@ class Loader:
         row_bytes = self.stored[names[0]].nbytes // rows[0]
         target = self.make((sum(rows), row_bytes), torch.uint8, self.device)
         for name, part in zip(names, torch.split(target, rows), strict=True):
-            read_rows(self.checkpoint, self.stored[name].name, part, self.row_order(self.tensors[name]))
+            order = self.row_order(self.tensors[name])
+            if self.tensors[name].piece is None:
+                read_rows(self.checkpoint, self.stored[name].name, part, order)
+            else:
+                rows_read = self.read(name).view(part.shape).numpy()
+                part.numpy()[:] = rows_read if order is None else rows_read[order.numpy()]
             self.step()
         return BlockMatrix(target, layout, bias)
 
@@ -430,14 +399,22 @@ class Loader:
         )
         return None if layout == dtype else layout
 
+    def raw(self, name: str) -> torch.Tensor:
+        """The stored bytes of a matrix, or this rank's, on the device."""
+        return self.bring(self.stored[name].name) if self.tensors[name].piece is None else self.read(name)
+
     def read(self, name: str) -> torch.Tensor:
         assert self.checkpoint is not None
+        if self.tensors[name].piece is not None:
+            return read_piece(self.checkpoint, self.stored[name].name, self.tensors[name])
         return torch.from_numpy(self.checkpoint.read(self.stored[name].name))
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
         """One expert's matrix of a stack, which GGUF keeps whole and safetensors one by one."""
         assert self.checkpoint is not None
         stored, experts = self.stored[name].name, self.tensors[name].experts
+        if self.tensors[name].piece is not None:
+            return read_piece(self.checkpoint, stored.replace("{expert}", str(expert)), self.tensors[name], expert)
         if "{expert}" in stored:
             return self.read_whole(stored.replace("{expert}", str(expert)))
         return torch.from_numpy(self.checkpoint.read(stored, part=expert, parts=experts))
@@ -450,10 +427,11 @@ class Loader:
 
     def fill(self, target: torch.Tensor, tensor: TensorSpec) -> None:
         if self.checkpoint is None:
-            fill_dummy(target, tensor, tied=self.spec.tied_embeddings)
+            dummy = partial(fill_dummy, tensor=whole_of(tensor), tied=self.spec.tied_embeddings)
+            fill_piece(target, tensor, dummy)
         elif (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
-            self.packed(tensor.name, layout).expand(target)
+            fill_piece(target, tensor, self.packed(tensor.name, layout).expand)
         else:
             self.fill_plain(target, tensor)
             if tensor.plus_one and self.checkpoint.format == "safetensors":
@@ -472,7 +450,8 @@ class Loader:
         if self.checkpoint is None:
             # By expert: wherever each of them lies, its numbers are the same.
             for expert, matrix in enumerate(matrix for target in targets for matrix in target):
-                fill_dummy(matrix, replace(tensor, name=f"{expert}.{tensor.name}"), tied=self.spec.tied_embeddings)
+                made = replace(whole_of(tensor), name=f"{expert}.{tensor.name}")
+                fill_piece(matrix, tensor, partial(fill_dummy, tensor=made, tied=self.spec.tied_embeddings))
             self.step()
             return
         matrices = [matrix for target in targets for matrix in target]
@@ -480,7 +459,7 @@ class Loader:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             layout = replace(layout, ordered=packed.packing.act_order)
             for expert, matrix in zip(self.experts_in_turn(tensor.name), matrices, strict=True):
-                self.packed(tensor.name, layout, expert).expand(matrix)
+                fill_piece(matrix, tensor, self.packed(tensor.name, layout, expert).expand)
                 if (order := expert_rows(self, tensor, expert)) is not None:
                     matrix.copy_(matrix.index_select(0, order))
         else:
@@ -494,7 +473,3 @@ class Loader:
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, len(self.tensors) if self.checkpoint is None else len(self.stored))
-
-
-def _of_stack(part: StoredTensor, expert: int) -> str:  # Called so while it is being read.
-    return f"{part.name}[{expert}]"

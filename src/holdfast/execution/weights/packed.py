@@ -8,8 +8,8 @@ becomes rows of a `ScaledMatrix`, or numbers.
     mxfp4           bytes hold two inputs, the first in the lower half
 
 Works on the device that the matrix is for, in slices of rows: beside the stored bytes of one matrix a tile of
-TILE_ELEMENTS codes is held, or some times as many on a GPU. What files say wrongly is refused with the tensor's name.
-Opens no files.
+TILE_ELEMENTS codes is held, or some times as many on a GPU. On a CPU a compiled kernel turns AWQ's words without tiles.
+What files say wrongly is refused with the tensor's name. Opens no files.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from holdfast.checkpoints import Checkpoint, Packing, StoredTensor
 from holdfast.checkpoints.formats.quantized_tensors import BNB_BLOCK
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import tile_elements
+from holdfast.execution.native import turn_awq, turns_awq
 from holdfast.execution.weights.scaled_matrix import INT4_ZERO, NF4_VALUES, ScaledMatrix
 from holdfast.footprint.scaled_layouts import PIECE, ScaledLayout
 from holdfast.models import ModelSpec
@@ -69,6 +70,10 @@ class PackedSource:
 
     def fill(self, matrix: ScaledMatrix, first: int) -> None:
         """All rows, to rows first, first+1, ... of a matrix in this layout."""
+        if self.packing.method == "awq" and self.order is None and turns_awq(self._stored):
+            turn_awq(self._stored.contiguous(), matrix.codes[first : first + self.rows])
+            self._fill_scales(matrix, first, 0, self.rows)
+            return
         for start, last in self._tiles():
             self._fill(matrix, first + start, start, last)
 
@@ -87,6 +92,10 @@ class PackedSource:
     def _fill(self, matrix: ScaledMatrix, to: int, start: int, last: int) -> None:
         codes = self._codes(start, last)
         matrix.fill_codes(to, codes if self.order is None else codes.index_select(1, self.order))
+        self._fill_scales(matrix, to, start, last)
+
+    def _fill_scales(self, matrix: ScaledMatrix, to: int, start: int, last: int) -> None:
+        """Of rows start..last-1, and whatever else there is beside codes."""
         high = self.layout.group_rows
         groups = slice(to // high, -(-(to + last - start) // high))
         stored = slice(start // high, -(-last // high))

@@ -202,6 +202,7 @@ def without_hand(question: Question) -> tuple[Question, dict[str, object]]:
         offload=left,
         streamed_layers=0,
         layers_on_disk=None,
+        embedding_on_disk=False,
         resident_experts=None,
         experts_wait=False,
         host_experts=False,

@@ -42,7 +42,7 @@ from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.model_sources import ModelSource, holdfast_source, llama_source, near_gguf, torch_source
 from holdfast.planner.models.quantize import as_plain, quantized_as
 from holdfast.planner.sizing.dtype import is_fp8
-from holdfast.units import GIB, format_bytes
+from holdfast.units import GIB, MIB, format_bytes
 
 ENGINES = ("holdfast", "vllm", "sglang", "llama.cpp")
 UNKNOWN_ENGINE = "HF146"
@@ -133,9 +133,10 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
 
 def _offload_settings(fit: Plan) -> dict[str, object]:
     """What was asked for by hand, and what the plan's layers and experts in RAM or on a disk need to be there."""
-    asked, machine = fit.question.settings.offload, fit.question.machine
-    offloads = fit.question.settings.offloads and machine.kind == "gpu"
-    budget = machine.ram_bytes if offloads and machine.pinned_bytes is not None else None
+    settings, machine = fit.question.settings, fit.question.machine
+    asked, offloads = settings.offload, settings.offloads and machine.kind == "gpu"
+    # Of a plan --ram is the machine's; of `serve`, what tiers may take of it.
+    budget = (machine.pinned_bytes or 0) // MIB * MIB if offloads else 0
     group, number = asked.groups or (None, None)
     alone = fit.ranks[0].device.budget_bytes is None and not asked.by_hand  # `serve` takes --ram alone for a CPU's.
     return {
@@ -148,15 +149,16 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
         "n_cpu_moe": asked.expert_layers if 0 < asked.expert_layers < MOST_LAYERS else None,
         "override_tensor": ",".join(asked.overrides) or None,
         "cpu_compute": None if asked.cpu_compute else "off",
-        **({} if budget is None else {"device": "cuda" if alone else None, "ram": written_size(budget)}),
-        "nvme_path": "DIR" if offloads and fit.question.settings.layers_on_disk else None,
+        **({"device": "cuda" if alone else None, "ram": written_size(budget)} if budget else {}),
+        "nvme_path": "DIR" if offloads and (settings.layers_on_disk or settings.embedding_on_disk) else None,
     }
 
 
 def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     """Why this version of Holdfast would refuse it, as it says so itself."""
     spec, problems = fit.question.model.spec, []
-    device = {"device": "cuda"} if fit.question.machine.kind == "gpu" else {}
+    on_gpu = fit.question.machine.kind == "gpu"
+    device = {"device": "cuda", "tensor_parallel_size": fit.tensor_parallel} if on_gpu else {}
     for values in ({**settings}, device):
         try:
             build(EngineConfig, {name: str(value) for name, value in values.items()}, refused=REFUSED, origin=_spelled)

@@ -257,7 +257,8 @@ def streamed_on_gpu(question: Question) -> StreamedLayers | None:
     ahead = 0 if asked.ahead == AHEAD and all_apart(found.layers) else asked.ahead
     found = beside_gpu(replace(found, ahead=ahead), by_layer)
     gathered = weights.gathered_bytes(dtype=compute_dtype(question, 1)) if GATHERS_EMBEDDING else 0
-    return replace(found, embedding_bytes=gathered)
+    on_disk = settings.embedding_on_disk and gathered > 0
+    return replace(found, embedding_bytes=gathered, embedding_on_disk=on_disk)
 
 
 def _by_layer(question: Question) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ from holdfast.planner.sizing.dtype import (
 )
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
 from holdfast.planner.sizing.kv_cost import largest, layout_cost
+from holdfast.planner.sizing.rank_shares import RankShares, rank_shares
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import GIB, counted, format_bytes
 
@@ -76,6 +77,8 @@ class CpuCount:
     """Products with what is kept as stored are computed by compiled kernels, in float32."""
     streamed: StreamedLayers | None
     """Layers that do not stay in memory."""
+    shares: RankShares
+    """Of each rank, where several compute the model together."""
     loading_terms: Mapping[str, int]
     """At the peak of loading, before any of the terms of a step."""
     fixed_terms: Mapping[str, int]
@@ -103,6 +106,15 @@ class CpuCount:
         return machine.cores * core_flops(machine.cpu_features if by_kernels else None)
 
     @property
+    def rank_weights(self) -> tuple[int, ...]:
+        """Of each rank, where there are several."""
+        if not self.shares.shards:
+            return ()
+        return tuple(
+            one.nbytes(dtype=self.dtype, expand=self.expand, compiled=self.compiled) for one in self.shares.weights
+        )
+
+    @property
     def loading_bytes(self) -> int:
         return sum(self.loading_terms.values())
 
@@ -111,6 +123,7 @@ class CpuCount:
         limits, tokens = replace(self.limits, max_model_len=length), self._most_pool_tokens()
         logits = cpu.logits_bytes(self.spec, limits, tokens)
         buffers = cpu.buffers_bytes(self.layout, limits, pool_tokens=tokens)
+        buffers += self.shares.followers * cpu.buffers_bytes(self.layout, limits)
         terms = {**self.fixed_terms, "logits": logits, "buffers": buffers}
         return {name: size for name, size in terms.items() if size}
 
@@ -199,34 +212,43 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     assert weights is not None, "asked of what runs_on_cpu says this engine runs"
     spec, stored = weights.spec, weights.stored
     compiled, step = question.machine.compiled_kernels and dtype == "float32", limits.max_num_batched_tokens
+    shares = rank_shares(Same(weights), settings.ranks)
     streamed = None
     if settings.streamed_layers:
         by_layer = weights.by_layer(dtype=dtype, expand=expand, compiled=compiled)
         streamed = streamed_layers(by_layer, settings.streamed_layers, settings.layers_on_disk)
     held = {
         "front": settings.front_bytes,
-        "framework": cpu.FRAMEWORK_BYTES,
-        "libraries": cpu.LIBRARIES_BYTES,
-        "weights": weights.nbytes(dtype=dtype, expand=expand, compiled=compiled)
+        "framework": (1 + shares.followers) * cpu.FRAMEWORK_BYTES,
+        "libraries": cpu.LIBRARIES_BYTES,  # Pages of files, which all processes have together.
+        "weights": sum(one.nbytes(dtype=dtype, expand=expand, compiled=compiled) for one in shares.weights)
         - (0 if streamed is None else streamed.weights_bytes),
         "layer_slots": 0 if streamed is None else streamed.slots_bytes,
     }
     held = {name: size for name, size in held.items() if size}
     scratch = adapters = 0
     if question.machine.processor.copies_matrices(dtype):
-        scratch = cpu.scratch_bytes(spec, stored, limits, dtype=dtype, expand=expand, compiled=compiled)
+        scratch = sum(
+            cpu.scratch_bytes(one.spec, one.stored, limits, dtype=dtype, expand=expand, compiled=compiled)
+            for one in shares.weights
+        )
     attention = _compiled_attention(settings, compiled)
     decoded = weights.in_codes(expand=expand) and not (compiled and weights.compiles())
-    activations = cpu.activations_bytes(
-        spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not decoded
+    activations = sum(
+        cpu.activations_bytes(
+            one.spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not decoded
+        )
+        for one in shares.weights
     )
     if decoded:
-        activations += cpu.decoding_bytes(spec, limits, rounded=weights.rounds_inputs(None))
+        rounded = weights.rounds_inputs(None)
+        activations += sum(cpu.decoding_bytes(one.spec, limits, rounded=rounded) for one in shares.weights)
+    activations += shares.step_bytes(limits, dtype=dtype)
     if settings.max_loras:
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
         adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
         activations += lora.step_bytes(spec, step, dtype=dtype, max_rank=rank)
-    layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question))
+    layout = cpu.kv_layout(shares.kv_spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question))
     stored_kv = kv_store_bytes(settings.kv_store_size, layout.page_bytes) if settings.kv_store_size else 0
     grammars = forms_bytes(spec.vocab_size, limits.max_num_seqs) if settings.structured_output else 0
     return CpuCount(
@@ -239,9 +261,11 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         expand=expand,
         compiled=compiled,
         streamed=streamed,
-        loading_terms={**held, "staging": cpu.staging_bytes(stored) + weights.quantizing_bytes},
+        shares=shares,
+        loading_terms={**held, "staging": shares.count * (cpu.staging_bytes(stored) + weights.quantizing_bytes)},
         fixed_terms={
-            **held, "scratch": scratch, "activations": activations, "adapters": adapters, "logits": 0, "buffers": 0,
+            **held, "scratch": scratch, "activations": activations,
+            **shares.exchange(limits, dtype=dtype), "adapters": adapters, "logits": 0, "buffers": 0,
             "grammars": grammars, **({"kv_store": stored_kv} if stored_kv else {}),
         },
     )  # fmt: skip
@@ -286,6 +310,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
     longest, pool = length or count.longest(most), count.pool(length or least)
     pages, page = pool.blocks if length else count.pages(least, blocks), count.layout.page_bytes
     rank, short, step = _rank(count, length or least, pages), 0, limits.max_num_batched_tokens
+    decisions += count.shares.decisions(count.rank_weights)
     if length:
         decisions.append(pool.decision(page))
     else:
@@ -298,7 +323,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
         question=question,
         dtype=count.dtype,
         kv_dtype=kv_dtype(question),
-        tensor_parallel=1,
+        tensor_parallel=settings.ranks,
         pipeline_parallel=1,
         utilization=question.utilization,
         limits=replace(limits, max_model_len=settings.max_model_len or longest),
@@ -322,6 +347,9 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             weights_format=count.weights.format or count.weights_dtype,
             compiled=count.compiled,
             streamed=count.streamed,
+            shards=count.shares.shards,
+            rank_weights=count.rank_weights,
+            slot_bytes=count.shares.slot_bytes(limits, dtype=count.dtype),
             compiled_attention=_compiled_attention(settings, count.compiled),
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
             prompt_tokens_beside=prompt_tokens_beside(_prompt_parameters(Same(spec)), count.flops, step),

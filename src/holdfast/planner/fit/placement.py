@@ -263,7 +263,7 @@ def pinned_room(question: Question) -> int | None:
     machine, sequences = question.machine, question.settings.max_num_seqs or GPU_SEQUENCES
     if machine.pinned_bytes is not None or machine.ram_bytes is None:
         return machine.pinned_bytes
-    return max(0, host_budget(None, machine.ram_bytes) - beside_layers(question, sequences))
+    return max(0, host_budget(machine.ram_bytes) - beside_layers(question, sequences))
 
 
 def free_ram_bytes(plan: Plan, weights_bytes: int) -> int:
@@ -281,6 +281,11 @@ def beside_layers(question: Question, sequences: int) -> int:
     return server_bytes(spec, sequences, front_bytes=FRONT_BYTES, adapters_bytes=adapters)
 
 
+def _embedding_in_rows(question: Question) -> bool:
+    weights = engine_weights(Same(question.model))
+    return weights is not None and weights.embedding_in_rows(dtype=compute_dtype(question, 1))
+
+
 def with_streamed(question: Question, streamed: int, on_disk: int, max_model_len: int | None) -> Question:
     settings = replace(question.settings, streamed_layers=streamed, layers_on_disk=on_disk, max_model_len=max_model_len)
     return replace(question, settings=settings)
@@ -290,17 +295,20 @@ def _over_host(plan: Plan) -> Placement:
     """Of the plan's streamed layers, as few on the disk as RAM does not hold."""
     settings, machine = plan.question.settings, plan.question.machine
 
-    def split(on_disk: int) -> StreamedLayers:
-        found = streamed_on_gpu(with_streamed(plan.question, settings.streamed_layers, on_disk, settings.max_model_len))
+    def split(on_disk: int, rows: bool) -> StreamedLayers:
+        asked = with_streamed(plan.question, settings.streamed_layers, on_disk, settings.max_model_len)
+        found = streamed_on_gpu(replace(asked, settings=replace(asked.settings, embedding_on_disk=rows)))
         assert found is not None
         return found
 
-    on_disk, room = 0, pinned_room(plan.question)
-    if room is not None and machine.nvme_bytes:
+    on_disk, rows, room = 0, False, pinned_room(plan.question)
+    if room is not None and machine.nvme_bytes and split(0, False).pinned_bytes > room:
+        rows = _embedding_in_rows(plan.question)
         counts = range(settings.streamed_layers + 1)
-        on_disk = next((count for count in counts if split(count).pinned_bytes <= room), counts[-1])
-    found = split(on_disk)
-    question = replace(plan.question, settings=replace(settings, layers_on_disk=on_disk))
+        on_disk = next((count for count in counts if split(count, rows).pinned_bytes <= room), counts[-1])
+    found = split(on_disk, rows)
+    placed = replace(settings, layers_on_disk=on_disk, embedding_on_disk=found.embedding_on_disk)
+    question = replace(plan.question, settings=placed)
     return Placement(
         replace(plan, question=question),
         found,

@@ -16,6 +16,7 @@ from holdfast.footprint.expert_places import ExpertPlaces
 from holdfast.footprint.layouts import Quantize
 from holdfast.footprint.streamed import StreamedLayers
 from holdfast.kvcache.groups import KVLayout
+from holdfast.models.shards import Shard
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, USEFUL_TOKENS, Device, Question
 from holdfast.planner.sizing.kv_cost import KVCost
@@ -124,6 +125,13 @@ class EngineChoices:
     """None: it runs on the CPU."""
     kv_ram_bytes: int = 0
     """Beside a GPU: pinned RAM for KV pages that leave it."""
+    shards: tuple[Shard, ...] = ()
+    """Of each rank that computes the model with others; empty: one has all of it. `layout` then counts the KV heads of
+    all ranks: its pages are what all of them hold of a page together."""
+    rank_weights: tuple[int, ...] = ()
+    """Bytes of each rank's weights."""
+    slot_bytes: int = 0
+    """Of what one rank shows the others at a time."""
     prompt_tokens_beside: int | None = None
     """In a step in which answers go on as well; None: as many as a step has."""
 

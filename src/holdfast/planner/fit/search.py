@@ -91,6 +91,7 @@ def _in_stages(question: Question, stages: int) -> Question:
 
 def _fit(question: Question, most: int | None = None) -> Plan:
     """`most`: GPUs that share a layer; None: as many as there are."""
+    question = _with_ranks(question)
     settings, machine = question.settings, question.machine
     if settings.tensor_parallel is None:
         there = max(1, len(machine.devices) // settings.pipeline_parallel)
@@ -119,6 +120,14 @@ def _fit(question: Question, most: int | None = None) -> Plan:
     else:
         most_held = at(size, len(rungs) - 1)
     return _said(arranged(size), rungs, rung, at(size, rung), most_held.longest_tokens)
+
+
+def _with_ranks(question: Question) -> Question:
+    """On a CPU a layer is split over processes, which share one device, as `serve` does it."""
+    settings = question.settings
+    if not question.runs_on_cpu or settings.tensor_parallel is None or settings.tensor_parallel == 1:
+        return question
+    return replace(question, settings=replace(settings, tensor_parallel=1, ranks=settings.tensor_parallel))
 
 
 def _rungs(question: Question) -> tuple[LimitPreset, ...]:

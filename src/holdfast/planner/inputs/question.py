@@ -160,6 +160,8 @@ class Settings:
     """Layers that do not stay where they are computed, and come for every step."""
     layers_on_disk: int | None = None
     """Of these, those that come from a disk, not from RAM; None: all, as on a CPU."""
+    embedding_on_disk: bool = False
+    """Beside a GPU, where RAM is too small: rows of it are read for every step."""
     resident_experts: int | None = None
     """Of all layers together, those that stay on a GPU; None: all, or as was asked for by hand."""
     experts_wait: bool = False
@@ -168,6 +170,8 @@ class Settings:
     """RAM has all experts of these layers once more, and the host's cores compute with them."""
     offload: OffloadRequest = NO_REQUEST
     """What was asked for of layers that do not stay on a GPU."""
+    ranks: int = 1
+    """Processes that compute the model together on this CPU, each with its share of every layer."""
     structured_output: bool = True
     kv_store_size: int = 0
     """Of a store of KV pages on disk; 0: there is none."""

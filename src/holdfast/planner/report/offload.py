@@ -117,12 +117,14 @@ def _tiers(offload: Offload) -> Iterator[str]:
     )
     known = pinned_room(plan.question)
     room = "" if known is None else f" of {format_bytes(known)} that layers may take"
-    embedding = " and the embedding" if streamed.embedding_bytes else ""
+    there = streamed.embedding_on_disk
+    embedding = " and the embedding" if streamed.embedding_bytes and not there else ""
     pinned = f"{counted(len(streamed.in_ram), 'layer')}{embedding}, {format_bytes(streamed.pinned_bytes)} pinned{room}"
     yield f"RAM   {pinned}; {ram_needed(placed)}"
-    if streamed.on_disk:
+    if streamed.file_bytes:
         size, on_disk = format_bytes(streamed.file_bytes), counted(len(streamed.on_disk), "layer")
-        yield f"NVMe  {on_disk}, {size}, read at {NVME_GB_S:g} GB/s (assumed)"
+        beside = " and the embedding, of which rows are read" if there else ""
+        yield f"NVMe  {on_disk}{beside}, {size}, read at {NVME_GB_S:g} GB/s (assumed)"
     gpu = plan.device.gpu
     link = "the link to the host" if gpu is None else f"{gpu.host_link.name}, {gpu.host_link.gb_s:g} GB/s stated"
     yield f"every step moves {streamed.moved_bytes / 1e9:.1f} GB over {link}"

@@ -22,6 +22,7 @@ from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Question, settings_of
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
+from holdfast.planner.serve.ranks import refuse_with_ranks
 from holdfast.planner.serve.streamed import with_streamed_layers
 from holdfast.planner.sizing.default_limits import beside_decision, check_step
 from holdfast.units import format_bytes
@@ -42,6 +43,7 @@ def make_cpu_plan(
     """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file.
     `compiled_kernels`: this installation has them, and this CPU can run them. `front_bytes`: of another process that
     comes out of the same budget."""
+    refuse_with_ranks(config, spec, stored, compiled_kernels=compiled_kernels)
     model_made = planned_model(spec, stored, name)
 
     def attempt(tried: EngineConfig) -> Plan:
@@ -72,6 +74,7 @@ def make_cpu_plan(
                 attention_backend=tried.attention_backend,
                 kv_cache_memory_bytes=tried.kv_cache_memory_bytes,
                 lora_copies=tried.lora_copies,
+                ranks=tried.tensor_parallel_size,
                 structured_output=not tried.skip_tokenizer_init,
                 kv_store_size=0 if tried.kv_store is None else tried.kv_store_size or KV_STORE_USUAL_BYTES,
                 front_bytes=front_bytes,

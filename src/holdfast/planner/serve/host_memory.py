@@ -34,10 +34,19 @@ def with_host_memory(plan: Plan, config: EngineConfig, machine: Memory, front_by
     pinned = _pinned_bytes(plan)
     others = front_bytes + forms + pinned
     one = lora.held_bytes(spec, dtype=plan.dtype, places=1, max_rank=config.lora_rank) if config.lora_copies else 0
-    room = host_budget(config.ram, machine.available_bytes) - HOST_ENGINE_BYTES - others
-    plan = _with_kv_ram(plan, config, machine, room, config.lora_copies * one, default=front_bytes > 0)
+    room, beside = _room(config, machine, others, pinned)
+    plan = _with_kv_ram(plan, config, machine, room, beside, config.lora_copies * one, default=front_bytes > 0)
     others += plan.engine.kv_ram_bytes
     return _with_adapters(plan, config, machine, one, others) if config.lora_copies else plan
+
+
+def _room(config: EngineConfig, machine: Memory, others: int, pinned: int) -> tuple[int, str]:
+    """Of RAM for KV blocks, and beside what. `pinned`: of layers and experts, which --ram is for as well."""
+    free = host_budget(machine.available_bytes) if config.ram is None else machine.available_bytes
+    room = free - HOST_ENGINE_BYTES - others
+    if config.ram is not None and config.ram - pinned < room:
+        return config.ram - pinned, f"of --ram {format_bytes(config.ram)}"
+    return room, "beside the server and what else is pinned" if pinned else "beside the server"
 
 
 def _pinned_bytes(plan: Plan) -> int:
@@ -67,7 +76,7 @@ def _with_adapters(plan: Plan, config: EngineConfig, machine: Memory, one: int, 
 
 
 def _with_kv_ram(
-    plan: Plan, config: EngineConfig, machine: Memory, room: int, adapters_bytes: int, *, default: bool
+    plan: Plan, config: EngineConfig, machine: Memory, room: int, beside: str, adapters_bytes: int, *, default: bool
 ) -> Plan:
     """Pinned memory cannot be swapped out: no more of it than leaves the machine its share. `room`: of RAM for it."""
     asked, page = config.kv_ram_bytes, plan.engine.layout.page_bytes
@@ -80,7 +89,7 @@ def _with_kv_ram(
             "there is not so much RAM for KV blocks",
             needed=f"{format_bytes(asked)}, pinned; one block has {format_bytes(page)}",
             found=f"{format_bytes(machine.available_bytes)} free ({machine.limited_by}), of which "
-            f"{format_bytes(max(0, room))} are left beside the server",
+            f"{format_bytes(max(0, room))} are left {beside}",
             fix=f"--kv-ram {max(0, room) >> 30}GiB" if room >> 30 else "leave --kv-ram out",
             field="kv_ram",
         )

@@ -31,7 +31,9 @@ def with_kv_store(plan: Plan, config: EngineConfig, machine: Memory, front_bytes
     if not terms:
         return plan
     others = _others(plan, config, front_bytes)
-    room, wanted = host_budget(config.ram, machine.available_bytes) - others, sum(terms.values())
+    # --ram is what tiers may take; this is on top, as the server's processes are.
+    free = host_budget(machine.available_bytes) if config.ram is None else machine.available_bytes
+    room, wanted = free - others, sum(terms.values())
     if wanted > room:
         left = room - (wanted - terms["index"])
         smaller = max(0, left) // KV_INDEX_BYTES * page // GIB

@@ -35,37 +35,43 @@ class HostShare:
     """RAM and disk beside a GPU, as far as layers may wait there."""
 
     machine: Memory
-    ram_bytes: int
-    """Of this server."""
+    ram_bytes: int | None
+    """That tiers may take, as --ram sets it: the server's own processes come on top. None: a share of what is free,
+    less these."""
     other_bytes: int
-    """Of it, not for layers: both processes, structured output, copies of adapters."""
+    """Not of tiers: both processes, structured output, copies of adapters."""
+    kv_bytes: int
+    """Of tiers, but for KV blocks (--kv-ram)."""
     adapters: int
     """Of which there are copies."""
     disk_bytes: int | None
     """None: there is no folder for layers."""
-    as_set: bool
     processor: Processor
     computes: bool
     """It has compiled kernels."""
 
     @property
     def pinned_bytes(self) -> int:
-        return max(0, self.ram_bytes - self.other_bytes)
+        """For layers and experts."""
+        if self.ram_bytes is not None:
+            return max(0, self.ram_bytes - self.kv_bytes)
+        return max(0, host_budget(self.machine.available_bytes) - self.other_bytes - self.kv_bytes)
 
     @property
     def reason(self) -> str:
         free = f"{format_bytes(self.machine.available_bytes)} free ({self.machine.limited_by})"
-        share = f"{format_bytes(self.ram_bytes)}, as set, of {free}" if self.as_set else f"{HOST_SHARE:g} of {free}"
-        beside = f" and copies of {counted(self.adapters, 'adapter')}" if self.adapters else ""
-        return f"{share}, less {format_bytes(self.other_bytes)} for the server's own processes{beside}"
+        adapters = f" and copies of {counted(self.adapters, 'adapter')}" if self.adapters else ""
+        own = f"{format_bytes(self.other_bytes)} for the server's own processes{adapters}"
+        kv = f"{format_bytes(self.kv_bytes)} for KV blocks" if self.kv_bytes else ""
+        if self.ram_bytes is None:
+            return f"{HOST_SHARE:g} of {free}, less {own}{f' and {kv}' if kv else ''}"
+        return f"{format_bytes(self.ram_bytes)}, as set{f', less {kv}' if kv else ''}; {own} come on top, of {free}"
 
 
 def host_share(
     machine: Memory, config: EngineConfig, found: Plan, front_bytes: int, *, processor: Processor, computes: bool
 ) -> HostShare:
     spec, copies = found.question.model.spec, config.lora_copies
-    if config.ram is not None and config.ram > machine.available_bytes:
-        raise refusals.budget_is_not_there(config.ram, machine)
     others = server_bytes(
         spec,
         config.sequences,
@@ -74,13 +80,15 @@ def host_share(
         cores=processor.cores,
         structured_output=not config.skip_tokenizer_init,
     )
+    if config.ram is not None and config.ram + others > machine.available_bytes:
+        raise refusals.tiers_are_not_there(config.ram, others, machine)
     return HostShare(
         machine=machine,
-        ram_bytes=host_budget(config.ram, machine.available_bytes),
+        ram_bytes=config.ram,
         other_bytes=others,
+        kv_bytes=config.kv_ram_bytes or 0,
         adapters=copies,
         disk_bytes=None if config.nvme_path is None else disk_room(config.nvme_path, config.nvme),
-        as_set=config.ram is not None,
         processor=processor,
         computes=computes,
     )
@@ -126,9 +134,12 @@ def _decisions(placed: Placement, host: HostShare) -> Iterator[Decision]:
     yield Decision("streamed_layers", value, reason, source, lowered=True)
     yield Decision("pinned_ram", format_bytes(streamed.pinned_bytes), f"of {host.reason}", "planner", lowered=True)
     if streamed.on_disk:
-        on_disk = f"{len(streamed.on_disk)} of {len(streamed.layers)}, {format_bytes(streamed.file_bytes)}"
+        on_disk = f"{len(streamed.on_disk)} of {len(streamed.layers)}, {format_bytes(streamed.read_bytes)}"
         reason = "RAM holds the others; these are read from the disk of --nvme-path for every step"
         yield Decision("layers_on_disk", on_disk, reason, "planner", lowered=True)
+    if streamed.embedding_on_disk:
+        reason = "rows of it are read from the disk of --nvme-path for every step: RAM holds so much more of layers"
+        yield Decision("embedding_on_disk", format_bytes(streamed.embedding_bytes), reason, "planner", lowered=True)
     rate = throughput(plan)
     if rate is not None:
         value = f"about {shown_rate(rate.one.estimate.tokens_per_s)} tokens/s of one sequence"
@@ -189,7 +200,8 @@ def _host_is_short(placed: Placement, host: HostShare, config: EngineConfig) -> 
         )
     return refusals.PlanRefusal(
         f"{name} does not fit on {gpu}, and the layers that RAM does not hold do not fit in {config.nvme_path}",
-        needed=f"{format_bytes(streamed.file_bytes)} for {counted(len(streamed.on_disk), 'layer')}",
+        needed=f"{format_bytes(streamed.file_bytes)} for {counted(len(streamed.on_disk), 'layer')}"
+        + (" and the embedding" if streamed.embedding_on_disk else ""),
         found=f"{format_bytes(host.disk_bytes or 0)}: {format_bytes(placed.disk_short_bytes)} short",
         changes=({"nvme": f"{-(-streamed.file_bytes // MIB)}MiB"}, {"nvme": None}) if config.nvme is not None else (),
         fix="--nvme-path on a larger disk, or --device cuda with a larger --ram",

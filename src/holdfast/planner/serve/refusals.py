@@ -75,6 +75,19 @@ def budget_is_not_there(asked: int, machine: Memory) -> PlanRefusal:
     )
 
 
+def tiers_are_not_there(asked: int, others: int, machine: Memory) -> PlanRefusal:
+    """Beside a GPU, where --ram is what tiers may take and the server's own processes come on top."""
+    free = machine.available_bytes
+    smaller: tuple[SettingsChange, ...] = ({"ram": f"{(free - others) // MIB}MiB"},) if free - others >= MIB else ()
+    return PlanRefusal(
+        f"{format_bytes(asked)} of RAM were requested for layers and experts beside the GPU, but less is free",
+        needed=f"{format_bytes(asked)}, and {format_bytes(others)} for the server's own processes",
+        found=f"{format_bytes(free)} free ({machine.limited_by}): {format_bytes(asked + others - free)} short",
+        changes=(*smaller, {"ram": None}),
+        field="ram",
+    )
+
+
 def does_not_fit(found: Plan) -> PlanRefusal:
     """Of this engine on a CPU: what lacks first, while it is loaded, of the pool that was set, or of the context."""
     count = count_on_cpu(found.question, found.limits, expand=found.engine.expand_weights)

@@ -64,6 +64,11 @@ class EngineWeights:
             return 0
         return cpu.embedding_bytes(self.spec, self.stored, dtype=dtype, quantize=self.quantize)
 
+    def embedding_in_rows(self, *, dtype: str) -> bool:
+        """Whether each row of that embedding is one piece of numbers, which can be read from a disk."""
+        rows = self.spec.vocab_size * self.spec.hidden_size * cpu.ELEMENT_BYTES[dtype]
+        return self.spec.classifier is None and self.gathered_bytes(dtype=dtype) == rows
+
     def expert_sizes(self, *, dtype: str) -> Mapping[int, int]:
         """Of one expert of each layer that has some, on a GPU."""
         return _expert_sizes(Same(self.spec), Same(self.stored), dtype, self.quantize)

@@ -43,6 +43,6 @@ def server_bytes(
     return HOST_ENGINE_BYTES + front_bytes + forms + adapters_bytes
 
 
-def host_budget(ram_bytes: int | None, free_bytes: int) -> int:
-    """Of the whole server. `ram_bytes`: as --ram sets it."""
-    return int(free_bytes * HOST_SHARE) if ram_bytes is None else ram_bytes
+def host_budget(free_bytes: int) -> int:
+    """Of the whole server, where --ram does not say what tiers may take."""
+    return int(free_bytes * HOST_SHARE)

@@ -47,8 +47,9 @@ CLIENT_GONE = 499
 CUT_OFF = "draining"
 """The OpenAI code of a request that the server's own end has ended."""
 
-PROBES = frozenset({"/health", "/ping", "/metrics"})
-"""Asked every few seconds by machines; lines about them would bury those about requests."""
+PROBES = frozenset({"/health", "/ping", "/metrics", "/version"})
+"""Asked every few seconds by machines; lines about them would bury those about requests. /version asks whether the
+front end itself is alive, whatever the engine does: one that is full of requests is."""
 
 OPEN = frozenset({"/health", "/ping", "/version"})
 """Whoever keeps a server alive has no key, and a version tells of nobody. vLLM asks for a key under /v1 only; here also

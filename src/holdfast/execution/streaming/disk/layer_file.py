@@ -32,10 +32,13 @@ ReadInto = Callable[[int, memoryview, int], int]
 
 
 class LayerFile:
-    """`places` of equal size, one a layer: whole pages. `read`: for tests of what a disk may do."""
+    """`places` of equal size, one a layer: whole pages. `read`: for tests of what a disk may do. `behind_bytes`: of
+    something else behind them."""
 
-    def __init__(self, folder: Path, places: int, place_bytes: int, read: ReadInto | None = None) -> None:
-        self.place_bytes, self.nbytes, self._read = place_bytes, places * place_bytes, read or _pread
+    def __init__(
+        self, folder: Path, places: int, place_bytes: int, read: ReadInto | None = None, behind_bytes: int = 0
+    ) -> None:
+        self.place_bytes, self.nbytes, self._read = place_bytes, places * place_bytes + behind_bytes, read or _pread
         self.direct = False
         """Reads go past the page cache."""
         self._file = self._open(folder)
@@ -72,21 +75,26 @@ class LayerFile:
         view = memoryview(memory)
         for first in range(0, self.place_bytes, PIECE_BYTES):
             piece = view[first : min(first + PIECE_BYTES, self.place_bytes)]
-            try:
-                written = os.pwrite(self._file, piece, place * self.place_bytes + first)
-            except OSError as error:
-                raise _failed("a layer could not be written", self.nbytes, error.strerror or str(error)) from error
-            if written != len(piece):
-                raise _failed("a layer could not be written", self.nbytes, f"{written} of {len(piece)} bytes were")
+            self.write_at(piece, place * self.place_bytes + first)
+
+    def write_at(self, piece: memoryview, offset: int) -> None:
+        """Whole pages."""
+        try:
+            written = os.pwrite(self._file, piece, offset)
+        except OSError as error:
+            raise _failed("a layer could not be written", self.nbytes, error.strerror or str(error)) from error
+        if written != len(piece):
+            raise _failed("a layer could not be written", self.nbytes, f"{written} of {len(piece)} bytes were")
 
     def read(self, place: int, memory: mmap.mmap | memoryview) -> Iterator[Future[None]]:
         """Begins to, piece by piece; it is there when all of these are done."""
         view = memoryview(memory)
         for first in range(0, self.place_bytes, PIECE_BYTES):
             piece = view[first : min(first + PIECE_BYTES, self.place_bytes)]
-            yield self._threads.submit(self._read_piece, piece, place * self.place_bytes + first)
+            yield self._threads.submit(self.read_at, piece, place * self.place_bytes + first)
 
-    def _read_piece(self, piece: memoryview, offset: int) -> None:
+    def read_at(self, piece: memoryview, offset: int) -> None:
+        """Whole pages, in the calling thread."""
         for attempt in range(READ_TRIES):
             try:
                 found = self._read(self._file, piece, offset)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from holdfast.execution.streaming.copies import Copies
-from holdfast.execution.streaming.layer_file import LayerFile
+from holdfast.execution.streaming.disk.layer_file import LayerFile
 
 BEAT_S = 0.25
 """A disk may take long, and whoever watches wants to hear meanwhile that it is waited for."""

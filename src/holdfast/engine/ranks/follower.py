@@ -1,0 +1,112 @@
+"""A rank that is not the first: loads its share of the model, then follows the plans and orders of rank 0.
+
+Decides nothing and answers little: what it computes goes into sums that all ranks have. Ends when it is told to, when
+it fails (and says why), or with rank 0.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from holdfast.config import EngineConfig
+from holdfast.engine.process.protocol import pack_failure
+from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
+from holdfast.engine.startup.build import find_model
+from holdfast.errors import HoldfastError
+from holdfast.execution.parallel.collectives import Collectives
+from holdfast.execution.parallel.gloo import GlooCollectives, open_store
+from holdfast.execution.parallel.mailbox import Receiver
+from holdfast.execution.parallel.segment import Segment, SegmentLayout
+from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
+from holdfast.observability.nonblocking_output import unblock_output
+
+
+class StepLeft(Exception):
+    """Rank 0 has left the step: this rank leaves it too, and waits for the next."""
+
+
+def run(segment: int, connection: int) -> int:
+    unblock_output()
+    answers = Connection(connection)
+    start = messages.decode_start(answers.recv_bytes())
+    logging.basicConfig(
+        level=logging.WARNING, format=f"%(levelname)s rank {start.rank}: %(message)s", stream=sys.stderr
+    )
+    try:
+        _Follower(start, segment, answers).run()
+    except Exception as error:
+        if not isinstance(error, HoldfastError):
+            traceback.print_exc()
+        answers.send_bytes(messages.encode(messages.RankFailed(pack_failure(error))))
+        return 1
+    return 0
+
+
+class _Follower:
+    def __init__(self, start: messages.StartRank, descriptor: int, answers: Connection) -> None:
+        self._rank, self._answers = start.rank, answers
+        self._segment = Segment(SegmentLayout(start.size, start.plan.engine.slot_bytes), descriptor)
+        self._receiver = Receiver(self._segment, start.rank, self._look)
+        self._shared = SharedMemoryCollectives(self._segment, start.rank, self._look)
+        collectives: Collectives = self._shared
+        if start.store_port is not None:
+            collectives = GlooCollectives(open_store(start.store_port, start.size), start.rank, start.size)
+        config = EngineConfig(**start.config)  # type: ignore[arg-type]
+        model = find_model(config, progress=False, text=False)
+        self._member: LoadedRank = load_rank(
+            config,
+            model.files,
+            model.spec,
+            start.plan,
+            lambda done, total: self._say(messages.RankLoading(done, total)),
+            threads=start.threads,
+            collectives=collectives,
+        )
+        self._say(messages.RankLoaded(self._member.runner.weights_bytes))
+
+    def run(self) -> None:
+        """Until it is told to leave."""
+        gc.freeze()
+        gc.enable()
+        while True:
+            try:
+                message = self._receiver.receive()
+                if message[:1] == messages.STEP:
+                    self._member.runner.execute(messages.decode_plan(message[1:]))
+                elif not self._follow(messages.decode_order(message[1:])):
+                    return
+            except StepLeft:
+                self._rejoin()
+
+    def _follow(self, order: messages.Order) -> bool:
+        """Whether there is more to do."""
+        runner = self._member.runner
+        if isinstance(order, messages.Leave):
+            return False
+        if isinstance(order, messages.ProfileStep):
+            self._say(measured(self._member, runner.profile_run()))
+            return True
+        if isinstance(order, messages.BackKV):
+            runner.back_kv(order.blocks, order.most_blocks)
+        else:
+            runner.resize_kv(order.blocks)
+        self._say(messages.Done())
+        return True
+
+    def _say(self, message: messages.FromRank) -> None:
+        self._answers.send_bytes(messages.encode(message))
+
+    def _look(self, waited_s: float) -> None:
+        """While rank 0 or another is awaited, which may take as long as it likes: rank 0 has the clock."""
+        if self._segment.alarm.value != self._segment.calm:
+            raise StepLeft
+
+    def _rejoin(self) -> None:
+        self._segment.calm = self._segment.alarm.value
+        self._receiver.skip_to(self._segment.mail.value)
+        self._shared.go_on_from(self._segment.resume.value)

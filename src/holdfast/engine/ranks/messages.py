@@ -1,0 +1,86 @@
+"""What rank 0 and the other ranks say to each other, and how it is packed (msgspec's MessagePack).
+
+by a socket of each rank    StartRank, and all that ranks answer
+by the mailbox, to all      plans (the first byte is STEP), and orders that are followed in turn with them (ORDER)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.planner import Plan
+from holdfast.records import Failure, StepPlan
+
+STEP, ORDER = b"\x00", b"\x01"
+
+
+class StartRank(msgspec.Struct, frozen=True, tag=True):
+    """The first message to a new rank: its number, and what the engine was started with."""
+
+    rank: int
+    size: int
+    config: dict[str, object]
+    plan: Plan
+    threads: int
+    store_port: int | None = None
+    """Where gloo's ranks find one another; None: they share memory."""
+
+
+class ProfileStep(msgspec.Struct, frozen=True, tag=True):
+    """Run the heaviest step, with all other ranks."""
+
+
+class BackKV(msgspec.Struct, frozen=True, tag=True):
+    """Allocate the pool anew."""
+
+    blocks: int
+    most_blocks: int | None = None
+
+
+class ResizePool(msgspec.Struct, frozen=True, tag=True):
+    blocks: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """End, in order."""
+
+
+class RankLoading(msgspec.Struct, frozen=True, tag=True):
+    done: int
+    total: int
+
+
+class RankLoaded(msgspec.Struct, frozen=True, tag=True):
+    weights_bytes: int
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Of one rank after the profile run, by term; and what no term has, and what is not held between steps."""
+
+    terms: dict[str, int]
+    nameless_bytes: int
+    given_back_bytes: int
+    peak_bytes: int
+    """While it loaded."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """An order has been followed."""
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
+    """The last word of a rank that ends: why."""
+
+    failure: Failure
+
+
+Order = ProfileStep | BackKV | ResizePool | Leave
+FromRank = RankLoading | RankLoaded | Measured | Done | RankFailed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_start: Callable[[bytes], StartRank] = msgspec.msgpack.Decoder(StartRank).decode
+decode_plan: Callable[[bytes], StepPlan] = msgspec.msgpack.Decoder(StepPlan).decode
+decode_order: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode
+decode_from_rank: Callable[[bytes], FromRank] = msgspec.msgpack.Decoder(FromRank).decode

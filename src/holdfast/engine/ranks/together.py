@@ -1,0 +1,133 @@
+"""All ranks of an engine while it starts: loaded side by side, measured together. One rank alone is the common case."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.checkpoints import ModelFiles
+from holdfast.config import EngineConfig
+from holdfast.engine.core.loop import StepRunner
+from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured, threads_of
+from holdfast.engine.ranks.group import RankGroup
+from holdfast.engine.ranks.messages import Measured
+from holdfast.engine.ranks.runner import RankedRunner
+from holdfast.execution.parallel.gloo import GlooCollectives
+from holdfast.execution.runner import Runner
+from holdfast.models import ModelSpec
+from holdfast.observability.decisions import Decision
+from holdfast.planner import Plan
+from holdfast.records import RankMemory
+
+Progress = Callable[[str, int, int], None]
+HUNG_S = 45.0
+"""That another rank may keep this one waiting where no limit is set: less than the front waits for the engine, so that
+it is the rank that is named."""
+HUNG_SHARE = 0.75
+"""Of that limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRanks:
+    """`first`: of this process."""
+
+    first: LoadedRank
+    group: RankGroup | None
+
+    @property
+    def runner(self) -> Runner:
+        """Of the first rank."""
+        return self.first.runner
+
+    @property
+    def step_runner(self) -> StepRunner:
+        return self.runner if self.group is None else RankedRunner(self.runner, self.group)
+
+    def back_kv(self, blocks: int, most_blocks: int | None = None) -> None:
+        if self.group is not None:
+            self.group.order(messages.BackKV(blocks, most_blocks))
+        self.runner.back_kv(blocks, most_blocks)
+        if self.group is not None:
+            self.group.answers(messages.Done)
+
+    def rows(self, plan: Plan, measured: Sequence[Measured]) -> list[RankMemory]:
+        """What each rank has, where there are several."""
+        if self.group is None:
+            return []
+        engine = plan.engine
+        pids = [os.getpid(), *self.group.pids]
+        return [
+            RankMemory(
+                rank=shard.rank,
+                pid=pids[shard.rank],
+                threads=threads_of(self.group.cores, self.group.size, shard.rank),
+                heads=shard.head_count,
+                kv_heads=shard.kv_head_count,
+                planned_weights_bytes=engine.rank_weights[shard.rank],
+                weights_bytes=measured[shard.rank].terms["weights"],
+                kv_pool_bytes=engine.blocks * replace(engine.layout, kv_heads=shard.kv_head_count).page_bytes,
+            )
+            for shard in engine.shards
+        ]
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        if self.group is None:
+            return self.first.decisions
+        size, name = self.group.size, self.group.collectives.name
+        threads = ", ".join(str(threads_of(self.group.cores, size, rank)) for rank in range(size))
+        reason = f"{size} ranks of one machine, which compute with {threads} threads"
+        source = "set" if name == GlooCollectives.name else "hardware"
+        return (*self.first.decisions, Decision("all_reduce", name, reason, source))
+
+    def profile_run(self) -> tuple[list[Measured], float]:
+        """What each rank took, and the seconds of the heaviest step."""
+        if self.group is not None:
+            self.group.order(messages.ProfileStep())
+        began_s = time.monotonic()
+        profile = self.runner.profile_run()
+        took_s = time.monotonic() - began_s
+        others = [] if self.group is None else self.group.answers(Measured)
+        return [measured(self.first, profile), *others], took_s
+
+
+def load_ranks(
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    plan: Plan,
+    progress: Progress,
+    *,
+    cores: int,
+    beat: Callable[[], None] | None = None,
+) -> LoadedRanks:
+    """Whatever fails, no rank is left behind."""
+    if not plan.engine.shards:
+        first = load_rank(
+            config, files, spec, plan, lambda done, total: progress("load", done, total), threads=cores, beat=beat
+        )
+        return LoadedRanks(first, None)
+    group = RankGroup(config, plan, cores=cores, timeout_s=hung_s(config))
+
+    def loaded(done: int, total: int) -> None:
+        group.check()
+        progress("load", done, total)
+
+    try:
+        first = load_rank(
+            config, files, spec, plan, loaded, threads=group.threads, beat=beat, collectives=group.collectives
+        )
+        group.answers(messages.RankLoaded, lambda: progress("load", 0, 0))
+    except BaseException:
+        group.close()
+        raise
+    return LoadedRanks(first, group)
+
+
+def hung_s(config: EngineConfig) -> float:
+    """How long another rank may keep this one waiting; 0: for ever."""
+    limit_s = config.engine_hang_timeout
+    return HUNG_S if limit_s is None else HUNG_SHARE * limit_s

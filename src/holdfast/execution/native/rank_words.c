@@ -1,0 +1,107 @@
+/* Waiting between processes: the sleeper counts itself before it looks a last time, the writer looks at the count after
+ * it has written, so that one of the two sees the other. Sleeps are short at any rate: an alarm is another word, and
+ * nobody who sleeps on this one is woken by it. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "rank_words.h"
+
+#include <limits.h>
+#include <string.h>
+#include <time.h>
+
+#include "waiting.h"
+
+#define LOOKS 32           /* between two looks at the clock */
+#define SLEEP_NS 20000000L /* at most, before the alarm is looked at */
+#define LEAST_SPIN_NS 1000L
+
+/* How long it is worth while to look before sleeping, by what came of it so far: where the other has a core to itself it
+ * comes within microseconds, and sleeping takes longer than that; where both share a core, looking is what keeps it from
+ * coming, and the switch that sleeping makes is all it needs. */
+static atomic_long spin_now = 16 * LEAST_SPIN_NS;
+
+static void learn(int came, long most_ns) {
+    const long now = atomic_load_explicit(&spin_now, memory_order_relaxed), next = came ? 2 * now : now / 2;
+    const long within = next > most_ns ? most_ns : next < LEAST_SPIN_NS ? LEAST_SPIN_NS : next;
+    if (within != now) atomic_store_explicit(&spin_now, within, memory_order_relaxed);
+}
+
+#if defined(__linux__)
+
+#include <linux/futex.h>
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Not FUTEX_PRIVATE: whoever wakes us is another process. */
+static void sleep_on(atomic_uint *word, unsigned seen, long most_ns) {
+    struct timespec most = {most_ns / 1000000000L, most_ns % 1000000000L};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, &most, NULL, 0);
+}
+
+static void wake_all(atomic_uint *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+
+#else
+
+static void sleep_on(atomic_uint *word, unsigned seen, long most_ns) {
+    struct timespec most = {0, most_ns < 100000L ? most_ns : 100000L};
+    (void)word, (void)seen;
+    nanosleep(&most, NULL);
+}
+
+static void wake_all(atomic_uint *word) { (void)word; }
+
+#endif
+
+void post_word(rank_word *word, unsigned value) {
+    atomic_store(&word->value, value);
+    if (atomic_load(&word->sleepers) > 0) wake_all(&word->value);
+}
+
+static int reached(unsigned seen, unsigned value) { return (int)(seen - value) >= 0; }
+
+enum rank_outcome await_word(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long spin_ns,
+                             long patience_ns) {
+    if (reached(atomic_load_explicit(&word->value, memory_order_acquire), value)) return RANK_REACHED;
+    const long began_ns = now_ns();
+    for (int asleep = 0;;) {
+        for (int look = 0; look < LOOKS; look++, relax())
+            if (reached(atomic_load_explicit(&word->value, memory_order_acquire), value)) {
+                if (!asleep) learn(1, spin_ns);
+                return RANK_REACHED;
+            }
+        if (atomic_load_explicit(&alarm->value, memory_order_acquire) != calm) return RANK_ALARM;
+        const long passed_ns = now_ns() - began_ns, left_ns = patience_ns - passed_ns;
+        if (left_ns <= 0) return RANK_LATE;
+        if (passed_ns < atomic_load_explicit(&spin_now, memory_order_relaxed) && !asleep) continue;
+        if (!asleep) learn(0, spin_ns);
+        asleep = 1;
+        atomic_fetch_add(&word->sleepers, 1);
+        const unsigned seen = atomic_load(&word->value);
+        if (!reached(seen, value)) sleep_on(&word->value, seen, left_ns < SLEEP_NS ? left_ns : SLEEP_NS);
+        atomic_fetch_sub(&word->sleepers, 1);
+    }
+}
+
+static void add_up(float *out, const float *slots, long stride, long ranks, long count) {
+    for (long i = 0; i < count; i++) {
+        float sum = slots[i];
+        for (long rank = 1; rank < ranks; rank++) sum += slots[rank * stride + i];
+        out[i] = sum;
+    }
+}
+
+void show_slot(rank_word *own, unsigned value, float *slot, const float *x, long count) {
+    memcpy(slot, x, (size_t)count * sizeof(float));
+    post_word(own, value);
+}
+
+void sum_slots(float *out, const float *slots, long stride, long ranks, long count) {
+    if (ranks == 2) {
+        const float *first = slots, *second = slots + stride;
+        for (long i = 0; i < count; i++) out[i] = first[i] + second[i];
+    } else {
+        add_up(out, slots, stride, ranks, count);
+    }
+}

@@ -1,0 +1,82 @@
+"""Collectives of CPU ranks over sockets, by torch's gloo: slower than shared memory, and good between machines too.
+
+The process group is this object's own: the program that the engine runs in may have another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed
+
+from holdfast.errors import EngineError
+
+TIMEOUT_S = 60.0
+"""To find one another."""
+LONGEST_S = 86_400.0
+
+
+def open_store(port: int | None, size: int) -> torch.distributed.TCPStore:
+    """Where ranks of this machine find one another: the first one's (None), or that one's by its port."""
+    return torch.distributed.TCPStore(
+        "127.0.0.1",
+        port or 0,
+        size,
+        is_master=port is None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+
+
+class GlooCollectives:
+    """`store`: where ranks find one another. Sums come together in the ring's order, the same on all ranks, but not in
+    the order of ranks."""
+
+    name = "gloo"
+
+    def __init__(self, store: torch.distributed.Store, rank: int, size: int, timeout_s: float = 0.0) -> None:
+        """`timeout_s`: for the others; 0: as long as gloo allows."""
+        self.rank, self.size, self._timeout_s = rank, size, timeout_s or LONGEST_S
+        limit = timedelta(seconds=self._timeout_s)
+        try:
+            self._group = torch.distributed.ProcessGroupGloo(store, rank, size, limit)
+        except RuntimeError as error:
+            raise EngineError(f"rank {rank} has not found all {size} ranks: {error}") from error
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        if x.dtype is torch.float32:
+            self._done(self._group.allreduce([x]))
+            return
+        wide = x.float()
+        self._done(self._group.allreduce([wide]))
+        x.copy_(wide)
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int], out: torch.Tensor | None) -> None:
+        # Gloo wants equal parts: all are as wide as the widest.
+        padded = part.new_zeros((len(part), max(widths)))
+        padded[:, : part.shape[1]] = part
+        parts = [[torch.empty_like(padded) for _ in widths]] if out is not None else []
+        options = torch.distributed.GatherOptions()
+        options.rootRank = 0
+        self._done(self._group.gather(parts, [padded], options))
+        if out is not None:
+            torch.cat([one[:, :width] for one, width in zip(parts[0], widths, strict=True)], dim=1, out=out)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = 0
+        self._done(self._group.broadcast([x], options))
+
+    def close(self) -> None:
+        """Nothing is held beyond the process group, which goes with this object."""
+
+    def _done(self, work: torch.distributed.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise EngineError(
+                f"rank {self.rank}: another rank has ended or does not answer: {error}",
+                needed=f"an answer within {self._timeout_s:g} s",
+            ) from error

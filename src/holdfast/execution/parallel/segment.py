@@ -1,0 +1,120 @@
+"""Memory that the ranks of one machine share: an anonymous file, which is gone when the last of them is.
+
+    words     one a cache line: an alarm, where to go on after it, a count for each rank, those of the mailbox
+    mailbox   bytes from rank 0 to all others
+    slots     [rank][2][slot bytes]: what each rank shows the others, in turns
+
+A word is written by one process and awaited by others (native/rank_words.h). Knows nothing of what is in the slots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy
+import torch
+
+from holdfast.execution.native.loading import kernels
+from holdfast.footprint.cpu import MAIL_BYTES, SLOT_PAGE_BYTES
+
+LINE_BYTES = 64
+ALIGNED_BYTES = SLOT_PAGE_BYTES
+SPIN_NS = 100_000
+"""At most: as long as a rank that has a core to itself is behind another. Where ranks share cores it is soon next to
+nothing (native/rank_words.c)."""
+LOOK_NS = 200_000_000
+"""Between two looks at whether the others are still there."""
+COUNT_BITS = 0xFFFFFFFF
+REACHED, LATE, ALARM = range(3)
+"""As rank_words.h numbers them."""
+
+Watch = Callable[[float], None]
+"""Called with the seconds waited so far, again and again while something is awaited, and at an alarm; raises where
+waiting has no sense any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    size: int
+    """Ranks."""
+    slot_bytes: int
+    """A multiple of a page."""
+
+    @property
+    def words_bytes(self) -> int:
+        lines = 4 + 2 * self.size
+        return -(-lines * LINE_BYTES // ALIGNED_BYTES) * ALIGNED_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return self.words_bytes + MAIL_BYTES + 2 * self.size * self.slot_bytes
+
+
+class SharedWord:
+    """One count, at its address."""
+
+    def __init__(self, segment: Segment, line: int) -> None:
+        self._segment, self._kernels, self._place = segment, kernels(), line * LINE_BYTES // 4
+        self._address = segment.address + line * LINE_BYTES
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    @property
+    def value(self) -> int:
+        return int(self._segment.numbers[self._place])
+
+    def post(self, value: int) -> None:
+        self._kernels.post(self._address, value & COUNT_BITS)
+
+    def wait(self, value: int, watch: Watch) -> None:
+        """Until it has counted up to `value`."""
+        alarm, waited_s = self._segment.alarm, 0.0
+        while True:
+            outcome = self._kernels.await_word(
+                self._address, value & COUNT_BITS, alarm.address, self._segment.calm, SPIN_NS, LOOK_NS
+            )
+            if outcome == REACHED:
+                return
+            waited_s += LOOK_NS / 1e9 if outcome == LATE else 0.0
+            watch(waited_s)
+
+
+class Segment:
+    """`descriptor`: of the file as another process handed it over; None: a new one."""
+
+    def __init__(self, layout: SegmentLayout, descriptor: int | None = None) -> None:
+        self.layout = layout
+        self.descriptor = os.memfd_create("holdfast-ranks") if descriptor is None else descriptor
+        if descriptor is None:
+            os.ftruncate(self.descriptor, layout.nbytes)
+        # By its path, because Python's own mmap would keep a descriptor of the file as well.
+        mapped = torch.from_file(f"/proc/self/fd/{self.descriptor}", True, layout.nbytes, dtype=torch.uint8)
+        self.address, held = mapped.data_ptr(), mapped.numpy()
+        self.numbers = held[: layout.words_bytes].view(numpy.uint32)
+        self.alarm, self.resume = SharedWord(self, 0), SharedWord(self, 1)
+        self.calm = self.alarm.value
+        self.mail, self.mail_length = SharedWord(self, 2), SharedWord(self, 3)
+        self.counts = [SharedWord(self, 4 + rank) for rank in range(layout.size)]
+        self.read = [SharedWord(self, 4 + layout.size + rank) for rank in range(layout.size)]
+        first = layout.words_bytes
+        self.mailbox = held[first : first + MAIL_BYTES]
+        self._slots = mapped[first + MAIL_BYTES :].view(layout.size, 2, layout.slot_bytes)
+
+    def slot(self, rank: int, turn: int) -> torch.Tensor:
+        """uint8 [slot bytes]"""
+        return self._slots[rank, turn % 2]
+
+    def slot_address(self, rank: int, turn: int) -> int:
+        first = self.address + self.layout.words_bytes + MAIL_BYTES
+        return first + (2 * rank + turn % 2) * self.layout.slot_bytes
+
+    def close(self) -> None:
+        """The memory goes when nobody maps it any more. Nobody may wait for a word of it meanwhile, or afterwards."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        self.numbers, self.mailbox, self._slots = self.numbers.copy(), self.mailbox[:0].copy(), self._slots[:0].clone()

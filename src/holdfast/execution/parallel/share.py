@@ -1,0 +1,60 @@
+"""What one rank of several does with its part of the vocabulary, and how sampled tokens reach the others.
+
+Rank 0 has all logits and samples: grammars, penalties and log-probabilities are its own business. The others learn the
+tokens, which the next step of every rank begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy
+import numpy.typing
+import torch
+
+from holdfast.execution.parallel.collectives import Collectives
+
+Product = Callable[[torch.Tensor, torch.Tensor], None]
+NOT_SAMPLED = -1
+
+
+class RankShare:
+    """`vocab`: of every rank, the first row of embedding and head that it has and the one behind its last. `rows`:
+    whose logits are computed at a time."""
+
+    def __init__(
+        self, collectives: Collectives, vocab: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype
+    ) -> None:
+        self.collectives = collectives
+        self._first, self._last = vocab[collectives.rank]
+        self._widths = [last - first for first, last in vocab]
+        self._logits = torch.empty((rows, self._last - self._first), dtype=dtype)
+
+    @property
+    def samples(self) -> bool:
+        return self.collectives.rank == 0
+
+    def embed(self, select: Product, tokens: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows of the embedding, each from the rank that has it; the sum with the others' zeros changes no bit."""
+        elsewhere = (tokens < self._first) | (tokens >= self._last)
+        select((tokens - self._first).clamp_(0, self._last - self._first - 1), out)
+        out[elsewhere] = 0.0
+        self.collectives.all_reduce(out)
+
+    def logits(self, multiply: Product, hidden: torch.Tensor, out: torch.Tensor) -> bool:
+        """Whether `out` has them: of the first rank alone."""
+        part = self._logits[: len(hidden)]
+        multiply(hidden, part)
+        self.collectives.gather(part, self._widths, out if self.samples else None)
+        return self.samples
+
+    def tell_tokens(self, token_ids: Sequence[int], late: Sequence[bool]) -> None:
+        """Of rank 0: what each row has sampled, and which of them mean nothing."""
+        sent = [NOT_SAMPLED if missed else max(token, 0) for token, missed in zip(token_ids, late, strict=True)]
+        self.collectives.broadcast(torch.tensor(sent, dtype=torch.int64))
+
+    def hear_tokens(self, rows: int) -> numpy.typing.NDArray[numpy.int64]:
+        """Of the others: the same, NOT_SAMPLED where a row's token means nothing."""
+        heard = torch.empty(rows, dtype=torch.int64)
+        self.collectives.broadcast(heard)
+        return heard.numpy()

@@ -1,0 +1,90 @@
+"""What several ranks cannot do together yet: refused by name before anything is loaded. How a model is divided, and
+which sizes can be, is decided by sizing/shards.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+
+from holdfast.checkpoints import StoredTensor
+from holdfast.config import EngineConfig
+from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.errors import ConfigurationError
+from holdfast.models import ModelSpec, QuantSpec
+
+NOT_WITH_RANKS = "HF138"
+ONE_RANK = "leave --tensor-parallel-size out"
+
+
+def refuse_with_ranks(
+    config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, compiled_kernels: bool
+) -> None:
+    """Raises ConfigurationError for the first of them. Nothing is refused of one rank."""
+    if config.tensor_parallel_size == 1:
+        return
+    for field, what, fix in (
+        *_of_settings(config, spec.quantization),
+        *_of_model(spec, stored),
+        *_of_machine(config, compiled_kernels),
+    ):
+        raise ConfigurationError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, and {what}",
+            code=NOT_WITH_RANKS,
+            needed="one rank",
+            fix=fix,
+            field=field,
+        )
+
+
+_Reason = tuple[str, str, str]
+"""Setting, reason, fix."""
+
+
+def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterator[_Reason]:
+    if config.enable_lora:
+        yield "enable_lora", "LoRA adapters are not divided among ranks yet", f"leave --enable-lora out, or {ONE_RANK}"
+    if config.kv_store is not None:
+        yield "kv_store", "a store of KV pages is not shared by ranks yet", f"leave --kv-store out, or {ONE_RANK}"
+    if config.nvme_path is not None:
+        reason = "layers that come from a disk are not divided among ranks yet"
+        yield "nvme_path", reason, f"leave --nvme-path out, or {ONE_RANK}"
+    if config.enable_sleep_mode:
+        reason = "cached prefixes of several ranks are not kept while they sleep yet"
+        yield "enable_sleep_mode", reason, f"leave --enable-sleep-mode out, or {ONE_RANK}"
+    if config.idle_release or config.yield_to_neighbours:
+        field = "idle_release" if config.idle_release else "yield_to_neighbours"
+        reason = "a KV pool of several ranks does not give memory up by itself yet"
+        yield field, reason, f"leave --{field.replace('_', '-')} out, or {ONE_RANK}"
+    if config.kv_cache_dtype.startswith("fp8"):
+        reason = "scales of a KV cache in FP8 are not found by several ranks yet"
+        yield "kv_cache_dtype", reason, f"leave --kv-cache-dtype out, or {ONE_RANK}"
+    if config.asked_quantization in MADE_WHILE_LOADING and quantization is None:
+        reason = "weights are not quantized while several ranks load them yet"
+        yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
+
+
+def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
+    packings = [one.packed.packing for one in (stored or {}).values() if one.packed is not None]
+    if spec.quantization is not None and stored is None:
+        yield "load_format", "dummies of a quantized model are not divided among ranks", ONE_RANK
+    if any(packing.act_order for packing in packings):
+        yield "tensor_parallel_size", "the columns of these weights have an order of their own (act-order)", ONE_RANK
+    if any(packing.inputs != "plain" for packing in packings):
+        reason = "products of these weights round their inputs, which ranks would do each by its own part"
+        yield "tensor_parallel_size", reason, ONE_RANK
+    if spec.kv_cache_fp8:
+        reason = "scales of a KV cache in FP8, which this checkpoint asks for, are not found by several ranks yet"
+        yield "kv_cache_dtype", reason, ONE_RANK
+    if spec.decoder.query_key_norm == "whole":
+        yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
+    if spec.classifier is not None and spec.classifier.token_ids:
+        yield "tensor_parallel_size", "this classifier is made of rows of the vocabulary, which is divided", ONE_RANK
+
+
+def _of_machine(config: EngineConfig, compiled_kernels: bool) -> Iterator[_Reason]:
+    if sys.platform != "linux":
+        yield "tensor_parallel_size", "ranks share memory in a way that only Linux has", ONE_RANK
+    if not compiled_kernels and config.device == "cpu":
+        reason = "ranks wait for one another by compiled code, which this installation has not got"
+        yield "tensor_parallel_size", reason, f"reinstall with a C compiler, or {ONE_RANK}"

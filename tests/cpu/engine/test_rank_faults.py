@@ -1,0 +1,84 @@
+"""Ranks that end, stop or are left in the middle of a step: whoever waited for them says so, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rank_engines import GREEDY, PROMPTS, make, tokens
+
+from holdfast import SamplingParams
+from holdfast.errors import EngineDiedError, EngineHungError
+
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+def children_of(llm) -> list[int]:
+    return list(llm._core.runner.pids)
+
+
+def hit_at_step(llm, step: int, action) -> None:
+    """Calls `action` once, when rank 0 is in the middle of that step: the others have its plan."""
+    runner, count = llm._core.runner._runner, 0
+    submit = runner.submit
+
+    def counted(plan, masks=None):
+        nonlocal count
+        count += 1
+        if count == step:
+            action()
+        return submit(plan, masks)
+
+    runner.submit = counted
+
+
+def shared_memory() -> list[str]:
+    """Of ranks, that this process maps or has open."""
+    gc.collect()
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "holdfast-ranks" in line]
+    links = [str(link.resolve()) for link in Path("/proc/self/fd").glob("*") if link.is_symlink()]
+    return maps + [link for link in links if "holdfast-ranks" in link]
+
+
+def test_a_rank_that_is_killed_is_named_and_none_is_left(tiny_model) -> None:
+    with make(tiny_model, 2) as llm:
+        [other] = children_of(llm)
+        hit_at_step(llm, 5, lambda: os.kill(other, signal.SIGKILL))
+        began_s = time.monotonic()
+        with pytest.raises(EngineDiedError, match=rf"rank 1 \(pid {other}\) has ended: signal SIGKILL"):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+        assert time.monotonic() - began_s < 20
+    assert not psutil.pid_exists(other)
+    assert not shared_memory()
+
+
+def test_a_rank_that_is_stopped_is_named_and_ended(tiny_model) -> None:
+    with make(tiny_model, 2, engine_hang_timeout=5) as llm:
+        [other] = children_of(llm)
+        hit_at_step(llm, 5, lambda: os.kill(other, signal.SIGSTOP))
+        began_s = time.monotonic()
+        with pytest.raises(EngineHungError, match=rf"rank 1 \(pid {other}\) has not come"):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+        assert 3 < time.monotonic() - began_s < 30
+    assert not psutil.pid_exists(other)
+
+
+def test_a_step_that_is_left_in_the_middle_is_left_by_all(tiny_model) -> None:
+    """Ctrl-C while the first rank computes: the next prompts are answered as ever, by the same processes."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with make(tiny_model, 2) as llm:
+        before, expected = children_of(llm), tokens(llm)
+        for _ in range(2):
+            hit_at_step(llm, 4, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, LONG, use_tqdm=False)
+            assert tokens(llm, PROMPTS, GREEDY) == expected
+        assert children_of(llm) == before

@@ -1,0 +1,60 @@
+"""Several ranks compute one model: the tokens of one rank, whatever the division, and nothing left behind."""
+
+from __future__ import annotations
+
+import pytest
+from rank_engines import PROMPTS, make, tokens
+
+from holdfast import SamplingParams
+from holdfast.records.structured import StructuredOutputsParams
+
+
+@pytest.fixture(scope="module")
+def of_one(tiny_model) -> list[list[int]]:
+    with make(tiny_model, 1) as llm:
+        return tokens(llm)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_say_what_one_says(tiny_model, of_one, ranks: int) -> None:
+    """With four ranks, two KV heads are on two of them each."""
+    with make(tiny_model, ranks) as llm:
+        assert tokens(llm) == of_one
+        rows = llm.info.memory.ranks
+        assert [row.rank for row in rows] == list(range(ranks))
+        assert [row.weights_bytes for row in rows] == [row.planned_weights_bytes for row in rows]
+        assert sum(row.kv_pool_bytes for row in rows) == llm.info.kv_pool_bytes
+        llm._core.resize_kv(llm.info.blocks // 2)
+        assert tokens(llm) == of_one
+
+
+def test_grammars_scores_and_seeds_are_those_of_one(tiny_model) -> None:
+    """The first rank samples; the others learn what it drew, and which tokens came to nothing."""
+    asked = [
+        SamplingParams(temperature=0.9, seed=3, max_tokens=10, logprobs=3, prompt_logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=6, structured_outputs=StructuredOutputsParams(regex="[a-f]{4}")),
+    ]
+
+    def said(ranks: int) -> list[tuple[object, ...]]:
+        with make(tiny_model, ranks) as llm:
+            outputs = llm.generate(PROMPTS[:2], asked, use_tqdm=False)
+        return [(one.outputs[0].text, one.outputs[0].token_ids, one.prompt_logprobs is not None) for one in outputs]
+
+    assert said(2) == said(1)
+
+
+def test_sums_may_go_over_sockets(tiny_model, of_one) -> None:
+    with make(tiny_model, 2, disable_custom_all_reduce=True) as llm:
+        assert tokens(llm) == of_one
+
+
+def test_smollm2_in_gguf_says_the_same() -> None:
+    """Nine heads over three: six of them are the first rank's."""
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+    def said(ranks: int) -> list[list[int]]:
+        settings = {"load_format": "auto", "tokenizer": None, "kv_cache_memory_bytes": "32MiB"}
+        with make("smollm2", ranks, **settings) as llm:
+            return tokens(llm, ["The capital of France is", "Once upon a time " * 12], params)
+
+    assert said(2) == said(1)

@@ -1,0 +1,100 @@
+"""What ranks of one machine do together, in threads that share a segment: sums with the same bits everywhere, in the
+order of ranks, parts of any width, and messages longer than the mailbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch
+
+from holdfast.execution import native
+from holdfast.execution.parallel.mailbox import Receiver, Sender
+from holdfast.execution.parallel.segment import Segment, SegmentLayout
+from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
+from holdfast.footprint.cpu import MAIL_BYTES
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="ranks wait for one another by compiled code")
+
+RANKS = 3
+Found = TypeVar("Found")
+
+
+def watch(waited_s: float) -> None:
+    assert waited_s < 60, "another rank does not come"
+
+
+def together(run: Callable[[SharedMemoryCollectives], Found]) -> list[Found]:
+    """What each of three ranks makes of it."""
+    layout = SegmentLayout(RANKS, 4096)
+    first = Segment(layout)
+    segments = [first, *(Segment(layout, first.descriptor) for _ in range(1, RANKS))]
+    with ThreadPoolExecutor(RANKS) as threads:
+        members = [SharedMemoryCollectives(segment, rank, watch) for rank, segment in enumerate(segments)]
+        found = list(threads.map(run, members))
+    first.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 7), (3, 1000), (9, 1024)])
+def test_sums_are_in_the_order_of_ranks_on_all_of_them(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Larger ones than a slot too, several times over, so that slots are used again."""
+    parts = [
+        [
+            torch.randn(shape, generator=torch.Generator().manual_seed(10 * turn + rank)).to(dtype)
+            for rank in range(RANKS)
+        ]
+        for turn in range(4)
+    ]
+
+    def run(member: SharedMemoryCollectives) -> list[torch.Tensor]:
+        made = [turn[member.rank].clone() for turn in parts]
+        for x in made:
+            member.all_reduce(x)
+        return made
+
+    for found in together(run):
+        for x, (first, second, third) in zip(found, parts, strict=True):
+            assert torch.equal(x, ((first.float() + second.float()) + third.float()).to(dtype))
+
+
+def test_parts_of_any_width_stand_side_by_side_on_the_first() -> None:
+    widths = [5, 700, 3]
+    parts = [torch.full((4, width), float(rank)) for rank, width in enumerate(widths)]
+
+    def run(member: SharedMemoryCollectives) -> torch.Tensor:
+        out = torch.empty((4, sum(widths)))
+        for _ in range(3):
+            member.gather(parts[member.rank], widths, out if member.rank == 0 else None)
+        return out
+
+    assert torch.equal(together(run)[0], torch.cat(parts, dim=1))
+
+
+def test_all_have_what_the_first_has() -> None:
+    def run(member: SharedMemoryCollectives) -> torch.Tensor:
+        x = torch.arange(900) * (1 if member.rank == 0 else 0)
+        member.broadcast(x)
+        return x
+
+    assert all(torch.equal(x, torch.arange(900)) for x in together(run))
+
+
+def test_messages_come_in_order_and_whole() -> None:
+    messages = [b"a", b"b" * (2 * MAIL_BYTES + 5), b"c" * MAIL_BYTES, b"d"]
+    layout = SegmentLayout(RANKS, 4096)
+    first = Segment(layout)
+
+    def receive(rank: int) -> list[bytes]:
+        receiver = Receiver(Segment(layout, first.descriptor), rank, watch)
+        return [receiver.receive() for _ in messages]
+
+    with ThreadPoolExecutor(RANKS) as threads:
+        heard = [threads.submit(receive, rank) for rank in (1, 2)]
+        sender = Sender(first, watch)
+        for message in messages:
+            sender.send(message)
+        assert [one.result() for one in heard] == [messages, messages]

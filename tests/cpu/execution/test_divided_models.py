@@ -1,0 +1,164 @@
+"""One model computed by several ranks, held against transformers: whatever the division, tokens are those of the model,
+with chunks, windows, prefixes that are found again, and preemptions."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantized_files as written
+import torch
+from quantized_files import Format, write_quantized
+from thread_ranks import ThreadRanks
+from tiny_gguf import write_tiny_gguf
+
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.checkpoints.formats import safetensors
+from holdfast.checkpoints.formats.gguf import read_header
+from holdfast.engine.core.loop import EngineCore
+from holdfast.execution import native
+from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.weights.load import load_weights
+from holdfast.kvcache import KVCache
+from holdfast.kvcache.groups import KVLayout, form_groups
+from holdfast.models import ModelSpec, from_config, from_gguf
+from holdfast.records import Request, SamplingParams
+from holdfast.scheduler import Scheduler, SchedulerLimits
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="ranks wait for one another by compiled code")
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GEMMA3: dict[str, Any] = {
+    "head_dim": 24,
+    "sliding_window": 9,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-bias": ("Llama", {"mlp_bias": True, "attention_bias": True}),
+    "nine-heads": ("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}),
+    "qwen2": ("Qwen2", {"num_attention_heads": 14, "hidden_size": 112, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3", GEMMA3),
+    "phi3": ("Phi3", {}),
+    "granite": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 1.7}),
+    "starcoder2": ("Starcoder2", {"norm_epsilon": 1e-4}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+}
+SIZES = {"nine-heads": (2, 3, 4), "qwen2": (2, 4), "gemma3": (2, 4), "qwen3-moe": (2, 4)}
+
+
+def layout_of(spec: ModelSpec) -> KVLayout:
+    groups, places = form_groups([layer.window for layer in spec.layers])
+    return KVLayout(
+        groups=groups,
+        block_tokens=4,
+        layers_per_page=places,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        element_bytes=4,
+    )
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name in FAMILIES for size in SIZES.get(name, (2,))])
+def test_ranks_say_what_the_model_says(name: str, size: int, oracles: Callable[..., Any]) -> None:
+    architecture, settings = FAMILIES[name]
+    oracle = oracles(architecture, **settings)
+    layout = layout_of(oracle.spec)
+    windowed = any(layer.window is not None for layer in oracle.spec.layers)
+    blocks = (10 if windowed else 18) * len(layout.groups) + 1
+    limits = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=100)
+    ranks = ThreadRanks(oracle.spec, oracle.checkpoint, size, layout, limits, blocks)
+    kv = KVCache(layout, blocks, prefix_caching=True)
+    scheduler = Scheduler(SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=100), kv)
+    core = EngineCore(scheduler, ranks)
+    source = random.Random(7)
+    shared = [source.randrange(300) for _ in range(16)]
+    prompts = {str(number): shared + [source.randrange(300) for _ in range(2 + 3 * number)] for number in range(6)}
+    if windowed:
+        prompts |= {f"growing {number}": [source.randrange(300) for _ in range(3)] for number in range(4)}
+    lengths = {number: 30 if number.startswith("growing") else 9 for number in prompts}
+    answers: dict[str, list[int]] = {number: [] for number in prompts}
+    for number, prompt in sorted(prompts.items(), reverse=True):
+        greedy = SamplingParams(temperature=0.0, max_tokens=lengths[number], ignore_eos=True)
+        core.add(Request(request_id=number, prompt_token_ids=prompt, params=greedy))
+    while core.has_work:
+        for output in core.step():
+            answers[output.request_id] += output.token_ids
+    for number, prompt in prompts.items():
+        assert len(answers[number]) == lengths[number]
+        oracle.assert_greedy(prompt + answers[number], len(prompt))
+    stats = scheduler.stats()
+    assert stats.prefix_hits_total > 0
+    assert stats.preemptions_total > 0
+    whole = load_weights(oracle.spec, oracle.checkpoint(), dtype=torch.float32, device=torch.device("cpu"), expand=True)
+    # Each has its share, and what is small and needed by all.
+    assert max(ranks.weights_bytes) < 0.75 * whole.nbytes
+    ranks.close()
+
+
+def greedy_tokens(runner: Any, layout: KVLayout, blocks: int) -> list[list[int]]:
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
+    core = EngineCore(Scheduler(limits, KVCache(layout, blocks, prefix_caching=True)), runner)
+    source, answers = random.Random(3), dict[str, list[int]]()
+    for number in range(3):
+        prompt = [source.randrange(224) for _ in range(5 + 9 * number)]
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        answers[str(number)] = []
+        core.add(Request(request_id=str(number), prompt_token_ids=prompt, params=params))
+    while core.has_work:
+        for output in core.step():
+            answers[output.request_id] += output.token_ids
+    return list(answers.values())
+
+
+def assert_same_of_ranks(spec: ModelSpec, opened: Callable[[], Checkpoint], **loading: Any) -> None:
+    limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
+    layout, blocks = layout_of(spec), 60
+    weights = load_weights(spec, opened(), dtype=torch.float32, device=torch.device("cpu"), **loading)
+    one = Runner(spec, weights, layout, limits, torch.device("cpu"), compiled=loading["compiled"])
+    one.back_kv(blocks)
+    ranks = ThreadRanks(spec, opened, 2, layout, limits, blocks, **loading)
+    assert greedy_tokens(ranks, layout, blocks) == greedy_tokens(one, layout, blocks)
+    assert sum(ranks.weights_bytes) < 1.1 * weights.nbytes
+    ranks.close()
+
+
+@pytest.mark.parametrize(("expand", "compiled"), [(False, True), (False, False), (True, False)])
+def test_blocks_of_gguf_are_divided(expand: bool, compiled: bool, tmp_path: Path) -> None:
+    """Several kinds of blocks, heads in interleaved order, an MLP of three blocks for two ranks."""
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    header = read_header(tmp_path / "tiny.gguf")
+    assert_same_of_ranks(
+        from_gguf(header.metadata, header.tensors),
+        lambda: Checkpoint(header.tensors, "gguf"),
+        expand=expand,
+        compiled=compiled,
+    )
+
+
+FORMATS = {
+    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, written.awq()),
+    "gptq": Format(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}, written.gptq()
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_and_their_scales_are_divided(
+    name: str, compiled: bool, oracles: Callable[..., Any], tmp_path: Path
+) -> None:
+    oracle = oracles("Llama", intermediate_size=160)
+    write_quantized(oracle.folder, tmp_path, FORMATS[name])
+    spec = from_config(json.loads((tmp_path / "config.json").read_text()))
+
+    def opened() -> Checkpoint:
+        return Checkpoint(safetensors.read_headers(sorted(tmp_path.glob("*.safetensors"))), "safetensors")
+
+    assert_same_of_ranks(spec, opened, expand=False, compiled=compiled)

@@ -1,0 +1,81 @@
+"""A rank of several dies or stands still, the first or another; nobody's answer changes and no process is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import openai
+import psutil
+import pytest
+from deadlines import PATIENCE_S
+
+STREAMS = 32
+TOKENS = 16
+
+
+async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphore) -> str:
+    text, first = "", True
+    answer = await client.completions.create(
+        model="tiny",
+        prompt=f"Story number {place % 8}: " + "once upon a time " * (1 + place % 5),
+        max_tokens=TOKENS,
+        temperature=0.0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    async for chunk in answer:
+        text += "".join(choice.text for choice in chunk.choices)
+        if first:
+            begun.release()
+            first = False
+    return text
+
+
+async def all_streams(url: str, begun: asyncio.Semaphore) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        return list(await asyncio.gather(*(stream(client, place, begun) for place in range(STREAMS))))
+
+
+def ranks_of(engine_pid: int) -> list[psutil.Process]:
+    """The first, which has the loop, and the others, which are its children."""
+    first = psutil.Process(engine_pid)
+    return [first, *(one for one in first.children() if "holdfast.engine.ranks.entry" in " ".join(one.cmdline()))]
+
+
+async def disturbed(server, strike: Callable[[list[psutil.Process]], None]) -> tuple[list[str], list[psutil.Process]]:
+    """What streams say while ranks are struck in the middle of them, and who the ranks were."""
+    begun = asyncio.Semaphore(0)
+    answers = asyncio.create_task(all_streams(server.url, begun))
+    for _ in range(STREAMS // 4):
+        await begun.acquire()
+    ranks = ranks_of(server.engine_pid)
+    assert len(ranks) == 2
+    strike(ranks)
+    return await answers, ranks
+
+
+STRIKES: dict[str, Callable[[list[psutil.Process]], None]] = {
+    "other": lambda ranks: ranks[1].kill(),
+    "first": lambda ranks: ranks[0].kill(),
+    "stopped": lambda ranks: ranks[1].suspend(),
+}
+SAID = {"other": "has ended: signal SIGKILL", "stopped": "has not come to where the other ranks wait for it"}
+
+
+@pytest.mark.parametrize(
+    "names", [("other",), pytest.param(("first", "stopped"), marks=pytest.mark.long)], ids=["killed", "any"]
+)
+async def test_streams_outlive_a_rank(start_server, tiny_arguments, names: tuple[str, ...]) -> None:
+    server = start_server(*tiny_arguments, "-tp", "2", "--engine-hang-timeout", "8").wait_ready()
+    undisturbed = await all_streams(server.url, asyncio.Semaphore(0))
+    gone = list[psutil.Process]()
+    for name in names:
+        answers, ranks = await disturbed(server, STRIKES[name])
+        assert answers == undisturbed
+        assert SAID.get(name, "restarting it") in server.log
+        gone += ranks
+    assert not [one for one in gone if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    last = ranks_of(server.engine_pid)
+    assert server.stop() == 0
+    assert not [one for one in last if one.is_running()]

@@ -1,0 +1,139 @@
+"""How a model is divided among ranks: at heads, blocks and groups, unevenly where it must be, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import plan
+from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError
+from holdfast.models import ModelSpec, from_config
+from holdfast.models.shards import Shard, shard_spec
+from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
+from holdfast.planner.sizing.shards import divide
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 576,
+    "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def spec_of(**settings: Any) -> ModelSpec:
+    return from_config(LLAMA | settings)
+
+
+def stored_as(spec: ModelSpec, layout: str) -> dict[str, StoredTensor]:
+    """Every matrix in blocks of one kind."""
+    found = {}
+    for tensor in spec.tensors:
+        kind = layout if len(tensor.shape) > 1 else "F32"
+        nbytes = LAYOUTS[kind].bytes_for(tensor.shape)
+        assert nbytes is not None
+        found[tensor.name] = StoredTensor(tensor.name, tensor.shape, kind, Path(), 0, nbytes)
+    return found
+
+
+def heads(shards: tuple[Shard, ...]) -> list[tuple[int, int]]:
+    return [(shard.head_count, shard.kv_head_count) for shard in shards]
+
+
+def test_nine_heads_over_three_are_divided_unevenly() -> None:
+    assert heads(divide(spec_of(), None, 2)) == [(6, 2), (3, 1)]
+    assert heads(divide(spec_of(), None, 3)) == [(3, 1)] * 3
+
+
+def test_kv_heads_are_on_several_ranks_where_there_are_fewer() -> None:
+    spec = spec_of(num_attention_heads=14, num_key_value_heads=2, hidden_size=896)
+    assert heads(divide(spec, None, 2)) == [(7, 1), (7, 1)]
+    shards = divide(spec, None, 4)
+    assert [shard.heads for shard in shards] == [(0, 4), (4, 7), (7, 11), (11, 14)]
+    assert [shard.kv_heads for shard in shards] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("layout", ["F32", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_part_is_somebody_s_once(layout: str, size: int) -> None:
+    spec = spec_of(num_attention_heads=16, num_key_value_heads=8, hidden_size=2048, intermediate_size=5632)
+    shards = divide(spec, stored_as(spec, layout), size)
+    for part in ("heads", "kv_heads", "inner", "vocab"):
+        ranges = [getattr(shard, part) for shard in shards]
+        assert ranges[0][0] == 0
+        assert all(before[1] == after[0] for before, after in pairwise(ranges))
+    block = LAYOUTS[layout].block_elements
+    assert all(shard.inner[0] % block == 0 and shard.heads[0] * spec.head_dim % block == 0 for shard in shards)
+    own = [{tensor.name: tensor for tensor in shard_spec(spec, shard).tensors} for shard in shards]
+    for tensor in spec.tensors:
+        shapes = [one[tensor.name].shape for one in own]
+        total = sum(map(prod, shapes))
+        assert total == (tensor.elements if tensor.shard_axis is not None else size * tensor.elements)
+
+
+def test_a_bias_of_what_is_summed_is_the_first_rank_s() -> None:
+    spec = spec_of(attention_bias=True, mlp_bias=True)
+    first, second = ({tensor.name for tensor in shard_spec(spec, shard).tensors} for shard in divide(spec, None, 2))
+    assert first - second == {f"layers.{layer}.{part}_bias" for layer in (0, 1) for part in ("o", "down")}
+
+
+def test_a_size_that_cuts_blocks_is_refused_with_those_that_do_not() -> None:
+    """Eight heads of 64 over two: blocks of 256 columns end with a KV head, and two are all there are of an MLP."""
+    spec = spec_of(num_attention_heads=8, num_key_value_heads=2, hidden_size=512, intermediate_size=512)
+    stored = stored_as(spec, "Q4_K")
+    assert heads(divide(spec, stored, 2)) == [(4, 1), (4, 1)]
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size is 4") as refused:
+        divide(spec, stored, 4)
+    assert refused.value.code == "HF131"
+    assert refused.value.needed == "one of 1, 2"
+    assert refused.value.fix == "--tensor-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"enable_lora": True}, "enable_lora"),
+        ({"kv_store": "/tmp/pages"}, "kv_store"),
+        ({"nvme_path": "/tmp"}, "nvme_path"),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode"),
+        ({"idle_release": 60.0}, "idle_release"),
+        ({"yield_to_neighbours": True}, "yield_to_neighbours"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"quantization": "int4"}, "quantization"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name(settings: dict[str, Any], field: str) -> None:
+    config = EngineConfig(model="m", tensor_parallel_size=2, **{"device": "cpu", **settings})
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size is 2, and ") as refused:
+        refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
+    assert (refused.value.code, refused.value.field) == (NOT_WITH_RANKS, field)
+    refuse_with_ranks(replace(config, tensor_parallel_size=1), spec_of(), None, compiled_kernels=True)
+
+
+def test_models_and_machines_that_ranks_lack_are_refused() -> None:
+    config = EngineConfig(model="m", tensor_parallel_size=2, device="cpu")
+    normed = spec_of()
+    normed = replace(normed, decoder=replace(normed.decoder, query_key_norm="whole"))
+    with pytest.raises(ConfigurationError, match="norms the queries of all heads together"):
+        refuse_with_ranks(config, normed, None, compiled_kernels=True)
+    with pytest.raises(ConfigurationError, match="compiled code, which this installation has not got"):
+        refuse_with_ranks(config, spec_of(), None, compiled_kernels=False)
+    refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
+
+
+def test_a_plan_for_a_cpu_has_the_ranks_of_a_server(tmp_path: Path) -> None:
+    """All of them on one device, each with its row; what is whole on every rank is counted for each."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    one, two = (plan(str(tmp_path), ram="8GiB", device="cpu", tensor_parallel_size=size) for size in (1, 2))
+    assert two.fits
+    rows = [decision for decision in two.decisions if decision.field == "tensor_parallel_size"]
+    assert [row.value for row in rows] == ["2"]
+    assert "rank 0 has" in rows[0].reason
+    assert "6 heads over 2 KV heads; rank 1 has" in rows[0].reason
+    assert not [decision for decision in one.decisions if decision.field == "tensor_parallel_size"]
