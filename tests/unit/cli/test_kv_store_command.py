@@ -128,6 +128,13 @@ def test_prune_that_is_not_clear_removes_nothing(folder: Path, words: list[str])
     assert pages_left(folder) == {b"a": 8, b"b": 4}
 
 
+def test_mistakes_are_answered_with_commands_that_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv-store", "ls"]) == 2
+    assert "see holdfast kv-store ls --help" in capsys.readouterr().err
+    assert main(["kv-store", "prune", str(folder), "--all", "--model", "llama 3"]) == 2
+    assert f"holdfast kv-store prune {folder} --model 'llama 3'\n" in capsys.readouterr().err
+
+
 def test_a_bar_where_it_takes_long(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,3 +211,10 @@ def test_engines_name_the_architectures_they_serve() -> None:
     assert (vllm.serves("QWenLMHeadModel"), vllm.served_until("QWenLMHeadModel")) == (False, "0.23.0")
     assert profile("llama.cpp").serves("qwen3moe")
     assert profile("tgi").serves("LlamaForCausalLM") is None
+
+
+def test_a_newer_build_is_offered_once() -> None:
+    (finding,) = diagnose_lines(["build: 3400 (abcdef12) with cc", UNKNOWN.format("qwen3")], "log").findings
+    assert finding.fix is not None
+    assert "llama.cpp" in finding.fix.why
+    assert not [one.why for one in finding.alternatives if "a newer build" in one.why]

@@ -230,6 +230,19 @@ def test_a_step_that_fails_while_the_pool_grows_is_not_taken_for_a_lack_of_memor
         core.step()
 
 
+def test_the_log_has_the_size_of_the_pool_and_what_of_it_is_held(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU they differ: memory is taken when it is first written."""
+    monkeypatch.setattr(FakeDevice, "pool_bytes", 2 * PAGE)
+    core = make(FakeDevice(), idle_s=5.0)
+    core.breathe()
+    clock.now_s += 6
+    with caplog.at_level("INFO", logger="holdfast"):
+        core.breathe()
+    assert "KV pool: 192.00 MiB instead of 1.28 GiB; 64.00 MiB held, 64.00 MiB before: no request" in caplog.text
+
+
 def test_what_a_neighbour_took_meanwhile_is_done_without_and_said(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

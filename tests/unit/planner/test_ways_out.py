@@ -195,6 +195,25 @@ def test_brief_has_the_rates_of_what_runs() -> None:
     assert [line for line in brief if line.startswith("1 at once, ")]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("llama-3.1-70b-awq", "--gpu", "rtx4090", "-ngl", "20"), "fits; runs with 60 of 80 layers streamed from RAM"),
+        (("qwen3-30b-a3b-gptq-int4", "--gpu", "rtx4090", "--cpu-moe"), "fits; runs with 6,144 of 6,144 experts in RAM"),
+    ],
+)
+def test_what_was_placed_by_hand_is_in_the_first_line(words: tuple[str, ...], said: str) -> None:
+    assert said in lines(answer(asked(*words, "--ram", "64GiB")), brief=True, width=300)[0]
+
+
+@pytest.mark.parametrize(("card", "share"), [("rtx4090", 0.85), ("rtx3060", 0.83)])
+def test_the_share_beside_a_desktop_is_no_more_than_what_it_leaves(card: str, share: float) -> None:
+    found = answer(asked("llama-3.1-8b", "-q", "awq", "--gpu", card))
+    (warning,) = (one for one in found.warnings if one.code == "HFW23")
+    assert warning.fix == f"--gpu-memory-utilization {share}"
+    assert f"--gpu-memory-utilization {share} " in str(found).partition("  safe ")[2].partition("  max ")[0]
+
+
 def test_engines_without_a_command_are_named() -> None:
     words = ("qwen3-30b-a3b", "-q", "Q4_K_M", "--gpu", "rtx3060", "--ram", "32GiB", "--n-cpu-moe", "30")
     said = lines(answer(asked(*words)))
@@ -214,6 +233,17 @@ def test_what_ram_must_hold_is_within_the_budget_that_was_set() -> None:
     tiers = pinned_room(found.placement.plan.question)
     assert tiers is not None
     assert f"--ram {tiers // MIB}MiB" in found.command.text
+
+
+@pytest.mark.parametrize(
+    ("words", "names_the_gpu"),
+    [((), True), (("--vram", "20GiB"), False), (("-ngl", "20"), False), (("--max-model-len", "4096"), True)],
+)
+def test_the_command_with_ram_is_of_the_gpu(words: tuple[str, ...], names_the_gpu: bool) -> None:
+    """A budget of RAM alone would choose the CPU (select_device.py)."""
+    found = answer(asked("llama-3.1-70b-awq", "--gpu", "rtx4090", "--ram", "64GiB", *words))
+    assert " --ram " in found.commands["holdfast"].text
+    assert ("--device cuda" in found.commands["holdfast"].text) == names_the_gpu
 
 
 def test_tiers_move_what_the_physics_say(ask: Ask, gpu: Callable[..., Device]) -> None:

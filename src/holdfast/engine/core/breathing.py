@@ -169,7 +169,7 @@ class Breathing:
         return self._shrink_now(scheduler, resize_kv)
 
     def _shrink_now(self, scheduler: Scheduler, resize_kv: Resize) -> PoolChange | None:
-        shrink, before = self._shrink, self._memory.pool_bytes
+        shrink, blocks, held = self._shrink, scheduler.kv.blocks_total + 1, self._memory.pool_bytes
         assert shrink is not None
         self._end(scheduler)
         if shrink.blocks > scheduler.kv.blocks_total:
@@ -177,7 +177,7 @@ class Breathing:
         if (problem := resize_kv(shrink.blocks)) is not None:
             raise problem
         self._released = self._released or shrink.idle
-        return self._changed(scheduler, before, shrink.reason, lowered=True)
+        return self._changed(scheduler, blocks, held, shrink.reason, lowered=True)
 
     def _end(self, scheduler: Scheduler) -> None:
         self._shrink = None
@@ -209,16 +209,17 @@ class Breathing:
     def _grow(
         self, scheduler: Scheduler, blocks: int, wanted: int, reason: str, resize_kv: Resize
     ) -> PoolChange | None:
-        before = self._memory.pool_bytes
+        held = self._memory.pool_bytes
         if wanted <= blocks:
             return None
         if (problem := resize_kv(wanted)) is not None:  # Somebody was faster: it goes on as it is.
             self._lacking = True
-            log.warning("the KV pool stays at %s: %s", format_bytes(before), problem.message)
+            log.warning("the KV pool stays at %s: %s", format_bytes(held), problem.message)
             return None
-        return self._changed(scheduler, before, reason, lowered=self._full is not None and wanted < self._full)
+        return self._changed(scheduler, blocks, held, reason, lowered=self._full is not None and wanted < self._full)
 
-    def _changed(self, scheduler: Scheduler, before: int, reason: str, *, lowered: bool) -> PoolChange:
+    def _changed(self, scheduler: Scheduler, blocks: int, held: int, reason: str, *, lowered: bool) -> PoolChange:
+        """`blocks` and `held`: pages and bytes of the pool before. On a CPU it holds only what was written."""
         if self._watch is not None:
             self._watch.take()  # It is of the pool as it was: what was just given up would be given once more.
         found = PoolChange(
@@ -228,7 +229,9 @@ class Breathing:
             lowered=lowered,
             budget_bytes=self._memory.budget_with_pool(),
         )
-        log.info("KV pool: %s instead of %s: %s", format_bytes(found.kv_bytes), format_bytes(before), reason)
+        page = scheduler.kv.layout.page_bytes
+        sizes = f"{format_bytes(found.blocks * page)} instead of {format_bytes(blocks * page)}"
+        log.info("KV pool: %s; %s held, %s before: %s", sizes, format_bytes(found.kv_bytes), format_bytes(held), reason)
         return found
 
     def close(self) -> None:

@@ -96,18 +96,24 @@ def _may_have_desktop(device: Device) -> bool:
     return small and consumer and not device.measured
 
 
+def _beside_a_desktop(device: Device) -> float:
+    """Of a small card a desktop leaves less than the usual share."""
+    return min(DESKTOP_UTILIZATION, int(100 * (device.total_bytes - DESKTOP_BYTES) / device.total_bytes) / 100)
+
+
 def _desktop_card(fit: Plan) -> Iterator[Said]:
     device = next((rank.device for rank in fit.ranks if _may_have_desktop(rank.device)), None)
-    if device is None or not _shares(fit) or fit.utilization <= DESKTOP_UTILIZATION or not fit.fits:
+    share = DESKTOP_UTILIZATION if device is None else _beside_a_desktop(device)
+    if device is None or not _shares(fit) or fit.utilization <= share or not fit.fits:
         return
-    smaller = planned(with_settings(fit.question, utilization=DESKTOP_UTILIZATION))
+    smaller = planned(with_settings(fit.question, utilization=share))
     held = "" if smaller is not None else "; at that utilization this plan does not fit"
     without = f". Without a monitor {fit.utilization:g} is fine" if fit.utilization <= MOST_UTILIZATION else ""
     yield (
         f"a desktop on {device.name} takes 1 to 2 GB of it: about"
-        f" {format_bytes(device.total_bytes - DESKTOP_BYTES)} stay free, and {DESKTOP_UTILIZATION:g} is the"
+        f" {format_bytes(device.total_bytes - DESKTOP_BYTES)} stay free, and {share:g} is the"
         f" utilization to start with{held}{without}",
-        None if smaller is None else _at(DESKTOP_UTILIZATION),
+        None if smaller is None else _at(share),
     )
 
 
@@ -368,5 +374,5 @@ def safe_utilization(fit: Plan) -> float:
         if rank.device.held_by:
             most = min(most, SHARED_UTILIZATION)
         elif _may_have_desktop(rank.device):
-            most = min(most, DESKTOP_UTILIZATION)
+            most = min(most, _beside_a_desktop(rank.device))
     return most

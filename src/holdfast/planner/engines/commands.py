@@ -138,6 +138,7 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
     # Of a plan --ram is the machine's; of `serve`, what tiers may take of it.
     budget = (machine.pinned_bytes or 0) // MIB * MIB if offloads else 0
     group, number = asked.groups or (None, None)
+    alone = fit.ranks[0].device.budget_bytes is None and not asked.by_hand  # `serve` takes --ram alone for a CPU's.
     return {
         "gpu_layers": asked.gpu_layers,
         "cpu_offload_gb": f"{asked.cpu_bytes / GIB:g}" if asked.cpu_bytes else None,
@@ -148,7 +149,7 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
         "n_cpu_moe": asked.expert_layers if 0 < asked.expert_layers < MOST_LAYERS else None,
         "override_tensor": ",".join(asked.overrides) or None,
         "cpu_compute": None if asked.cpu_compute else "off",
-        **({"ram": written_size(budget)} if budget else {}),
+        **({"device": "cuda" if alone else None, "ram": written_size(budget)} if budget else {}),
         "nvme_path": "DIR" if offloads and (settings.layers_on_disk or settings.embedding_on_disk) else None,
     }
 

@@ -71,7 +71,7 @@ class Offload:
         if not isinstance(placed, ExpertPlacement):
             disk_short = placed.disk_short_bytes
         if not placed.plan.fits:
-            return f"with {placed.plan.question.settings.offload.flag} {stays} would stay"
+            return f"with {placed.plan.question.settings.offload.flag}, {stays} would stay"
         if not self.known:
             return f"runs with {what}, given {format_bytes(placed.free_ram_bytes)} of free RAM"
         if placed.ram_short_bytes:

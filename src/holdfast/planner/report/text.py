@@ -78,6 +78,8 @@ def _headline(answer: PlanFindings, width: int, paint: Paint) -> Iterator[str]:
         verdict, code = f"fits, but {_lacking(answer)}", "1;33"
     elif answer.fits:
         verdict, code = "fits", "1;32"
+        if answer.offload is not None:  # As it was placed by hand.
+            verdict, code = f"fits; {answer.offload.verdict}", "1;33"
     elif answer.problem is not None:
         verdict, code = f"does not fit: {answer.problem}", "1;31"
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -39,7 +40,8 @@ BAR_AFTER_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|prune")
+    program = parser.prog  # Else argparse names them by the usage line, which is no command.
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|prune", prog=program)
     listing = commands.add_parser("ls", allow_abbrev=False, help="list models, pages, space and last use")
     verify = commands.add_parser("verify", allow_abbrev=False, help="read every page and check it")
     prune = commands.add_parser("prune", allow_abbrev=False, help="remove pages")
@@ -103,6 +105,12 @@ def _verify(store: StoreInspection, arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
+def _meant(arguments: argparse.Namespace) -> str:
+    """The choice as it was written, without --all; where there is none, an example."""
+    chosen = (("--size", arguments.size), ("--older-than", arguments.older_than), ("--model", arguments.model))
+    return " ".join(f"{flag} {shlex.quote(value)}" for flag, value in chosen if value is not None) or "--size 20GiB"
+
+
 def _check_prune(arguments: argparse.Namespace) -> None:
     chosen = [arguments.size, arguments.older_than, arguments.model]
     if arguments.all == any(one is not None for one in chosen):
@@ -110,7 +118,7 @@ def _check_prune(arguments: argparse.Namespace) -> None:
             "what is to be pruned is not clear",
             needed="--all alone, or some of --size, --older-than and --model",
             found="--all with others" if arguments.all else "none of them",
-            fix=f"holdfast kv-store prune {arguments.folder} --size 20GiB",
+            fix=f"holdfast kv-store prune {shlex.quote(arguments.folder)} {_meant(arguments)}",
         )
 
 
