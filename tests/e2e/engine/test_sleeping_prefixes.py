@@ -51,7 +51,7 @@ def unnamed_files() -> int:
     found = 0
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # Threads of the messaging library close sockets long after `close`.
-            found += "memfd:holdfast" in os.readlink(f"/proc/self/fd/{number}")
+            found += "memfd:holdfast-kv" in os.readlink(f"/proc/self/fd/{number}")
     return found
 
 

@@ -439,7 +439,7 @@ def test_a_plan_by_hand_is_the_plan() -> None:
     few = api.plan("llama-3.1-70b-awq", gpu="rtx4090", gpu_layers=60)
     assert not few.fits
     assert not few.runs
-    assert "with --gpu-layers 60 60 of 80 layers would stay" in " ".join(str(few).split())
+    assert "with --gpu-layers 60, 60 of 80 layers would stay" in " ".join(str(few).split())
     with pytest.raises(ConfigurationError) as caught:
         api.plan("llama-3.1-8b", gpu="rtx4090x2", gpu_layers=16)
     assert caught.value.code == "HF136"
