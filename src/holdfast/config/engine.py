@@ -331,28 +331,32 @@ class EngineConfig:
         False, "ranks of a CPU add up what they computed over sockets (gloo) instead of shared memory", flag
     )
     pipeline_parallel_size: int = setting(
-        1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")
+        1,
+        "number of stages that the layers are divided into, by bytes: processes of this machine, -tp of them each; on"
+        " a GPU only 1 so far",
+        whole(1),
+        flags=("-pp", "--pp-size"),
     )
     data_parallel_size: int = setting(
         1, "number of model replicas; only 1 so far", whole(1), flags=("-dp", "--dp-size")
     )
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            if getattr(self, name) != 1:
+        if self.data_parallel_size != 1:
+            raise ConfigurationError(
+                f"data_parallel_size is {self.data_parallel_size}; only one device is supported so far",
+                needed="1",
+                fix="leave data_parallel_size out",
+                field="data_parallel_size",
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if self.device == "cuda" and getattr(self, name) != 1:
                 raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}; only one device is supported so far",
+                    f"{name} is {getattr(self, name)}; of GPUs only one device is supported so far",
                     needed="1",
-                    fix=f"leave {name} out",
+                    fix=f"leave {name} out; ranks on a CPU: --device cpu",
                     field=name,
                 )
-        if self.device == "cuda" and self.tensor_parallel_size != 1:
-            raise ConfigurationError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}; of GPUs only one device is supported so far",
-                needed="1",
-                fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
-                field="tensor_parallel_size",
-            )
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

@@ -12,17 +12,18 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+import numpy
+
 from holdfast.config import EngineConfig
 from holdfast.engine.process.protocol import pack_failure
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
+from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured, segment_layout
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import HoldfastError
-from holdfast.execution.parallel.collectives import Collectives
-from holdfast.execution.parallel.gloo import GlooCollectives, open_store
+from holdfast.execution.parallel.gloo import open_store
+from holdfast.execution.parallel.link import RankLink
 from holdfast.execution.parallel.mailbox import Receiver
-from holdfast.execution.parallel.segment import Segment, SegmentLayout
-from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
+from holdfast.execution.parallel.segment import Segment
 from holdfast.observability.nonblocking_output import unblock_output
 
 
@@ -50,12 +51,12 @@ def run(segment: int, connection: int) -> int:
 class _Follower:
     def __init__(self, start: messages.StartRank, descriptor: int, answers: Connection) -> None:
         self._rank, self._answers = start.rank, answers
-        self._segment = Segment(SegmentLayout(start.size, start.plan.engine.slot_bytes), descriptor)
+        self._segment = Segment(segment_layout(start.plan.engine), descriptor)
         self._receiver = Receiver(self._segment, start.rank, self._look)
-        self._shared = SharedMemoryCollectives(self._segment, start.rank, self._look)
-        collectives: Collectives = self._shared
+        self._link = RankLink(self._segment, start.rank, self._look)
         if start.store_port is not None:
-            collectives = GlooCollectives(open_store(start.store_port, start.size), start.rank, start.size)
+            self._link.use_gloo(open_store(start.store_port, start.size))
+        stage = self._link.stage
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
         model = find_model(config, progress=False, text=False)
         self._member: LoadedRank = load_rank(
@@ -65,7 +66,10 @@ class _Follower:
             start.plan,
             lambda done, total: self._say(messages.RankLoading(done, total)),
             threads=start.threads,
-            collectives=collectives,
+            beat=None if stage is None else stage.note_alive,
+            rank=start.rank,
+            collectives=self._link.collectives,
+            stage=stage,
         )
         self._say(messages.RankLoaded(self._member.runner.weights_bytes))
 
@@ -78,6 +82,8 @@ class _Follower:
                 message = self._receiver.receive()
                 if message[:1] == messages.STEP:
                     self._member.runner.execute(messages.decode_plan(message[1:]))
+                elif message[:1] == messages.SAMPLED:
+                    self._note_sampled(messages.decode_sampled(message[1:]))
                 elif not self._follow(messages.decode_order(message[1:])):
                     return
             except StepLeft:
@@ -98,6 +104,11 @@ class _Follower:
         self._say(messages.Done())
         return True
 
+    def _note_sampled(self, sampled: messages.Sampled) -> None:
+        """Other stages are told with each plan as much as they need to know of it."""
+        if self._link.stage is not None and self._link.stage.is_first:
+            self._member.runner.note_sampled(numpy.array(sampled.slots), numpy.array(sampled.tokens))
+
     def _say(self, message: messages.FromRank) -> None:
         self._answers.send_bytes(messages.encode(message))
 
@@ -109,4 +120,4 @@ class _Follower:
     def _rejoin(self) -> None:
         self._segment.calm = self._segment.alarm.value
         self._receiver.skip_to(self._segment.mail.value)
-        self._shared.go_on_from(self._segment.resume.value)
+        self._link.go_on_from(self._segment.resume.value)

@@ -27,7 +27,7 @@ class RankShare:
     ) -> None:
         self.collectives = collectives
         self._first, self._last = vocab[collectives.rank]
-        self._widths = [last - first for first, last in vocab]
+        self.widths = [last - first for first, last in vocab]
         self._logits = torch.empty((rows, self._last - self._first), dtype=dtype)
 
     @property
@@ -43,10 +43,14 @@ class RankShare:
 
     def logits(self, multiply: Product, hidden: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether `out` has them: of the first rank alone."""
+        self.collectives.gather(self.part(multiply, hidden), self.widths, out if self.samples else None)
+        return self.samples
+
+    def part(self, multiply: Product, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of them, until the next are computed."""
         part = self._logits[: len(hidden)]
         multiply(hidden, part)
-        self.collectives.gather(part, self._widths, out if self.samples else None)
-        return self.samples
+        return part
 
     def tell_tokens(self, token_ids: Sequence[int], late: Sequence[bool]) -> None:
         """Of rank 0: what each row has sampled, and which of them mean nothing."""

@@ -13,17 +13,18 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.execution.native.loading import kernels
-from holdfast.execution.parallel.segment import COUNT_BITS, Segment, Watch
+from holdfast.execution.parallel.segment import COUNT_BITS, Segment, StageSegment, Watch
 
 FLOAT_BYTES = 4
 
 
 class SharedMemoryCollectives:
-    """`watch`: called while others are awaited, and raises where they will not come."""
+    """`segment`: of all ranks, or of one stage's. `rank`: among those. `watch`: called while others are awaited, and
+    raises where they will not come."""
 
     name = "shared memory"
 
-    def __init__(self, segment: Segment, rank: int, watch: Watch) -> None:
+    def __init__(self, segment: Segment | StageSegment, rank: int, watch: Watch) -> None:
         self._segment, self.rank, self.size = segment, rank, segment.layout.size
         self._watch, self._count, self._kernels = watch, segment.counts[rank].value, kernels()
 

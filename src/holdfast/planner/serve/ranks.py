@@ -14,22 +14,25 @@ from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, QuantSpec
 
 NOT_WITH_RANKS = "HF138"
-ONE_RANK = "leave --tensor-parallel-size out"
+ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
 
 
 def refuse_with_ranks(
     config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, compiled_kernels: bool
 ) -> None:
     """Raises ConfigurationError for the first of them. Nothing is refused of one rank."""
-    if config.tensor_parallel_size == 1:
+    sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    several = [f"{name} is {size}" for name, size in sizes.items() if size > 1]
+    if not several:
         return
     for field, what, fix in (
         *_of_settings(config, spec.quantization),
-        *_of_model(spec, stored),
+        *(_of_divided_layers(spec, stored) if config.tensor_parallel_size > 1 else ()),
+        *_of_model(spec),
         *_of_machine(config, compiled_kernels),
     ):
         raise ConfigurationError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, and {what}",
+            f"{' and '.join(several)}, and {what}",
             code=NOT_WITH_RANKS,
             needed="one rank",
             fix=fix,
@@ -64,7 +67,7 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
 
 
-def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
+def _of_divided_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
     packings = [one.packed.packing for one in (stored or {}).values() if one.packed is not None]
     if spec.quantization is not None and stored is None:
         yield "load_format", "dummies of a quantized model are not divided among ranks", ONE_RANK
@@ -73,13 +76,20 @@ def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Ite
     if any(packing.inputs != "plain" for packing in packings):
         reason = "products of these weights round their inputs, which ranks would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
+    if spec.decoder.query_key_norm == "whole":
+        yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
+
+
+def _of_model(spec: ModelSpec) -> Iterator[_Reason]:
     if spec.kv_cache_fp8:
         reason = "scales of a KV cache in FP8, which this checkpoint asks for, are not found by several ranks yet"
         yield "kv_cache_dtype", reason, ONE_RANK
-    if spec.decoder.query_key_norm == "whole":
-        yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
     if spec.classifier is not None and spec.classifier.token_ids:
-        yield "tensor_parallel_size", "this classifier is made of rows of the vocabulary, which is divided", ONE_RANK
+        yield (
+            "tensor_parallel_size",
+            "this classifier is made of rows of the vocabulary, which another rank has",
+            ONE_RANK,
+        )
 
 
 def _of_machine(config: EngineConfig, compiled_kernels: bool) -> Iterator[_Reason]:
