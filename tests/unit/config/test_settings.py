@@ -68,7 +68,7 @@ def test_lengths_as_vllm_spells_them(written: str, tokens: int | None) -> None:
         ),
         ({"logits_processors": ["a.b"]}, "never run"),
         ({"hf_overrides": lambda config: config}, "a function is not supported"),
-        ({"pipeline_parallel_size": 2}, "one device"),
+        ({"pipeline_parallel_size": 2, "device": "cuda"}, "of GPUs only one device"),
         ({"tensor_parallel_size": 2, "device": "cuda"}, "of GPUs only one device"),
         ({"block_size": 0}, "whole number"),
         ({"block_size": True}, "whole number"),
