@@ -154,9 +154,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize(("name", "size"), [("awq", 2), ("act-order", 1)])
-def test_codes_and_their_scales_go_to_stages(
-    name: str, size: int, oracles: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_codes_and_their_scales_go_to_stages(name: str, size: int, oracles: Callable[..., Any], tmp_path: Path) -> None:
     """An order of columns that ranks cannot divide is no matter to whole layers."""
     oracle = oracles("Llama", intermediate_size=160)
     write_quantized(oracle.folder, tmp_path, FORMATS[name])

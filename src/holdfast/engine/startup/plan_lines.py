@@ -9,7 +9,7 @@ from holdfast.observability.decisions import Decision
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan
 from holdfast.planner.sizing.kv_cost import layout_cost
-from holdfast.planner.sizing.rank_shares import rank_words
+from holdfast.planner.sizing.rank_shares import part_words
 from holdfast.records import MemoryTerm
 from holdfast.units import format_bytes
 
@@ -40,7 +40,7 @@ def plan_details(plan: Plan) -> list[str]:
     """Where the budget goes, term by term, and the limits."""
     limits = plan.limits
     ranks = [
-        f"  {rank_words(rank, nbytes, *plan.engine.part_of(rank))}"
+        f"  rank {rank}: {part_words(nbytes, *plan.engine.part_of(rank))}"
         for rank, nbytes in enumerate(plan.engine.rank_weights)
     ]
     return [

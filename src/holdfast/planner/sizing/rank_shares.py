@@ -5,9 +5,10 @@ Takes divisions from shards.py and stages.py, and bytes from `footprint`; choose
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import groupby
 
 from holdfast.checkpoints.checkpoint import piece_of
 from holdfast.footprint import cpu
@@ -65,12 +66,10 @@ class RankShares:
         """A row for each rank, where there are several. `rank_weights`: bytes of each one's weights."""
         if self.count == 1:
             return []
-        rows = [rank_words(rank, nbytes, *self._of(rank)) for rank, nbytes in enumerate(rank_weights)]
-        found = [Decision("tensor_parallel_size", str(len(self.shards)), "; ".join(rows), "set")] if self.shards else []
-        if self.stages:
-            reason = "stages by bytes: " + ("; ".join(stage_rows(self.stages)) if self.shards else "; ".join(rows))
-            found.append(Decision("pipeline_parallel_size", str(len(self.stages)), reason, "set"))
-        return found
+        rows = "; ".join(_rows([(nbytes, *self._of(rank)) for rank, nbytes in enumerate(rank_weights)]))
+        ranks = Decision("tensor_parallel_size", str(len(self.shards)), "in each stage" if self.stages else rows, "set")
+        stages = Decision("pipeline_parallel_size", str(len(self.stages)), f"stages by bytes: {rows}", "set")
+        return [*([ranks] if self.shards else ()), *([stages] if self.stages else ())]
 
     def step_bytes(self, limits: Limits, *, dtype: str) -> int:
         if self.count == 1:
@@ -117,22 +116,31 @@ class RankShares:
         return {EXCHANGE: slots + between + answers + mails + cpu.SLOT_PAGE_BYTES}
 
 
-def rank_words(rank: int, nbytes: int, stage: Stage | None, shard: Shard | None) -> str:
-    """What one rank has, for people."""
+Part = tuple[int, Stage | None, Shard | None]
+"""Bytes of a rank's weights, its stage, and its place in it."""
+
+
+def _rows(parts: Sequence[Part]) -> Iterator[str]:
+    """What ranks have, for people: those that follow one another with as much in one row."""
+    number = 0
+    for words, alike in groupby(part_words(*part) for part in parts):
+        count = len(list(alike))
+        who = f"rank {number} has" if count == 1 else f"ranks {number} to {number + count - 1} have"
+        yield f"{who} {words}{'' if count == 1 else ' each'}"
+        number += count
+
+
+def part_words(nbytes: int, stage: Stage | None, shard: Shard | None) -> str:
     parts = [f"{format_bytes(nbytes)} of weights"]
     if stage is not None:
         parts.append(layer_words(stage))
     if shard is not None:
         parts.append(f"{counted(shard.head_count, 'head')} over {counted(shard.kv_head_count, 'KV head')}")
-    return f"rank {rank} has {', '.join(parts[:-1])} and {parts[-1]}"
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def layer_words(stage: Stage) -> str:
     return f"layers {stage.first} to {stage.last - 1}" if stage.layers > 1 else f"layer {stage.first}"
-
-
-def stage_rows(stages: Sequence[Stage]) -> list[str]:
-    return [f"stage {stage.index} has {layer_words(stage)}" for stage in stages]
 
 
 def _pages(nbytes: int) -> int:
