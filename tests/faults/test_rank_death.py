@@ -84,20 +84,20 @@ async def test_streams_outlive_a_rank(start_server, tiny_arguments, names: tuple
 
 
 @pytest.mark.parametrize(
-    ("flags", "struck"),
+    ("flags", "count", "struck"),
     [
-        (("-pp", "2"), (1,)),
-        pytest.param(("-tp", "2", "-pp", "2"), (0, 1, 2, 3), marks=pytest.mark.long),
+        (("-pp", "2"), 2, (1,)),
+        pytest.param(("-tp", "2", "-pp", "2"), 4, (0, 1, 2, 3), marks=pytest.mark.long),
     ],
     ids=["a-stage", "any-of-four"],
 )
 async def test_streams_outlive_a_stage(
-    start_server, tiny_arguments, flags: tuple[str, ...], struck: tuple[int, ...]
+    start_server, tiny_arguments, flags: tuple[str, ...], count: int, struck: tuple[int, ...]
 ) -> None:
     server = start_server(*tiny_arguments, *flags, "--engine-hang-timeout", "20").wait_ready()
     undisturbed, gone = await all_streams(server.url, asyncio.Semaphore(0)), list[psutil.Process]()
     for rank in struck:
-        answers, ranks = await disturbed(server, lambda ranks, rank=rank: ranks[rank].kill(), 2 * len(flags) // 2)
+        answers, ranks = await disturbed(server, lambda ranks, rank=rank: ranks[rank].kill(), count)
         assert answers == undisturbed
         gone += ranks
     assert f"rank {struck[-1]} " in server.log
