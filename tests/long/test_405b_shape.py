@@ -17,7 +17,8 @@ pytestmark = [
 
 SIXTEENTH = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256 // 16,
-    "hidden_size": 16384 // 16, "intermediate_size": 53248 // 16, "num_hidden_layers": 126, "num_attention_heads": 128 // 16, "head_dim": 128,
+    "hidden_size": 16384 // 16, "intermediate_size": 53248 // 16, "num_hidden_layers": 126,
+    "num_attention_heads": 128 // 16, "head_dim": 128,
     "num_key_value_heads": 4, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
     "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
