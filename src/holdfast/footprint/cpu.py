@@ -216,13 +216,7 @@ def layer_bytes(
 
 
 def bytes_by_name(
-    spec: ModelSpec,
-    stored: Mapping[str, StoredTensor] | None,
-    *,
-    dtype: str,
-    expand: bool,
-    compiled: bool = False,
-    quantize: Quantize | None = None,
+    spec: ModelSpec, stored: Stored, *, dtype: str, expand: bool, compiled: bool, quantize: Quantize | None = None
 ) -> Mapping[str, int]:
     """The same by `layers.3`; what is of no layer by its own name."""
     return _bytes_by_layer(Same(spec), Same(stored), dtype, expand, compiled, quantize)
@@ -285,13 +279,7 @@ def _shared_bytes(parts: list[tuple[TensorSpec, str | ScaledLayout]]) -> int:
 
 
 def held_tensors(
-    spec: ModelSpec,
-    stored: Stored,
-    *,
-    dtype: str,
-    expand: bool,
-    compiled: bool,
-    quantize: Quantize | None = None,
+    spec: ModelSpec, stored: Stored, *, dtype: str, expand: bool, compiled: bool, quantize: Quantize | None = None
 ) -> Iterator[tuple[TensorSpec, StoredTensor | None, str | ScaledLayout]]:
     """Every tensor that there is, as it is stored and as it lies in memory."""
     for tensor in spec.tensors:

@@ -17,7 +17,7 @@ LAST_TENSORS = frozenset({"final_norm", "final_norm_bias", "head", "head_bias"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class LayerStage:
     index: int
     count: int
     """Stages that the model is divided into."""
@@ -38,13 +38,13 @@ class Stage:
         return self.index == self.count - 1
 
 
-def rank_spec(spec: ModelSpec, stage: Stage | None, shard: Shard | None) -> ModelSpec:
+def rank_spec(spec: ModelSpec, stage: LayerStage | None, shard: Shard | None) -> ModelSpec:
     """As one rank has it: of a stage, or of all layers (None), its share of each of them, or all of it (None)."""
     part = spec if shard is None else shard_spec(spec, shard)
     return part if stage is None else stage_spec(part, stage)
 
 
-def stage_spec(spec: ModelSpec, stage: Stage) -> ModelSpec:
+def stage_spec(spec: ModelSpec, stage: LayerStage) -> ModelSpec:
     """As one stage has it. A head that is the embedding once more is on the last stage as well."""
     return replace(
         spec,
@@ -54,7 +54,7 @@ def stage_spec(spec: ModelSpec, stage: Stage) -> ModelSpec:
     )
 
 
-def stage_has(spec: ModelSpec, stage: Stage, tensor: TensorSpec) -> bool:
+def stage_has(spec: ModelSpec, stage: LayerStage, tensor: TensorSpec) -> bool:
     if tensor.layer is not None:
         return stage.first <= tensor.layer < stage.last
     if tensor.name in LAST_TENSORS:

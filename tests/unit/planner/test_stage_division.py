@@ -13,7 +13,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.footprint.cpu import bytes_by_name
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec, from_config
-from holdfast.models.stages import Stage, stage_spec
+from holdfast.models.stages import LayerStage, stage_spec
 from holdfast.planner.report.text import lines
 from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
 from holdfast.planner.sizing.stages import PP_NOT_POSSIBLE, cut_evenly, divide_stages
@@ -29,8 +29,8 @@ def spec_of(**settings: Any) -> ModelSpec:
     return from_config(LLAMA | settings)
 
 
-def stages_of(spec: ModelSpec, count: int) -> tuple[Stage, ...]:
-    return divide_stages(spec, bytes_by_name(spec, None, dtype="float32", expand=False), count)
+def stages_of(spec: ModelSpec, count: int) -> tuple[LayerStage, ...]:
+    return divide_stages(spec, bytes_by_name(spec, None, dtype="float32", expand=False, compiled=False), count)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])

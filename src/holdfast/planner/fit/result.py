@@ -17,7 +17,7 @@ from holdfast.footprint.layouts import Quantize
 from holdfast.footprint.streamed import StreamedLayers
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models.shards import Shard
-from holdfast.models.stages import Stage
+from holdfast.models.stages import LayerStage
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, USEFUL_TOKENS, Device, Question
 from holdfast.planner.sizing.kv_cost import KVCost
@@ -129,7 +129,7 @@ class EngineChoices:
     shards: tuple[Shard, ...] = ()
     """Of each rank that computes its layers with others; empty: one has all of them. `layout` then counts the KV heads
     of all ranks: its pages are what all of them hold of a page together."""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[LayerStage, ...] = ()
     """Of a pipeline, each with the ranks of `shards` or with one; empty: every rank has a part of all layers."""
     rank_weights: tuple[int, ...] = ()
     """Bytes of each rank's weights."""
@@ -146,7 +146,7 @@ class EngineChoices:
     def rank_count(self) -> int:
         return max(1, len(self.shards)) * max(1, len(self.stages))
 
-    def part_of(self, rank: int) -> tuple[Stage | None, Shard | None]:
+    def part_of(self, rank: int) -> tuple[LayerStage | None, Shard | None]:
         """The stage of a rank, and its place in it; None: there is one."""
         stage, place = divmod(rank, max(1, len(self.shards)))
         return self.stages[stage] if self.stages else None, self.shards[place] if self.shards else None

@@ -17,7 +17,7 @@ from holdfast.footprint.identity_key import Same
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.models.shards import Shard
-from holdfast.models.stages import Stage, rank_spec
+from holdfast.models.stages import LayerStage, rank_spec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.shards import divide
@@ -40,7 +40,7 @@ class RankShares:
     """Of each rank; of one alone all of them."""
     shards: tuple[Shard, ...] = ()
     """Of the ranks of each stage. Empty: one rank has all of its layers."""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[LayerStage, ...] = ()
     """Empty: every rank has a part of all layers."""
 
     @property
@@ -58,7 +58,7 @@ class RankShares:
         ranges = [(stage.first, stage.last) for stage in self.stages]
         return cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=kv_dtype, stages=ranges)
 
-    def _of(self, rank: int) -> tuple[Stage | None, Shard | None]:
+    def _of(self, rank: int) -> tuple[LayerStage | None, Shard | None]:
         stage, place = divmod(rank, max(1, len(self.shards)))
         return self.stages[stage] if self.stages else None, self.shards[place] if self.shards else None
 
@@ -116,7 +116,7 @@ class RankShares:
         return {EXCHANGE: slots + between + answers + mails + cpu.SLOT_PAGE_BYTES}
 
 
-Part = tuple[int, Stage | None, Shard | None]
+Part = tuple[int, LayerStage | None, Shard | None]
 """Bytes of a rank's weights, its stage, and its place in it."""
 
 
@@ -130,7 +130,7 @@ def _rows(parts: Sequence[Part]) -> Iterator[str]:
         number += count
 
 
-def part_words(nbytes: int, stage: Stage | None, shard: Shard | None) -> str:
+def part_words(nbytes: int, stage: LayerStage | None, shard: Shard | None) -> str:
     parts = [f"{format_bytes(nbytes)} of weights"]
     if stage is not None:
         parts.append(layer_words(stage))
@@ -139,7 +139,7 @@ def part_words(nbytes: int, stage: Stage | None, shard: Shard | None) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def layer_words(stage: Stage) -> str:
+def layer_words(stage: LayerStage) -> str:
     return f"layers {stage.first} to {stage.last - 1}" if stage.layers > 1 else f"layer {stage.first}"
 
 
@@ -163,7 +163,7 @@ def rank_shares(
     ConfigurationError for sizes that cannot be."""
     whole = weights.held
     shards = divide(whole.spec, whole.stored, size) if size > 1 else ()
-    divided: tuple[Stage, ...] = ()
+    divided: tuple[LayerStage, ...] = ()
     if stages > 1:
         nbytes = whole.by_name(dtype=dtype, expand=expand, compiled=compiled)
         divided = divide_stages(whole.spec, nbytes, stages)
@@ -171,7 +171,7 @@ def rank_shares(
     return RankShares(whole.spec, ranks, shards, divided)
 
 
-def _share(whole: EngineWeights, stage: Stage | None, shard: Shard | None) -> EngineWeights:
+def _share(whole: EngineWeights, stage: LayerStage | None, shard: Shard | None) -> EngineWeights:
     if stage is None and shard is None:
         return whole
     spec = rank_spec(whole.spec, stage, shard)

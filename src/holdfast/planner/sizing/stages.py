@@ -9,13 +9,13 @@ from itertools import accumulate, pairwise
 
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec
-from holdfast.models.stages import Stage, stage_has
+from holdfast.models.stages import LayerStage, stage_has
 from holdfast.units import counted
 
 PP_NOT_POSSIBLE = "HF132"
 
 
-def divide_stages(spec: ModelSpec, nbytes: Mapping[str, int], count: int) -> tuple[Stage, ...]:
+def divide_stages(spec: ModelSpec, nbytes: Mapping[str, int], count: int) -> tuple[LayerStage, ...]:
     """`nbytes`: of each layer by `layers.3`, of what is in no layer by its own name. Raises ConfigurationError where
     there are fewer layers than stages."""
     layers = len(spec.layers)
@@ -28,13 +28,14 @@ def divide_stages(spec: ModelSpec, nbytes: Mapping[str, int], count: int) -> tup
             fix=f"--pipeline-parallel-size {layers}",
             field="pipeline_parallel_size",
         )
-    first, last = Stage(index=0, count=2, first=0, last=0), Stage(index=1, count=2, first=0, last=0)
+    first, last = LayerStage(index=0, count=2, first=0, last=0), LayerStage(index=1, count=2, first=0, last=0)
     alone = [tensor for tensor in spec.tensors if tensor.layer is None]
     before = sum(nbytes.get(tensor.name, 0) for tensor in alone if stage_has(spec, first, tensor))
     behind = sum(nbytes.get(tensor.name, 0) for tensor in alone if stage_has(spec, last, tensor))
     ends = cut_evenly([nbytes[f"layers.{layer.index}"] for layer in spec.layers], count, before, behind)
     return tuple(
-        Stage(index=index, count=count, first=first, last=last) for index, (first, last) in enumerate(pairwise(ends))
+        LayerStage(index=index, count=count, first=first, last=last)
+        for index, (first, last) in enumerate(pairwise(ends))
     )
 
 
