@@ -83,9 +83,11 @@ def test_all_have_what_the_first_has() -> None:
     assert all(torch.equal(x, torch.arange(900)) for x in together(run))
 
 
-def test_messages_come_in_order_and_whole() -> None:
+@pytest.mark.parametrize("stages", [1, RANKS])
+def test_messages_come_in_order_and_whole(stages: int) -> None:
+    """Of a pipeline several lie there at once, and readers are not at the same."""
     messages = [b"a", b"b" * (2 * MAIL_BYTES + 5), b"c" * MAIL_BYTES, b"d"]
-    layout = SegmentLayout(RANKS, 4096)
+    layout = SegmentLayout(RANKS, 4096, stages)
     first = Segment(layout)
 
     def receive(rank: int) -> list[bytes]:
@@ -98,3 +100,16 @@ def test_messages_come_in_order_and_whole() -> None:
         for message in messages:
             sender.send(message)
         assert [one.result() for one in heard] == [messages, messages]
+
+
+def test_a_pipeline_takes_messages_of_as_many_steps_as_it_has_stages() -> None:
+    """Nobody reads yet: the first stage need not wait for the last one to come to a step."""
+    sender = Sender(Segment(SegmentLayout(RANKS, 4096, RANKS)), _no_wait)
+    for _ in range(RANKS):
+        sender.send(b"plan")
+    with pytest.raises(TimeoutError):
+        sender.send(b"one too many")
+
+
+def _no_wait(waited_s: float) -> None:
+    raise TimeoutError
