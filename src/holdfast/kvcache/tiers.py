@@ -38,6 +38,12 @@ class StoredPages(Protocol):
     def use(self, keys: Sequence[bytes]) -> None:
         """They were asked for, in the order of their chain, and need not be read."""
 
+    def used_before(self, keys: Sequence[bytes]) -> int:
+        """How many chain hashes in a row, from the first on, were `computed` before, in any process."""
+
+    def computed(self, keys: Sequence[bytes]) -> None:
+        """Blocks with these chain hashes were computed: next time is their second use."""
+
     def takes(self) -> bool:
         """Whether a page would be written now, as far as is known: the disk is well, and the day's budget not spent."""
 
@@ -300,6 +306,14 @@ class LowerTiers:
                 self._to_write[group, key] = None
             else:
                 self.dropped_writes += 1
+
+    def used_before(self, keys: Sequence[bytes]) -> int:
+        """How many in a row were computed before, by this process or another: computing them again is a second use."""
+        return 0 if self.stored is None else self.stored.used_before(keys)
+
+    def note_computed(self, keys: Sequence[bytes]) -> None:
+        if self.stored is not None:
+            self.stored.computed(keys)
 
     def _writes(self, applied_step: int, budget: int) -> Iterator[BlockCopy]:
         """To disk. What has left the pool meanwhile is not written; what is on its way elsewhere is tried again."""
