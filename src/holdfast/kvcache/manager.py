@@ -26,7 +26,8 @@ from holdfast.kvcache.audit import check_books
 from holdfast.kvcache.groups import KVLayout
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, Tier
 from holdfast.kvcache.prefix import PrefixIndex, chain_hash, root_hash
-from holdfast.kvcache.tiers import Fetch, FoundBelow, LowerTiers, StoredPages, TierLimits
+from holdfast.kvcache.tier_records import Fetch, FoundBelow, StoredPages, TierLimits
+from holdfast.kvcache.tiers import LowerTiers
 from holdfast.records.steps import BlockCopy
 
 
@@ -248,14 +249,18 @@ class KVCache:
         self.free(book)
         book.fetch = fetch
 
-    def plan_copies(self, running: Iterable[SequenceBlocks]) -> list[BlockCopy]:
-        """Between tiers, for the plan that is being made. `running`: the youngest first."""
+    def plan_copies(
+        self, running: Iterable[tuple[SequenceBlocks, bool]], *, saves_only: bool = False
+    ) -> list[BlockCopy]:
+        """Between tiers, for the plan that is being made. `running`: the youngest first, and whether it is worth it to
+        save what each holds."""
         if self.tiers is None:
             return []
-        return self.tiers.plan(
-            ([page for table in book.tables for page in table if page != NULL_PAGE] for book in running),
-            self.applied_step,
+        plan = self.tiers.plan_saves if saves_only else self.tiers.plan
+        pages = (
+            ([page for table in book.tables for page in table if page != NULL_PAGE], worth) for book, worth in running
         )
+        return plan(pages, self.applied_step)
 
     def end_copies(self, finished: Iterable[int], failed: Iterable[int], host_pages: int = 0) -> bool:
         """These are over. `host_pages`: of RAM that may be used by now, if there are more. Says whether anything

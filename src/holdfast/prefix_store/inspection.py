@@ -14,9 +14,9 @@ from holdfast.errors import ConfigurationError
 from holdfast.prefix_store.files.calls import Calls
 from holdfast.prefix_store.files.folder import LOCK, StoreFolder
 from holdfast.prefix_store.files.index import DamagedIndexError, pages_in
-from holdfast.prefix_store.files.uses import clear_uses
 from holdfast.prefix_store.files.memory import AlignedMemory
 from holdfast.prefix_store.files.slab import Slab
+from holdfast.prefix_store.files.uses import clear_uses
 from holdfast.prefix_store.reading import PageReader, ReadResult
 from holdfast.prefix_store.room import Room
 from holdfast.prefix_store.stats import Counts, Rate

@@ -79,9 +79,9 @@ class Room:
         with self.slabs() as slabs:
             for slab in slabs:
                 slab.index.free(np.flatnonzero(_abandoned(slab.index.records, now_us)).tolist())
-                if slab is not self._own and not slab.index.taken_bytes():
-                    if not remembers(slab.uses_path, self._calls):
-                        self.remove(slab)
+                unused = slab is not self._own and not slab.index.taken_bytes()
+                if unused and not remembers(slab.uses_path, self._calls):
+                    self.remove(slab)
             total = sum(slab.index.taken_bytes() for slab in slabs)
         self.count(total)
         return total

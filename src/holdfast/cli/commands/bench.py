@@ -91,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arrivals", choices=("poisson", "constant", "bursts"), help="of an open loop (default: poisson)"
     )
     load.add_argument("--burst", type=_positive, metavar="N", help="requests of a burst (default: 8)")
-    load.add_argument("--up", metavar="TIME", help="while load rises (default: 1m, at most a fifth of the peak; 0s: at once)")
+    load.add_argument(
+        "--up", metavar="TIME", help="while load rises (default: 1m, at most a fifth of the peak; 0s: at once)"
+    )
     load.add_argument("--peak", metavar="TIME", help="at full load, which is judged (default: 5m)")
     load.add_argument("--down", metavar="TIME", help="while load falls (default: as --up)")
     load.add_argument("--requests", type=_positive, metavar="N", help="end after so many, instead of after a time")
