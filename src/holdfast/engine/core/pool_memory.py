@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.config import EngineConfig
 from holdfast.engine.core.breathing import Breathing, PoolMemory
 from holdfast.engine.core.neighbours import DeviceSample, Neighbours, NeighbourWatch
-from holdfast.hardware import memory, resident
+from holdfast.hardware import family_bytes, memory, resident
 from holdfast.hardware.nvidia import device_use
 from holdfast.planner import Plan
 from holdfast.units import GIB, MIB
@@ -57,11 +57,14 @@ class RamPool:
         return None
 
 
-def sample_ram() -> DeviceSample | None:
+def sample_ram(front: int) -> DeviceSample | None:
+    """`front`: the process of this server that started all others of it, which are not its neighbours: the front end
+    itself, grammar workers, ranks."""
     machine, own = memory(), resident()
     if own is None:
         return None
-    return DeviceSample(machine.total_bytes, machine.available_bytes, own.now_bytes - own.files_bytes)
+    family = family_bytes(front, but=os.getpid())
+    return DeviceSample(machine.total_bytes, machine.available_bytes, own.now_bytes - own.files_bytes + family)
 
 
 def sample_gpu(uuid: str, own_bytes: Callable[[], int]) -> DeviceSample | None:
@@ -76,7 +79,8 @@ def sample_gpu(uuid: str, own_bytes: Callable[[], int]) -> DeviceSample | None:
 def breathe_in_ram(core: EngineCore, config: EngineConfig) -> None:
     page_bytes = core.scheduler.kv.layout.page_bytes
     pool = RamPool(page_bytes, lambda: core.scheduler.kv.blocks_touched + 1)
-    core.breathing = _breathing(config, pool, sample_ram)
+    front = os.getppid()
+    core.breathing = _breathing(config, pool, lambda: sample_ram(front))
 
 
 def breathe_in_vram(core: EngineCore, config: EngineConfig, plan: Plan, vram: VramShares) -> None:
