@@ -125,7 +125,7 @@ def resident_tree(pid: int) -> Resident | None:
 
 
 def family_bytes(root: int, but: int) -> int:
-    """What a process and all that come from it hold by themselves, all but one of them. What forks share is nobody's."""
+    """What a process and all that come from it hold by themselves, all but one. What forks share is nobody's."""
     total, left = 0, [root]
     while left:
         pid = left.pop()

@@ -68,9 +68,14 @@ def test_a_prefix_that_was_asked_once_before_a_restart_is_written_when_it_is_ask
     start_server, tiny_arguments, tmp_path: Path
 ) -> None:
     store = ["--kv-store", str(tmp_path / "kv"), "--kv-store-size", "64MiB", "--enable-prompt-tokens-details"]
+    by_itself = ["--idle-release", "60", "--yield-to-neighbours"]
     texts, found = [], []
     for _ in range(3):
-        server = start_server(*tiny_arguments, *store).wait_ready()
+        server = start_server(*tiny_arguments, *store, *by_itself).wait_ready()
+        said = server.log
+        assert f"Decision: kv_store = 64.00 MiB in {tmp_path / 'kv'}, 640.00 MiB written a day at most (set)" in said
+        assert "Decision: idle_release = 60 s (set)" in said
+        assert "Decision: yield_to_neighbours = on (set)" in said
         text, cached = ask(server)
         texts.append(text)
         found.append(cached)
