@@ -32,8 +32,8 @@ VERSION = 1
 DAILY = 10
 """Times its size that may be written in a day, where that was not set."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
-IN_FILES = frozenset({"tensors", "spellings"})
-"""Of a model's spec: what the files themselves say."""
+IN_FILES = frozenset({"tensors", "spellings", "pooling"})
+"""Of a model's spec: what the files themselves say, and what is done after all layers."""
 
 
 @dataclass(frozen=True, slots=True)
