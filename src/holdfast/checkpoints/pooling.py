@@ -1,4 +1,4 @@
-"""How the files of an embedding model ask for its hidden states to become one vector: by sentence-transformers' modules,
+"""How the files of an embedding model ask for its hidden states to become one vector: sentence-transformers' modules
 or a GGUF header's pooling type. Reads, and judges nothing."""
 
 from __future__ import annotations
