@@ -13,6 +13,7 @@ from holdfast.doctor.findings import Finding
 FREE = "ValueError: Free memory on device cuda:0 ({:.2f}/{:.2f} GiB) on startup is less than desired GPU memory utilization (0.9, {:.2f} GiB)."
 CUT = 'time=2026-01-20T13:24:54.423Z level=WARN source=runner.go:153 msg="truncating input prompt" limit={} prompt=5194 keep=5 new=4096'
 QUANTIZED = "ValueError: The quantization method {} is not supported for the current GPU. Minimum capability: {}. Current capability: {}."
+REPOSITORY = "HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '{}'. Use `repo_type` argument if needed."
 PRETOKENIZER = "llama_model_load: error loading model: error loading model vocabulary: unknown pre-tokenizer type: '{}'"
 
 
@@ -49,6 +50,14 @@ SURE = {
     "RuntimeError: CUDA out of memory occurred when warming up sampler with 256 dummy requests.": "--max-num-seqs 64",
     FREE.format(5.92, 79.19, 71.27): "kill PID",
     "llama_model_load: error loading model: llama_model_loader: failed to load model from models/": "-m FOLDER/FILE.gguf",
+    "ImportError: Please install bitsandbytes>=0.46.1 via `pip install bitsandbytes>=0.46.1` to use it.": "python -m pip install 'bitsandbytes>=0.46.1'",
+    "Exception: sgl-kernel is installed with version 0.0.3, which is less than 0.0.5. Please reinstall the latest version with `pip install sgl-kernel --force-reinstall`": "python -m pip install sgl-kernel --force-reinstall",
+    "AttributeError: TokenizersBackend has no attribute all_special_tokens_extended.": "pip install 'transformers<5'",
+    REPOSITORY.format("/models/small"): "ls /models/small",
+    "llama-server: error while loading shared libraries: libgomp.so.1: cannot open shared object file": "sudo apt-get install -y libgomp1",
+    "Error: write /root/.ollama/models/blobs/sha256-1-partial: no space left on device\nollama version is 0.9.0": "make room",
+    "srv    start: couldn't bind HTTP server socket, hostname: 0.0.0.0, port: 8080": "--port 8081",
+    "INFO 11-01 10:00:00 [core.py:9] vLLM\nRuntimeError: Failed to find C compiler. Please specify via CC environment variable.": "build-essential",
 }  # fmt: skip
 
 
@@ -73,6 +82,12 @@ NEIGHBOURS = {
     "stages that share a GPU": "$ vllm serve m --omni\n" + FREE.format(0.49, 79.32, 71.39),
     "a process that used the GPU itself": "WARNING 06-17 00:26:46 [utils.py:2597] We must use the `spawn` multiprocessing start method. Reason: CUDA is initialized\n" + FREE.format(5.92, 79.19, 71.27),
     "a GPU of AMD": "INFO 11-01 10:00:00 [rocm.py:9] x\n" + FREE.format(5.92, 79.19, 71.27),
+    "a name of the hub": REPOSITORY.format("a/b/c"),
+    "a file of weights": REPOSITORY.format("/models/small.gguf"),
+    "an architecture, with a word on an update": "ValueError: The checkpoint you are trying to load has model type `a` but Transformers does not recognize this architecture. You can update with the command `pip install --upgrade transformers`",
+    "a library of its own": "llama-cli: error while loading shared libraries: libllama.so: cannot open shared object file",
+    "memory of processes that is full": "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'",
+    "an address of another machine": "srv    start: couldn't bind HTTP server socket, hostname: 10.0.0.9, port: 8080",
     "few sequences": "RuntimeError: CUDA out of memory occurred when warming up sampler with 8 dummy requests.",
     "a command for the image's entrypoint": "api_server.py: error: unrecognized arguments: /bin/bash -c vllm serve m",
 }  # fmt: skip
@@ -80,7 +95,8 @@ NEIGHBOURS = {
 
 @pytest.mark.parametrize("neighbour", NEIGHBOURS)
 def test_the_same_words_with_a_sign_of_something_else_are_not(neighbour: str) -> None:
-    assert _first(NEIGHBOURS[neighbour]).confidence != "high"
+    found = diagnose_lines(NEIGHBOURS[neighbour].splitlines(), "log").findings
+    assert all(one.confidence != "high" for one in found)
 
 
 def test_a_shell_is_no_model() -> None:

@@ -63,6 +63,14 @@ _OF_THE_MODEL = frozenset(
     )
 )
 """Flags whose value a model or a machine may need: one of those that an older release lists does not replace it."""
+_DEBIAN = {
+    "libgomp.so.1": "libgomp1",
+    "libGL.so.1": "libgl1",
+    "libcurl.so.4": "libcurl4",
+    "libnuma.so.1": "libnuma1",
+    "libibverbs.so.1": "libibverbs1",
+}
+"""Packages of libraries that Debian and Ubuntu have, and minimal images have not."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)")
 FLAGS_NAMED = 16
 """Of a message that names flags, so many are put right: a line may be anything."""
@@ -188,6 +196,8 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
         "model": log.settings.model or "MODEL",
         "fetch_again": _fetch_again(log.engine, log.settings.model or _file(log) or "MODEL"),
         "package": engine.package,
+        "asked_quoted": _requirements(event.words.get("asked", "")),
+        "debian_package": _DEBIAN.get(event.words.get("library", ""), ""),
         "distribution": event.words.get("module", "").replace("llama_cpp", "llama-cpp-python"),
         "since": engine.serves_since(architecture) or "",
         "until": engine.served_until(architecture) or "",
@@ -196,6 +206,11 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
         **log.words,
         **event.words,
     }
+
+
+def _requirements(asked: str) -> str:
+    """As a shell takes them: a version's < and > are its own signs."""
+    return " ".join(shlex.quote(one) if re.search(r"[<>\[]", one) else one for one in asked.split())
 
 
 def _file(log: LogState) -> str | None:
