@@ -76,6 +76,8 @@ NEIGHBOURS = {
     "a prompt for embeddings": '[GIN] 2026/01/20 - 13:24:54 | 200 | 1s | 127.0.0.1 | POST "/api/embed"\n' + CUT.format(2048),
     "a context that was set": CUT.format(512),
     "requests that failed": "[GIN] 2026/01/20 - 13:24:54 | 500 | 60s | 127.0.0.1 | POST\n" + CUT.format(2048),
+    "a runner that died too": CUT.format(2048) + "\npanic: runtime error: index out of range",
+    "somebody's sentence": "This mends the error without it: ModuleNotFoundError: No module named 'vllm'. Now it falls back to another.",
     "a model without flash attention": "llama_init_from_model: flash_attn is not compatible with Grok - forcing off\nllama_init_from_model: V cache quantization requires flash_attn",
     "a pre-tokenizer of a fork": PRETOKENIZER.format("of-a-fork"),
     "a GPU that vLLM has no kernels for": "INFO 11-01 10:00:00 [core.py:9] vLLM\n" + QUANTIZED.format("bitsandbytes", 70, 52),
@@ -97,6 +99,12 @@ NEIGHBOURS = {
 def test_the_same_words_with_a_sign_of_something_else_are_not(neighbour: str) -> None:
     found = diagnose_lines(NEIGHBOURS[neighbour].splitlines(), "log").findings
     assert all(one.confidence != "high" for one in found)
+
+
+def test_ram_that_is_far_from_enough_may_be_held_by_others() -> None:
+    fix = _fix(_first("Error: model requires more system memory (42.8 GiB) than is available (12.9 GiB)"))
+    assert fix.startswith("42.8 GiB have to be free: end other programs")
+    assert "less than 13 GiB" in fix
 
 
 def test_a_shell_is_no_model() -> None:

@@ -48,7 +48,7 @@ CASES = {
         lines=("Error: model requires more system memory (8.4 GiB) than is available (7.7 GiB)",),
         confidence="high", first_try=False,
     ),
-    "no program holds that much RAM": Case(
+    "what holds most of the RAM may be another program": Case(
         lines=("Error: model requires more system memory (37.9 GiB) than is available (14.2 GiB)",),
         confidence="high", first_try=False,
     ),
