@@ -29,7 +29,7 @@ def _fix(found: Finding) -> str:
 SURE = {
     'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].': "nvidia-ctk runtime configure",
     "nvidia-container-cli: requirement error: unsatisfied condition: cuda>=12.8, please update your driver": "a newer NVIDIA driver",
-    "OSError: You are trying to access a gated repo.\nMake sure to have access to it at https://huggingface.co/an/other-7B.": "hf auth login; hf download an/other-7B ",
+    "OSError: You are trying to access a gated repo.\nMake sure to have access to it at https://huggingface.co/an/other-7B.": "huggingface.co/an/other-7B",
     "PermissionError: [Errno 13] Permission denied: '/.cache'": "HF_HOME=/tmp/huggingface",
     "python: Error while finding module specification for 'vllm.entrypoints' (ModuleNotFoundError: No module named 'vllm')": "python -m pip install vllm",
     "ModuleNotFoundError: No module named 'llama_cpp'": "python -m pip install llama-cpp-python",
@@ -55,7 +55,7 @@ SURE = {
     "AttributeError: TokenizersBackend has no attribute all_special_tokens_extended.": "pip install 'transformers<5'",
     REPOSITORY.format("/models/small"): "ls /models/small",
     "llama-server: error while loading shared libraries: libgomp.so.1: cannot open shared object file": "sudo apt-get install -y libgomp1",
-    "Error: write /root/.ollama/models/blobs/sha256-1-partial: no space left on device\nollama version is 0.9.0": "make room",
+    "Error: write /usr/share/ollama/.ollama/models/blobs/sha256-1-partial: no space left on device\nollama version is 0.9.0": "make room",
     "srv    start: couldn't bind HTTP server socket, hostname: 0.0.0.0, port: 8080": "--port 8081",
     "INFO 11-01 10:00:00 [core.py:9] vLLM\nRuntimeError: Failed to find C compiler. Please specify via CC environment variable.": "build-essential",
 }  # fmt: skip
@@ -73,6 +73,7 @@ NEIGHBOURS = {
     "a part of another release": "ModuleNotFoundError: No module named 'vllm.entrypoints.anthropic'",
     "a folder of another program": "PermissionError: [Errno 13] Permission denied: 'tiktoken_cache'",
     "a service of another kind": "the model small does not support tools",
+    "a Mac, which has no such GPU": 'me@MacBook-Pro % docker-compose up\nError response from daemon: could not select device driver "nvidia" with capabilities: [[gpu]]',
     "a prompt for embeddings": '[GIN] 2026/01/20 - 13:24:54 | 200 | 1s | 127.0.0.1 | POST "/api/embed"\n' + CUT.format(2048),
     "a context that was set": CUT.format(512),
     "requests that failed": "[GIN] 2026/01/20 - 13:24:54 | 500 | 60s | 127.0.0.1 | POST\n" + CUT.format(2048),
@@ -87,6 +88,7 @@ NEIGHBOURS = {
     "a name of the hub": REPOSITORY.format("a/b/c"),
     "a file of weights": REPOSITORY.format("/models/small.gguf"),
     "an architecture, with a word on an update": "ValueError: The checkpoint you are trying to load has model type `a` but Transformers does not recognize this architecture. You can update with the command `pip install --upgrade transformers`",
+    "a path with a variable's name in it": "ValueError: Model path does not exist: MODEL=C:/models/small.bin",
     "a library of its own": "llama-cli: error while loading shared libraries: libllama.so: cannot open shared object file",
     "memory of processes that is full": "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'",
     "an address of another machine": "srv    start: couldn't bind HTTP server socket, hostname: 10.0.0.9, port: 8080",

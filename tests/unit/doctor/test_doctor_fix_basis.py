@@ -134,12 +134,12 @@ CASES = {
     ),
     "a gated model": Case(
         lines=(VLLM, "OSError: You are trying to access a gated repo."), basis="stated", confidence="high",
-        command="hf auth login",
+        why="accept the licence, or ask for access",
     ),
     "a gated model that the message names": Case(
         lines=(VLLM, "huggingface_hub.errors.GatedRepoError: 401 Client Error.",
                "Cannot access gated repo for url https://huggingface.co/an/other/resolve/main/config.json."),
-        basis="stated", confidence="high", command="hf download an/other config.json",
+        basis="stated", confidence="high", why="huggingface.co/an/other",
     ),
     "a gated model whose authors have not answered": Case(
         lines=(VLLM, "OSError: You are trying to access a gated repo.",
