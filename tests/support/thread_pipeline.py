@@ -3,6 +3,7 @@ their start. A runner as the engine loop has it."""
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -71,11 +72,12 @@ class ThreadPipeline:
             _pages(limits.max_num_batched_tokens * spec.hidden_size * 4),
             _pages(rows * max(spec.vocab_size, spec.hidden_size) * 4),
         )
-        first = Segment(shared)
+        first, self._segments = Segment(shared), list[Segment]()
         self._failed, self.failures = threading.Event(), list[BaseException]()
         self.runners, self._queues, self._threads = list[Runner](), list[queue.SimpleQueue[Any]](), []
         for rank in range(size * stages):
-            segment = first if rank == 0 else Segment(shared, first.descriptor)
+            segment = first if rank == 0 else Segment(shared, os.dup(first.descriptor))
+            self._segments.append(segment)
             link = RankLink(segment, rank, self._look)
             shard = self.shards[link.place] if self.shards else None
             stage = self.stages[link.stage_index]
@@ -135,6 +137,8 @@ class ThreadPipeline:
             thread.join(DEADLINE_S)
         for runner in self.runners:
             runner.close()
+        for segment in self._segments:
+            segment.close()
         assert not self.failures
 
 
