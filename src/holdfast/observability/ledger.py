@@ -263,7 +263,8 @@ def use_lines(ledger: Ledger) -> list[str]:
     """For people: what each of several engines or ranks has, and how links and experts over VRAM and RAM were used so
     far."""
     experts = [] if ledger.experts is None else [_experts_line(ledger.experts)]
-    rows = [*map(_engine_line, ledger.engines), *map(_rank_line, ledger.ranks)]
+    ranks = [(f"engine {rank.engine} " if ledger.engines else "") + _rank_line(rank) for rank in ledger.ranks]
+    rows = [*map(_engine_line, ledger.engines), *ranks]
     return [*rows, *map(_link_line, ledger.links), *experts]
 
 

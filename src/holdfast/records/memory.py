@@ -95,6 +95,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_pool_bytes: int
     """Of its part of the pages."""
+    engine: int = 0
+    """That it is of, where there are several."""
 
 
 class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):

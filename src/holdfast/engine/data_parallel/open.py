@@ -30,13 +30,7 @@ def plan_engines(
     """One for each engine, before anything is loaded. The front's memory is counted once, over all of them."""
     count = config.data_parallel_size
     plans = [
-        plan_model(
-            _own_config(config, number),
-            model,
-            front_bytes=front_bytes // count,
-            engine_pids=engine_pids,
-            number=number,
-        )
+        plan_model(_own_config(config, number), model, front_bytes=front_bytes, engine_pids=engine_pids, number=number)
         for number in range(count)
     ]
     if count > 1:

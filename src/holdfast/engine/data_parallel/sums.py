@@ -94,7 +94,7 @@ def sum_ledgers(ledgers: Sequence[tuple[int, Ledger]], rows: Sequence[EngineMemo
         experts=_add_experts(experts) if (experts := [one.experts for one in books if one.experts]) else None,
         kv_tiers=_by_name([tier for one in books for tier in one.kv_tiers], lambda tier: tier.tier, _add_tiers),
         kv_store=next((one.kv_store for one in books if one.kv_store is not None), None),
-        ranks=[rank for one in books for rank in one.ranks],
+        ranks=[replace(rank, engine=number) for number, one in ledgers for rank in one.ranks],
         engines=list(rows),
     )
 

@@ -300,7 +300,7 @@ def with_budget(now: Serving, ram: int | None) -> tuple[EngineConfig, Plan]:
         nvme_path=None,
         nvme=None,
     )
-    front_bytes = plan.question.settings.front_bytes
+    front_bytes = plan.question.settings.front_bytes * config.data_parallel_size  # Each engine counts its part.
     found = plan_model(held, now.model, front_bytes=front_bytes, kernels=plan.engine.compiled, engine_pids=now.pids)
     return wanted, _with_measured(found, info.memory)
 

@@ -156,7 +156,7 @@ def plan_model(
 ) -> Plan:
     """From headers and what is free now, or a DoesNotFitError that says who holds memory. No torch.
 
-    `front_bytes`: of a process beside the engine's, out of the same budget. `kernels`: whether there are compiled
+    `front_bytes`: of a process beside the engines', out of the same budget. `kernels`: whether there are compiled
     ones, where that is known better than it can be without torch. `engine_pids`: of engine processes that have begun
     already, whose memory is part of what is planned. `number`: of this engine, where there are several.
     """
@@ -166,6 +166,7 @@ def plan_model(
         from holdfast.planner.serve.host_memory import with_host_memory
         from holdfast.planner.serve.kv_store_ram import with_kv_store
 
+        front_bytes //= config.data_parallel_size
         host, gpus = one_share(memory(), config.data_parallel_size), gpus_share(config, probe().gpus, number)
         plan = make_gpu_plan(
             model.spec,

@@ -43,7 +43,7 @@ def make_cpu_plan(
 ) -> Plan:
     """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file.
     `compiled_kernels`: this installation has them, and this CPU can run them. `front_bytes`: of another process that
-    comes out of the same budget."""
+    comes out of the same budget, once for all engines."""
     refuse_with_ranks(config, spec, stored, compiled_kernels=compiled_kernels)
     model_made = planned_model(spec, stored, name)
 
@@ -79,7 +79,7 @@ def make_cpu_plan(
                 ranks=tried.tensor_parallel_size,
                 structured_output=not tried.skip_tokenizer_init,
                 kv_store_size=0 if tried.kv_store is None else tried.kv_store_size or KV_STORE_USUAL_BYTES,
-                front_bytes=front_bytes,
+                front_bytes=front_bytes // tried.data_parallel_size,
             ),
             decisions=(_budget(tried, machine), *wanted.decisions),
         )
