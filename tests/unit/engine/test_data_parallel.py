@@ -13,12 +13,20 @@ from holdfast.config import EngineConfig
 from holdfast.engine.data_parallel.engine import DataParallelEngine
 from holdfast.engine.data_parallel.sums import sum_info, sum_stats
 from holdfast.engine.interface import engine_of
+from holdfast.engine.offline.unsupported import refuse_several_engines
 from holdfast.engine.process import client, protocol, restarts
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.process.heartbeat import LEAST_LIMIT_S
 from holdfast.engine.requests.front_parts import FrontParts
 from holdfast.engine.startup.build import find_model
-from holdfast.errors import DoesNotFitError, EngineDiedError, OverloadedError, RequestError, SleepingError
+from holdfast.errors import (
+    DoesNotFitError,
+    EngineDiedError,
+    OverloadedError,
+    RequestError,
+    SleepingError,
+    UnsupportedOptionError,
+)
 from holdfast.records import EngineOutput, EngineStats, FinishReason, KVTierUse
 
 
@@ -211,3 +219,10 @@ def test_figures_are_added_up() -> None:
     assert both.kv_tiers == [KVTierUse(tier="ram", hit_tokens_total=6)]
     info = sum_info([INFO, INFO])
     assert (info.blocks, info.max_num_seqs, info.max_model_len) == (20, 8, 100)
+
+
+def test_llm_refuses_several_engines_and_names_what_has_them() -> None:
+    with pytest.raises(UnsupportedOptionError, match="LLM has one engine") as refused:
+        refuse_several_engines(EngineConfig.from_arguments(data_parallel_size=2))
+    assert "holdfast serve MODEL -dp 2" in str(refused.value.fix)
+    refuse_several_engines(EngineConfig())

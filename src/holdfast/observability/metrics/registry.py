@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -57,26 +58,11 @@ class ServingMetrics:
 
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
-        by_source = Counter(
-            "vllm:prompt_tokens_by_source",
-            "Prompt tokens by where their KV came from.",
-            [*LABELS, "source"],
-            registry=self.registry,
-        )
-        self.by_source = [
-            {source: by_source.labels(model_name, engine, source) for source in SOURCES} for engine in self._numbers
-        ]
+        by_source = self._labelled("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "source")
+        self.by_source = [{source: one(source) for source in SOURCES} for one in by_source]
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
-        success = Counter(
-            "vllm:request_success",
-            "Count of finished outputs by finish reason.",
-            [*LABELS, "finished_reason"],
-            registry=self.registry,
-        )
-        self.success = [
-            {reason: success.labels(model_name, engine, reason.value) for reason in FinishReason}
-            for engine in self._numbers
-        ]
+        success = self._labelled("request_success", "Count of finished outputs by finish reason.", "finished_reason")
+        self.success = [{reason: one(reason.value) for reason in FinishReason} for one in success]
         self.iteration_tokens = self._quick("iteration_tokens_total", "Tokens per engine step.", STEP_TOKEN_BUCKETS)
         self.ttft = self._quick(
             "time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S, LATENCY_EDGES_S
@@ -124,6 +110,11 @@ class ServingMetrics:
     def _counter(self, name: str, help_text: str) -> list[Counter]:
         parent = Counter(f"vllm:{name}", help_text, LABELS, registry=self.registry)
         return [parent.labels(self._model_name, engine) for engine in self._numbers]
+
+    def _labelled(self, name: str, help_text: str, label: str) -> list[Callable[[str], Counter]]:
+        """By a further label: a function for each engine that gives the counter of a value."""
+        parent = Counter(f"vllm:{name}", help_text, [*LABELS, label], registry=self.registry)
+        return [partial(parent.labels, self._model_name, engine) for engine in self._numbers]
 
     def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> list[Histogram]:
         parent = Histogram(f"vllm:{name}", help_text, LABELS, buckets=tuple(buckets), registry=self.registry)
