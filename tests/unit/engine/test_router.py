@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.data_parallel.router import EngineLoad, Route, Router, block_hashes
+from holdfast.engine.data_parallel.router import COARSE, FINE_BLOCKS, EngineLoad, Route, Router, prefix_blocks
 
 BLOCK = 16
 IDLE = EngineLoad(places=64)
@@ -95,10 +95,21 @@ def test_an_engine_that_may_not_be_chosen_is_not() -> None:
 
 @given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=80))
 def test_hashes_are_equal_as_long_as_beginnings_are(one: list[int], other: list[int]) -> None:
-    pairs = list(zip(block_hashes(one, 4), block_hashes(other, 4), strict=False))
+    pairs = list(zip(prefix_blocks(one, 4), prefix_blocks(other, 4), strict=False))
     for place, (left, right) in enumerate(pairs, 1):
         assert (left == right) == (one[: place * 4] == other[: place * 4])
-    assert len(block_hashes(one, 4)) == len(one) // 4
+    assert len(prefix_blocks(one, 4)) == len(one) // 4
+
+
+def test_the_end_of_a_long_prompt_is_looked_at_in_coarse_blocks() -> None:
+    fine, coarse = FINE_BLOCKS * BLOCK, COARSE * BLOCK
+    prompt = words(1, fine + 10 * coarse + 5)
+    blocks = prefix_blocks(prompt, BLOCK)
+    assert [tokens for _, tokens in blocks] == [BLOCK] * FINE_BLOCKS + [coarse] * 10
+    made = router()
+    made.choose(prompt, {0: IDLE})
+    assert made.choose(prompt, {0: IDLE}).saved_tokens == fine + 10 * coarse
+    assert made.choose(prompt[: fine + coarse + 9] + words(2, 900), {0: IDLE}).saved_tokens == fine + coarse
 
 
 def test_many_conversations_are_spread_and_stay() -> None:

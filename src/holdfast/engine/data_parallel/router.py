@@ -20,6 +20,10 @@ RUNNING_SHARE = 1 / 8
 """Of a running sequence's tokens: those behind it wait for a token of it in each step, not for all that it holds. With
 2,000 tokens and some 200 to come it costs others about what 250 tokens of a prompt do."""
 
+FINE_BLOCKS, COARSE = 128, 8
+"""Blocks that are looked at one by one, and how many together behind them: the last ones of a long prompt are a small
+part of it, and nobody shall wait for thousands of hashes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
@@ -58,7 +62,7 @@ class Router:
 
     def set_cache(self, engine: int, tokens: int) -> None:
         """How much of prompts the engine caches; 0: nothing."""
-        self._prompts.setdefault(engine, _CachedPrompts()).resize(tokens // self._block_tokens)
+        self._prompts.setdefault(engine, _CachedPrompts()).resize(tokens)
 
     def forget(self, engine: int) -> None:
         """Its cache is empty: it was reset, or its process is another."""
@@ -68,7 +72,7 @@ class Router:
     def choose(self, prompt: Sequence[int], loads: Mapping[int, EngineLoad], salt: str = "") -> Route:
         """`loads`: of the engines that may be chosen, at least one. `salt`: prompts with another share nothing with
         it. Of equals the one that was chosen longest ago."""
-        blocks = block_hashes(prompt, self._block_tokens, salt)
+        blocks = prefix_blocks(prompt, self._block_tokens, salt)
         saved = {engine: self._saved(engine, blocks, len(prompt)) for engine in loads}
 
         def cost(engine: int) -> tuple[bool, float, int, int]:
@@ -83,20 +87,28 @@ class Router:
             self._prompts[chosen].add(blocks)
         return Route(chosen, saved[chosen])
 
-    def _saved(self, engine: int, blocks: Sequence[int], prompt_tokens: int) -> int:
+    def _saved(self, engine: int, blocks: Blocks, prompt_tokens: int) -> int:
         if engine not in self._prompts:
             return 0
         # Of a prompt that is cached whole the last block is computed, for the token behind it.
-        return min(self._prompts[engine].found(blocks), (prompt_tokens - 1) // self._block_tokens) * self._block_tokens
+        whole = (prompt_tokens - 1) // self._block_tokens * self._block_tokens
+        return min(self._prompts[engine].found_tokens(blocks), whole)
 
 
-def block_hashes(prompt: Sequence[int], block_tokens: int, salt: str = "") -> list[int]:
-    """Of each whole block with all before it: equal only where the beginnings are."""
+Blocks = Sequence[tuple[int, int]]
+"""Of a prompt, from its beginning: a hash of each with all before it, and its tokens."""
+_WORD_BYTES = 8
+
+
+def prefix_blocks(prompt: Sequence[int], block_tokens: int, salt: str = "") -> Blocks:
+    """Whole blocks, fine ones and coarse ones behind them; hashes are equal only where the beginnings are."""
     written = array("q", prompt).tobytes()
-    size, last, found = block_tokens * 8, hash(salt), list[int]()
-    for start in range(0, len(written) - size + 1, size):
-        last = hash((last, written[start : start + size]))
-        found.append(last)
+    fine_end = FINE_BLOCKS * block_tokens
+    last, found = hash(salt), list[tuple[int, int]]()
+    for begin, end, size in ((0, fine_end, block_tokens), (fine_end, len(prompt), COARSE * block_tokens)):
+        for start in range(begin, min(end, len(prompt)) - size + 1, size):
+            last = hash((last, written[start * _WORD_BYTES : (start + size) * _WORD_BYTES]))
+            found.append((last, size))
     return found
 
 
@@ -104,27 +116,36 @@ class _CachedPrompts:
     """Blocks that one engine is taken to have, the one longest unused first."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-        self._most = 0
+        self._tokens: OrderedDict[int, int] = OrderedDict()
+        self._most = self._held = 0
 
-    def resize(self, blocks: int) -> None:
-        self._most = blocks
+    def resize(self, tokens: int) -> None:
+        self._most = tokens
         self._evict()
 
     def clear(self) -> None:
-        self._blocks.clear()
+        self._tokens.clear()
+        self._held = 0
 
-    def found(self, blocks: Sequence[int]) -> int:
-        """How many of them are there, from the first on without a gap."""
-        return next((place for place, block in enumerate(blocks) if block not in self._blocks), len(blocks))
+    def found_tokens(self, blocks: Blocks) -> int:
+        """Of the blocks that are there, from the first on without a gap."""
+        found = 0
+        for block, tokens in blocks:
+            if block not in self._tokens:
+                break
+            found += tokens
+        return found
 
-    def add(self, blocks: Sequence[int]) -> None:
+    def add(self, blocks: Blocks) -> None:
         """The last ones first: as in an engine, the end of a prompt is evicted before its beginning."""
-        for block in reversed(blocks[: self._most]):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
+        for block, tokens in reversed(blocks):
+            if block in self._tokens:
+                self._tokens.move_to_end(block)
+            else:
+                self._tokens[block] = tokens
+                self._held += tokens
         self._evict()
 
     def _evict(self) -> None:
-        while len(self._blocks) > self._most:
-            self._blocks.popitem(last=False)
+        while self._held > self._most:
+            self._held -= self._tokens.popitem(last=False)[1]
