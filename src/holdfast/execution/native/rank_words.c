@@ -7,7 +7,6 @@
 #include "rank_words.h"
 
 #include <limits.h>
-#include <string.h>
 #include <time.h>
 
 #include "waiting.h"
@@ -81,27 +80,5 @@ enum rank_outcome await_word(rank_word *word, unsigned value, rank_word *alarm, 
         const unsigned seen = atomic_load(&word->value);
         if (!reached(seen, value)) sleep_on(&word->value, seen, left_ns < SLEEP_NS ? left_ns : SLEEP_NS);
         atomic_fetch_sub(&word->sleepers, 1);
-    }
-}
-
-static void add_up(float *out, const float *slots, long stride, long ranks, long count) {
-    for (long i = 0; i < count; i++) {
-        float sum = slots[i];
-        for (long rank = 1; rank < ranks; rank++) sum += slots[rank * stride + i];
-        out[i] = sum;
-    }
-}
-
-void show_slot(rank_word *own, unsigned value, float *slot, const float *x, long count) {
-    memcpy(slot, x, (size_t)count * sizeof(float));
-    post_word(own, value);
-}
-
-void sum_slots(float *out, const float *slots, long stride, long ranks, long count) {
-    if (ranks == 2) {
-        const float *first = slots, *second = slots + stride;
-        for (long i = 0; i < count; i++) out[i] = first[i] + second[i];
-    } else {
-        add_up(out, slots, stride, ranks, count);
     }
 }

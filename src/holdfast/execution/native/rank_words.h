@@ -20,10 +20,4 @@ void post_word(rank_word *word, unsigned value);
 enum rank_outcome await_word(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long spin_ns,
                              long patience_ns);
 
-/* What this rank has goes to its slot, and its word tells the others. */
-void show_slot(rank_word *own, unsigned value, float *slot, const float *x, long count);
-
-/* Of all ranks' slots, `stride` numbers apart, added up in the order of ranks. */
-void sum_slots(float *out, const float *slots, long stride, long ranks, long count);
-
 #endif

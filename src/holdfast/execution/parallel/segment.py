@@ -96,7 +96,7 @@ class Segment:
         self.address, held = mapped.data_ptr(), mapped.numpy()
         self.numbers = held[: layout.words_bytes].view(numpy.uint32)
         self.alarm, self.resume = SharedWord(self, 0), SharedWord(self, 1)
-        self.calm = self.alarm.value
+        self._calm = numpy.array([self.alarm.value], dtype=numpy.uint32)
         self.mail, self.mail_length = SharedWord(self, 2), SharedWord(self, 3)
         self.counts = [SharedWord(self, 4 + rank) for rank in range(layout.size)]
         self.read = [SharedWord(self, 4 + layout.size + rank) for rank in range(layout.size)]
@@ -104,13 +104,26 @@ class Segment:
         self.mailbox = held[first : first + MAIL_BYTES]
         self._slots = mapped[first + MAIL_BYTES :].view(layout.size, 2, layout.slot_bytes)
 
+    @property
+    def calm(self) -> int:
+        """The alarm's value while nothing is wrong, for this rank."""
+        return int(self._calm[0])
+
+    @calm.setter
+    def calm(self, value: int) -> None:
+        self._calm[0] = value & COUNT_BITS
+
+    @property
+    def calm_address(self) -> int:
+        return int(self._calm.ctypes.data)
+
     def slot(self, rank: int, turn: int) -> torch.Tensor:
         """uint8 [slot bytes]"""
         return self._slots[rank, turn % 2]
 
-    def slot_address(self, rank: int, turn: int) -> int:
-        first = self.address + self.layout.words_bytes + MAIL_BYTES
-        return first + (2 * rank + turn % 2) * self.layout.slot_bytes
+    @property
+    def slots_address(self) -> int:
+        return self.address + self.layout.words_bytes + MAIL_BYTES
 
     def close(self) -> None:
         """The memory goes when nobody maps it any more. Nobody may wait for a word of it meanwhile, or afterwards."""

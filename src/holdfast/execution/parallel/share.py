@@ -12,7 +12,9 @@ import numpy
 import numpy.typing
 import torch
 
+from holdfast.execution.native import CompiledSums
 from holdfast.execution.parallel.collectives import Collectives
+from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
 
 Product = Callable[[torch.Tensor, torch.Tensor], None]
 NOT_SAMPLED = -1
@@ -29,6 +31,11 @@ class RankShare:
         self._first, self._last = vocab[collectives.rank]
         self._widths = [last - first for first, last in vocab]
         self._logits = torch.empty((rows, self._last - self._first), dtype=dtype)
+
+    @property
+    def sums(self) -> CompiledSums | None:
+        """For compiled layers to add up by themselves; None: these ranks cannot."""
+        return self.collectives.sums if isinstance(self.collectives, SharedMemoryCollectives) else None
 
     @property
     def samples(self) -> bool:
