@@ -163,6 +163,18 @@ class Kernels(Protocol):
 
     def await_word(self, word: int, value: int, alarm: int, calm: int, spin_ns: int, patience_ns: int, /) -> int: ...
 
+    def await_mail(
+        self,
+        word: int,
+        value: int,
+        alarm: int,
+        calm: int,
+        mail_spin_ns: int,
+        patience_ns: int,
+        waited: int,
+        /,
+    ) -> int: ...
+
     def meet(self, group: int, watch: Callable[[float], None], /) -> None: ...
 
     def sum_ranks(

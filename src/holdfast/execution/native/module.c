@@ -433,6 +433,23 @@ static PyObject *py_await(PyObject *module, PyObject *const *values, Py_ssize_t 
     return PyLong_FromLong((long)outcome);
 }
 
+static PyObject *py_await_mail(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    rank_word *word = address(&args);
+    const unsigned value = (unsigned)whole(&args);
+    rank_word *alarm = address(&args);
+    const unsigned calm = (unsigned)whole(&args);
+    const long mail_spin_ns = whole(&args), patience_ns = whole(&args);
+    long *waited_ns = address(&args);
+    if (!complete(&args)) return NULL;
+    enum rank_outcome outcome;
+    Py_BEGIN_ALLOW_THREADS
+    outcome = await_mail(word, value, alarm, calm, mail_spin_ns, patience_ns, waited_ns);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong((long)outcome);
+}
+
 static PyObject *py_meet(PyObject *module, PyObject *const *values, Py_ssize_t count) {
     (void)module;
     arguments args = {values, count};
@@ -488,6 +505,8 @@ static PyMethodDef METHODS[] = {
              "(result, layer, waited_ns, computed_ns, pairs), as host_experts.h has them."),
     FUNCTION("post", py_post, "(word, value): as rank_words.h has it."),
     FUNCTION("await_word", py_await, "(word, value, alarm, calm, spin_ns, patience_ns): a rank_outcome."),
+    FUNCTION("await_mail", py_await_mail,
+             "(word, value, alarm, calm, mail_spin_ns, patience_ns, waited_ns's address): a rank_outcome."),
     FUNCTION("meet", py_meet, "(group, watch): as rank_sums.h has it."),
     FUNCTION("sum_ranks", py_sum, "(group, watch, x, count, threads): x becomes the sum of all ranks' x."),
     {NULL, NULL, 0, NULL},

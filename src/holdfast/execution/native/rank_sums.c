@@ -8,6 +8,7 @@
 #include "rank_words.h"
 
 #define LINE_BYTES 64
+#define LINE 512L
 #define UNIT 8192L /* numbers that a thread adds up at a time */
 
 static rank_word *count_of(const rank_group *group, long rank) {
@@ -48,13 +49,19 @@ typedef struct {
     work_queue queue;
 } addition;
 
+static void add_line(float *restrict to, const float *restrict from, long count) {
+    for (long i = 0; i < count; i++) to[i] += from[i];
+}
+
+/* Of all ranks in their order, a line of numbers that stays in the nearest cache at a time. */
 static void add_unit(const addition *all, long first, long last) {
-    const float *slots = all->slots;
-    float *out = all->out;
-    for (long i = first; i < last; i++) {
-        float sum = slots[i] + slots[all->stride + i];
-        for (long rank = 2; rank < all->ranks; rank++) sum += slots[rank * all->stride + i];
-        out[i] = all->add ? out[i] + sum : sum;
+    float line[LINE];
+    for (long begin = first; begin < last; begin += LINE) {
+        const long count = last - begin < LINE ? last - begin : LINE;
+        float *sum = all->add ? line : all->out + begin;
+        memcpy(sum, all->slots + begin, (size_t)count * sizeof(float));
+        for (long rank = 1; rank < all->ranks; rank++) add_line(sum, all->slots + rank * all->stride + begin, count);
+        if (all->add) add_line(all->out + begin, sum, count);
     }
 }
 

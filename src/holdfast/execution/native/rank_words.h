@@ -20,4 +20,9 @@ void post_word(rank_word *word, unsigned value);
 enum rank_outcome await_word(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long spin_ns,
                              long patience_ns);
 
+/* The same of what comes between steps: it is worth while to look for `mail_spin_ns` where the last one came as soon as
+ * that (`waited_ns`, 0 at first; this call's own afterwards) and sums have not shown that ranks share cores. Whoever sleeps has the plan of the next step later by what waking takes. */
+enum rank_outcome await_mail(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long mail_spin_ns,
+                             long patience_ns, long *waited_ns);
+
 #endif

@@ -47,7 +47,7 @@ class Receiver:
         """The next message, however long that takes."""
         pieces = list[bytes]()
         while True:
-            self._segment.mail.wait(self._count + 1, self._watch)
+            self._segment.mail.wait_between_steps(self._count + 1, self._watch)
             length = self._segment.mail_length.value
             pieces.append(self._segment.mailbox[: length & ~_MORE].tobytes())
             self.skip_to(self._count + 1)
