@@ -24,6 +24,10 @@ class Sender:
     def count(self) -> int:
         return self._count
 
+    def go_on(self) -> None:
+        """After an alarm that all readers have followed: what was not shown whole is nobody's."""
+        self._count = self._segment.mail.value
+
     def send(self, message: bytes) -> None:
         for first in range(0, len(message), MAIL_BYTES):
             piece = message[first : first + MAIL_BYTES]

@@ -55,6 +55,15 @@ class RankShare:
         self.collectives.gather(part, self._widths, out if self.samples else None)
         return self.samples
 
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Of each of these, which are float32, the largest that any rank has."""
+        own, size = torch.tensor([numbers], dtype=torch.float32), self.collectives.size
+        gathered = own.new_empty((1, size * len(numbers))) if self.samples else None
+        self.collectives.gather(own, [len(numbers)] * size, gathered)
+        found = own if gathered is None else gathered.view(size, -1).amax(dim=0, keepdim=True)
+        self.collectives.broadcast(found)
+        return [float(number) for number in found[0]]
+
     def tell_tokens(self, token_ids: Sequence[int], late: Sequence[bool]) -> None:
         """Of rank 0: what each row has sampled, and which of them mean nothing."""
         sent = [NOT_SAMPLED if missed else max(token, 0) for token, missed in zip(token_ids, late, strict=True)]
