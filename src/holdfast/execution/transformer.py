@@ -19,6 +19,7 @@ from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
+from holdfast.execution.parallel.routing import routed_by_first
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import MLP_TILE, sums_apart
@@ -53,6 +54,8 @@ class Transformer:
         share: RankShare | None = None,
     ) -> None:
         self._beat, self._share = beat, share
+        if share is not None:
+            weights = replace(weights, layers=routed_by_first(weights.layers, share.collectives))
         self._base, self._adapters = weights.layers, Current()
         self._placed: PlacedRows | None = None
         if adapters is not None:

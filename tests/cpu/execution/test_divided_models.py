@@ -101,6 +101,25 @@ def test_ranks_say_what_the_model_says(name: str, size: int, oracles: Callable[.
     ranks.close()
 
 
+def test_ranks_that_compute_other_bits_choose_the_same_experts(oracles: Callable[..., Any]) -> None:
+    """As with other numbers of threads: of experts that are all but equal, all ranks take those of the first."""
+    oracle = oracles("Qwen3Moe", **{**EXPERTS, "head_dim": 24, "norm_topk_prob": True})
+    layout = layout_of(oracle.spec)
+    limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
+
+    def said(turned: bool) -> list[list[int]]:
+        ranks = ThreadRanks(oracle.spec, oracle.checkpoint, 2, layout, limits, 60)
+        with torch.inference_mode():
+            for layer in ranks.runners[1]._decoder.weights.layers if turned else ():
+                router = layer.mlp.router
+                getattr(router, "_router", router).weight.neg_()
+        found = greedy_tokens(ranks, layout, 60)
+        ranks.close()
+        return found
+
+    assert said(turned=True) == said(turned=False)
+
+
 def greedy_tokens(runner: Any, layout: KVLayout, blocks: int) -> list[list[int]]:
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
     core = EngineCore(Scheduler(limits, KVCache(layout, blocks, prefix_caching=True)), runner)
