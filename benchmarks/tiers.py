@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.gpu_worker import LLAMA, SHAPES
 from benchmarks.random_checkpoints import awq_config
 
@@ -57,7 +59,7 @@ ROWS = {
     "llama-70b-int4-nvme": Row(
         awq_config(LLAMA_70B),
         USUAL | {"vram": "22.93GiB", "ram": "8GiB", "nvme_path": "/var/tmp"},
-        ((32, 128, 6),),
+        ((1, 32, 6), (32, 128, 6)),
     ),
     "llama-8b-bf16": Row(
         SHAPES["llama-8b"],

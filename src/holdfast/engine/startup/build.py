@@ -120,7 +120,9 @@ def _with_token_ids(config: EngineConfig, files: ModelFiles) -> ModelFiles:
 
 def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
     files = _with_token_ids(config, overridden(files, config.config_overrides, config.overriding_settings))
-    spec = spec_of(files)  # First, because for a model that cannot be run no other advice helps.
+    spec = replace(
+        spec_of(files), pooling=files.pooling
+    )  # First, because for a model that cannot be run no other advice helps.
     wanted = config.load_format
     if wanted in ("safetensors", "gguf") and files.format != wanted:
         raise ConfigurationError(
