@@ -32,7 +32,6 @@ from holdfast.config import EngineConfig
 from holdfast.engine.core.kv_store import files_stamp, open_kv_store
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.engine_info import engine_info
-from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.engine.startup.plan_lines import planned_terms
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
@@ -325,7 +324,7 @@ def build_core(
         progress("profile_run", 0, 0)
         ranks.back_kv(2)
         measured, profile_run_s = ranks.profile_run()
-        plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
+        plan = replace(plan, decisions=(*plan.decisions, *ranks.find_kv_scales(config, model.files)))
         plan, report = _settled(plan, measured, lower_tiers(config, plan))
         report = msgspec.structs.replace(report, ranks=ranks.rows(plan, measured))
         ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
