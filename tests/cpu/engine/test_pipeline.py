@@ -92,6 +92,29 @@ def test_a_step_that_is_left_in_the_middle_is_left_by_all_stages(
     assert list(pipeline._core.runner.pids) == before  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_plan_that_is_left_while_it_is_sent_is_left_by_all_stages(
+    pipeline: LLM, of_one: dict[str, Any], shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when the others have the plan already and the first rank has not begun, or when it is not shown yet."""
+    word, count = pipeline._core.runner._group._segment.mail, 0  # type: ignore[attr-defined]
+    post = word.post
+
+    def interrupted(value: int) -> None:
+        nonlocal count
+        count += 1
+        if shown or count != 6:
+            post(value)
+        if count == 6:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(word, "post", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.generate(PROMPTS, LONG, use_tqdm=False)
+    assert tokens(pipeline) == of_one["tokens"]
+
+
 def test_requests_that_are_dropped_between_steps_leave_nothing(pipeline: LLM, of_one: dict[str, Any]) -> None:
     """Steps under way that nobody asks for any more are finished in their turn."""
     core, count, schedule = pipeline._core, 0, pipeline._core.scheduler.schedule

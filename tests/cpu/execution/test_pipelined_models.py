@@ -130,6 +130,8 @@ def assert_same_of_stages(spec: ModelSpec, opened: Callable[[], Checkpoint], siz
     alone = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
     expected = greedy_tokens(EngineCore(Scheduler(alone, KVCache(layout, blocks, prefix_caching=True)), one))
     ranks = ThreadPipeline(spec, opened, size, 2, limits, blocks, **loading)
+    if one._decoder._fused is not None:
+        assert all(member._decoder._fused is not None for member in ranks.runners), "stages are as compiled as one rank"
     assert greedy_tokens(make_core(ranks, limits, blocks)) == expected
     held = [runner.weights_bytes for runner in ranks.runners]
     assert sum(held) < weights.nbytes * 1.1 + (weights.embed.nbytes if spec.tied_embeddings else 0)

@@ -160,7 +160,7 @@ class RankGroup:
     def interrupt(self) -> None:
         """This rank has left a step in the middle: the others leave it too, wherever they are."""
         self._interrupted = True
-        if not self.link.resumes:
+        if not self.link.resumes or self._ending:
             return
         segment = self._segment
         words = [word.value for word in (*segment.counts, *segment.sent, *segment.taken)]
@@ -178,6 +178,7 @@ class RankGroup:
         for rank in self._ranks:
             self._segment.counts[rank.number].wait(self._resume, self._look)
         self.link.go_on_from(self._resume)
+        self._sender.go_on()
         self._interrupted = False
 
     def answers(self, kind: type[Answer], on_loading: Callable[[], None] | None = None) -> list[Answer]:

@@ -30,8 +30,8 @@ class RankedRunner:
         taken = {start.slot for start in plan.starts}
         if any(taken & step.slots for step in self._under_way):
             self.finish()
-        self._group.send_plan(plan)
-        try:
+        try:  # From the first byte on: a plan that has reached the others and is not followed here is left by all.
+            self._group.send_plan(plan)
             handle = self._runner.submit(plan, masks)
         except BaseException:
             self._leave()

@@ -15,6 +15,7 @@ from holdfast.models import ModelSpec, QuantSpec
 
 NOT_WITH_RANKS = "HF138"
 ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
+ONE_STAGE = "leave --pipeline-parallel-size out"
 
 
 def refuse_with_ranks(
@@ -28,6 +29,7 @@ def refuse_with_ranks(
     for field, what, fix in (
         *_of_settings(config, spec.quantization),
         *(_of_divided_layers(spec, stored) if config.tensor_parallel_size > 1 else ()),
+        *(_of_stages(config, spec) if config.pipeline_parallel_size > 1 else ()),
         *_of_model(spec),
         *_of_machine(config, compiled_kernels),
     ):
@@ -59,9 +61,6 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
         field = "idle_release" if config.idle_release else "yield_to_neighbours"
         reason = "a KV pool of several ranks does not give memory up by itself yet"
         yield field, reason, f"leave --{field.replace('_', '-')} out, or {ONE_RANK}"
-    if config.kv_cache_dtype.startswith("fp8"):
-        reason = "scales of a KV cache in FP8 are not found by several ranks yet"
-        yield "kv_cache_dtype", reason, f"leave --kv-cache-dtype out, or {ONE_RANK}"
     if config.asked_quantization in MADE_WHILE_LOADING and quantization is None:
         reason = "weights are not quantized while several ranks load them yet"
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
@@ -80,10 +79,16 @@ def _of_divided_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor] | Non
         yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
 
 
+def _of_stages(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
+    reason = "scales of a KV cache in FP8{} are not found by several stages yet"
+    if config.kv_cache_dtype.startswith("fp8"):
+        yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_STAGE}"
+    if spec.kv_cache_fp8 and config.kv_cache_dtype == "auto":
+        asked = reason.format(", which this checkpoint asks for,")
+        yield "kv_cache_dtype", asked, f"--kv-cache-dtype bfloat16, or {ONE_STAGE}"
+
+
 def _of_model(spec: ModelSpec) -> Iterator[_Reason]:
-    if spec.kv_cache_fp8:
-        reason = "scales of a KV cache in FP8, which this checkpoint asks for, are not found by several ranks yet"
-        yield "kv_cache_dtype", reason, ONE_RANK
     if spec.classifier is not None and spec.classifier.token_ids:
         yield (
             "tensor_parallel_size",
