@@ -159,8 +159,8 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
 def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     """Why this version of Holdfast would refuse it, as it says so itself."""
     spec, problems = fit.question.model.spec, []
-    on_gpu = fit.question.machine.kind == "gpu"
-    device = {"device": "cuda", "tensor_parallel_size": fit.tensor_parallel} if on_gpu else {}
+    ranks = {"tensor_parallel_size": fit.tensor_parallel, "pipeline_parallel_size": fit.pipeline_parallel}
+    device = {"device": "cuda", **ranks} if fit.question.machine.kind == "gpu" else {}
     for values in ({**settings}, device):
         try:
             build(EngineConfig, {name: str(value) for name, value in values.items()}, refused=REFUSED, origin=_spelled)
