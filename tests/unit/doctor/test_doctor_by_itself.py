@@ -131,12 +131,16 @@ def test_a_build_for_32_bit_is_what_cuts_a_large_file() -> None:
 def test_a_folder_of_the_hubs_cache_holds_the_model_below(below: str) -> None:
     found = _first(REPOSITORY.format("/data/hub/models--an--other-7B" + below))
     assert "snapshots/HASH" in found.what
-    assert _fix(found).startswith("the folder in /data/hub/models--an--other-7B/snapshots that has config.json; or the name, an/other-7B,")
+    assert _fix(found).startswith(
+        "the folder in /data/hub/models--an--other-7B/snapshots that has config.json; or the name, an/other-7B,"
+    )
     revision = _first(REPOSITORY.format("/data/hub/models--an--other-7B/snapshots/0a1b"))
     assert "is not there for the server, or has no config.json" in revision.what
 
 
 def test_a_limit_of_tgi_is_told_by_its_own_names() -> None:
-    found = _first("Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given: 1887 `inputs` tokens and 1024 `max_new_tokens`")
+    found = _first(
+        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given: 1887 `inputs` tokens and 1024 `max_new_tokens`"
+    )
     assert found.confidence == "high"
     assert "max_new_tokens" in _fix(found)
