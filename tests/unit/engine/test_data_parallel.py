@@ -22,6 +22,7 @@ from holdfast.engine.startup.build import find_model
 from holdfast.errors import (
     DoesNotFitError,
     EngineDiedError,
+    EngineError,
     OverloadedError,
     RequestError,
     SleepingError,
@@ -197,6 +198,65 @@ async def test_a_prompt_that_is_too_long_is_refused_by_all(engine) -> None:
     for place in range(3):
         with pytest.raises(RequestError):
             await ask(engine, f"r{place}", [1] * 100)
+
+
+async def test_a_prompt_that_is_refused_is_not_taken_for_cached(engine) -> None:
+    for odd in ([1 << 70] * 40, [10**6] * 40):
+        with pytest.raises(RequestError, match="out of vocabulary"):
+            await ask(engine, "odd", odd)
+    prompt = list(range(64))
+    with pytest.raises(RequestError):
+        await ask(engine, "too much", prompt, max_tokens=99)
+    assert (await ask(engine, "asked", prompt)).saved_tokens == 0
+
+
+async def test_a_search_of_a_name_in_use_is_refused_and_leaves_no_places(engine) -> None:
+    params = SamplingParams(n=3, max_tokens=5)
+    await engine.open_search([1], params, search_id="s")
+    with pytest.raises(EngineError, match="already in use"):
+        await engine.open_search([1], params, search_id="s")
+    await engine.close_search("s")
+    assert [one.taken_places for one in engine.members] == [0, 0]
+    assert engine.unfinished == 0
+
+
+async def test_what_is_for_all_is_done_in_turn(engine, harbour, monkeypatch) -> None:
+    """A budget that one engine refuses is taken back to what the one before has made of it."""
+    given = list[tuple[int, int | None]]()
+
+    def taking(number: int):
+        async def take(tier: str, budget_bytes: int | None) -> None:
+            await asyncio.sleep(0.01)
+            if number and budget_bytes == 2:
+                raise DoesNotFitError("no", needed="2", found="1")
+            given.append((number, budget_bytes))
+
+        return take
+
+    for number, one in enumerate(engine.members):
+        monkeypatch.setattr(one, "set_memory_budget", taking(number))
+    first, second = (asyncio.create_task(engine.set_memory_budget("ram", size)) for size in (1, 2))
+    await first
+    with pytest.raises(DoesNotFitError):
+        await second
+    assert engine.budgets["ram"] == 1
+    assert given == [(0, 1), (1, 1), (0, 2), (0, 1)]
+
+
+async def test_an_engine_that_was_given_up_has_no_places(engine, harbour) -> None:
+    harbour.next_starts = [EngineDiedError("no")] * 50
+    harbour.children[1].die()
+    await until(lambda: engine.members[1].failure is not None)
+    for place in range(8):  # One engine with four places, and four that wait.
+        await ask(engine, f"r{place}")
+    with pytest.raises(OverloadedError):
+        await ask(engine, "one too many")
+    harbour.children[0].die()
+    await until(lambda: engine.failure is not None)
+    with pytest.raises(EngineDiedError):
+        await engine.set_memory_budget("ram", 1 << 30)
+    with pytest.raises(EngineError):
+        await engine.sleep()
 
 
 async def test_drain_waits_for_each(engine, harbour) -> None:

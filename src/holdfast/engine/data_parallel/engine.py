@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from typing import Any
 
 from holdfast.config import EngineConfig
-from holdfast.engine.data_parallel.router import EngineLoad, Router
+from holdfast.engine.data_parallel.router import EngineLoad, Route, Router
 from holdfast.engine.data_parallel.sums import describe_starting, sum_info, sum_ledgers, sum_stats
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.requests.admission import check_room
@@ -37,12 +37,14 @@ class DataParallelEngine:
         self.members = tuple(engines)
         self.budgets: Mapping[str, int | None] = config.budgets
         self._parts, self._max_queued = parts, config.max_queued_requests
-        self._router = Router(config.block_size)
+        self._router = Router(config.block_size, len(self.members))
         self._caching = config.enable_prefix_caching
         self._restarts_seen = [0] * len(self.members)
         self._started = False
         self._searches: dict[str, int] = {}
         """Engines of beam searches under way: all steps of one find their beams' prefixes there."""
+        self._turning = asyncio.Lock()
+        """Serializes sleep, wake_up and set_memory_budget over all: none of them finds half of another."""
         for one in self.members:
             one.all_pids = self._pids
 
@@ -130,20 +132,25 @@ class DataParallelEngine:
         search_id: str | None = None,
         progress: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
-        number, saved = self._searches.get(search_id or ""), 0
+        number = self._searches.get(search_id or "")
         if number is None:
             self.check_room(params.n)
-            number, saved = self._route(prompt_token_ids, cache_salt, adapter)
-        stream = await self.members[number].generate(
+            route = self._route(prompt_token_ids, cache_salt, adapter)
+        else:
+            route = Route(number, 0)
+        stream = await self.members[route.engine].generate(
             prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, adapter=adapter,
             embed=embed, search_id=search_id, progress=progress,
         )  # fmt: skip
+        self._router.remember(route)
         if isinstance(stream, Stream):
-            stream.engine, stream.saved_tokens = number, saved
+            stream.engine, stream.saved_tokens = route.engine, route.saved_tokens
         return stream
 
     def check_room(self, answers: int) -> None:
-        taken, places = sum(one.taken_places for one in self.members), sum(one.places for one in self.members)
+        """What was given up has no places."""
+        living = self._living()
+        taken, places = sum(one.taken_places for one in living), sum(one.places for one in living)
         check_room(answers, taken, places, self._max_queued)
 
     async def open_search(
@@ -154,11 +161,14 @@ class DataParallelEngine:
         search_id: str,
         adapter: AdapterRef | None = None,
     ) -> int:
+        if search_id in self._searches:  # On another engine: its places there would be nobody's to give back.
+            raise EngineError(f"request id {search_id!r} is already in use", request_id=search_id)
         self.check_room(params.n)
-        number, _ = self._route(prompt_token_ids, "", adapter)
-        await self.members[number].open_search(prompt_token_ids, params, search_id=search_id, adapter=adapter)
-        self._searches[search_id] = number
-        return number
+        route = self._route(prompt_token_ids, "", adapter)
+        await self.members[route.engine].open_search(prompt_token_ids, params, search_id=search_id, adapter=adapter)
+        self._router.remember(route)
+        self._searches[search_id] = route.engine
+        return route.engine
 
     async def close_search(self, search_id: str) -> None:
         number = self._searches.pop(search_id, None)
@@ -172,6 +182,10 @@ class DataParallelEngine:
 
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         """For all together; where one of them cannot keep to its share, none is changed."""
+        async with self._turning:
+            await self._set_memory_budget(tier, budget_bytes)
+
+    async def _set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         before, changed = self.budgets, list[ProcessEngine]()
         try:
             for one in self._living():
@@ -185,16 +199,19 @@ class DataParallelEngine:
         self.budgets = {**before, tier: budget_bytes}
 
     async def sleep(self, mode: str = "abort", level: int = 1) -> None:
-        waiting = [number for number, one in enumerate(self.members) if one.starting and one.failure is None]
-        if waiting:
-            raise EngineError(f"engine {waiting[0]} is being started and cannot be put to sleep", fix="try again later")
-        await _all([one.sleep(mode, level) for one in self._living()])
-        self._parts.stop()
-        for number in range(len(self.members)) if level > 1 else ():
-            self._router.forget(number)
+        async with self._turning:
+            waiting = [number for number, one in enumerate(self.members) if one.starting and one.failure is None]
+            if waiting:
+                said = f"engine {waiting[0]} is being started and cannot be put to sleep"
+                raise EngineError(said, fix="try again later")
+            await _all([one.sleep(mode, level) for one in self._living()])
+            self._parts.stop()
+            for number in range(len(self.members)) if level > 1 else ():
+                self._router.forget(number)
 
     async def wake_up(self) -> None:
-        await _all([one.wake_up() for one in self._living()])
+        async with self._turning:
+            await _all([one.wake_up() for one in self._living()])
 
     async def drain(self, timeout_s: float) -> None:
         await _all([one.drain(timeout_s) for one in self.members])
@@ -206,14 +223,14 @@ class DataParallelEngine:
             self._parts.close()
 
     def _living(self) -> list[ProcessEngine]:
-        return [one for one in self.members if one.failure is None]
+        """All of them where none does: each says why."""
+        return [one for one in self.members if one.failure is None] or [*self.members]
 
     def _pids(self) -> tuple[int, ...]:
         return tuple(one.pid for one in self.members if one.pid is not None)
 
-    def _route(self, prompt: Sequence[int], cache_salt: str, adapter: AdapterRef | None) -> tuple[int, int]:
-        """The engine's number, and how much of the prompt is taken to be cached there. One that does not serve now is
-        chosen only where none does: it says why, or the request waits there."""
+    def _route(self, prompt: Sequence[int], cache_salt: str, adapter: AdapterRef | None) -> Route:
+        """One that does not serve now is chosen only where none does: it says why, or the request waits there."""
         numbers = range(len(self.members))
         able = [number for number in numbers if self.members[number].ready]
         able = able or [number for number in numbers if self.members[number].failure is None] or list(numbers)
@@ -223,8 +240,7 @@ class DataParallelEngine:
         for number in able:
             self._look_at_cache(number)
         salt = f"{cache_salt}\0{'' if adapter is None else adapter.salt}"
-        route = self._router.choose(prompt, {number: self._load(number) for number in able}, salt)
-        return route.engine, route.saved_tokens
+        return self._router.choose(prompt, {number: self._load(number) for number in able}, salt)
 
     def _context(self, number: int) -> int:
         try:
