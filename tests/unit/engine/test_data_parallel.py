@@ -28,7 +28,7 @@ from holdfast.errors import (
     SleepingError,
     UnsupportedOptionError,
 )
-from holdfast.records import EngineOutput, EngineStats, FinishReason, KVTierUse
+from holdfast.records import EngineOutput, EngineStats, FinishReason, KVStoreUse, KVTierUse
 
 
 @pytest.fixture
@@ -277,6 +277,12 @@ def test_figures_are_added_up() -> None:
     both = sum_stats([stats, EngineStats(running=1, kv_tiers=[tier], running_adapters=["a"])])
     assert (both.running, both.prefix_hits_total, both.running_adapters) == (3, 5, ["a", "b"])
     assert both.kv_tiers == [KVTierUse(tier="ram", hit_tokens_total=6)]
+    stores = [
+        KVStoreUse(folder="kv", held_bytes=9, dropped_writes_total=1),
+        KVStoreUse(folder="kv", held_bytes=9, dropped_writes_total=2, failing=True),
+    ]
+    shared = sum_stats([EngineStats(kv_store=one) for one in stores]).kv_store
+    assert shared == KVStoreUse(folder="kv", held_bytes=9, dropped_writes_total=3, failing=True), "one folder for all"
     info = sum_info([INFO, INFO])
     assert (info.blocks, info.max_num_seqs, info.max_model_len) == (20, 8, 100)
 
