@@ -259,6 +259,37 @@ async def test_an_engine_that_was_given_up_has_no_places(engine, harbour) -> Non
         await engine.sleep()
 
 
+async def test_one_that_was_given_up_is_counted_with_nothing(engine, harbour) -> None:
+    held = EngineStats(running=3, waiting=2, blocks_used=7, running_adapters=["a"], prefix_hits_total=5)
+    for child in harbour.children:
+        child.said.put_nowait(protocol.StepOutputs([], held))
+    await until(lambda: engine.stats().running == 6)
+    harbour.next_starts = [EngineDiedError("no")] * 50
+    harbour.children[1].die()
+    await until(lambda: engine.members[1].failure is not None)
+    both = engine.stats()
+    assert (both.running, both.waiting, both.blocks_used, both.prefix_hits_total) == (3, 2, 7, 10)
+    assert engine.members[1].stats().running_adapters == []
+    assert [row.pid for row in engine._rows()] == [1, None]
+    assert engine.members[0].all_pids() == (1,)
+
+
+async def test_a_budget_that_cannot_be_taken_back_is_told(engine, monkeypatch, caplog) -> None:
+    async def take(tier: str, budget_bytes: int | None) -> None:
+        if budget_bytes is None:
+            raise EngineError("it has died meanwhile")
+
+    async def refuse(tier: str, budget_bytes: int | None) -> None:
+        raise DoesNotFitError("no", needed="2", found="1")
+
+    for one, changes in zip(engine.members, (take, refuse), strict=True):
+        monkeypatch.setattr(one, "set_memory_budget", changes)
+    with pytest.raises(DoesNotFitError):
+        await engine.set_memory_budget("ram", 5)
+    assert engine.budgets["ram"] is None
+    assert "engine 0 keeps the new ram budget" in caplog.text
+
+
 async def test_drain_waits_for_each(engine, harbour) -> None:
     streams = [await ask(engine, name) for name in ("a", "b")]
     draining = asyncio.create_task(engine.drain(60))

@@ -8,7 +8,6 @@ there; the others do not notice.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -193,8 +192,11 @@ class DataParallelEngine:
                 changed.append(one)
         except BaseException:
             for one in changed:
-                with contextlib.suppress(HoldfastError):
+                try:
                     await one.set_memory_budget(tier, before.get(tier))
+                except HoldfastError as error:
+                    number = self.members.index(one)
+                    log.error("engine %d keeps the new %s budget, which others refused: %s", number, tier, error)
             raise
         self.budgets = {**before, tier: budget_bytes}
 
@@ -227,7 +229,8 @@ class DataParallelEngine:
         return [one for one in self.members if one.failure is None] or [*self.members]
 
     def _pids(self) -> tuple[int, ...]:
-        return tuple(one.pid for one in self.members if one.pid is not None)
+        """Without that of one that was given up: it may be another process's by now."""
+        return tuple(one.pid for one in self.members if one.pid is not None and one.failure is None)
 
     def _route(self, prompt: Sequence[int], cache_salt: str, adapter: AdapterRef | None) -> Route:
         """One that does not serve now is chosen only where none does: it says why, or the request waits there."""
@@ -274,7 +277,7 @@ class DataParallelEngine:
             rows.append(
                 EngineMemory(
                     engine=number,
-                    pid=one.pid,
+                    pid=one.pid if one.failure is None else None,
                     status=_status(one),
                     device=info.device,
                     weights_bytes=info.weights_bytes,
