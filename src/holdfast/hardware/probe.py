@@ -138,7 +138,7 @@ def family_bytes(root: int, but: int) -> int:
 
 
 def _held_bytes(pid: int) -> int:
-    """Of a large process what the system counts anyway: looking at every page of it takes 45 ms a GiB, and it can map no
+    """Of a large process what the system counts anyway: looking at every page takes 45 ms a GiB, and it cannot map any
     memory meanwhile. What it shares with forks is a small part of it."""
     found = resident(pid)
     if found is not None and found.now_bytes - found.files_bytes > LARGE_BYTES:

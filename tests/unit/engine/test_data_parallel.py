@@ -10,6 +10,7 @@ from pretended_engine import INFO, Harbour, PretendedChild, until
 
 from holdfast import SamplingParams
 from holdfast.config import EngineConfig
+from holdfast.engine.data_parallel import engine as data_parallel
 from holdfast.engine.data_parallel.engine import DataParallelEngine
 from holdfast.engine.data_parallel.sums import sum_info, sum_stats
 from holdfast.engine.interface import engine_of
@@ -91,6 +92,17 @@ async def test_seeds_are_those_of_one_engine(engine, harbour) -> None:
     drawn = seeds(harbour.children[0]) | seeds(harbour.children[1])
     expected = FrontParts.of(EngineConfig(seed=7), None, find_model(EngineConfig()).spec).seeds
     assert [drawn[f"r{place}"] for place in range(4)] == [expected.getrandbits(62) for _ in range(4)]
+
+
+async def test_many_that_wait_are_not_counted_for_each_that_comes(engine, monkeypatch) -> None:
+    """What comes meanwhile is, or all of it would go to one engine."""
+    counted, count = list[object](), data_parallel._tokens
+    monkeypatch.setattr(data_parallel, "COUNTED_ANEW", 1)
+    monkeypatch.setattr(data_parallel, "COUNTED_S", 3600.0)
+    monkeypatch.setattr(data_parallel, "_tokens", lambda one: counted.append(one) or count(one))
+    streams = [await ask(engine, f"r{place}", [place] * (90 if place == 4 else 10), max_tokens=2) for place in range(9)]
+    assert [engine_of(stream) for stream in streams] == [0, 1, 0, 1, 0, 1, 1, 0, 1], "one has four places"
+    assert 4 <= len(counted) < 9
 
 
 async def test_the_queue_is_one_for_all(engine) -> None:

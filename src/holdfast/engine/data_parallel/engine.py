@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("holdfast")
 
+COUNTED_ANEW, COUNTED_S = 256, 0.05
+"""Open requests of an engine that are counted for every new one (0.5 us each); of more for so long only what has come
+since: with thousands that wait, each would else cost the front milliseconds."""
+
 
 class DataParallelEngine:
     """Implements `engine.interface.Engine`. Use on one asyncio loop."""
@@ -40,6 +45,8 @@ class DataParallelEngine:
         self._caching = config.enable_prefix_caching
         self._restarts_seen = [0] * len(self.members)
         self._started = False
+        self._counted = [(0, 0, 0.0)] * len(self.members)
+        """Of each engine: tokens that wait, tokens that run, and until when they are taken to be so many."""
         self._searches: dict[str, int] = {}
         """Engines of beam searches under way: all steps of one find their beams' prefixes there."""
         self._turning = asyncio.Lock()
@@ -142,6 +149,8 @@ class DataParallelEngine:
             embed=embed, search_id=search_id, progress=progress,
         )  # fmt: skip
         self._router.remember(route)
+        waiting, running, until_s = self._counted[route.engine]
+        self._counted[route.engine] = waiting + len(prompt_token_ids) - route.saved_tokens, running, until_s
         if isinstance(stream, Stream):
             stream.engine, stream.saved_tokens = route.engine, route.saved_tokens
         return stream
@@ -252,13 +261,11 @@ class DataParallelEngine:
             return 0
 
     def _load(self, number: int) -> EngineLoad:
-        one, waiting, running = self.members[number], 0, 0
-        for answer, stream in one.open_requests:
-            prompt = len(answer.request.prompt_token_ids)
-            if answer.token_ids:
-                running += prompt + len(answer.token_ids)
-            else:
-                waiting += prompt - stream.saved_tokens
+        one, now_s = self.members[number], time.monotonic()
+        waiting, running, until_s = self._counted[number]
+        if len(one.open_requests) <= COUNTED_ANEW or now_s >= until_s:
+            waiting, running = _tokens(one)
+            self._counted[number] = waiting, running, now_s + COUNTED_S
         return EngineLoad(waiting_tokens=waiting, running_tokens=running, sequences=one.taken_places, places=one.places)
 
     def _look_at_cache(self, number: int) -> None:
@@ -288,6 +295,18 @@ class DataParallelEngine:
                 )
             )
         return rows
+
+
+def _tokens(one: ProcessEngine) -> tuple[int, int]:
+    """That wait, and that run."""
+    waiting = running = 0
+    for answer, stream in one.open_requests:
+        prompt = len(answer.request.prompt_token_ids)
+        if answer.token_ids:
+            running += prompt + len(answer.token_ids)
+        else:
+            waiting += prompt - stream.saved_tokens
+    return waiting, running
 
 
 def _status(one: ProcessEngine) -> str:
