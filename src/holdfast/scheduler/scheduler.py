@@ -359,9 +359,9 @@ class Scheduler(Results):
         tiers = self.kv.tiers
         if tiers is None or not tiers.host.total:
             return None
-        tiers.spare_wanted = self.kv.blocks_total + 1 - blocks
+        before, tiers.spare_wanted = tiers.spare_wanted, self.kv.blocks_total + 1 - blocks
         copies, over = self.kv.plan_copies(self._worth_saving(), saves_only=True), tiers.spared
-        tiers.spare_wanted = 0
+        tiers.spare_wanted = before  # Somebody else may be saving for a smaller pool beside steps.
         if over and not copies:
             return None
         self._steps_total += 1

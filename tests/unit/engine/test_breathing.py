@@ -424,8 +424,12 @@ def test_who_is_computed_sooner_than_copied_is_not_saved(clock: Clock) -> None:
     fetching = core.scheduler._fetching
     fetching.loads[Tier.HOST].note(PAGE, 10.0)
     fetching.prefill.note(PromptWork(1, 1_000_000, 1_000_000), 1.0)
+    tiers = core.scheduler.kv.tiers
+    assert tiers is not None
+    tiers.spare_wanted = 5
     saving = core.scheduler.save_before(LEAST)
     assert saving is not None
+    assert tiers.spare_wanted == 5, "as whoever breathes has left it"
     assert len(saving.copies) == 2 * 4, "those who might go any moment"
 
 
