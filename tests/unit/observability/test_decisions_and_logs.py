@@ -12,12 +12,13 @@ import pytest
 from holdfast.observability.decisions import Decision
 from holdfast.observability.logs import ThroughputLog, detail_lines, json_lines, ready_lines, set_up_logging
 from holdfast.observability.metrics.buckets import token_buckets
+from holdfast.observability.metrics.engines import EngineSource
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason, RequestTiming
 
 
 def make_metrics(stats: EngineStats | None = None) -> ServingMetrics:
-    return ServingMetrics("m", stats=lambda: stats or EngineStats(), info=lambda: None)
+    return ServingMetrics("m", engines=[EngineSource(lambda: stats or EngineStats(), lambda: None)])
 
 
 def value(metrics: ServingMetrics, name: str, **labels: str) -> float | None:

@@ -32,6 +32,10 @@ class ProfileStep(msgspec.Struct, frozen=True, tag=True):
     """Run the heaviest step, with all other ranks."""
 
 
+class FindScales(msgspec.Struct, frozen=True, tag=True):
+    """Of a KV cache in FP8, with all other ranks."""
+
+
 class BackKV(msgspec.Struct, frozen=True, tag=True):
     """Allocate the pool anew."""
 
@@ -76,7 +80,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-Order = ProfileStep | BackKV | ResizePool | Leave
+Order = ProfileStep | FindScales | BackKV | ResizePool | Leave
 FromRank = RankLoading | RankLoaded | Measured | Done | RankFailed
 
 encode = msgspec.msgpack.Encoder().encode

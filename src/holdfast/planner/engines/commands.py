@@ -166,6 +166,8 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
             build(EngineConfig, {name: str(value) for name, value in values.items()}, refused=REFUSED, origin=_spelled)
         except ConfigurationError as error:
             problems.append(f"Holdfast does not support this yet: {error.message}")
+    if fit.question.settings.expert_parallel and fit.question.settings.data_parallel > 1:
+        problems.append("Holdfast does not divide experts over engines yet: each of -dp has the whole model")
     lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
     if lacking is not None:
         problems.append(lacking)

@@ -56,9 +56,6 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
         field = "idle_release" if config.idle_release else "yield_to_neighbours"
         reason = "a KV pool of several ranks does not give memory up by itself yet"
         yield field, reason, f"leave --{field.replace('_', '-')} out, or {ONE_RANK}"
-    if config.kv_cache_dtype.startswith("fp8"):
-        reason = "scales of a KV cache in FP8 are not found by several ranks yet"
-        yield "kv_cache_dtype", reason, f"leave --kv-cache-dtype out, or {ONE_RANK}"
     if config.asked_quantization in MADE_WHILE_LOADING and quantization is None:
         reason = "weights are not quantized while several ranks load them yet"
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
@@ -73,9 +70,6 @@ def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Ite
     if any(packing.inputs != "plain" for packing in packings):
         reason = "products of these weights round their inputs, which ranks would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
-    if spec.kv_cache_fp8:
-        reason = "scales of a KV cache in FP8, which this checkpoint asks for, are not found by several ranks yet"
-        yield "kv_cache_dtype", reason, ONE_RANK
     if spec.decoder.query_key_norm == "whole":
         yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
     if spec.classifier is not None and spec.classifier.token_ids:
