@@ -157,7 +157,8 @@ def test_a_rank_of_a_stage_that_is_killed_is_named(tiny_model, rank: int) -> Non
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-@pytest.mark.parametrize("rank", [2, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long  # A stopped rank of -tp is in test_rank_faults.
+@pytest.mark.parametrize("rank", [2, 1])
 def test_a_rank_of_a_stage_that_is_stopped_is_named(tiny_model, rank: int) -> None:
     """Of the last stage, and beside the first rank in its own."""
     with make(tiny_model, 2, pipeline_parallel_size=2, engine_hang_timeout=5) as llm:
