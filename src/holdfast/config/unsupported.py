@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.config.tuning import TUNING
 from holdfast.errors import ConfigurationError
 
-_ONE_DEVICE = "only one device is supported so far"
+_NOT_DIVIDED = "contexts are not divided over devices, and the number of ranks stays as it is"
 _ONE_MACHINE = "only one machine is supported so far"
 _ENGINES_HERE = "engines of -dp are processes of this machine, numbered from 0"
 _OWN_BALANCER = (
@@ -42,7 +42,7 @@ ENGINE: Mapping[str, str] = {
     "quantization_param_path": "scales are read from the checkpoint",
     "kv_cache_dtype_skip_layers": "all layers keep keys and values in one type; see kv_cache_dtype",
     **_each(
-        _ONE_DEVICE,
+        _NOT_DIVIDED,
         "decode_context_parallel_size prefill_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size "
         "enable_scale_out",
     ),
