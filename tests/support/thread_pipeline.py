@@ -15,7 +15,7 @@ import torch
 from holdfast.checkpoints import match
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.engine.ranks.runner import RankedRunner
-from holdfast.execution.parallel.link import RankLink
+from holdfast.execution.parallel.rank_link import RankLink
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.runner import Runner, RunnerLimits

@@ -22,8 +22,8 @@ from holdfast.engine.startup.build import find_model
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import HoldfastError
 from holdfast.execution.parallel.gloo import open_store
-from holdfast.execution.parallel.link import RankLink
 from holdfast.execution.parallel.mailbox import Receiver
+from holdfast.execution.parallel.rank_link import RankLink
 from holdfast.execution.parallel.segment import Segment
 from holdfast.observability.nonblocking_output import unblock_output
 

@@ -29,8 +29,8 @@ from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import segment_layout, threads_of
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
 from holdfast.execution.parallel.gloo import open_store
-from holdfast.execution.parallel.link import RankLink
 from holdfast.execution.parallel.mailbox import Sender
+from holdfast.execution.parallel.rank_link import RankLink
 from holdfast.execution.parallel.segment import Segment
 from holdfast.planner import Plan
 from holdfast.records import StepPlan
