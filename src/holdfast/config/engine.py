@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.config import offload as offload_config
 from holdfast.config import quantization as quantization_names
@@ -341,6 +341,17 @@ class EngineConfig:
         " a GPU only 1 so far",
         whole(1),
         flags=("-pp", "--pp-size"),
+    )
+    enable_expert_parallel: bool = setting(
+        False,
+        "give each rank of -tp whole experts of a model that has some, instead of a part of every one",
+        flag,
+        flags=("-ep",),
+    )
+    expert_placement_strategy: Literal["linear", "round_robin"] = setting(
+        "linear",
+        "which experts a rank gets with --enable-expert-parallel: linear, neighbours; round_robin, in turns",
+        choice("linear", "round_robin"),
     )
     data_parallel_size: int = setting(
         1,

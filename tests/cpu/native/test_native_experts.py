@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused() -> None:
         native.ExpertLayer(gate_up=[[one] for one in down], down=down, per_token=1, normalized=True, activation="silu")
     layer = native.ExpertLayer(gate_up=pairs, down=down, per_token=2, normalized=True, activation="silu")
     x, logits = torch.zeros(3, HIDDEN), torch.zeros(3, 2)
-    with pytest.raises(ValueError, match="4 pairs, not 6"):
+    with pytest.raises(ValueError, match="4 pairs and 4 lines, not 6 and 6"):
         layer.add(x, logits, x.clone(), native.NativeExpertBuffers.allocate(2, 2, 2, HIDDEN, INNER))
     with pytest.raises(ValueError, match="logits"):
         layer.add(x, logits[:2], x.clone(), native.NativeExpertBuffers.allocate(3, 2, 2, HIDDEN, INNER))

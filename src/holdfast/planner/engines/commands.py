@@ -124,6 +124,7 @@ def _holdfast_settings(fit: Plan, sequences: int) -> dict[str, object]:
         "expand_weights": None if asked.expand_weights == "auto" else asked.expand_weights,
         **_offload_settings(fit),
         **parallel(fit),
+        "enable_expert_parallel": True if asked.expert_parallel and fit.tensor_parallel > 1 else None,
         "enable_lora": True if asked.max_loras else None,
         "max_loras": asked.max_loras or None,
         "max_lora_rank": asked.max_lora_rank if asked.max_loras else None,

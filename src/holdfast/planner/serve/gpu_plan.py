@@ -35,6 +35,7 @@ from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
 from holdfast.planner.serve.engines import ram_share
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
+from holdfast.planner.serve.ranks import check_experts, expert_parallel_said
 from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
@@ -135,6 +136,7 @@ def _gpu_plan(
     check_step(config.max_num_seqs, config.max_num_batched_tokens)
     check_type(config.dtype, spec)
     _check_kernels(spec, config)
+    check_experts(config, spec)
     chosen, _ = choose_gpu(gpus)
     _check_layouts(model, chosen)
     device = replace(measured_device(0, chosen), budget_bytes=config.vram, limited_by=f"GPU {chosen.index}")
@@ -157,7 +159,7 @@ def _gpu_plan(
             max_lora_rank=config.lora_rank,
             front_bytes=front_bytes,
         ),
-        decisions=decisions,
+        decisions=(*decisions, *expert_parallel_said(config)),
     )
     found = fit(question)
     if found.kv_dtype != found.dtype and not is_fp8(found.kv_dtype):

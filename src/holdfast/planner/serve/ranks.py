@@ -12,6 +12,7 @@ from holdfast.config import EngineConfig
 from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, QuantSpec
+from holdfast.observability.decisions import Decision
 
 NOT_WITH_RANKS = "HF138"
 ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
@@ -22,13 +23,14 @@ def refuse_with_ranks(
     config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, compiled_kernels: bool
 ) -> None:
     """Raises ConfigurationError for the first of them. Nothing is refused of one rank."""
+    check_experts(config, spec)
     sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     several = [f"{name} is {size}" for name, size in sizes.items() if size > 1]
     if not several:
         return
     for field, what, fix in (
         *_of_settings(config, spec.quantization),
-        *(_of_divided_layers(spec, stored) if config.tensor_parallel_size > 1 else ()),
+        *(_of_divided_layers(config, spec, stored) if config.tensor_parallel_size > 1 else ()),
         *(_of_stages(config, spec) if config.pipeline_parallel_size > 1 else ()),
         *_of_model(spec),
         *_of_machine(config, compiled_kernels),
@@ -39,6 +41,31 @@ def refuse_with_ranks(
             needed="one rank",
             fix=fix,
             field=field,
+        )
+
+
+def expert_parallel_said(config: EngineConfig) -> Iterator[Decision]:
+    """Where --enable-expert-parallel does less than its words, or than another engine does."""
+    if not config.enable_expert_parallel:
+        return
+    if config.tensor_parallel_size == 1:
+        reason = "it deals experts out among the ranks of --tensor-parallel-size, and one rank has all of them"
+        yield Decision("enable_expert_parallel", "without effect", reason, "set")
+    elif config.data_parallel_size > 1:
+        reason = "engines of --data-parallel-size share nothing: each deals all experts out among its own ranks"
+        yield Decision("enable_expert_parallel", "in each engine", reason, "set")
+
+
+def check_experts(config: EngineConfig, spec: ModelSpec) -> None:
+    """That there are some to deal out, where that was asked for."""
+    if config.enable_expert_parallel and all(layer.experts is None for layer in spec.layers):
+        raise ConfigurationError(
+            "enable_expert_parallel is set, but this model has no experts",
+            code=NOT_WITH_RANKS,
+            needed="a model with experts",
+            found=spec.architecture,
+            fix="leave --enable-expert-parallel out",
+            field="enable_expert_parallel",
         )
 
 
@@ -66,8 +93,14 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
 
 
-def _of_divided_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
-    packings = [one.packed.packing for one in (stored or {}).values() if one.packed is not None]
+def _of_divided_layers(
+    config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None
+) -> Iterator[_Reason]:
+    packed = {name: one.packed.packing for name, one in (stored or {}).items() if one.packed is not None}
+    if config.enable_expert_parallel:
+        # Whole experts are multiplied as on one rank, but for a scale of inputs that is the largest of all of them.
+        packed = {name: one for name, one in packed.items() if ".experts." not in name or one.static_inputs}
+    packings = list(packed.values())
     if spec.quantization is not None and stored is None:
         yield "load_format", "dummies of a quantized model are not divided among ranks", ONE_RANK
     if any(packing.act_order for packing in packings):
