@@ -17,6 +17,10 @@ from holdfast.execution.native.loading import kernels, threads
 from holdfast.execution.native.products import CompiledMatrix
 
 
+WEIGHTS = 0
+"""Where a matrix's description (decoder.h) has their address."""
+
+
 @dataclass(frozen=True, slots=True)
 class NativeExpertBuffers:
     """For as many tokens as are given at a time; a line for every pair of a token and an expert it chose that is
@@ -93,7 +97,8 @@ class ExpertLayer:
         described = list[numpy.typing.NDArray[numpy.int64]]()
         for matrices in (gate_up, [[matrix] for matrix in down]):
             found = numpy.array([[part.description for part in one] for one in matrices], dtype=numpy.int64)
-            every = numpy.zeros((self.experts, *found.shape[1:]), dtype=numpy.int64)  # Without weights: elsewhere.
+            every = numpy.repeat(found[:1], self.experts, axis=0)
+            every[..., WEIGHTS] = 0  # Without weights: elsewhere.
             every[list(numbers)] = found
             described.append(every)
         self._kept = (gate_up, down, described)
