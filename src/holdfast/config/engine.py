@@ -322,13 +322,16 @@ class EngineConfig:
     )
     tensor_parallel_size: int = setting(
         1,
-        "number of ranks to split each layer over: processes of this machine, which share its cores; on a GPU only 1 so"
-        " far",
+        "number of ranks to split each layer over: processes of this machine, each with a GPU of its own, or on a CPU"
+        " with its share of the cores",
         whole(1),
         flags=("-tp", "--tp-size", "--tensor-parallel"),
     )
     disable_custom_all_reduce: bool = setting(
-        False, "ranks of a CPU add up what they computed over sockets (gloo) instead of shared memory", flag
+        False,
+        "ranks add up what they computed over sockets (gloo) instead of shared memory; on GPUs by NCCL alone instead of"
+        " kernels of our own",
+        flag,
     )
     pipeline_parallel_size: int = setting(
         1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")
@@ -346,13 +349,6 @@ class EngineConfig:
                     fix=f"leave {name} out",
                     field=name,
                 )
-        if self.device == "cuda" and self.tensor_parallel_size != 1:
-            raise ConfigurationError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}; of GPUs only one device is supported so far",
-                needed="1",
-                fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
-                field="tensor_parallel_size",
-            )
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

@@ -95,6 +95,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_pool_bytes: int
     """Of its part of the pages."""
+    device: str = ""
+    """Its GPU; empty: it computes on the CPU."""
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):

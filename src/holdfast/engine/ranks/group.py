@@ -32,6 +32,7 @@ from holdfast.execution.parallel.gloo import GlooCollectives, open_store
 from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
+from holdfast.footprint.cpu import SLOT_PAGE_BYTES
 from holdfast.planner import Plan
 from holdfast.records import StepPlan
 from holdfast.units import format_duration
@@ -97,7 +98,9 @@ class RankGroup:
         self.size = len(plan.engine.shards)
         self.timeout_s, self.cores = timeout_s, cores
         self.threads = threads_of(cores, self.size, 0)
-        self._segment = Segment(SegmentLayout(self.size, plan.engine.slot_bytes))
+        self._segment = Segment(segment_layout(plan))
+        self.on_end: Callable[[], None] | None = None
+        """Called by another thread when a rank has ended."""
         self._ending, self._interrupted = False, False
         self._sender = Sender(self._segment, self._look)
         self._ranks = list[RankProcess]()
@@ -105,7 +108,7 @@ class RankGroup:
         try:
             for number in range(1, self.size):
                 self._ranks.append(RankProcess(number, self._segment, self._on_end))
-            self._store = open_store(None, self.size) if config.disable_custom_all_reduce else None
+            self.store = open_store(None, self.size) if wants_store(config, plan) else None
             for rank in self._ranks:
                 start = messages.StartRank(
                     rank=rank.number,
@@ -113,10 +116,11 @@ class RankGroup:
                     config=dataclasses.asdict(config),
                     plan=plan,
                     threads=threads_of(cores, self.size, rank.number),
-                    store_port=None if self._store is None else self._store.port,
+                    store_port=None if self.store is None else self.store.port,
                 )
                 rank.connection.send_bytes(messages.encode(start))
-            self.collectives = self._make_collectives(config)
+            # Those of GPUs are made by whoever has opened them.
+            self.collectives = None if plan.engine.rank_gpus else self._make_collectives()
         except OSError as error:
             self.close()
             raise EngineDiedError(f"the ranks of this engine could not be started: {error}") from error
@@ -124,10 +128,10 @@ class RankGroup:
             self.close()
             raise
 
-    def _make_collectives(self, config: EngineConfig) -> Collectives:
+    def _make_collectives(self) -> Collectives:
         """Those over gloo wait until all ranks are there: they are made once the others have been told to start."""
-        if self._store is not None:
-            return GlooCollectives(self._store, 0, self.size, self.timeout_s)
+        if self.store is not None:
+            return GlooCollectives(self.store, 0, self.size, self.timeout_s)
         self._shared = SharedMemoryCollectives(self._segment, 0, self._look)
         return self._shared
 
@@ -135,6 +139,13 @@ class RankGroup:
     def pids(self) -> list[int]:
         """Of the other ranks."""
         return [rank.process.pid for rank in self._ranks]
+
+    def tell_each(self, message: messages.JoinRanks) -> None:
+        """By their sockets: while they start."""
+        self.check()
+        with contextlib.suppress(OSError):  # Of one that has ended: what it said last is read next.
+            for rank in self._ranks:
+                rank.connection.send_bytes(messages.encode(message))
 
     def send_plan(self, plan: StepPlan) -> None:
         self._send(messages.STEP + messages.encode(plan))
@@ -160,7 +171,7 @@ class RankGroup:
     def _go_on(self) -> None:
         if self._shared is None:
             raise EngineDiedError(
-                "a step was left in the middle, which ranks that are joined by gloo cannot go on from"
+                "a step was left in the middle, which ranks that are joined by gloo, or on GPUs, cannot go on from"
             )
         count = self._shared.count + 2
         self._segment.calm = self._segment.alarm.value
@@ -220,6 +231,8 @@ class RankGroup:
     def _on_end(self) -> None:
         if not self._ending:
             self._alarm()
+            if self.on_end is not None:
+                self.on_end()
 
     def _alarm(self) -> None:
         self._segment.alarm.post(self._segment.alarm.value + 1)
@@ -240,6 +253,18 @@ class RankGroup:
             rank.connection.close()
         if not any(rank.watcher.is_alive() for rank in self._ranks):  # One that hangs in the system may still say so.
             self._segment.close()
+
+
+def segment_layout(plan: Plan) -> SegmentLayout:
+    """Of the memory that plans travel by, and on a CPU numbers too."""
+    engine = plan.engine
+    return SegmentLayout(len(engine.shards), SLOT_PAGE_BYTES if engine.rank_gpus else engine.slot_bytes)
+
+
+def wants_store(config: EngineConfig, plan: Plan) -> bool:
+    """Whether ranks find one another by a port: for gloo, or for NCCL, which has no two ranks on one GPU."""
+    uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
+    return len(set(uuids)) == len(uuids) if uuids else config.disable_custom_all_reduce
 
 
 def _await_end(ranks: Sequence[RankProcess], timeout_s: float) -> None:

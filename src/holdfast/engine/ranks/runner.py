@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from holdfast.engine.core.loop import StepHandle
+from collections.abc import Sequence
+
+from holdfast.engine.core.loop import StepHandle, StepRunner
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.group import RankGroup
-from holdfast.execution.runner import Runner
-from holdfast.records import StepPlan, TokenMasks
+from holdfast.execution.parallel.gpu.together import GpuCollectives
+from holdfast.records import StepPlan, StepResult, TokenMasks
 
 
 class RankedRunner:
-    def __init__(self, runner: Runner, group: RankGroup) -> None:
+    def __init__(self, runner: StepRunner, group: RankGroup) -> None:
         self._runner, self._group = runner, group
 
     @property
@@ -44,3 +46,35 @@ class RankedRunner:
     def close(self) -> None:
         self._group.close()
         self._runner.close()
+
+
+class RankedGpuRunner(RankedRunner):
+    """The same of GPUs, whose steps are computed after they were submitted: a rank that ended is named then."""
+
+    def __init__(self, runner: StepRunner, group: RankGroup, collectives: GpuCollectives) -> None:
+        super().__init__(runner, group)
+        self._collectives = collectives
+
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
+        return _Watched(super().submit(plan, masks), self._group)
+
+    def close(self) -> None:
+        self._collectives.give_up()  # Whatever waits on the GPU for ranks that leave.
+        super().close()
+        self._collectives.close()
+
+
+class _Watched:
+    def __init__(self, step: StepHandle, group: RankGroup) -> None:
+        self._step, self._group = step, group
+
+    @property
+    def late(self) -> Sequence[int]:
+        return self._step.late
+
+    def result(self) -> StepResult:
+        try:
+            return self._step.result()
+        except Exception:
+            self._group.check()  # Whose end is the reason.
+            raise

@@ -77,6 +77,7 @@ class LoadedRanks:
     def decisions(self) -> tuple[Decision, ...]:
         if self.group is None:
             return self.first.decisions
+        assert self.group.collectives is not None
         size, name = self.group.size, self.group.collectives.name
         threads = ", ".join(str(threads_of(self.group.cores, size, rank)) for rank in range(size))
         reason = f"{size} ranks of one machine, which compute with {threads} threads"

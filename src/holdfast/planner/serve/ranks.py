@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
+from holdfast.config.offload import offload_request
 from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, QuantSpec
@@ -25,6 +26,7 @@ def refuse_with_ranks(
         return
     for field, what, fix in (
         *_of_settings(config, spec.quantization),
+        *_of_gpus(config),
         *_of_model(spec, stored),
         *_of_machine(config, compiled_kernels),
     ):
@@ -64,6 +66,18 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
 
 
+def _of_gpus(config: EngineConfig) -> Iterator[_Reason]:
+    if config.device != "cuda":
+        return
+    offload = offload_request(config)
+    if offload.by_hand or offload.experts_by_hand:
+        reason = "layers and experts that wait in RAM are not divided among ranks yet"
+        yield "cpu_offload_gb", reason, f"leave the settings of offload out, or {ONE_RANK}"
+    if config.kv_ram_bytes:
+        reason = "KV blocks that leave the GPU are not kept in RAM by several ranks yet"
+        yield "kv_ram", reason, f"leave --kv-ram out, or {ONE_RANK}"
+
+
 def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
     packings = [one.packed.packing for one in (stored or {}).values() if one.packed is not None]
     if spec.quantization is not None and stored is None:
@@ -85,6 +99,6 @@ def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Ite
 def _of_machine(config: EngineConfig, compiled_kernels: bool) -> Iterator[_Reason]:
     if sys.platform != "linux":
         yield "tensor_parallel_size", "ranks share memory in a way that only Linux has", ONE_RANK
-    if not compiled_kernels and config.device == "cpu":
+    if not compiled_kernels:
         reason = "ranks wait for one another by compiled code, which this installation has not got"
         yield "tensor_parallel_size", reason, f"reinstall with a C compiler, or {ONE_RANK}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from holdfast.checkpoints.checkpoint import piece_of
-from holdfast.footprint import cpu
+from holdfast.footprint import cpu, gpu
 from holdfast.footprint.cpu import Limits
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec
@@ -18,6 +18,7 @@ from holdfast.models.shards import Shard, shard_spec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.shards import divide
+from holdfast.planner.sizing.terms import Term
 from holdfast.units import MIB, counted, format_bytes
 
 MOST_SLOT_BYTES = 4 * MIB
@@ -57,6 +58,20 @@ class RankShares:
             for shard, nbytes in zip(self.shards, rank_weights, strict=True)
         ]
         return [Decision("tensor_parallel_size", str(self.count), "; ".join(rows), "set")] if rows else []
+
+    def rank_weights(self, *, dtype: str) -> tuple[int, ...]:
+        """Bytes of each rank's, as they lie on a GPU."""
+        return tuple(one.nbytes(dtype=dtype) for one in self.weights)
+
+    def gpu_slot_bytes(self, limits: Limits, *, dtype: str) -> int:
+        """Of what one rank shows the others on GPUs."""
+        vocab = max(shard.vocab_rows for shard in self.shards)
+        return gpu.exchange_slot_bytes(self.spec.hidden_size, limits.max_num_batched_tokens, vocab, dtype=dtype)
+
+    def gpu_terms(self, limits: Limits, *, dtype: str) -> tuple[Term, ...]:
+        """Of a rank on its GPU, beside what one alone would have."""
+        beside = gpu.beside_ranks_bytes(self.spec, limits, self.shards[0].vocab_rows, dtype=dtype)
+        return (Term(EXCHANGE, gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype)) + beside),)
 
     def step_bytes(self, limits: Limits, *, dtype: str) -> int:
         return sum(
