@@ -81,6 +81,8 @@ def build_gpu_ranks(
         first.collectives.limit(group.timeout_s)
         group.answers(messages.Done)
     except BaseException:
+        if group.on_end is not None:
+            group.on_end()
         group.close()
         raise
     ready = first.opened.memory.held()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from holdfast.engine.core.loop import StepHandle, StepRunner
@@ -56,12 +57,19 @@ class RankedGpuRunner(RankedRunner):
         self._collectives = collectives
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
-        return _Watched(super().submit(plan, masks), self._group)
+        try:
+            return _Watched(super().submit(plan, masks), self._group)
+        except Exception:
+            self._group.check()  # Whose end is the reason.
+            raise
 
     def close(self) -> None:
         self._collectives.give_up()  # Whatever waits on the GPU for ranks that leave.
         super().close()
-        self._collectives.close()
+        with contextlib.suppress(
+            RuntimeError
+        ):  # A device that has failed gives nothing back; it ends with the process.
+            self._collectives.close()
 
 
 class _Watched:

@@ -195,7 +195,8 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
         tables = Term("page_tables", page_tables_bytes(places.pinned_bytes))
         slots = (Term("expert_slots", places.slots_bytes + places.tables_bytes), tables)
     weights, largest = engine_weights(Same(model)), _largest_quantized(Same(model))
-    capability, ranked = None if device.gpu is None else device.gpu.compute_capability, ()
+    capability = None if device.gpu is None else device.gpu.compute_capability
+    ranked: tuple[Term, ...] = ()
     if settings.ranks > 1 and weights is not None:
         shares = rank_shares(Same(weights), settings.ranks)
         held = max(shares.rank_weights(dtype=dtype))

@@ -17,7 +17,7 @@ from holdfast.execution.parallel.gloo import LONGEST_S
 
 
 def nccl_available() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return bool(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 
 class NcclCollectives:

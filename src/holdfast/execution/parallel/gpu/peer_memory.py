@@ -6,6 +6,7 @@ Knows the driver, and nothing of what lies there. A piece is gone with the proce
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -66,3 +67,7 @@ class PeerMemory:
         if self._own.value:
             driver_call("cuMemFree_v2", self._own, fails=False)
         self._own = ctypes.c_uint64()
+
+    def __del__(self) -> None:
+        if getattr(self, "_opened", None) is not None and not sys.is_finalizing():
+            self.close()

@@ -1,0 +1,108 @@
+"""Ranks on GPUs as a server plans them: which GPU each has, what it holds there, and what is refused before anything is
+loaded, by the rank that cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.models import from_config
+from holdfast.planner.serve.gpu_plan import make_gpu_plan
+from holdfast.planner.serve.gpu_ranks import RANK_GPUS, gpus_of_ranks, tightest
+from holdfast.planner.serve.ranks import NOT_WITH_RANKS
+from holdfast.units import GIB, MIB
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+SPEC = from_config(LLAMA)
+
+
+def card(index: int, free_gib: int = 23, total_gib: int = 24, **others: Any) -> NvidiaGpu:
+    given = {"name": "NVIDIA GeForce RTX 4090", "capability": (8, 9)}
+    return NvidiaGpu(
+        index=index, uuid=f"GPU-{index}", total_bytes=total_gib * GIB, free_bytes=free_gib * GIB, **given | others
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RANK_GPUS, raising=False)
+
+
+def planned(gpus: list[NvidiaGpu], ranks: int = 2, **settings: Any) -> Any:
+    config = EngineConfig(device="cuda", tensor_parallel_size=ranks, **settings)
+    return make_gpu_plan(SPEC, None, config, gpus, name="llama")
+
+
+def test_a_model_that_one_gpu_does_not_hold_fits_on_two() -> None:
+    small = [card(index, free_gib=12, total_gib=12) for index in range(2)]
+    with pytest.raises(DoesNotFitError):
+        make_gpu_plan(SPEC, None, EngineConfig(device="cuda", offload=False), small[:1], name="llama")
+    plan = planned(small)
+    engine = plan.engine
+    assert [gpu.uuid for gpu in engine.rank_gpus] == ["GPU-0", "GPU-1"]
+    assert plan.tensor_parallel == 2
+    assert engine.rank_weights[0] == plan.terms["weights"]
+    assert sum(engine.rank_weights) < 1.01 * 2 * SPEC.parameters, "norms alone are on both"
+    assert engine.layout.kv_heads == 4, "of a rank's own pages"
+    assert plan.terms["exchange"] > 16 * MIB
+    assert sum(plan.terms.values()) <= plan.budget_bytes
+    assert any("rank 1 has" in decision.line() for decision in plan.decisions if decision.field == "device")
+
+
+def test_the_gpu_with_the_least_decides() -> None:
+    even, uneven = planned([card(0), card(1)]), planned([card(0), card(1, free_gib=14)])
+    assert uneven.engine.blocks < even.engine.blocks
+    assert uneven.budget_bytes == 14 * GIB
+    assert "rank 1 has the least" in next(one for one in uneven.decisions if one.field == "device").reason
+
+
+def test_a_rank_without_a_gpu_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="rank 2 has no GPU") as caught:
+        planned([card(0), card(1)], 4)
+    assert caught.value.code == "HF133"
+    assert "CUDA_VISIBLE_DEVICES" in str(caught.value.fix)
+
+
+def test_unlike_gpus_are_refused_by_rank() -> None:
+    other = card(1, name="NVIDIA A100-PCIE-40GB", capability=(8, 0))
+    with pytest.raises(ConfigurationError, match="rank 1 has NVIDIA A100") as caught:
+        planned([card(0), other])
+    assert caught.value.code == NOT_WITH_RANKS
+
+
+def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [card(0, free_gib=60, total_gib=80)]
+    monkeypatch.setenv(RANK_GPUS, "0,0")
+    plan = planned(gpus)
+    assert [gpu.uuid for gpu in plan.engine.rank_gpus] == ["GPU-0", "GPU-0"]
+    assert plan.budget_bytes == 30 * GIB, "half of what is free"
+    monkeypatch.setenv(RANK_GPUS, "0,1")
+    with pytest.raises(ConfigurationError, match=RANK_GPUS):
+        planned(gpus)
+
+
+def test_gpus_with_most_free_are_taken_in_their_order() -> None:
+    gpus = [card(0, free_gib=3), card(1), card(2, free_gib=20), card(3)]
+    assert [gpu.index for gpu in gpus_of_ranks(gpus, 3, {})] == [1, 2, 3]
+    rank, device = tightest([replace(gpus[1]), gpus[2]], 0.9)
+    assert (rank, device.free_bytes) == (1, 20 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [({"cpu_offload_gb": 4.0}, "cpu_offload_gb"), ({"kv_ram": "4GiB"}, "kv_ram"), ({"enable_lora": True}, "enable_lora"),
+     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype")],
+)  # fmt: skip
+def test_what_ranks_on_gpus_cannot_do_yet_is_refused(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        planned([card(0), card(1)], **settings)
+    assert (caught.value.code, caught.value.field) == (NOT_WITH_RANKS, field)
