@@ -99,9 +99,13 @@ def test_gpus_with_most_free_are_taken_in_their_order() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "field"),
-    [({"cpu_offload_gb": 4.0}, "cpu_offload_gb"), ({"kv_ram": "4GiB"}, "kv_ram"), ({"enable_lora": True}, "enable_lora"),
-     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype")],
-)  # fmt: skip
+    [
+        ({"cpu_offload_gb": 4.0}, "cpu_offload_gb"),
+        ({"kv_ram": 4 * GIB}, "kv_ram"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    ],
+)
 def test_what_ranks_on_gpus_cannot_do_yet_is_refused(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         planned([card(0), card(1)], **settings)

@@ -8,8 +8,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch.distributed
-
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks.messages import Measured
@@ -19,6 +17,7 @@ from holdfast.execution.device import DTYPES, KV_DTYPES
 from holdfast.execution.gpu.cuda.module import DriverError
 from holdfast.execution.gpu.memory.accounting import GpuHeld, GpuMemory, held_before, open_device
 from holdfast.execution.gpu.runner import GpuRunner
+from holdfast.execution.parallel.gloo import Store
 from holdfast.execution.parallel.gpu.exchange import ExchangeCollectives
 from holdfast.execution.parallel.gpu.nccl import NcclCollectives, nccl_available
 from holdfast.execution.parallel.gpu.peer_memory import PeerMemory
@@ -75,7 +74,7 @@ class OpenedGpu:
             return f"rank {self.rank}: {error.message}"
         return ""
 
-    def join(self, store: torch.distributed.Store | None, against: str, limit_s: float) -> GpuCollectives:
+    def join(self, store: Store | None, against: str, limit_s: float) -> GpuCollectives:
         """`store`: for NCCL; None: ranks share a GPU, which NCCL does not have. `against`: why no rank maps the memory
         of others; empty: all have."""
         if against and self._peers is not None:

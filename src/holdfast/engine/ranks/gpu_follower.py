@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.follower import Follower
@@ -35,7 +33,7 @@ class GpuFollower(Follower):
         self._ready = True
 
     def _execute(self, plan: StepPlan) -> None:
-        self._member.collectives.check()
+        self._member.runner.check()
         self._member.runner.submit(plan)
 
     def _follow(self, order: messages.Order) -> bool:
@@ -60,5 +58,4 @@ class GpuFollower(Follower):
     def _look(self, waited_s: float) -> None:
         super()._look(waited_s)
         if self._ready and waited_s:  # A failed kernel, or a rank that did not come, is told before the next step.
-            torch.cuda.current_stream(self._member.runner.device).query()
-            self._member.collectives.check()
+            self._member.runner.check()

@@ -21,7 +21,6 @@ from holdfast.errors import EngineError
 from holdfast.execution.batch import RunnerLimits, SlotBuffers
 from holdfast.execution.gpu.batch_sizes import padded, padded_sizes
 from holdfast.execution.gpu.decoder import GpuDecoder
-from holdfast.execution.gpu.following_sampler import FollowingSampler
 from holdfast.execution.gpu.graphs import DecodeGraphs
 from holdfast.execution.gpu.launched_step import GpuStep, Launched, Sampled, Told, in_order
 from holdfast.execution.gpu.layers.lora import GpuAdapters
@@ -36,6 +35,7 @@ from holdfast.execution.kv_pool import LARGEST
 from holdfast.execution.kv_scales import Calibration, KVScales
 from holdfast.execution.layers.pooling import vectors
 from holdfast.execution.lora.slots import LoraLimits
+from holdfast.execution.parallel.gpu.following_sampler import FollowingSampler
 from holdfast.execution.parallel.gpu.share import GpuRankShare
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.tiers.gpu import GpuPageCopies
@@ -407,6 +407,13 @@ class GpuRunner(MovableWeights):
         placed = sorted(zip(order, tokens, told, strict=True), key=lambda one: one[0])
         scores = [] if launched.scores is None else launched.scores.told()
         return [(token, logprobs) for _, token, logprobs in placed], scores
+
+    def check(self) -> None:
+        """Raises what has failed on the device so far; waits for nothing."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).query()
+        if self._share is not None:
+            self._share.collectives.check()
 
     def profile_run(self) -> None:
         """The heaviest step the limits allow, for real and whole; then products and single tokens of every size: what

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast.execution.triton_kernels.rank_tokens import own_rows, put_tokens
+from holdfast.execution.triton_kernels.sampling.rank_tokens import own_rows, put_tokens
 
 if TYPE_CHECKING:
     from holdfast.execution.gpu.layers.linear import GpuLinear
