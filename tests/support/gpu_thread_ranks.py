@@ -71,7 +71,8 @@ class TurnCollectives:
 
     def give_up(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._own.close()
 
 
 class GpuThreadRanks:
@@ -140,6 +141,8 @@ class GpuThreadRanks:
 
     def close(self) -> None:
         self._pool.shutdown()
+        for one in self.collectives:
+            one.close()
 
 
 class _Done:

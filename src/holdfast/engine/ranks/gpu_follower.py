@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.follower import Follower
+from holdfast.engine.ranks.following import Follower
 from holdfast.engine.ranks.gpu import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import EngineDiedError
