@@ -57,7 +57,7 @@ ROWS = {
     "llama-70b-int4-nvme": Row(
         awq_config(LLAMA_70B),
         USUAL | {"vram": "22.93GiB", "ram": "8GiB", "nvme_path": "/var/tmp"},
-        ((32, 128, 6),),
+        ((1, 32, 6), (32, 128, 6)),
     ),
     "llama-8b-bf16": Row(
         SHAPES["llama-8b"],

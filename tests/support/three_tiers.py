@@ -21,7 +21,7 @@ def three_tiers(settings: dict[str, Any], folder: str) -> dict[str, Any]:
         return plan_model(EngineConfig(**apart, **budgets), model).engine.streamed
 
     vram = _middle(lambda size: streamed(vram=size) is None, 512 * MIB, 16 * GIB)
-    ram = _middle(lambda size: _none_on_disk(streamed(vram=vram, ram=size)), 2 * GIB, 16 * GIB)
+    ram = _middle(lambda size: _none_on_disk(streamed(vram=vram, ram=size)), MIB, 16 * GIB)
     found = streamed(vram=vram, ram=ram)
     assert found is not None
     assert len(found.in_ram) > 1, "some wait in RAM"
