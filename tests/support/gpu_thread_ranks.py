@@ -3,6 +3,7 @@ One rank runs at a time; others run while it waits for them. The collectives are
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +88,10 @@ class GpuThreadRanks:
         first, self.runners, self.collectives = Segment(shared), list[GpuRunner](), list[TurnCollectives]()
         self._pool = ThreadPoolExecutor(size)
         for shard in self.shards:
-            own, segment = shard_spec(spec, shard), first if shard.rank == 0 else Segment(shared, first.descriptor)
+            own, segment = (
+                shard_spec(spec, shard),
+                first if shard.rank == 0 else Segment(shared, os.dup(first.descriptor)),
+            )
             turns = TurnCollectives(SharedMemoryCollectives(segment, shard.rank, self._look), self._turn)
             weights = load_weights(
                 own,
