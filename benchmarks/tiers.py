@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.gpu_worker import LLAMA, SHAPES
 from benchmarks.random_checkpoints import awq_config
 

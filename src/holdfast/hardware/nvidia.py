@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from holdfast.hardware import gpus
 from holdfast.hardware.probe import Memory, memory
 from holdfast.units import shorten
+
+Answer = TypeVar("Answer")
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _MEMORY_V2 = 0x2000028
@@ -138,23 +140,7 @@ def _cuda_version(library: Nvml) -> tuple[int, int] | None:
 
 def process_bytes(uuid: str, pid: int, nvml: Nvml | None = None) -> int | None:
     """What one process holds on a GPU; None: the driver does not tell, as inside most containers."""
-    try:
-        library = _library() if nvml is None else nvml
-        library.nvmlInit()
-    except Exception:
-        return None
-    try:
-        for index in range(library.nvmlDeviceGetCount()):
-            handle = library.nvmlDeviceGetHandleByIndex(index)
-            if library.nvmlDeviceGetUUID(handle) == uuid:
-                held = [process.nbytes for process in _processes(library, handle) if process.pid == pid]
-                return held[0] if held else None
-    except Exception:
-        return None
-    finally:
-        with contextlib.suppress(Exception):
-            library.nvmlShutdown()
-    return None
+    return _ask_device(uuid, lambda library, handle: _held_by(library, handle, pid), nvml)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +153,16 @@ class DeviceUse:
 
 def device_use(uuid: str, pid: int, nvml: Nvml | None = None) -> DeviceUse | None:
     """Of one GPU, now; None: the driver does not tell. A GPU without memory of its own is not told of either."""
+
+    def ask(library: Nvml, handle: Any) -> DeviceUse | None:
+        there = _memory(library, handle)
+        return None if there is None else DeviceUse(*there, _held_by(library, handle, pid))
+
+    return _ask_device(uuid, ask, nvml)
+
+
+def _ask_device(uuid: str, ask: Callable[[Nvml, Any], Answer | None], nvml: Nvml | None) -> Answer | None:
+    """Of the GPU of this UUID; None: there is none, or the driver does not tell."""
     try:
         library = _library() if nvml is None else nvml
         library.nvmlInit()
@@ -175,15 +171,18 @@ def device_use(uuid: str, pid: int, nvml: Nvml | None = None) -> DeviceUse | Non
     try:
         for index in range(library.nvmlDeviceGetCount()):
             handle = library.nvmlDeviceGetHandleByIndex(index)
-            if library.nvmlDeviceGetUUID(handle) == uuid and (there := _memory(library, handle)) is not None:
-                own = [process.nbytes for process in _processes(library, handle) if process.pid == pid]
-                return DeviceUse(*there, own[0] if own else None)
+            if library.nvmlDeviceGetUUID(handle) == uuid:
+                return ask(library, handle)
     except Exception:
         return None
     finally:
         with contextlib.suppress(Exception):
             library.nvmlShutdown()
     return None
+
+
+def _held_by(nvml: Nvml, handle: Any, pid: int) -> int | None:
+    return next((process.nbytes for process in _processes(nvml, handle) if process.pid == pid), None)
 
 
 def _library() -> Nvml:

@@ -55,7 +55,10 @@ def unnamed_files() -> int:
     return found
 
 
-async def test_prefixes_survive_level_1_and_not_level_2() -> None:
+async def test_prefixes_survive_level_1_and_a_wake_that_fails_and_not_level_2(monkeypatch, tmp_path: Path) -> None:
+    """One engine for all of it: each that is started takes seconds."""
+    failing = tmp_path / "failing"
+    monkeypatch.setenv(FAIL_LOADING, str(failing))
     async with served() as (engine, http):
         first = await answers(http)
         assert [cached for _, cached in first] == [0, 0]
@@ -73,10 +76,16 @@ async def test_prefixes_survive_level_1_and_not_level_2() -> None:
         assert [text for text, _ in again] == [text for text, _ in first]
         assert all(cached >= 190 for _, cached in again), again
 
-        # What was restored may sleep once more; what was reset is gone.
+        # What was restored may sleep once more, and is kept for the next try of an engine that cannot wake.
         await http.post("/sleep")
+        failing.touch()
+        assert (await http.post("/wake_up")).status_code >= 500
+        failing.unlink()
         await http.post("/wake_up")
-        assert all(cached >= 190 for _, cached in await answers(http))
+        again = await answers(http)
+        assert [text for text, _ in again] == [text for text, _ in first]
+        assert all(cached >= 190 for _, cached in again), again
+
         await http.post("/sleep?level=1")
         assert unnamed_files() == 2
         await http.post("/sleep?level=2")  # Of one that sleeps.
@@ -85,18 +94,3 @@ async def test_prefixes_survive_level_1_and_not_level_2() -> None:
         await http.post("/wake_up")
         last = await answers(http)
         assert last == first
-
-
-async def test_an_engine_that_cannot_wake_keeps_them_for_the_next_try(monkeypatch, tmp_path: Path) -> None:
-    failing = tmp_path / "failing"
-    monkeypatch.setenv(FAIL_LOADING, str(failing))
-    async with served() as (_, http):
-        first = await answers(http)
-        await http.post("/sleep")
-        failing.touch()
-        assert (await http.post("/wake_up")).status_code >= 500
-        failing.unlink()
-        await http.post("/wake_up")
-        again = await answers(http)
-        assert [text for text, _ in again] == [text for text, _ in first]
-        assert all(cached >= 190 for _, cached in again)

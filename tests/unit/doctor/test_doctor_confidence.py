@@ -44,13 +44,13 @@ CASES = {
         lines=("llama_model_load: error loading model: unknown model architecture: 'qwen_image'",),
         confidence="medium", first_try=True,
     ),
-    "what holds the RAM is not seen": Case(
+    "what RAM lacks is said, with all that helps": Case(
         lines=("Error: model requires more system memory (8.4 GiB) than is available (7.7 GiB)",),
-        confidence="medium", first_try=True,
+        confidence="high", first_try=False,
     ),
-    "no program holds that much RAM, and a long context may": Case(
+    "what holds most of the RAM may be another program": Case(
         lines=("Error: model requires more system memory (37.9 GiB) than is available (14.2 GiB)",),
-        confidence="medium", first_try=True,
+        confidence="high", first_try=False,
     ),
 }  # fmt: skip
 
@@ -130,7 +130,7 @@ MENDED = {
     "the server's own words are no flag": Mended(
         lines=("docker run vllm/vllm-openai serve /m --max-model-len 16000",
                "api_server.py: error: unrecognized arguments: /m"),
-        confidence="medium", without="--help",
+        confidence="high", without="--help",
     ),
     "a flag of another program is not taken for a near one": Mended(
         lines=("vllm serve m --stage-configs-path x.yaml",
@@ -159,7 +159,7 @@ MENDED = {
     ),
     "a file on disk needs no login": Mended(
         lines=("E gguf_init_from_file: failed to open GGUF file 'm.Q8_0.gguf' (errno No such file or directory)",),
-        confidence="medium", command="ls -l m.Q8_0.gguf",
+        confidence="high", without="hf auth login",
     ),
     "one GPU cannot be halved": Mended(
         lines=("vllm serve m-AWQ --dtype float16",

@@ -85,8 +85,8 @@ CASES = {
         lines=(UNKNOWN.format("gemma4"), "srv    load_model: failed to load model, 'm.gguf'"), basis="stated",
         confidence="high", why="a newer build serves it",
     ),
-    "an architecture, in words that Ollama's runner has too": Case(
-        lines=(UNKNOWN.format("gemma4"),), basis="usual", confidence="medium", why="a newer build serves it",
+    "an architecture, where nothing is of Ollama": Case(
+        lines=(UNKNOWN.format("gemma4"),), basis="stated", confidence="high", why="a newer build serves it",
     ),
     "an architecture that Ollama's runner may read otherwise": Case(
         lines=("time=2026-05-01T10:00:00Z level=INFO source=server.go:1 msg=starting", UNKNOWN.format("gemma4")),
@@ -122,7 +122,11 @@ CASES = {
     ),
     "one of the values that the message lists": Case(
         lines=("vllm serve: error: argument --block-size: invalid choice: 256 (choose from 1, 8, 16)",),
-        basis="usual", confidence="medium", why="--block-size with one of those that this version takes: 1, 8, 16",
+        basis="stated", confidence="high", why="--block-size with one of those that this version takes: 1, 8, 16",
+    ),
+    "a value that the model may need": Case(
+        lines=("vllm serve: error: argument --quantization: invalid choice: 'new' (choose from 'awq', 'gptq')",),
+        basis="usual", confidence="medium", why="a newer release may take new",
     ),
     "the model that Ollama has not": Case(
         lines=('{"error":"model \'qwen9\' not found, try pulling it first"}',), basis="usual", confidence="medium",
@@ -130,12 +134,12 @@ CASES = {
     ),
     "a gated model": Case(
         lines=(VLLM, "OSError: You are trying to access a gated repo."), basis="stated", confidence="high",
-        command="hf auth whoami",
+        why="accept the licence, or ask for access",
     ),
     "a gated model that the message names": Case(
         lines=(VLLM, "huggingface_hub.errors.GatedRepoError: 401 Client Error.",
                "Cannot access gated repo for url https://huggingface.co/an/other/resolve/main/config.json."),
-        basis="stated", confidence="high", command="hf download an/other config.json",
+        basis="stated", confidence="high", why="huggingface.co/an/other",
     ),
     "a gated model whose authors have not answered": Case(
         lines=(VLLM, "OSError: You are trying to access a gated repo.",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.hardware import Memory, gpus
-from holdfast.hardware.nvidia import NvidiaMachine, device_use, probe
+from holdfast.hardware.nvidia import NvidiaMachine, device_use, probe, process_bytes
 
 GIB = 1 << 30
 RAM = Memory(total_bytes=128 * GIB, available_bytes=100 * GIB, limited_by="machine")
@@ -325,3 +325,14 @@ def test_what_is_free_and_what_one_process_holds_are_told_together() -> None:
     assert device_use("GPU-2", 7, nvml) is None
     assert nvml.open == 0
     assert device_use("GPU-1", 7, FakeNvml(one, broken="nvmlInit")) is None
+
+
+def test_what_a_process_holds_is_told_of_a_gpu_without_memory_of_its_own() -> None:
+    """What is free of such a GPU is the machine's RAM, and not the driver's to tell."""
+    shared = FakeDevice("NVIDIA GB10", "GPU-1", processes=[(7, 3 * GIB), (8, None)], has_memory=False)
+    nvml = FakeNvml(shared)
+    assert process_bytes("GPU-1", 7, nvml) == 3 * GIB
+    assert process_bytes("GPU-1", 8, nvml) is process_bytes("GPU-1", 9, nvml) is process_bytes("GPU-2", 7, nvml) is None
+    assert device_use("GPU-1", 7, nvml) is None
+    assert nvml.open == 0
+    assert process_bytes("GPU-1", 7, FakeNvml(shared, broken="nvmlInit")) is None

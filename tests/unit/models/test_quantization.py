@@ -13,6 +13,7 @@ import pytest
 from holdfast.errors import CheckpointError
 from holdfast.footprint.identity_key import Same
 from holdfast.models import QuantSpec, describe_config, from_config
+from holdfast.models.quantization.unquantized_modules import Exceptions
 from holdfast.planner.sizing.engine_weights import published_tensors
 
 LLAMA: dict[str, Any] = {
@@ -482,3 +483,17 @@ def test_a_cache_that_is_quantized_alone_has_weights_as_they_are() -> None:
 def test_an_empty_transform_is_none() -> None:
     config = compressed(num_bits=4, group_size=32) | {"transform_config": {}, "sparsity_config": {}}
     assert not quantized(**config).lacking
+
+
+def test_rules_that_say_the_same_of_all_experts_are_alike() -> None:
+    """Whichever number they name: that of a layer sets no expert apart."""
+    name = "model.layers.{}.mlp.experts.{{expert}}.up_proj"
+    layer = Exceptions.read(["model.layers.3", "lm_head"])
+    assert layer.hold(name.format(3).replace("{expert}", "5"))
+    assert layer.alike(name.format(3), 8)
+    assert layer.alike(name.format(4), 8)
+    one = Exceptions.read(["model.layers.3.mlp.experts.5"])
+    assert not one.alike(name.format(3), 8)
+    assert one.alike(name.format(3), 5), "there is no sixth"
+    assert one.alike(name.format(4), 8)
+    assert not Exceptions.read([r"re:.*experts\.2\..*"]).alike(name.format(0), 4)

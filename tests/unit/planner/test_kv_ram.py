@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from planned_llama import LLAMA_3_8B, idle_gpu
 
 from holdfast import plan
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.footprint.streamed import page_tables_bytes
 from holdfast.hardware import Memory
-from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
@@ -18,12 +18,6 @@ from holdfast.planner.sizing.host_ram import usual_kv_ram
 from holdfast.units import GIB, MIB, format_bytes
 
 FRONT = GIB // 4
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +26,7 @@ def spec() -> ModelSpec:
 
 
 def made(spec: ModelSpec, free_ram: int, vram: int = 80 * GIB, front: int = FRONT, **settings: object) -> Plan:
-    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=vram, free_bytes=vram, capability=(9, 0))
+    gpu = idle_gpu(vram)
     config = EngineConfig.from_arguments(device="cuda", **settings)
     found = make_gpu_plan(spec, None, config, [gpu], front_bytes=front)
     machine = Memory(total_bytes=free_ram, available_bytes=free_ram, limited_by="machine")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from planned_llama import LLAMA_3_8B, idle_gpu
 
 from holdfast.config import EngineConfig
 from holdfast.errors import DoesNotFitError
 from holdfast.footprint.cpu import kv_store_terms, staging_places, staging_stride
 from holdfast.hardware import Memory
-from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
@@ -16,13 +16,7 @@ from holdfast.planner.serve.host_memory import with_host_memory
 from holdfast.planner.serve.kv_store_ram import store_terms, with_kv_store
 from holdfast.units import GIB, MIB, format_bytes
 
-GPU = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu",
-}  # fmt: skip
+GPU = idle_gpu(40 * GIB)
 
 
 @pytest.fixture(scope="module")

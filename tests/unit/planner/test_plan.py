@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from planned_llama import LLAMA_3_8B, idle_gpu
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
@@ -15,7 +16,6 @@ from holdfast.footprint import gpu as gpu_footprint
 from holdfast.footprint import lora as lora_sizes
 from holdfast.footprint.gpu import padded_sizes
 from holdfast.hardware import Memory, Processor
-from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.hardware.probe import KERNEL_VARIANTS
 from holdfast.models import ModelSpec, from_config
 from holdfast.planner import Plan, make_cpu_plan, settle_pool
@@ -23,18 +23,10 @@ from holdfast.planner.serve.gpu_plan import make_gpu_plan
 from holdfast.planner.serve.host_memory import with_host_memory
 from holdfast.planner.serve.refusals import FROM_DISK
 from holdfast.planner.sizing import default_limits
-from holdfast.units import MIB, format_bytes
+from holdfast.units import GIB, MIB, format_bytes
 
-GIB = 1 << 30
 PLAIN = Processor(model="plain", cores=2, features=frozenset({"asimd"}))
 FAST = Processor(model="fast", cores=2, features=frozenset({"amx_bf16"}))
-
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +254,7 @@ def test_terms_that_took_less_than_planned_give_it_to_the_pool(spec: ModelSpec) 
 
 def test_the_pool_of_a_gpu_grows_within_its_budget(spec: ModelSpec) -> None:
     total = 40 * GIB
-    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=total, free_bytes=total, capability=(9, 0))
+    gpu = idle_gpu(total)
 
     def made(**settings: object) -> Plan:
         return make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
@@ -284,7 +276,7 @@ def test_a_gpu_that_is_too_small_is_offered_only_what_fits_there(spec: ModelSpec
 
     def refused(free_gib: float, **settings: object) -> str:
         free = int(free_gib * GIB)
-        gpu = NvidiaGpu(index=0, uuid="GPU-0", name="A100", total_bytes=80 * GIB, free_bytes=free, capability=(8, 0))
+        gpu = replace(idle_gpu(80 * GIB, capability=(8, 0)), free_bytes=free)
         with pytest.raises(DoesNotFitError) as caught:
             make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
         return str(caught.value.fix)
@@ -315,7 +307,7 @@ def test_a_budget_that_is_not_there_does_not_hide_what_else_is_wrong(spec: Model
 
 def test_copies_of_adapters_are_held_against_ram(spec: ModelSpec) -> None:
     """Behind a GPU; on a CPU they are a term of the plan."""
-    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
+    gpu = idle_gpu(40 * GIB)
 
     def made(available_bytes: int, **settings: object) -> Plan:
         config = EngineConfig.from_arguments(device="cuda", kv_ram="0", **settings)
@@ -358,7 +350,7 @@ def test_graphs_are_planned_by_their_number() -> None:
 
 
 def test_graphs_that_are_not_captured_are_not_planned(spec: ModelSpec) -> None:
-    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
+    gpu = idle_gpu(40 * GIB)
     with_graphs, without = (
         make_gpu_plan(spec, None, EngineConfig(model="m", device="cuda", enforce_eager=eager), [gpu])
         for eager in (False, True)
@@ -367,7 +359,7 @@ def test_graphs_that_are_not_captured_are_not_planned(spec: ModelSpec) -> None:
 
 
 def test_what_the_gpu_kernels_have_not_got_is_refused_before_anything_is_loaded(spec: ModelSpec) -> None:
-    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
+    gpu = idle_gpu(40 * GIB)
 
     def made(of: ModelSpec = spec, **settings: object) -> Plan:
         return make_gpu_plan(of, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
@@ -380,7 +372,7 @@ def test_what_the_gpu_kernels_have_not_got_is_refused_before_anything_is_loaded(
 
 
 def test_a_gpu_keeps_kv_in_what_it_computes_in(spec: ModelSpec) -> None:
-    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(9, 0))
+    gpu = idle_gpu(40 * GIB)
 
     def made(**settings: object) -> Plan:
         return make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])
@@ -395,7 +387,7 @@ def test_a_gpu_keeps_kv_in_what_it_computes_in(spec: ModelSpec) -> None:
 
 
 def test_fp8_holds_twice_the_tokens_in_the_same_pool(spec: ModelSpec) -> None:
-    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=40 * GIB, free_bytes=40 * GIB, capability=(8, 6))
+    gpu = idle_gpu(40 * GIB, capability=(8, 6))
 
     def made(of: ModelSpec = spec, **settings: object) -> Plan:
         config = EngineConfig.from_arguments(device="cuda", kv_cache_memory_bytes="300MiB", **settings)
@@ -437,7 +429,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_name(spec: ModelSpec) -> None:
 
 def test_a_checkpoint_that_a_gpu_cannot_hold_is_refused_with_what_is_short(spec: ModelSpec, tmp_path) -> None:
     """Its tensors come under the spec's own names: remedies divide them by layer."""
-    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=8 * GIB, free_bytes=8 * GIB, capability=(9, 0))
+    gpu = idle_gpu(8 * GIB)
     config = EngineConfig.from_arguments(device="cuda", max_model_len=8192)
     for mib in range(5000, 6750, 250):  # From one that does not hold the weights to one that lacks only KV.
         few = replace(gpu, free_bytes=mib * MIB)
@@ -447,7 +439,7 @@ def test_a_checkpoint_that_a_gpu_cannot_hold_is_refused_with_what_is_short(spec:
 
 def test_a_pool_that_was_set_on_a_gpu_holds_a_sequence_or_is_refused(spec: ModelSpec) -> None:
     total = 40 * GIB
-    gpu = NvidiaGpu(index=0, uuid="GPU-1", name="one", total_bytes=total, free_bytes=total, capability=(9, 0))
+    gpu = idle_gpu(total)
 
     def made(**settings: object) -> Plan:
         return make_gpu_plan(spec, None, EngineConfig.from_arguments(device="cuda", **settings), [gpu])

@@ -1,7 +1,7 @@
 """How sure the cause of a finding of a log may be called. Its first fix may lower the whole answer (findings.overall).
 
     high     the message leaves no choice, no other error stands before or after it, the engine is known by lines of
-             its own, and the rule was right on logs that it was not written from
+             its own or does not matter, and the rule was right on logs that it was not written from
     medium   the evidence fits best, and one of these is missing
     low      the log does not say
 
@@ -33,7 +33,8 @@ def answer_confidence(rule: Rule, cause: Confidence, fix: Fix | None) -> Confide
 
 
 def _settled(log: LogState, rule: Rule, event: Event) -> bool:
-    if log.engine not in log.spoke or not (rule.code or rule.confirmed >= CONFIRMED):
+    known = rule.by_itself or log.engine in log.spoke
+    if not known or not (rule.code or rule.confirmed >= CONFIRMED):
         return False
     if not rule.code and not _leaves_no_choice(log, rule, event):
         return False

@@ -56,6 +56,21 @@ _WINDOWED = re.compile(
     r"(?i)gemma-?[234]|gpt-oss|llama-?4|mistral-7b-v0\.1|qwen3[.-](?:next|5)|mamba|jamba|nemotron-(?:h|nano)|granite-4|phi-?3"
 )
 """Families with layers whose KV does not grow with the context."""
+_OF_THE_MODEL = frozenset(
+    (
+        *("tool-call-parser", "reasoning-parser", "quantization", "load-format", "tokenizer-mode", "config-format"),
+        *("task", "runner", "convert", "device", "speculative-algorithm", "kv-cache-dtype"),
+    )
+)
+"""Flags whose value a model or a machine may need: one of those that an older release lists does not replace it."""
+_DEBIAN = {
+    "libgomp.so.1": "libgomp1",
+    "libGL.so.1": "libgl1",
+    "libcurl.so.4": "libcurl4",
+    "libnuma.so.1": "libnuma1",
+    "libibverbs.so.1": "libibverbs1",
+}
+"""Packages of libraries that Debian and Ubuntu have, and minimal images have not."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.gguf)")
 FLAGS_NAMED = 16
 """Of a message that names flags, so many are put right: a line may be anything."""
@@ -81,6 +96,8 @@ def known_numbers(log: LogState, event: Event) -> dict[str, float]:
         numbers[name] = float(said.search(log.settings.model or "") is not None)
     numbers["model_named"] = float(log.settings.model is not None)
     numbers["llama_program"] = float("llama_program" in log.run.tags)
+    numbers["of_ollama"] = float("ollama" in log.engines or "of_ollama" in log.run.tags)
+    numbers["model_decides"] = float(event.words.get("flag", "").lstrip("-").replace("_", "-") in _OF_THE_MODEL)
     numbers["sixteen_bit"] = float(_SIXTEEN_BIT.search(log.settings.model or "") is not None)
     offloaded = log.settings.number("cpu-offload-gb")
     numbers["offload_asked"] = offloaded or 0.0
@@ -179,6 +196,9 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
         "model": log.settings.model or "MODEL",
         "fetch_again": _fetch_again(log.engine, log.settings.model or _file(log) or "MODEL"),
         "package": engine.package,
+        "asked_quoted": _requirements(event.words.get("asked", "")),
+        "debian_package": _DEBIAN.get(event.words.get("library", ""), ""),
+        "distribution": event.words.get("module", "").replace("llama_cpp", "llama-cpp-python"),
         "since": engine.serves_since(architecture) or "",
         "until": engine.served_until(architecture) or "",
         "newest": profile(_FAMILY.get(log.engine or "", log.engine or "vllm")).newest_read,
@@ -186,6 +206,11 @@ def known_words(log: LogState, event: Event) -> dict[str, str]:
         **log.words,
         **event.words,
     }
+
+
+def _requirements(asked: str) -> str:
+    """As a shell takes them: a version's < and > are its own signs."""
+    return " ".join(shlex.quote(one) if re.search(r"[<>\[]", one) else one for one in asked.split())
 
 
 def _file(log: LogState) -> str | None:

@@ -215,7 +215,8 @@ def _killed_after_an_error(run: Run, event: Event) -> bool:
 
 def _candidate(log: LogState, event: Event) -> Candidate:
     found = _judged(log, event)
-    unsure = log.engine is None or comes_after_another(log, event) or _stands_alone(event)
+    nobody = log.engine is None and not found.rule.by_itself
+    unsure = nobody or comes_after_another(log, event) or _stands_alone(event)
     if found.confidence == "high" and found.rule.kind == "fatal" and unsure:
         found.confidence = "medium"
     return found

@@ -103,6 +103,8 @@ class Rule(Entry, frozen=True, kw_only=True):
     """Or one of these tags, of the run or of the error's own traceback."""
     unsure_with: tuple[str, ...] = ()
     """Tags of the run with which the same words leave a choice."""
+    by_itself: bool = False
+    """The message says whose it is and what helps, whichever engine runs: none need be known."""
     over: Literal["lines", "end", "load", "figures", "recovery"] = "lines"
     """Not of a line, but of all numbers together: how a log without an error ends, what was loaded, what a running
     server reports (rank.py)."""

@@ -92,7 +92,7 @@ class QuantSpec:
     def _scheme_of_all(self, hf_name: str, experts: int) -> QuantSpec | None:
         first = self._scheme(hf_name.replace("{expert}", "0"))
         rules = (self._exceptions, *(scheme._takes for scheme in (self, *self.others)))
-        if not any(rule.tells_numbers for rule in rules):
+        if all(rule.alike(_module(hf_name), experts) for rule in rules):
             return first
         for expert in range(1, experts):
             name = hf_name.replace("{expert}", str(expert))
@@ -108,14 +108,20 @@ class QuantSpec:
         return first
 
     def _scheme(self, hf_name: str) -> QuantSpec | None:
-        module = hf_name.rpartition(".")[0] if hf_name.endswith((".weight", ".bias")) else hf_name
+        module = _module(hf_name)
         if hf_name.startswith(("lm_head.", "output.")) and not self.head_converted:
             return None
         if self._exceptions.hold(module):
             return None
+        if not self.others:
+            return self if self.targets is None or self._takes.hold(module) else None
         schemes = (self, *self.others)
         named = (scheme for scheme in schemes if scheme.targets is not None and scheme._takes.hold(module))
         return next(named, next((scheme for scheme in schemes if scheme.targets is None), None))
+
+
+def _module(hf_name: str) -> str:
+    return hf_name.rpartition(".")[0] if hf_name.endswith((".weight", ".bias")) else hf_name
 
 
 def _itself(scheme: QuantSpec | None) -> QuantSpec | None:

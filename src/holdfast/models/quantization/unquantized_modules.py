@@ -52,6 +52,7 @@ class Exceptions:
     tells_numbers: bool = False
     """Whether a module's number, such as that of an expert, may decide."""
     known: dict[str, bool] = field(default_factory=dict)
+    known_alike: dict[str, bool] = field(default_factory=dict)
 
     @staticmethod
     def read(written: Iterable[str]) -> Exceptions:
@@ -63,6 +64,17 @@ class Exceptions:
         if found is None:
             found = self.known[module] = self._found(module)
         return found
+
+    def alike(self, module: str, experts: int) -> bool:
+        """Whether it says the same of all that the name's {expert} stands for. Also remembered: of a model with many
+        experts, specs of several quantizations ask it of every layer."""
+        if not self.tells_numbers:
+            return True
+        key = f"{experts} {module}"
+        if key not in self.known_alike:
+            said = {self.hold(module.replace("{expert}", str(expert))) for expert in range(experts)}
+            self.known_alike[key] = len(said) < 2
+        return self.known_alike[key]
 
     def _found(self, module: str) -> bool:
         if any(_compiled(pattern).search(module) for pattern in self.patterns):

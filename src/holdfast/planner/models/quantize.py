@@ -13,7 +13,6 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 from holdfast.checkpoints import ENGINE_LAYOUTS, LAYOUTS, StoredTensor
 from holdfast.config.quantization import KERNEL_NAMES, MADE_WHILE_LOADING
@@ -24,7 +23,7 @@ from holdfast.models import QuantSpec, TensorSpec, text_alone
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.planner.models.gguf_mixes import KINDS, kind_of, layouts_of
 from holdfast.planner.models.requested import true_of
-from holdfast.planner.sizing.engine_weights import OF_QUANTIZATION, held_or_not
+from holdfast.planner.sizing.engine_weights import NO_FILE, OF_QUANTIZATION, held_or_not
 from holdfast.planner.sizing.sharded_weights import layouts_by_size, weights_of
 from holdfast.units import shorten
 
@@ -192,4 +191,4 @@ def _as_gguf(model: PlannedModel, kind: str) -> PlannedModel:
 def _stored(tensor: TensorSpec, layout: str) -> StoredTensor:
     nbytes = LAYOUTS[layout].bytes_for(tensor.shape)
     assert nbytes is not None, "chosen to fit the row"
-    return StoredTensor(tensor.name, tensor.shape, layout, Path(), 0, nbytes)
+    return StoredTensor(tensor.name, tensor.shape, layout, NO_FILE, 0, nbytes)

@@ -28,6 +28,8 @@ from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import PlannedModel
 from holdfast.units import MIB
 
+NO_FILE = Path()
+"""Of tensors that are only counted."""
 OF_QUANTIZATION = "quantization_config:"
 """Before what a quantization needs that this engine lacks."""
 QUANTIZING_BYTES = 16 * MIB
@@ -307,11 +309,11 @@ def _published(tensor: TensorSpec, spec: ModelSpec) -> StoredTensor:
     total = prod(stacked) * sum(part.nbytes for part in parts.values())
     codes = next(iter(parts.values()))
     packed = PackedMatrix(packing, {name.removesuffix("_inv"): part for name, part in parts.items()})
-    return StoredTensor(tensor.name, tensor.shape, codes.layout, Path(), 0, total, packed)
+    return StoredTensor(tensor.name, tensor.shape, codes.layout, NO_FILE, 0, total, packed)
 
 
 def _whole(name: str, shape: tuple[int, ...], layout: str) -> StoredTensor:
-    return StoredTensor(name, shape, layout, Path(), 0, LAYOUTS[layout].bytes_for(shape) or 0)
+    return StoredTensor(name, shape, layout, NO_FILE, 0, LAYOUTS[layout].bytes_for(shape) or 0)
 
 
 def _experts(tensor: StoredTensor) -> int:
