@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -322,8 +323,8 @@ class EngineConfig:
     )
     tensor_parallel_size: int = setting(
         1,
-        "number of ranks to split each layer over: processes of this machine, each with a GPU of its own, or on a CPU"
-        " with its share of the cores",
+        "number of ranks to split each layer over: processes of this machine, which share its cores; on GPUs only 1"
+        " so far: more are not proven there",
         whole(1),
         flags=("-tp", "--tp-size", "--tensor-parallel"),
     )
@@ -349,6 +350,8 @@ class EngineConfig:
                     fix=f"leave {name} out",
                     field=name,
                 )
+        if self.device == "cuda" and self.tensor_parallel_size != 1 and unsupported.RANK_GPUS not in os.environ:
+            raise unsupported.unproven_ranks(self.tensor_parallel_size)
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

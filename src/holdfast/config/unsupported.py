@@ -1,8 +1,8 @@
 """vLLM's settings (0.8 to 0.32) that would change answers or promise what is not there: why each is refused, and which
 of their values are not.
 
-Data, and the rule of what asks for nothing. Knows neither flags nor files; which settings there are is `engine`'s and
-`server`'s to say.
+Data, the rule of what asks for nothing, and ranks on GPUs, which are there and not proven. Knows neither flags nor
+files; which settings there are is `engine`'s and `server`'s to say.
 """
 
 from __future__ import annotations
@@ -11,6 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.config.tuning import TUNING
+from holdfast.errors import ConfigurationError
+
+NOT_WITH_RANKS = "HF138"
+RANK_GPUS = "HOLDFAST_RANK_GPUS"
+"""The visible GPU of each rank, by its place: 0,1. One may be named for several ranks, which then share it: that shows
+whether they are right, and is slow. No setting: it opens what is refused without it."""
+UNPROVEN_RANKS = "ranks on GPUs are not proven: they have not been run on real hardware by us"
 
 _ONE_DEVICE = "only one device is supported so far"
 _ONE_MACHINE = "only one machine is supported so far"
@@ -156,3 +163,14 @@ def asks_nothing(name: str, value: Any) -> bool:
         return not any(value.values())
     written = str(value).lower().replace(" ", "")
     return written in DONE_ANYWAY.get(name, _NO) or value is None
+
+
+def unproven_ranks(size: int) -> ConfigurationError:
+    """Of ranks on GPUs that no RANK_GPUS asks for."""
+    return ConfigurationError(
+        f"tensor_parallel_size is {size}; {UNPROVEN_RANKS}",
+        code=NOT_WITH_RANKS,
+        needed=f"1 on a GPU; {RANK_GPUS}={','.join(map(str, range(size)))} tries it all the same",
+        fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
+        field="tensor_parallel_size",
+    )

@@ -69,7 +69,7 @@ def test_lengths_as_vllm_spells_them(written: str, tokens: int | None) -> None:
         ({"logits_processors": ["a.b"]}, "never run"),
         ({"hf_overrides": lambda config: config}, "a function is not supported"),
         ({"pipeline_parallel_size": 2}, "one device"),
-        ({"tensor_parallel_size": 2, "device": "cuda"}, "of GPUs only one device"),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "ranks on GPUs are not proven"),
         ({"block_size": 0}, "whole number"),
         ({"block_size": True}, "whole number"),
         ({"block_size": 1.5}, "whole number"),

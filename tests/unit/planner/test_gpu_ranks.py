@@ -3,18 +3,21 @@ loaded, by the rank that cannot be."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from holdfast.cli.main import main
 from holdfast.config import EngineConfig
+from holdfast.config.sources import gather
+from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS
+from holdfast.engine.startup.select_device import settle_device
 from holdfast.errors import ConfigurationError, DoesNotFitError
-from holdfast.hardware.nvidia import NvidiaGpu
+from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
+from holdfast.hardware.torch_build import TorchBuild
 from holdfast.models import from_config
 from holdfast.planner.serve.gpu_plan import make_gpu_plan
-from holdfast.planner.serve.gpu_ranks import RANK_GPUS, gpus_of_ranks, tightest
-from holdfast.planner.serve.ranks import NOT_WITH_RANKS
+from holdfast.planner.serve.gpu_ranks import gpus_of_ranks, tightest
 from holdfast.units import GIB, MIB
 
 LLAMA: dict[str, Any] = {
@@ -33,8 +36,8 @@ def card(index: int, free_gib: int = 23, total_gib: int = 24, **others: Any) -> 
 
 
 @pytest.fixture(autouse=True)
-def _no_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(RANK_GPUS, raising=False)
+def _a_gpu_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANK_GPUS, "0,1")
 
 
 def planned(gpus: list[NvidiaGpu], ranks: int = 2, **settings: Any) -> Any:
@@ -65,11 +68,64 @@ def test_the_gpu_with_the_least_decides() -> None:
     assert "rank 1 has the least" in next(one for one in uneven.decisions if one.field == "device").reason
 
 
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_ranks_on_gpus_are_refused_by_name_unless_their_gpus_are(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = NvidiaMachine(gpus=(card(0), card(1)), driver="580.65", cuda=(13, 0))
+    build = TorchBuild("2.13.0", "13.0")
+
+    def settled() -> EngineConfig:
+        return settle_device(EngineConfig(device=device, tensor_parallel_size=2), here=here, build=build)
+
+    assert settled().device == "cuda"
+    (line,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert line.startswith("tensor_parallel_size 2: ranks on GPUs are not proven")
+    assert "have not been run on real hardware" in line
+
+    monkeypatch.delenv(RANK_GPUS)
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size is 2; ranks on GPUs are not proven") as caught:
+        settled()
+    assert (caught.value.code, caught.value.field) == (NOT_WITH_RANKS, "tensor_parallel_size")
+    assert "--device cpu" in str(caught.value.fix), "what works"
+    with pytest.raises(ConfigurationError, match="not proven"):
+        gpus_of_ranks(here.gpus, 2)
+    alone = settle_device(EngineConfig(device=device), here=here, build=build)
+    assert (alone.device, len(caplog.records)) == ("cuda", 1), "nothing is said of one"
+
+
+def test_the_variable_is_not_taken_for_a_setting() -> None:
+    assert not gather([EngineConfig], {}, environment={RANK_GPUS: "0,0"}).values
+
+
+@pytest.mark.parametrize("listed", ["0,1", None])
+def test_a_plan_prints_no_command_that_is_refused(
+    listed: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor one that is taken only where the environment allows it."""
+    if listed is None:
+        monkeypatch.delenv(RANK_GPUS)
+    asked = ["plan", "llama-3.1-8b", "--for", "holdfast", "--brief", "--gpu"]
+    assert main([*asked, "rtx4090x2", "-tp", "2"]) == 1
+    said = " ".join(capsys.readouterr().out.replace("#", "").split())
+    assert "Holdfast does not support this yet: tensor_parallel_size is 2; ranks on GPUs are not proven" in said
+    assert "holdfast serve" not in said
+    assert main([*asked, "rtx4090"]) == 0
+    assert "holdfast serve" in capsys.readouterr().out
+
+
 def test_a_rank_without_a_gpu_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="rank 2 has no GPU") as caught:
-        planned([card(0), card(1)], 4)
+    with pytest.raises(ConfigurationError, match="rank 1 has no GPU") as caught:
+        planned([card(0)])
     assert caught.value.code == "HF133"
     assert "CUDA_VISIBLE_DEVICES" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("listed", ["0", "0,1,1", "0,-1", "a,b", ""])
+def test_a_list_that_does_not_name_each_is_refused(listed: str) -> None:
+    with pytest.raises(ConfigurationError, match="does not name the GPU of each rank") as caught:
+        gpus_of_ranks([card(0), card(1)], 2, {RANK_GPUS: listed})
+    assert (caught.value.code, caught.value.fix) == ("HF133", f"{RANK_GPUS}=0,1")
 
 
 def test_unlike_gpus_are_refused_by_rank() -> None:
@@ -80,20 +136,16 @@ def test_unlike_gpus_are_refused_by_rank() -> None:
 
 
 def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = [card(0, free_gib=60, total_gib=80)]
     monkeypatch.setenv(RANK_GPUS, "0,0")
-    plan = planned(gpus)
+    plan = planned([card(0, free_gib=60, total_gib=80)])
     assert [gpu.uuid for gpu in plan.engine.rank_gpus] == ["GPU-0", "GPU-0"]
     assert plan.budget_bytes == 30 * GIB, "half of what is free"
-    monkeypatch.setenv(RANK_GPUS, "0,1")
-    with pytest.raises(ConfigurationError, match=RANK_GPUS):
-        planned(gpus)
 
 
-def test_gpus_with_most_free_are_taken_in_their_order() -> None:
+def test_gpus_are_those_that_are_named_in_their_order() -> None:
     gpus = [card(0, free_gib=3), card(1), card(2, free_gib=20), card(3)]
-    assert [gpu.index for gpu in gpus_of_ranks(gpus, 3, {})] == [1, 2, 3]
-    rank, device = tightest([replace(gpus[1]), gpus[2]], 0.9)
+    assert [gpu.index for gpu in gpus_of_ranks(gpus, 3, {RANK_GPUS: "3, 1,2"})] == [3, 1, 2]
+    rank, device = tightest([gpus[1], gpus[2]], 0.9)
     assert (rank, device.free_bytes) == (1, 20 * GIB)
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS, unproven_ranks
 from holdfast.errors import ConfigurationError
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.observability.decisions import Decision
@@ -16,48 +17,46 @@ from holdfast.planner.inputs.machine import holders, measured_device
 from holdfast.planner.inputs.question import Device
 from holdfast.units import counted, format_bytes
 
-TOO_FEW_GPUS, UNLIKE_GPUS = "HF133", "HF138"
-RANK_GPUS = "HOLDFAST_RANK_GPUS"
-"""The visible GPU of each rank, by its place: 0,1. One may be named for several ranks, which then share it: that shows
-that they are right, and is slow."""
+TOO_FEW_GPUS = "HF133"
 
 
 def gpus_of_ranks(
     gpus: Sequence[NvidiaGpu], ranks: int, environment: Mapping[str, str] | None = None
 ) -> tuple[NvidiaGpu, ...]:
-    """One for each rank, in order. Raises ConfigurationError where there are too few, or they are not alike."""
-    listed = (os.environ if environment is None else environment).get(RANK_GPUS)
-    if listed is not None:
-        return _listed(gpus, ranks, listed)
-    if len(gpus) < ranks:
-        shown = ", ".join(f"{gpu.index}: {gpu.name}" for gpu in gpus) or "none"
+    """One for each rank, in order, as RANK_GPUS names them. Raises ConfigurationError where it does not name each, one
+    is not there, or they are not alike."""
+    environment = os.environ if environment is None else environment
+    if RANK_GPUS not in environment:
+        raise unproven_ranks(ranks)
+    listed = environment[RANK_GPUS]
+    words = [word.strip() for word in listed.split(",")]
+    if len(words) != ranks or not all(word.isdecimal() for word in words):
         raise ConfigurationError(
-            f"tensor_parallel_size is {ranks}, and rank {len(gpus)} has no GPU",
+            f"{RANK_GPUS} does not name the GPU of each rank",
             code=TOO_FEW_GPUS,
-            needed=f"{counted(ranks, 'GPU')}, one for each rank",
-            found=f"{len(gpus)} visible: {shown}",
-            fix=f"--tensor-parallel-size {max(1, len(gpus))}; or make more visible (CUDA_VISIBLE_DEVICES)",
+            needed=f"{counted(ranks, 'number')} with commas between them, as tensor_parallel_size is {ranks}",
+            found=listed,
+            fix=f"{RANK_GPUS}={','.join(map(str, range(ranks)))}",
             field="tensor_parallel_size",
         )
-    # Those with most memory free, in the order in which CUDA counts them.
-    most = sorted(range(len(gpus)), key=lambda place: (-gpus[place].free_bytes, place))[:ranks]
-    chosen = tuple(gpus[place] for place in sorted(most))
+    for rank, word in enumerate(words):
+        if int(word) >= len(gpus):
+            raise _not_there(gpus, rank, listed)
+    chosen = tuple(gpus[int(word)] for word in words)
     _require_alike(chosen)
     return chosen
 
 
-def _listed(gpus: Sequence[NvidiaGpu], ranks: int, listed: str) -> tuple[NvidiaGpu, ...]:
-    words = [word.strip() for word in listed.split(",")]
-    if len(words) != ranks or not all(word.isdecimal() and int(word) < len(gpus) for word in words):
-        raise ConfigurationError(
-            f"{RANK_GPUS} does not name the GPU of each rank",
-            code=TOO_FEW_GPUS,
-            needed=f"{ranks} numbers with commas between them, each under {len(gpus)}",
-            found=listed,
-            fix=f"unset {RANK_GPUS}",
-            field="tensor_parallel_size",
-        )
-    return tuple(gpus[int(word)] for word in words)
+def _not_there(gpus: Sequence[NvidiaGpu], rank: int, listed: str) -> ConfigurationError:
+    shown = ", ".join(f"{place}: {gpu.name}" for place, gpu in enumerate(gpus)) or "none"
+    return ConfigurationError(
+        f"rank {rank} has no GPU: {RANK_GPUS} is {listed}",
+        code=TOO_FEW_GPUS,
+        needed=f"numbers under {len(gpus)}, the visible GPUs by their place",
+        found=f"{len(gpus)} visible: {shown}",
+        fix="leave --tensor-parallel-size out; or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
+        field="tensor_parallel_size",
+    )
 
 
 def _require_alike(gpus: Sequence[NvidiaGpu]) -> None:
@@ -66,10 +65,10 @@ def _require_alike(gpus: Sequence[NvidiaGpu]) -> None:
         if gpu.capability != first.capability:
             raise ConfigurationError(
                 f"rank {rank} has {gpu.name} and rank 0 {first.name}: the same kernels do not run on both",
-                code=UNLIKE_GPUS,
+                code=NOT_WITH_RANKS,
                 needed="GPUs of one compute capability",
                 found=", ".join(f"{one.name} {'.'.join(map(str, one.capability or ()))}" for one in gpus),
-                fix=f"CUDA_VISIBLE_DEVICES={first.index} and --tensor-parallel-size 1",
+                fix=f"name GPUs that are alike in {RANK_GPUS}, or leave --tensor-parallel-size out",
                 field="tensor_parallel_size",
             )
 

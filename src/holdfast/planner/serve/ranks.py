@@ -11,10 +11,10 @@ from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
 from holdfast.config.offload import offload_request
 from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, QuantSpec
 
-NOT_WITH_RANKS = "HF138"
 ONE_RANK = "leave --tensor-parallel-size out"
 
 
