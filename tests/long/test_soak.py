@@ -1,16 +1,23 @@
-"""Half an hour of mixed long and short requests: as fast at the end as at the beginning, no byte and no page lost.
+"""Half an hour of mixed long and short requests, and an hour of conversations that return over all KV tiers: as fast at
+the end as at the beginning, no byte and no page lost.
 
-HOLDFAST_SOAK_MINUTES shortens it (at least 6). Results are printed: run with -s to see them.
+HOLDFAST_SOAK_MINUTES sets their lengths (at least 6, and 3). Results are printed, of conversations as one JSON line:
+
+    HOLDFAST_SOAK_MINUTES=60 pytest -m long -s tests/long/test_soak.py -k conversations
+    HOLDFAST_SOAK_MINUTES=8 HOLDFAST_SOAK_DEVICE=cuda pytest -m long -s tests/long/test_soak.py -k conversations
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import random
 import statistics
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -120,6 +127,219 @@ async def test_half_an_hour_of_mixed_requests(start_server) -> None:
         )
         assert statistics.median(late) < statistics.median(early) + (16 << 20), f"{name} grows"
     assert last > 0.95 * first
+    server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    assert server.stop() == 0
+
+
+# --- conversations that return, over all tiers ---
+
+DEVICE = os.environ.get("HOLDFAST_SOAK_DEVICE", "cpu")
+TIER_MINUTES = max(3.0, float(os.environ.get("HOLDFAST_SOAK_MINUTES", "8" if DEVICE == "cuda" else "60")))
+CONVERSATIONS = 24
+LONGEST_TOKENS = 900
+STORE_BYTES = 192 << 20
+POOL_BYTES = (256 if DEVICE == "cuda" else 64) << 20
+GIVEN_UP_BYTES = POOL_BYTES // 4
+EVENTS = 12
+"""In all: the engine sleeps and wakes, or the budget is made smaller and larger again."""
+
+
+class Conversations:
+    """They come back in any order: some of them to the pool, some to tiers below it, some to nothing."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.random = url, random.Random(1)
+        self.histories: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
+        self.taken: set[int] = set()
+        self.open = asyncio.Event()
+        self.open.set()
+        self.under_way = self.finished = self.cancelled = self.cached_tokens = 0
+
+    async def client(self, until_s: float) -> None:
+        async with httpx.AsyncClient(base_url=self.url, timeout=300) as client:
+            while time.monotonic() < until_s:
+                await self.open.wait()
+                number = self.random.choice([one for one in range(CONVERSATIONS) if one not in self.taken])
+                self.taken.add(number)
+                self.under_way += 1
+                try:
+                    await self.turn(client, number)
+                finally:
+                    self.under_way -= 1
+                    self.taken.remove(number)
+
+    async def turn(self, client: httpx.AsyncClient, number: int) -> None:
+        draw = self.random
+        history = self.histories[number]
+        if len(history) > LONGEST_TOKENS - 140 or draw.random() < 0.02:
+            history.clear()
+        history += [draw.randrange(100, 40000) for _ in range(draw.randrange(20, 90))]
+        asked = {
+            "model": "soak", "prompt": history, "max_tokens": draw.randrange(4, 40), "ignore_eos": True, "stream": True,
+            "temperature": 0.0, "return_token_ids": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        leaves, events, answer = draw.random() < 0.05, 0, list[int]()
+        async with client.stream("POST", "/v1/completions", json=asked) as found:
+            assert found.status_code == 200, (await found.aread()).decode()
+            async for line in found.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                told = json.loads(line[6:])
+                assert "error" not in told, line
+                for choice in told["choices"]:
+                    answer += choice.get("token_ids") or []
+                details = (told.get("usage") or {}).get("prompt_tokens_details") or {}
+                self.cached_tokens += details.get("cached_tokens") or 0
+                events += 1
+                if leaves and events == 3:
+                    self.cancelled += 1
+                    return
+        history += answer
+        self.finished += 1
+
+    async def quiet(self) -> None:
+        """Nobody asks, and nobody is answered."""
+        self.open.clear()
+        while self.under_way:
+            await asyncio.sleep(0.05)
+
+
+class Upheavals:
+    """What somebody does to the server meanwhile: half of it while answers run."""
+
+    def __init__(self, load: Conversations, tier: str) -> None:
+        self.load, self.tier = load, tier
+        self.sleeps = self.budgets = 0
+        self.paused_s = 0.0
+
+    async def next(self) -> None:
+        await (self.sleep() if self.sleeps <= self.budgets // 2 else self.budget())
+
+    async def sleep(self) -> None:
+        began_s = time.monotonic()
+        await self.load.quiet()
+        async with httpx.AsyncClient(base_url=self.load.url, timeout=300) as client:
+            (await client.post("/sleep?level=1")).raise_for_status()
+            await asyncio.sleep(1)
+            (await client.post("/wake_up")).raise_for_status()
+            while (await client.get("/health")).status_code != 200:
+                await asyncio.sleep(0.2)
+        self.sleeps += 1
+        self.paused_s += time.monotonic() - began_s
+        self.load.open.set()
+
+    async def budget(self) -> None:
+        async with httpx.AsyncClient(base_url=self.load.url, timeout=300) as client:
+            ledger = (await client.get("/memory")).json()
+            terms = [one for one in ledger["terms"] if one["tier"] == self.tier]
+            whole = sum(one["planned_bytes"] for one in terms)
+            for size in (whole - GIVEN_UP_BYTES, whole):
+                answer = await client.post("/memory", json={self.tier: size})
+                assert answer.status_code == 200, answer.text
+                await asyncio.sleep(2)
+        self.budgets += 1
+
+
+class Samples:
+    """Of the server, every few seconds: tokens, CPU time, memory and disk."""
+
+    def __init__(self, server, store: Path) -> None:
+        self._server, self._store = server, store
+        self._ended_s, self._alive = 0.0, dict[int, float]()
+        self.rows: list[dict[str, float]] = []
+
+    def take(self, paused_s: float) -> None:
+        front = psutil.Process(self._server.process.pid)
+        rss = {"front": front.memory_info().rss, "engine": 0}
+        seconds = dict[int, float]()
+        for process in (front, *front.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                used = process.cpu_times()
+                seconds[process.pid] = used.user + used.system
+                if "holdfast.engine.process.entry" in " ".join(process.cmdline()):
+                    rss["engine"] = process.memory_info().rss
+        # What those used who have ended since is not forgotten.
+        self._ended_s += sum(used for pid, used in self._alive.items() if pid not in seconds)
+        self._alive = seconds
+        disk = sum(path.stat().st_blocks * 512 for path in self._store.glob("*"))
+        prompts, generated = self._server.metrics("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        self.rows.append({
+            "at_s": time.monotonic() - paused_s, "cpu_s": self._ended_s + sum(seconds.values()), "disk": disk,
+            "tokens": prompts + generated, **rss,
+        })  # fmt: skip
+
+    def window(self, *, last: bool) -> list[dict[str, float]]:
+        """A third of the run, without its first fifth, in which everything fills."""
+        begin, end = self.rows[0]["at_s"], self.rows[-1]["at_s"]
+        begin += (end - begin) / 5
+        third = (end - begin) / 3
+        first_s, last_s = (end - third, end) if last else (begin, begin + third)
+        return [row for row in self.rows if first_s <= row["at_s"] <= last_s]
+
+    def rate(self, by: str, *, last: bool) -> float:
+        """Tokens of prompts and answers, by seconds that passed or by those of the CPU."""
+        rows = self.window(last=last)
+        gained = [max(0.0, after["tokens"] - before["tokens"]) for before, after in itertools.pairwise(rows)]
+        return sum(gained) / max(1e-9, rows[-1][by] - rows[0][by])
+
+    def median_mib(self, name: str, *, last: bool) -> float:
+        return statistics.median(row[name] for row in self.window(last=last) if row[name]) / 2**20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(TIER_MINUTES * 60 + 900)
+async def test_conversations_that_return_over_all_tiers(start_server, tmp_path: Path) -> None:
+    tier, store = ("vram" if DEVICE == "cuda" else "ram"), tmp_path / "kv"
+    server = start_server(
+        *os.environ.get("HOLDFAST_SOAK_MODEL", "").split(), "--device", DEVICE, "--max-model-len", "1024",
+        "--max-num-seqs", "8", "--served-model-name", "soak", "--disable-access-log", "--enable-sleep-mode",
+        "--kv-cache-memory-bytes", str(POOL_BYTES), "--kv-store", str(store), "--kv-store-size", str(STORE_BYTES),
+        "--enable-prompt-tokens-details", "--yield-to-neighbours",
+        *(["--kv-ram", str(STORE_BYTES)] if DEVICE == "cuda" else ["--threads", "2"]),
+        environment={"VLLM_SERVER_DEV_MODE": "1"},
+    ).wait_ready()  # fmt: skip
+    load = Conversations(server.url)
+    upheavals, samples = Upheavals(load, tier), Samples(server, store)
+    begin_s = time.monotonic()
+    end_s = begin_s + TIER_MINUTES * 60
+    clients = [asyncio.create_task(load.client(end_s)) for _ in range(CLIENTS)]
+    done = 0
+    while time.monotonic() < end_s and not any(task.done() for task in clients):
+        await asyncio.to_thread(samples.take, upheavals.paused_s)
+        if time.monotonic() > begin_s + (done + 1) * TIER_MINUTES * 60 / (EVENTS + 1) and done < EVENTS:
+            await upheavals.next()
+            done += 1
+        await asyncio.sleep(2)
+    await asyncio.gather(*clients)
+    by = "at_s" if DEVICE == "cuda" else "cpu_s"
+    # Others may share a CPU: what a token costs of it is the server's own.
+    first, last = samples.rate(by, last=False), samples.rate(by, last=True)
+    memory = {
+        name: [round(samples.median_mib(name, last=late), 1) for late in (False, True)] for name in ("front", "engine")
+    }
+    most_disk = max(row["disk"] for row in samples.rows)
+    names = ("vllm:num_preemptions_total", "holdfast:kv_store_bytes", "holdfast:kv_tier_hit_tokens_total")
+    preempted, stored, below = server.metrics(*names)
+    figures = {
+        "device": DEVICE, "minutes": TIER_MINUTES, "requests": load.finished, "cancelled": load.cancelled,
+        "cached_tokens": load.cached_tokens, "sleeps": upheavals.sleeps, "budgets": upheavals.budgets,
+        "preemptions_since_wake": preempted, "tier_hit_tokens_since_wake": below, "store_mib": round(stored / 2**20, 1),
+        "tokens_per_s": [round(samples.rate("at_s", last=late), 1) for late in (False, True)],
+        "tokens_per_cpu_s": [round(samples.rate("cpu_s", last=late), 1) for late in (False, True)],
+        "throughput_ratio": round(last / first, 3), "rss_mib": memory,
+        "disk_mib": [round(most_disk / 2**20, 1), STORE_BYTES / 2**20],
+    }  # fmt: skip
+    print("\n" + json.dumps(figures))
+    assert upheavals.sleeps >= 2
+    assert upheavals.budgets >= 2
+    assert load.cached_tokens > 0
+    assert load.cancelled > 0
+    assert stored > 0
+    assert memory["front"][1] < memory["front"][0] + 24, "the front end grows"
+    assert memory["engine"][1] < memory["engine"][0] + 64, "the engine grows"
+    assert most_disk < STORE_BYTES * 1.1 + (8 << 20), "the store is larger than its limit"
+    assert last > 0.9 * first, "it becomes slower"
     server.wait_metric("vllm:num_requests_running", lambda running: running == 0)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     assert server.stop() == 0

@@ -88,6 +88,7 @@ class FakeStore:
         self.lost: set[bytes] = set()
         self.used = 0
         self.well = True
+        self.noted: set[bytes] = set()
 
     def has(self, keys: Sequence[bytes]) -> int:
         return next((place for place, key in enumerate(keys) if key not in self.pages), len(keys))
@@ -95,6 +96,12 @@ class FakeStore:
     def use(self, keys: Sequence[bytes]) -> None:
         assert self.has(keys) == len(keys)
         self.used += len(keys)
+
+    def used_before(self, keys: Sequence[bytes]) -> int:
+        return next((place for place, key in enumerate(keys) if key not in self.noted), len(keys))
+
+    def computed(self, keys: Sequence[bytes]) -> None:
+        self.noted.update(keys)
 
     def takes(self) -> bool:
         return self.well

@@ -23,6 +23,8 @@ from holdfast.units import parse_duration, shorten
 
 DEFAULT_CONCURRENCY, DEFAULT_KNEE, DEFAULT_BURST, DEFAULT_STEP = 16, 64, 8, "15s"
 DEFAULT_PROFILE = {"up": "1m", "peak": "5m", "down": "1m"}
+PEAK_SHARE = 5
+"""Of the peak, a part of so many is the longest that load rises or falls unless that was set: a short run is short."""
 OF_A_LOAD = {"arrivals": "rate", "burst": "rate", "step": "find_knee", "speed": "traffic"}
 """Settings that mean nothing without another."""
 
@@ -82,12 +84,17 @@ def _phases(arguments: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
         return steps_profile(steps, parse_duration(arguments.step or DEFAULT_STEP, field="step")), steps
     if arguments.requests is not None or arguments.traffic:
         return (Phase(PEAK, float("inf")),), ()
-    up, peak, down = (
-        parse_duration(usual if getattr(arguments, name) is None else getattr(arguments, name), field=name)
+    seconds = {
+        name: parse_duration(usual if getattr(arguments, name) is None else getattr(arguments, name), field=name)
         for name, usual in DEFAULT_PROFILE.items()
-    )
+    }
+    peak = seconds["peak"]
     if not peak:
         raise ConfigurationError("--peak: no time is left to measure", fix="--peak 30s", field="peak")
+    up, down = (
+        min(seconds[name], peak / PEAK_SHARE) if getattr(arguments, name) is None else seconds[name]
+        for name in ("up", "down")
+    )
     return default_profile(up, peak, down), ()
 
 

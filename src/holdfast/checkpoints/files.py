@@ -66,6 +66,8 @@ class ModelFiles:
     """From chat_template.jinja, else from tokenizer_config.json, else from the GGUF header."""
     trained_to_embed: bool = False
     """By sentence-transformers' modules.json, or a GGUF header's type of pooling."""
+    pooling: str = "last"
+    """How they ask for one vector of a text: `last` (token), `mean`, `cls`, or what else in the field's words."""
     header: GGUFHeader | None = None
     """With format gguf."""
     tensors: Mapping[str, StoredTensor] | None = field(default=None, repr=False)

@@ -30,6 +30,7 @@ from holdfast.errors import ConfigurationError
 GPU_SEQUENCES, CPU_SEQUENCES = 256, 64
 GPU_STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
 DEFAULT_UTILIZATION = 0.9
+MOST_ENGINES = 256
 
 LEAST_HANG_TIMEOUT_S = 5.0
 """A quarter of it must be longer than the time between two heartbeats of an engine with nothing to do."""
@@ -215,7 +216,8 @@ class EngineConfig:
     )
     ram: int | None = setting(
         None,
-        "maximum RAM the server may use, such as 6GiB, default: gpu_memory_utilization of the free RAM; with a GPU, "
+        "maximum RAM the server may use, all its engines together, such as 6GiB, default: gpu_memory_utilization of the"
+        " free RAM; with a GPU, "
         "what layers, experts and KV blocks that wait beside it may take, the server's own processes on top, default: "
         "0.9 of the free RAM less these",
         optional(memory),
@@ -319,7 +321,10 @@ class EngineConfig:
         choice("auto", "float32", "bfloat16", "float16"),
     )
     threads: int | None = setting(
-        None, "number of CPU threads; default: one for each physical core that may be used", optional(whole(1, 1024))
+        None,
+        "number of CPU threads, of each engine where there are several; default: one for each physical core that may be"
+        " used, divided among engines",
+        optional(whole(1, 1024)),
     )
     tensor_parallel_size: int = setting(
         1,
@@ -338,11 +343,18 @@ class EngineConfig:
         1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")
     )
     data_parallel_size: int = setting(
-        1, "number of model replicas; only 1 so far", whole(1), flags=("-dp", "--dp-size")
+        1,
+        "number of engines, each with the whole model, behind one API: on a CPU they share its memory and cores, on"
+        " GPUs each has its own",
+        whole(1, MOST_ENGINES),
+        flags=("-dp", "--dp-size"),
+    )
+    data_parallel_size_local: int | None = setting(
+        None, "engines of this machine; all of data_parallel_size are", optional(whole(0)), flags=("-dpl",)
     )
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
+        for name in ("pipeline_parallel_size",):
             if getattr(self, name) != 1:
                 raise ConfigurationError(
                     f"{name} is {getattr(self, name)}; only one device is supported so far",
@@ -350,6 +362,7 @@ class EngineConfig:
                     fix=f"leave {name} out",
                     field=name,
                 )
+        unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
         if self.device == "cuda" and self.tensor_parallel_size != 1 and unsupported.RANK_GPUS not in os.environ:
             raise unsupported.unproven_ranks(self.tensor_parallel_size)
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:

@@ -89,7 +89,19 @@ class PlanConfig:
         optional(_amount),
         metavar="SIZE",
     )
-    nvme: str | int | None = setting(None, "disk space to use for offload tiers", optional(_amount), metavar="SIZE")
+    nvme_path: str | None = setting(
+        None,
+        "folder on a fast disk of this machine for layers that do not fit in RAM, as serve takes it: what is free "
+        "there is planned with",
+        optional(text),
+        metavar="DIR",
+    )
+    nvme: str | int | None = setting(
+        None,
+        "disk space to use for offload tiers; with --nvme-path: at most so much of what is free there",
+        optional(_amount),
+        metavar="SIZE",
+    )
     offload: bool = offload_config.offload_setting()
     gpu_layers: int | None = offload_config.gpu_layers_setting()
     cpu_offload_gb: float = offload_config.cpu_offload_gb_setting()
@@ -207,7 +219,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         self._check_requests()
-        offload_config.check_offload(self, None if self.nvme is None else "nvme")
+        disk = next((name for name in ("nvme_path", "nvme") if getattr(self, name) is not None), None)
+        offload_config.check_offload(self, disk)
         if self.max_lora_rank is not None and not self.enable_lora and self.max_loras is None:
             raise ConfigurationError(
                 "--max-lora-rank is a LoRA setting, but LoRA is not enabled",

@@ -39,17 +39,18 @@ TUNING: Mapping[str, str] = {
     **_each(
         ONE_DEVICE,
         "fully_sharded_loras distributed_executor_backend enable_expert_parallel "
-        "all2all_backend data_parallel_backend data_parallel_address data_parallel_rpc_port "
-        "data_parallel_supervisor_port data_parallel_hybrid_lb data_parallel_external_lb "
-        "data_parallel_multi_port_external_lb cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
+        "all2all_backend cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
         "dcp_comm_backend dcp_q_replicate "
-        "dp_sync_interval dp_supervisor_probe_failure_threshold dp_supervisor_probe_interval_s "
-        "dp_supervisor_probe_timeout_s "
         "enable_dbo dbo_decode_token_threshold dbo_prefill_token_threshold ubatch_size "
-        "disable_nccl_for_dp_synchronization "
         "enable_nccl_comm_suspend enable_eplb eplb_config enable_ep_weight_filter expert_placement_strategy "
         "enable_batch_sharded_sampling enable_hc_sp distributed_timeout_seconds cpu_distributed_timeout_seconds "
         "worker_use_ray engine_use_ray ray_workers_use_nsight num_redundant_experts",
+    ),
+    **_each(
+        "engines of -dp are processes of this machine, behind one API, and wait for nothing of each other",
+        "data_parallel_address data_parallel_rpc_port data_parallel_supervisor_port data_parallel_hybrid_lb "
+        "dp_sync_interval dp_supervisor_probe_failure_threshold dp_supervisor_probe_interval_s "
+        "dp_supervisor_probe_timeout_s disable_nccl_for_dp_synchronization",
     ),
     **_each("threads are placed by the system; see taskset and numactl", "numa_bind numa_bind_nodes numa_bind_cpus"),
     **_each(

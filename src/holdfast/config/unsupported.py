@@ -21,6 +21,11 @@ UNPROVEN_RANKS = "ranks on GPUs are not proven: they have not been run on real h
 
 _ONE_DEVICE = "only one device is supported so far"
 _ONE_MACHINE = "only one machine is supported so far"
+_ENGINES_HERE = "engines of -dp are processes of this machine, numbered from 0"
+_OWN_BALANCER = (
+    "all engines of -dp are behind one API; for a balancer of your own start a server for each, without -dp, and with "
+    "CUDA_VISIBLE_DEVICES on GPUs"
+)
 _TEXT_ONLY = "only text input and output are supported"
 _NO_CODE = "code named in a setting is never run"
 _AS_IT_IS = "a model's config.json is used; see hf_overrides"
@@ -44,10 +49,12 @@ ENGINE: Mapping[str, str] = {
     "kv_cache_dtype_skip_layers": "all layers keep keys and values in one type; see kv_cache_dtype",
     **_each(
         _ONE_DEVICE,
-        "data_parallel_rank data_parallel_start_rank data_parallel_size_local decode_context_parallel_size "
-        "prefill_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size enable_scale_out",
+        "decode_context_parallel_size prefill_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size "
+        "enable_scale_out",
     ),
     **_each(_ONE_MACHINE, "nnodes node_rank master_addr master_port"),
+    **_each(_OWN_BALANCER, "data_parallel_rank data_parallel_external_lb data_parallel_multi_port_external_lb"),
+    **_each(_ENGINES_HERE, "data_parallel_start_rank data_parallel_backend"),
     "device_ids": "the first device that CUDA_VISIBLE_DEVICES shows is used",
     **_each(_TEXT_ONLY, "mm_encoder_only ec_transfer_config ec_manager_config"),
     "model_class_overrides": "code in a model folder is never run",
@@ -107,10 +114,9 @@ DONE_ANYWAY: Mapping[str, frozenset[str]] = {
     # Settings of a server. What an LLM in Python does by itself: it logs neither.
     "disable_log_stats": frozenset({"true", "false"}),
     "disable_log_requests": frozenset({"true", "false"}),
-    **dict.fromkeys(
-        ("nnodes", "data_parallel_size_local", "decode_context_parallel_size", "prefill_context_parallel_size"),
-        frozenset({"1"}),
-    ),
+    "data_parallel_backend": frozenset({"mp"}),
+    "data_parallel_rank": frozenset(),  # 0 too is one of several servers.
+    **dict.fromkeys(("nnodes", "decode_context_parallel_size", "prefill_context_parallel_size"), frozenset({"1"})),
 }
 """Values that ask for what is done anyway; a name that is not here asks for nothing with `_NO`."""
 
@@ -141,7 +147,6 @@ SHORT: Mapping[str, tuple[str, ...]] = {
     "speculative_config": ("-sc",),
     "nnodes": ("-n",),
     "node_rank": ("-r",),
-    "data_parallel_size_local": ("-dpl",),
     "data_parallel_rank": ("-dpn",),
     "data_parallel_start_rank": ("-dpr",),
     "data_parallel_address": ("-dpa",),
@@ -163,6 +168,17 @@ def asks_nothing(name: str, value: Any) -> bool:
         return not any(value.values())
     written = str(value).lower().replace(" ", "")
     return written in DONE_ANYWAY.get(name, _NO) or value is None
+
+
+def check_engines_here(engines: int, local: int | None) -> None:
+    """`local`: how many of them are of this machine; None: nothing was said."""
+    if local not in (None, engines):
+        raise ConfigurationError(
+            f"data_parallel_size_local is {local}, of {engines}: engines are on one machine so far",
+            needed=f"{engines}, as data_parallel_size",
+            fix="leave data_parallel_size_local out",
+            field="data_parallel_size_local",
+        )
 
 
 def unproven_ranks(size: int) -> ConfigurationError:

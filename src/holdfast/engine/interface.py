@@ -5,7 +5,7 @@ Nothing here or below `server` imports torch: the tensors live in another proces
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from holdfast.errors import UnsupportedOptionError
@@ -25,11 +25,20 @@ def check_wake_tags(tags: Collection[str]) -> None:
         )
 
 
+def engine_of(stream: AsyncIterator[AnswerDelta]) -> int:
+    """The number of the engine that a stream of `Engine.generate` is of; 0 where there is one."""
+    return int(getattr(stream, "engine", 0))
+
+
 class Engine(Protocol):
     """All methods are called on one asyncio loop."""
 
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def members(self) -> Sequence[Engine]:
+        """The engines that answer requests: this one itself, or those behind it, by their numbers."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -121,9 +130,10 @@ class Engine(Protocol):
         *,
         search_id: str,
         adapter: AdapterRef | None = None,
-    ) -> None:
+    ) -> int:
         """Checks a beam search as `generate` checks a request, and holds `params.n` places until `close_search`: it
-        counts as one unfinished request, and its steps are not refused for want of room or by a drain."""
+        counts as one unfinished request, and its steps are not refused for want of room or by a drain. The number of
+        the engine that it is on."""
 
     async def close_search(self, search_id: str) -> None:
         """Also for one that was closed before."""

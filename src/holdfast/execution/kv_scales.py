@@ -51,6 +51,11 @@ class KVScales:
     def ones(cls, layers: int) -> KVScales:
         return cls((1.0,) * layers, (1.0,) * layers)
 
+    def widened(self, keys: Sequence[float], values: Sequence[float]) -> KVScales:
+        """With these scales; centers mean the same keys as before."""
+        centers = tuple(center * (old / new) for center, old, new in zip(self.centers, self.keys, keys, strict=False))
+        return KVScales(tuple(keys), tuple(values), centers)
+
     def of(self, layer: int) -> tuple[float, float]:
         return self.keys[layer], self.values[layer]
 

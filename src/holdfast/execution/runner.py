@@ -208,7 +208,12 @@ class Runner:
         self._kv = store
         try:
             trial.run(self)
-            self.use_kv_scales(trial.scales(store.pages, self.kv_dtype, self._decoder.frequencies()))
+            found = trial.scales(store.pages, self.kv_dtype, self._decoder.frequencies())
+            if self._share is not None:  # A layer has the same on all ranks, as it has on one: that of its largest.
+                layers = len(found.keys)
+                largest = self._share.largest([*found.keys, *found.values])
+                found = found.widened(largest[:layers], largest[layers:])
+            self.use_kv_scales(found)
         finally:
             self._kv = kept
             self._buffers.known[:] = 0

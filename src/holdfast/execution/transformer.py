@@ -19,6 +19,7 @@ from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
+from holdfast.execution.parallel.routing import routed_by_first
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import MLP_TILE, sums_apart
@@ -53,6 +54,8 @@ class Transformer:
         share: RankShare | None = None,
     ) -> None:
         self._beat, self._share = beat, share
+        if share is not None:
+            weights = replace(weights, layers=routed_by_first(weights.layers, share.collectives))
         self._base, self._adapters = weights.layers, Current()
         self._placed: PlacedRows | None = None
         if adapters is not None:
@@ -76,10 +79,6 @@ class Transformer:
             softcap=spec.decoder.attention_softcap,
         )
         self.attention: AttentionBackend = ops.make_attention(shape, device)
-        # Outside the layers a decoder may do as it likes: what is fused is a layer.
-        fusible = _layers_alone(spec.decoder) == DecoderSpec() and len(self._rotaries) == 1 and share is None
-        fuse = ops.fuse if fusible else None
-        self._fused = None if fuse is None else fuse(self._base, shape, spec.norm_eps, spec.activation)
         self._query_width, self._kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         # As the weights' own type has it: models were trained with the rounded number.
         self._embedding_scale = float(torch.tensor(spec.decoder.embedding_scale, dtype=weights.dtype))
@@ -95,6 +94,12 @@ class Transformer:
         self._gate_up = buffer(tile, 2 * mlp_width(spec))
         self._inner = buffer(tile, mlp_width(spec))
         self._branch = buffer(tile, spec.hidden_size) if sums_apart(spec) or share is not None else None
+        # Outside the layers a decoder may do as it likes: what is fused is a layer.
+        fusible = _layers_alone(spec.decoder) == DecoderSpec() and len(self._rotaries) == 1
+        fuse = ops.fuse if fusible and (share is None or share.sums is not None) else None
+        sums = None if share is None else share.sums
+        own = (self._base, shape, spec.norm_eps, spec.activation)
+        self._fused = None if fuse is None else fuse(*own, sums, self._branch)
         self._mlps = make_mlps(spec, weights, ops, self._gate_up, self._inner)
         self._cut: StepBuffers | None = None
         self._runs_of: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -121,6 +122,29 @@ def resident_tree(pid: int) -> Resident | None:
         return found
     own = sum(_unshared_bytes(child) for child in pids)
     return None if found is None else Resident(found.now_bytes + own, found.peak_bytes + own, found.files_bytes)
+
+
+def family_bytes(root: int, but: int) -> int:
+    """What a process and all that come from it hold by themselves, all but one. What forks share is nobody's."""
+    total, left = 0, [root]
+    while left:
+        pid = left.pop()
+        left += _children(pid)
+        if pid != but:
+            total += _unshared_bytes(pid)
+    return total
+
+
+def _children(pid: int) -> list[int]:
+    """Of all its threads."""
+    found = list[int]()
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/task/{thread}/children") as children:
+                found += [int(child) for child in children.read().split()]
+    except OSError:
+        return found
+    return found
 
 
 def _unshared_bytes(pid: int) -> int:

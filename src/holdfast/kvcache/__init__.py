@@ -3,7 +3,8 @@
 from holdfast.kvcache.groups import KVGroup, KVLayout, form_groups
 from holdfast.kvcache.manager import KVCache, Prefix, SequenceBlocks
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, BlockState, Tier
-from holdfast.kvcache.tiers import FoundBelow, LowerTiers, StoredPages, TierLimits
+from holdfast.kvcache.tier_records import FoundBelow, StoredPages, TierLimits
+from holdfast.kvcache.tiers import LowerTiers
 
 __all__ = [
     "NULL_PAGE",

@@ -26,7 +26,8 @@ from holdfast.kvcache.audit import check_books
 from holdfast.kvcache.groups import KVLayout
 from holdfast.kvcache.pool import NULL_PAGE, Block, BlockPool, Tier
 from holdfast.kvcache.prefix import PrefixIndex, chain_hash, root_hash
-from holdfast.kvcache.tiers import Fetch, FoundBelow, LowerTiers, StoredPages, TierLimits
+from holdfast.kvcache.tier_records import Fetch, FoundBelow, StoredPages, TierLimits
+from holdfast.kvcache.tiers import LowerTiers
 from holdfast.records.steps import BlockCopy
 
 
@@ -48,6 +49,10 @@ class SequenceBlocks:
     """Chain hashes of the first full blocks of known tokens; they outlive a preemption."""
     indexed: int = 0
     """Blocks that have been offered to the index."""
+    noted: int = 0
+    """Blocks whose computing has been noted; it outlives a preemption, which is no second use."""
+    used_before: int = 0
+    """Blocks from the first on that somebody had computed before: where this one does it again, they go to disk."""
     counted: bool = False
     """Its lookup is in the counters already (a preempted sequence looks itself up again)."""
     stale: bool = False
@@ -220,8 +225,10 @@ class KVCache:
                 found = max(0, min(left, blocks * self.layout.block_tokens))
                 self.below_hits_total[tier] += found
                 left -= found
+        found_blocks = tokens // self.layout.block_tokens
         for group, first in enumerate(prefix.first_entries):
-            self.tiers.note_use(group, book.hashes[first : tokens // self.layout.block_tokens])
+            self.tiers.note_use(group, book.hashes[first:found_blocks])
+        book.used_before = found_blocks + self.tiers.used_before(book.hashes[found_blocks:])
 
     def begin_fetch(self, book: SequenceBlocks, found: FoundBelow, before: Prefix) -> None:
         """Fills the empty tables with pages of what was just found; what the pool lacks is loaded. Until all of it has
@@ -242,14 +249,18 @@ class KVCache:
         self.free(book)
         book.fetch = fetch
 
-    def plan_copies(self, running: Iterable[SequenceBlocks]) -> list[BlockCopy]:
-        """Between tiers, for the plan that is being made. `running`: the youngest first."""
+    def plan_copies(
+        self, running: Iterable[tuple[SequenceBlocks, bool]], *, saves_only: bool = False
+    ) -> list[BlockCopy]:
+        """Between tiers, for the plan that is being made. `running`: the youngest first, and whether it is worth it to
+        save what each holds."""
         if self.tiers is None:
             return []
-        return self.tiers.plan(
-            ([page for table in book.tables for page in table if page != NULL_PAGE] for book in running),
-            self.applied_step,
+        plan = self.tiers.plan_saves if saves_only else self.tiers.plan
+        pages = (
+            ([page for table in book.tables for page in table if page != NULL_PAGE], worth) for book, worth in running
         )
+        return plan(pages, self.applied_step)
 
     def end_copies(self, finished: Iterable[int], failed: Iterable[int], host_pages: int = 0) -> bool:
         """These are over. `host_pages`: of RAM that may be used by now, if there are more. Says whether anything
@@ -287,6 +298,9 @@ class KVCache:
             self._hash_blocks(book, tokens, full)
             for entry in range(book.indexed, full):
                 self._index_entry(book, entry)
+            if self.tiers is not None and full > book.noted:
+                self.tiers.note_computed(book.hashes[max(book.noted, book.indexed) : full])
+                book.noted = full
         book.indexed = full
 
     def take_back(self, book: SequenceBlocks, end: int) -> bool:
@@ -450,6 +464,8 @@ class KVCache:
                 block = self._pool.blocks[page]
                 block.hash, block.step = key, self.step
                 block.saved = self.tiers is not None and self.tiers.host.note_pool(group, key, True)
+            if self.tiers is not None and self._first_entry(group, book.used_before) <= entry < book.used_before:
+                self.tiers.note_use(group, [key])
 
     def _forget_evicted(self, block: Block) -> None:
         assert block.hash is not None

@@ -14,87 +14,22 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 from holdfast.kvcache.host_pages import HostPages, Key
 from holdfast.kvcache.pool import Block, BlockPool, BlockState, Tier
 from holdfast.kvcache.prefix import PrefixIndex
+from holdfast.kvcache.tier_records import Fetch, FoundBelow, StoredPages, TierLimits
 from holdfast.records.steps import BlockCopy
 
 SAVED_AHEAD = 2
-"""Of those that run, the youngest, whose pages are saved before they are preempted."""
+"""Of those that run, the youngest, whose pages are saved before they are preempted; of a pool that shall shrink all for
+whom there will be no room."""
+RunningPages = tuple[Sequence[int], bool]
+"""Of one that runs, and whether saving them is worth it."""
 WRITES_QUEUED = 8192
 """Pages that wait to be written to disk; more are not remembered."""
-
-
-class StoredPages(Protocol):
-    """What a store on disk says it has, from what it knows without reading. It may be wrong: a read may fail."""
-
-    def has(self, keys: Sequence[bytes]) -> int:
-        """How many of them in a row, from the first on."""
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        """They were asked for, in the order of their chain, and need not be read."""
-
-    def takes(self) -> bool:
-        """Whether a page would be written now, as far as is known: the disk is well, and the day's budget not spent."""
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Of these that are there, or wait to be written, nobody finds any again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierLimits:
-    host_pages: int = 0
-    """In RAM; more may come."""
-    most_loading: int = 512
-    """Pages on their way to the pool at once; others wait for their turn."""
-    loads_a_plan: int = 256
-    """Of these, that one plan begins: launching them takes time of who decodes."""
-    most_loading_disk: int = 64
-    """Of these, from disk: of one that nobody waits for any more the page is not free before it has come."""
-    most_storing: int = 64
-    """Pages on their way to RAM and to disk at once: they can be given to nobody meanwhile."""
-    storing_share: float = 1.0
-    """Of the pool as it is now: no more than so much of it is stored at once."""
-    spare_pages: int = 256
-    """Of the pool, that are to be free, or saved in RAM: while there are fewer, pages are saved."""
-    spare_share: float = 1.0
-    """Of the pool as it is now: no more than so much of it is to be spare."""
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """What one sequence waits for."""
-
-    before: int
-    """Blocks of its prefix that were in the pool already."""
-    waiting: int = 0
-    """Pages that have not come yet."""
-    blocks: dict[Tier, int] = field(default_factory=dict)
-    """Of its prefix, that came from each tier."""
-    dropped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FoundBelow:
-    """An answer of `find_below`: valid until anything is allocated, released, reset or has come."""
-
-    blocks: int
-    first_entries: tuple[int, ...]
-    held: int
-    """Pages it would put into the tables."""
-    idle: int
-    """Of these, pages of the pool that nobody refers to now."""
-    missing: dict[Tier, int]
-    """Of these, pages to be loaded, by where they lie. Pages that are on their way already are in neither."""
-
-    @property
-    def wanted(self) -> int:
-        """Pages of the pool that become unavailable to others."""
-        return self.idle + sum(self.missing.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +73,8 @@ class LowerTiers:
         self._in_flight = {Tier.HOST: 0, Tier.DISK: 0}
         """Loads, by where they come from."""
         self._stores = 0
+        self._owed = False
+        """Pages of who runs are to be saved before the pool shrinks, and were not when the last plan was made."""
         self._to_write: OrderedDict[Key, None] = OrderedDict()
         self._unwanted: set[bytes] = set()
         """Keys of pages on their way to disk that were forgotten since."""
@@ -159,7 +96,7 @@ class LowerTiers:
         """As many pages are free or saved as are wanted for a while, or no more can be."""
         if self._pool.spare >= self.spare_wanted:
             return True
-        return not self._stores and not (self.host.has_room and any(True for _ in self._pool.unsaved))
+        return not self._stores and not (self.host.has_room and (self._owed or any(True for _ in self._pool.unsaved)))
 
     @property
     def most_storing(self) -> int:
@@ -301,6 +238,14 @@ class LowerTiers:
             else:
                 self.dropped_writes += 1
 
+    def used_before(self, keys: Sequence[bytes]) -> int:
+        """How many in a row were computed before, by this process or another: computing them again is a second use."""
+        return 0 if self.stored is None else self.stored.used_before(keys)
+
+    def note_computed(self, keys: Sequence[bytes]) -> None:
+        if self.stored is not None:
+            self.stored.computed(keys)
+
     def _writes(self, applied_step: int, budget: int) -> Iterator[BlockCopy]:
         """To disk. What has left the pool meanwhile is not written; what is on its way elsewhere is tried again."""
         if self._to_write and self.stored is not None and not self.stored.takes():
@@ -316,26 +261,43 @@ class LowerTiers:
             if block is not None:
                 yield self._store(block, Tier.DISK, 0, stored_key(group, key))
 
-    def _saves(self, running: Iterable[Sequence[int]], applied_step: int, budget: int) -> Iterator[BlockCopy]:
+    def plan_saves(self, running: Iterable[RunningPages], applied_step: int) -> list[BlockCopy]:
         """To RAM: idle pages in the order in which they would go, then those of who runs, the youngest first."""
-        spare = max(self.spare_pages, self.spare_wanted)
+        spare, self._owed = max(self.spare_pages, self.spare_wanted), False
+        budget, copies = self.most_storing - self._stores, list[BlockCopy]()
         if not self.host.total or self._pool.spare >= spare:
-            return
-        low = self._pool.available < spare
+            return copies
+        leaving = self._leaving(running) if self._pool.available < spare else []
         # In the order of their numbers: pages beside each other go in one piece, to places beside each other.
-        for pages in (sorted(islice(self._pool.unsaved, budget)), *(islice(running, SAVED_AHEAD) if low else ())):
+        for pages in (sorted(islice(self._pool.unsaved, max(0, budget))), *leaving):
             for page in pages:
-                if budget <= 0:
-                    return
+                if len(copies) >= budget:
+                    break
                 if (copy := self._save(self._pool.blocks[page], applied_step)) is not None:
-                    budget -= 1
-                    yield copy
+                    copies.append(copy)
+        if self.spare_wanted:
+            self._owed = any(self._unsaved(self._pool.blocks[page]) for pages in leaving for page in pages)
+        return copies
+
+    def _leaving(self, running: Iterable[RunningPages]) -> list[Sequence[int]]:
+        """Pages of those that may be preempted next, or will be by a pool that shrinks; the youngest first."""
+        lacking, found = self.spare_wanted - self._pool.available, list[Sequence[int]]()
+        for number, (pages, worth) in enumerate(running):
+            if number >= SAVED_AHEAD and lacking <= 0:
+                break
+            if number < SAVED_AHEAD or worth:
+                found.append(pages)
+            blocks = (self._pool.blocks[page] for page in pages)
+            lacking -= sum(block.references - (block.state is BlockState.STORING) == 1 for block in blocks)
+        return found
+
+    def _unsaved(self, block: Block) -> bool:
+        return block.hash is not None and not block.saved and not self.host.awaits(block.group, block.hash)
 
     def _save(self, block: Block, applied_step: int) -> BlockCopy | None:
-        if block.hash is None or block.saved or not self._storable(block, applied_step):
+        if not self._unsaved(block) or not self._storable(block, applied_step):
             return None
-        if self.host.awaits(block.group, block.hash):
-            return None
+        assert block.hash is not None
         place = self.host.reserve(block.group, block.hash)
         return None if place is None else self._store(block, Tier.HOST, place, b"")
 
@@ -364,8 +326,8 @@ class LowerTiers:
 
     # --- plans and results ---
 
-    def plan(self, running: Iterable[Sequence[int]], applied_step: int, *, stores: bool = True) -> list[BlockCopy]:
-        """Copies for the plan that is being made. `running`: pages of who runs, the youngest first."""
+    def plan(self, running: Iterable[RunningPages], applied_step: int, *, stores: bool = True) -> list[BlockCopy]:
+        """Copies for the plan that is being made. `running`: the youngest first."""
         copies = list[BlockCopy]()
         for tier, queued in self._queued.items():
             most = self.limits.most_loading_disk if tier is Tier.DISK else self.limits.most_loading
@@ -378,7 +340,7 @@ class LowerTiers:
                 copies.append(load.copy)
         if stores and (budget := self.most_storing - self._stores) > 0:
             copies += self._writes(applied_step, budget)
-            copies += self._saves(running, applied_step, self.most_storing - self._stores)
+            copies += self.plan_saves(running, applied_step)
         return copies
 
     def end(self, copy_id: int, arrived: bool) -> bool:

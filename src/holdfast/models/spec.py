@@ -296,6 +296,8 @@ class ModelSpec:
     """What of it this engine lacks, in words; planning needs none of that."""
     not_counted: tuple[str, ...] = ()
     """Parts of the checkpoint whose tensors are not in `tensors`, in words."""
+    pooling: str = "last"
+    """How its files ask for one vector of a text."""
     classifier: ClassifierSpec | None = None
     """None: it has a head for tokens, and generates."""
     encoder: EncoderSpec | None = None

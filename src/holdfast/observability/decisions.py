@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 SAMPLING = "sampling defaults"
 """The field of the decision on how to sample where a request does not say."""
+SAID_AT_START = (SAMPLING, "kv_store", "idle_release", "yield_to_neighbours")
+"""Fields of decisions that everybody sees when a server starts: what it will do by itself later on, and within which
+limits."""
 DEFAULT_REASON = "the default"
 """What `source` says already: not repeated in the line."""
 
@@ -24,3 +27,8 @@ class Decision:
     def line(self) -> str:
         reason = "" if self.reason == DEFAULT_REASON else f": {self.reason}"
         return f"{self.field} = {self.value} ({self.source}){reason}"
+
+
+def said_at_start(line: str) -> bool:
+    """Whether this line of a decision is one of those."""
+    return line.startswith(tuple(f"{field} = " for field in SAID_AT_START))

@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.records import (
     EngineInfo,
+    EngineMemory,
     EngineStats,
     ExpertUse,
     KVStoreUse,
@@ -91,6 +92,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """On disk; its folder is not told."""
     ranks: list[RankMemory] = []
     """Of each, where several compute the model together."""
+    engines: list[EngineMemory] = []
+    """Of each, where several have the whole model; everything else is of all together."""
 
 
 def make_ledger(info: EngineInfo, stats: EngineStats, processes: Sequence[ProcessMemory]) -> Ledger | None:
@@ -257,9 +260,22 @@ def summary_lines(ledger: Ledger) -> list[str]:
 
 
 def use_lines(ledger: Ledger) -> list[str]:
-    """For people: what each of several ranks has, and how links and experts over VRAM and RAM were used so far."""
+    """For people: what each of several engines or ranks has, and how links and experts over VRAM and RAM were used so
+    far."""
     experts = [] if ledger.experts is None else [_experts_line(ledger.experts)]
-    return [*map(_rank_line, ledger.ranks), *map(_link_line, ledger.links), *experts]
+    ranks = [(f"engine {rank.engine} " if ledger.engines else "") + _rank_line(rank) for rank in ledger.ranks]
+    rows = [*map(_engine_line, ledger.engines), *ranks]
+    return [*rows, *map(_link_line, ledger.links), *experts]
+
+
+def _engine_line(engine: EngineMemory) -> str:
+    process = "" if engine.pid is None else f" (pid {engine.pid})"
+    again = f"; restarted {counted(engine.restarts, 'time')}" if engine.restarts else ""
+    return (
+        f"engine {engine.engine}{process}: {engine.status}, {engine.device}, {format_bytes(engine.weights_bytes)} of"
+        f" weights, KV pool {format_bytes(engine.kv_pool_bytes)}; {engine.running} running, {engine.waiting} waiting"
+        f"{again}"
+    )
 
 
 def _rank_line(rank: RankMemory) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from holdfast.observability.decisions import SAMPLING
+from holdfast.observability.decisions import said_at_start
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import EngineInfo, EngineStats
 
@@ -106,13 +106,13 @@ def ready_lines(info: EngineInfo, served_names: Sequence[str] = ()) -> list[str]
         f"prefix caching {'on' if info.prefix_caching else 'off'}",
         f"KV cache size: {info.kv_tokens:,} tokens{_in_fewer_bits(info)}",
         f"Maximum concurrency for {info.max_model_len:,} tokens per request: {concurrency:.2f}x",
-        *[f"Decision: {line}" for line in info.decisions if line.startswith(SAMPLING)],
+        *[f"Decision: {line}" for line in info.decisions if said_at_start(line)],
     ]
 
 
 def detail_lines(info: EngineInfo, *, parallel_size: int = 1) -> list[str]:
     """What explains a start-up: for whoever asks for it."""
-    others = [line for line in info.decisions if not line.startswith(SAMPLING)]
+    others = [line for line in info.decisions if not said_at_start(line)]
     return [
         f"Parallel size: {parallel_size}",
         f"Attention backend: {info.attention_backend}",

@@ -21,7 +21,8 @@ from holdfast.planner.inputs.replicas import one_replica, ranks_of_a_replica, sh
 from holdfast.planner.models.adjusted import adjusted
 from holdfast.planner.models.resolve import resolve_model
 from holdfast.planner.report.answer import PlanAnswer, answer
-from holdfast.units import counted
+from holdfast.planner.serve.streamed import disk_room
+from holdfast.units import counted, format_bytes
 
 OF_A_CPU = "HF127"
 DEFAULT_LORA_RANK = 16
@@ -70,7 +71,8 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
     wanted, said = traffic_of(config) if traffic is None else traffic
     resolved = resolve_model(config.model, revision=config.revision, quantization=config.quantization)
     model, changed = adjusted(resolved.model, config)
-    machine, shared = _share_of_vram(found.machine, config)
+    machine, on_disk = _with_disk(found.machine, config)
+    machine, shared = _share_of_vram(machine, config)
     machine, divided = one_replica(machine, config)
     several = (config.data_parallel_size or 1) > 1
     question = Question(
@@ -91,7 +93,7 @@ def question_of(config: PlanConfig, *, traffic: Stated | None = None) -> Questio
             text_only=config.language_model_only,
         ),
         traffic=_with_length(share_of_a_replica(wanted, config), config.max_model_len or model.spec.max_position),
-        decisions=(*resolved.decisions, *changed, *found.decisions, *shared, *divided, *said),
+        decisions=(*resolved.decisions, *changed, *found.decisions, *on_disk, *shared, *divided, *said),
     )
     return _with_pinned_ram(question, config)
 
@@ -104,6 +106,16 @@ def _with_pinned_ram(question: Question, config: PlanConfig) -> Question:
         return question
     others = beside_layers(question, config.max_num_seqs or GPU_SEQUENCES)
     return replace(question, machine=replace(machine, pinned_bytes=max(0, machine.ram_bytes - others)))
+
+
+def _with_disk(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:
+    """A folder is named, as for `serve`: layers find the room that is there."""
+    if config.nvme_path is None:
+        return machine, ()
+    room = disk_room(config.nvme_path, machine.nvme_bytes)
+    reason = f"free in {config.nvme_path}" if config.nvme is None else f"at most {config.nvme} in {config.nvme_path}"
+    said = Decision("nvme", format_bytes(room), reason, "measured")
+    return replace(machine, nvme_bytes=room, nvme_path=config.nvme_path), (said,)
 
 
 def _share_of_vram(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[Decision, ...]]:

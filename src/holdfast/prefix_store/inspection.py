@@ -16,6 +16,7 @@ from holdfast.prefix_store.files.folder import LOCK, StoreFolder
 from holdfast.prefix_store.files.index import DamagedIndexError, pages_in
 from holdfast.prefix_store.files.memory import AlignedMemory
 from holdfast.prefix_store.files.slab import Slab
+from holdfast.prefix_store.files.uses import clear_uses
 from holdfast.prefix_store.reading import PageReader, ReadResult
 from holdfast.prefix_store.room import Room
 from holdfast.prefix_store.stats import Counts, Rate
@@ -147,6 +148,8 @@ class StoreInspection:
         there = pages_in(slab.index.records)
         if unused_s is not None:
             there = there & (slab.index.records["used"] < (self._calls.now() - unused_s) * 1e6)
+        else:
+            clear_uses(slab.uses_path, self._calls)
         slots = np.flatnonzero(there).tolist()
         slab.index.free(slots)
         slab.give_back()

@@ -16,6 +16,7 @@ from holdfast.prefix_store.files.calls import Calls
 from holdfast.prefix_store.files.folder import StoreFolder
 from holdfast.prefix_store.files.index import DamagedIndexError, Records
 from holdfast.prefix_store.files.slab import Slab
+from holdfast.prefix_store.files.uses import remembers
 
 ABANDONED_US = 60_000_000
 """A page that is being written for longer than this was left by a process that ended."""
@@ -72,13 +73,14 @@ class Room:
         return sum(len(slots) for _, slots in leaving)
 
     def tidy(self) -> int:
-        """Forgets what processes left that ended in the middle of a page, and files without pages that nobody uses.
-        Returns the bytes in use, which are counted anew."""
+        """Forgets what processes left that ended in the middle of a page, and files without pages that nobody uses, and
+        of whose model nothing was computed lately. Returns the bytes in use, which are counted anew."""
         now_us = int(self._calls.now() * 1e6)
         with self.slabs() as slabs:
             for slab in slabs:
                 slab.index.free(np.flatnonzero(_abandoned(slab.index.records, now_us)).tolist())
-                if slab is not self._own and not slab.index.taken_bytes():
+                unused = slab is not self._own and not slab.index.taken_bytes()
+                if unused and not remembers(slab.uses_path, self._calls):
                     self.remove(slab)
             total = sum(slab.index.taken_bytes() for slab in slabs)
         self.count(total)
@@ -106,8 +108,9 @@ class Room:
         if not slab.index.lock_alone():
             return False
         self._calls.unlink(slab.index.path)
-        with contextlib.suppress(FileNotFoundError):
-            self._calls.unlink(slab.pages_path)
+        for path in (slab.pages_path, slab.uses_path):
+            with contextlib.suppress(FileNotFoundError):
+                self._calls.unlink(path)
         return True
 
     def count(self, total_bytes: int) -> None:

@@ -18,6 +18,7 @@ from holdfast.prefix_store.files.calls import Calls
 from holdfast.prefix_store.files.folder import BusyError, StoreFolder
 from holdfast.prefix_store.files.index import KEY_BYTES, DamagedIndexError
 from holdfast.prefix_store.files.slab import Slab, padded, slab_name
+from holdfast.prefix_store.files.uses import FirstUses
 from holdfast.prefix_store.health import RETRY_S, DiskHealth
 from holdfast.prefix_store.reading import PageReader, ReadResult, Ticket
 from holdfast.prefix_store.room import Room
@@ -56,7 +57,11 @@ class PrefixStore:
         self._closed = threading.Event()
         self._reader = None if slab is None else PageReader(slab, self._counts, self._read_rate, self._suspect)
         self._writer: PageWriter | None = None
+        self._uses: FirstUses | None = None
         if slab is not None and slab.writable:
+            self._uses = FirstUses(slab.uses_path, calls)
+            with contextlib.suppress(OSError):  # It is tried again with the first beat.
+                self._uses.load()
             self._writer = PageWriter(
                 folder, slab, Room(folder, slab, calls, self._stamp), calls, self._counts, self._write_rate, health,
                 size_bytes=size_bytes, daily_write_bytes=daily_write_bytes, queue_bytes=queue_bytes,
@@ -149,6 +154,16 @@ class PrefixStore:
                 if slot is not None:
                     self._used[slot] = now_us - number
 
+    def used_before(self, keys: Sequence[bytes]) -> int:
+        """How many of them in a row, from the first on, were `computed` before, in any process; as far as is
+        remembered."""
+        return 0 if self._uses is None else self._uses.count(keys)
+
+    def computed(self, keys: Sequence[bytes]) -> None:
+        """What they name was computed: next time is its second use."""
+        if self._uses is not None:
+            self._uses.note(keys)
+
     def forget(self, keys: Sequence[bytes]) -> None:
         """Of these that are there, or wait to be written, nobody finds any again, in any process."""
         if self._slab is None:
@@ -217,6 +232,8 @@ class PrefixStore:
         self._keeper.join(max(0.0, until - time.monotonic()) + 0.1)
         if not ended or self._keeper.is_alive():
             return
+        if self._uses is not None:
+            self._uses.close()
         if self._slab is not None:
             self._slab.close()
         self._folder.close()
@@ -253,7 +270,8 @@ class PrefixStore:
                 return
             if slab.removed():
                 raise FileNotFoundError(errno.ENOENT, "its files were removed while it was in use")
-            if self._used or suspects or tell_rates or slab.index.changed():
+            noted = self._uses is not None and self._uses.noted
+            if self._used or suspects or noted or tell_rates or slab.index.changed():
                 with self._folder.locked():
                     self._note(slab, suspects, tell_rates=tell_rates)
         except OSError as error:
@@ -273,6 +291,8 @@ class PrefixStore:
         slab.index.refresh()
         self._stamp()
         slab.index.free(sorted({slot for slot, generation in suspects if slab.index.is_generation(slot, generation)}))
+        if self._uses is not None:
+            self._uses.exchange()
         control = self._folder.control()
         if tell_rates:
             read, write = self._read_rate.bytes_per_second or 0.0, self._write_rate.bytes_per_second or 0.0

@@ -2,6 +2,7 @@
 
 from holdfast.records.lora import AdapterRef, LoRARequest
 from holdfast.records.memory import (
+    EngineMemory,
     ExpertsGrant,
     ExpertUse,
     KVStoreUse,
@@ -59,6 +60,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineInfo",
+    "EngineMemory",
     "EngineOutput",
     "EngineStats",
     "ExpertUse",

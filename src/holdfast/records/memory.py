@@ -97,6 +97,24 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Of its part of the pages."""
     device: str = ""
     """Its GPU; empty: it computes on the CPU."""
+    engine: int = 0
+    """That it is of, where there are several."""
+
+
+class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """One of several engines behind one API: how it does, and what it holds."""
+
+    engine: int
+    pid: int | None
+    """None: it has no process now."""
+    status: str
+    """ready, sleeping, hung, restarting, loading or dead."""
+    device: str
+    weights_bytes: int
+    kv_pool_bytes: int
+    running: int
+    waiting: int
+    restarts: int
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -141,6 +141,14 @@ class Fetching:
                 work += self._spared(other.scheduled, other.scheduled + other.pending, other.scheduled + other.pending)
         return self.prefill.seconds(work)
 
+    def worth_saving(self, sequence: Sequence) -> bool:
+        """Whether its pages are worth the way to RAM and back, were it sent back now. Not known: yes."""
+        book, layout = sequence.book, self._kv.layout
+        end = book.indexed * layout.block_tokens
+        computed_s = self.prefill.seconds(self._spared(0, end, max(end, len(sequence.tokens))))
+        rate = self.loads[Tier.HOST].per_s
+        return rate is None or computed_s is None or 2 * book.held * layout.page_bytes / rate <= computed_s
+
     def _spared(self, start: int, end: int, whole: int) -> PromptWork:
         """If positions from `start` to `end` of so many need not be computed: steps too, where that makes fewer."""
         size = self._limits.max_num_batched_tokens

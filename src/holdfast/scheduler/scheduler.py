@@ -23,10 +23,10 @@ A row reads no position before `first_needed` of its own first position, group b
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 
 from holdfast.errors import RequestError
-from holdfast.kvcache import FoundBelow, Prefix
+from holdfast.kvcache import FoundBelow, Prefix, SequenceBlocks
 from holdfast.records import EngineOutput, Request
 from holdfast.records.steps import StepPlan, TableWrite
 from holdfast.scheduler.outputs import make_output, refused, validate
@@ -94,7 +94,7 @@ class Scheduler(Results):
             # Rows are committed by now, so nobody can be preempted any more.
             self._plan_row(draft, sequence, sequence.pending, may_preempt=False)
         self._commit(draft)
-        draft.copies = self.kv.plan_copies(sequence.book for sequence in reversed(self._running))
+        draft.copies = self.kv.plan_copies(self._worth_saving())
         coming = self._adapters.arriving or (self.kv.tiers is not None and self.kv.tiers.copying)
         if not draft.rows and not draft.copies and (self._in_flight or not coming):
             awaited = self._in_flight or any(one.request.request_id in awaiting_mask for one in self._running)
@@ -342,6 +342,25 @@ class Scheduler(Results):
         self._steps_total += 1
         self._in_flight.append(StepInFlight(self._steps_total, []))
         return moving_plan(self._steps_total, moved, self._running)
+
+    def save_before(self, blocks: int) -> StepPlan | None:
+        """A step without rows that brings to RAM what a pool of so many pages would lose: cached content of nobody, and
+        what those hold who would be sent back. None: no more of it can be saved. Nothing may be in flight."""
+        tiers = self.kv.tiers
+        if tiers is None or not tiers.host.total:
+            return None
+        tiers.spare_wanted = self.kv.blocks_total + 1 - blocks
+        copies, over = self.kv.plan_copies(self._worth_saving(), saves_only=True), tiers.spared
+        tiers.spare_wanted = 0
+        if over and not copies:
+            return None
+        self._steps_total += 1
+        self._in_flight.append(StepInFlight(self._steps_total, []))
+        return StepPlan(step_id=self._steps_total, copies=copies)
+
+    def _worth_saving(self) -> Iterator[tuple[SequenceBlocks, bool]]:
+        """Who runs, the youngest first, and whether saving it is worth it."""
+        return ((one.book, self._fetching.worth_saving(one)) for one in reversed(self._running))
 
     def give_up_copies(self, copies: Iterable[int]) -> None:
         """These will never be over: their pages are free, and who waits for them waits anew, or computes."""

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from holdfast.engine.interface import Engine
 from holdfast.errors import RequestError
 from holdfast.observability.logs import json_lines
+from holdfast.observability.metrics.engines import EngineSource
 from holdfast.observability.metrics.http import HttpMetrics
 from holdfast.observability.metrics.registry import CONTENT_TYPE, ServingMetrics
 from holdfast.records import EngineInfo
@@ -84,7 +85,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """Starts nothing: whoever runs the application starts the engine too (`server.run.serve` does both)."""
 
     metrics = _metrics(engine, settings)
-    engine.on_step(metrics.observe_step)
+    for number, member in enumerate(engine.members):
+        member.on_step(partial(metrics.observe_step, engine=number))
     room = LogprobBudget(told_entries(settings.max_logprobs), settings.max_queued_requests)
     workers, pool = TemplateWorkers(), TokenizePool()
     store = ResponseStore()
@@ -160,14 +162,16 @@ def _asked_by_clients(routes: list[Route]) -> frozenset[str]:
 
 
 def _metrics(engine: Engine, settings: ServerSettings) -> ServingMetrics:
+    return ServingMetrics(settings.served_model_names[0], engines=[*map(_source, engine.members)], memory=engine.memory)
+
+
+def _source(engine: Engine) -> EngineSource:
     def info() -> EngineInfo | None:
         return engine.info if engine.ready or engine.unresponsive is not None else None
 
-    return ServingMetrics(
-        settings.served_model_names[0],
+    return EngineSource(
         stats=engine.stats,
         info=info,
-        memory=engine.memory,
         sleeping=lambda: engine.sleeping,
         restarts=lambda: (engine.restarts - engine.hangs, engine.hangs),
         hung=lambda: engine.unresponsive is not None,

@@ -206,7 +206,7 @@ class Start:
         """As the front knows it."""
         model: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=self.spec)
         info = engine_info(self.config, model.files, self.spec, plan, self.runner, report)
-        return Serving(config=self.config, model=model, plan=self.plan, info=info, pid=1)
+        return Serving(config=self.config, model=model, plan=self.plan, info=info, pids=(1,))
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +469,7 @@ def test_a_process_that_is_started_again_has_the_layers_where_they_were(spec: Mo
     )  # fmt: skip
     model: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=spec)
     info = engine_info(config, model.files, spec, plan, runner, report)  # type: ignore[arg-type]
-    now = Serving(config=config, model=model, plan=plan, info=info, pid=1)
+    now = Serving(config=config, model=model, plan=plan, info=info, pids=(1,))
     for streamed in (placed.layers[1:], (), tuple(range(16))):
         then = with_others_streamed(placed, streamed)
         weights = plan.terms["weights"] + then.resident_bytes - placed.resident_bytes
@@ -521,7 +521,7 @@ def test_what_experts_have_made_of_a_budget_is_told_and_kept() -> None:
     )  # fmt: skip
     found: Any = SimpleNamespace(files=SimpleNamespace(name="fake", trained_to_embed=False), spec=model.spec)
     info = engine_info(config, found.files, model.spec, plan, runner, report)  # type: ignore[arg-type]
-    now = Serving(config=config, model=found, plan=plan, info=info, pid=1)
+    now = Serving(config=config, model=found, plan=plan, info=info, pids=(1,))
     resident = tuple(9 for _ in places.layers)
     experts = ExpertsGrant(resident=resident, weights_bytes=4 * GIB, slots_bytes=6 * MIB, pinned_bytes=77 * MIB)
     granted = VramGrant(budget_bytes=7 * GIB, blocks=90, kv_bytes=90 * MIB, experts=experts)

@@ -46,6 +46,7 @@ def shared_memory() -> list[str]:
 
 
 def test_a_rank_that_is_killed_is_named_and_none_is_left(tiny_model) -> None:
+    before = shared_memory()
     with make(tiny_model, 2) as llm:
         [other] = children_of(llm)
         hit_at_step(llm, 5, lambda: os.kill(other, signal.SIGKILL))
@@ -54,7 +55,7 @@ def test_a_rank_that_is_killed_is_named_and_none_is_left(tiny_model) -> None:
             llm.generate(PROMPTS, LONG, use_tqdm=False)
         assert time.monotonic() - began_s < 20
     assert not psutil.pid_exists(other)
-    assert not shared_memory()
+    assert len(shared_memory()) == len(before)
 
 
 def test_a_rank_that_is_stopped_is_named_and_ended(tiny_model) -> None:
@@ -82,3 +83,25 @@ def test_a_step_that_is_left_in_the_middle_is_left_by_all(tiny_model) -> None:
                 llm.generate(PROMPTS, LONG, use_tqdm=False)
             assert tokens(llm, PROMPTS, GREEDY) == expected
         assert children_of(llm) == before
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_plan_that_is_left_while_it_is_sent_is_left_by_all(tiny_model, shown: bool) -> None:
+    """Ctrl-C when the others have the plan already and the first rank has not begun, or when it is not shown yet."""
+    with make(tiny_model, 2) as llm:
+        expected = tokens(llm)
+        word, count = llm._core.runner._group._segment.mail, 0
+        post = word.post
+
+        def interrupted(value: int) -> None:
+            nonlocal count
+            count += 1
+            if shown or count != 4:
+                post(value)
+            if count == 4:
+                raise KeyboardInterrupt
+
+        word.post = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+        assert tokens(llm, PROMPTS, GREEDY) == expected

@@ -43,6 +43,17 @@ def test_grammars_scores_and_seeds_are_those_of_one(tiny_model) -> None:
     assert said(2) == said(1)
 
 
+def test_keys_and_values_in_fp8_have_the_scales_of_one(tiny_model) -> None:
+    """A layer's scale is that of its largest key on any rank."""
+
+    def said(ranks: int) -> tuple[object, ...]:
+        with make(tiny_model, ranks, kv_cache_dtype="fp8") as llm:
+            scales = llm._core.runner._runner.kv_scales if ranks > 1 else llm._core.runner.kv_scales
+            return tokens(llm), (scales.keys, scales.values)
+
+    assert said(2) == said(1)
+
+
 def test_sums_may_go_over_sockets(tiny_model, of_one) -> None:
     with make(tiny_model, 2, disable_custom_all_reduce=True) as llm:
         assert tokens(llm) == of_one

@@ -3,6 +3,13 @@ neighbour. Real SmolLM2."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+
 from holdfast.config import EngineConfig
 from holdfast.engine.core.breathing import Breathing
 from holdfast.engine.core.loop import EngineCore
@@ -68,8 +75,41 @@ def test_answers_are_the_same_whoever_comes_and_goes(monkeypatch) -> None:
 
 
 def test_a_sample_of_ram_is_of_this_machine() -> None:
-    found = sample_ram()
+    found = sample_ram(os.getpid())
     assert found is not None
     assert 0 < found.own_bytes < found.total_bytes
     assert 0 < found.free_bytes < found.total_bytes
     assert found.total_bytes > GIB
+
+
+HOLDS = """
+import os, time
+child = os.fork()
+held = bytearray(os.urandom(1 << 20)) * 96
+if child:
+    print("there", flush=True)
+time.sleep(60)
+"""
+
+
+def test_processes_of_the_same_server_are_no_neighbours() -> None:
+    """As a front end, its grammar service and the workers that this forks."""
+    before = sample_ram(os.getpid())
+    family = subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE)
+    try:
+        assert family.stdout is not None
+        assert family.stdout.readline() == b"there\n"
+        deadline_s = time.monotonic() + 30
+        grew = 0
+        while grew < 180 * MIB and time.monotonic() < deadline_s:
+            after = sample_ram(os.getpid())
+            assert before is not None
+            assert after is not None
+            grew = after.own_bytes - before.own_bytes
+            time.sleep(0.05)
+        assert grew >= 180 * MIB, "96 MiB of the child, and 96 of what it forked"
+    finally:
+        for process in psutil.Process(family.pid).children():
+            process.kill()
+        family.kill()
+        family.wait()

@@ -13,6 +13,7 @@ import torch
 from holdfast.execution import native
 from holdfast.execution.parallel.mailbox import Receiver, Sender
 from holdfast.execution.parallel.segment import Segment, SegmentLayout
+from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
 from holdfast.footprint.cpu import MAIL_BYTES
 
@@ -81,6 +82,34 @@ def test_all_have_what_the_first_has() -> None:
         return x
 
     assert all(torch.equal(x, torch.arange(900)) for x in together(run))
+
+
+def test_all_have_the_largest_of_any() -> None:
+    parts = [[0.5, 8.0, 1.0], [2.0, 0.25, 1.0], [1.0, 4.0, 64.0]]
+
+    def run(member: SharedMemoryCollectives) -> list[float]:
+        share = RankShare(member, [(0, 1), (1, 2), (2, 3)], 1, torch.float32)
+        return share.largest(parts[member.rank])
+
+    assert together(run) == [[2.0, 8.0, 64.0]] * RANKS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_whoever_watches_ends_the_waiting(dtype: torch.dtype) -> None:
+    """In compiled code too: what it raises is raised there, and what was counted stays so."""
+    segment = Segment(SegmentLayout(2, 4096))
+
+    def give_up(waited_s: float) -> None:
+        raise TimeoutError(f"after {waited_s:.1f} s")
+
+    member = SharedMemoryCollectives(segment, 0, give_up)
+    with pytest.raises(TimeoutError, match=r"after 0\.2 s"):
+        (member.all_reduce if dtype is torch.float32 else member.broadcast)(torch.ones(8, dtype=dtype))
+    assert member.count == segment.counts[0].value == 1
+    segment.alarm.post(1)
+    with pytest.raises(TimeoutError, match=r"after 0\.0 s"):
+        member.all_reduce(torch.ones(8))
+    segment.close()
 
 
 def test_messages_come_in_order_and_whole() -> None:

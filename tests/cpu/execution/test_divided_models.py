@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
 }
-SIZES = {"nine-heads": (2, 3, 4), "qwen2": (2, 4), "gemma3": (2, 4), "qwen3-moe": (2, 4)}
+SIZES = {"nine-heads": (2, 3, 4, 5), "qwen2": (2, 4), "gemma3": (2, 4), "qwen3-moe": (2, 4)}
 
 
 def layout_of(spec: ModelSpec) -> KVLayout:
@@ -101,6 +101,25 @@ def test_ranks_say_what_the_model_says(name: str, size: int, oracles: Callable[.
     ranks.close()
 
 
+def test_ranks_that_compute_other_bits_choose_the_same_experts(oracles: Callable[..., Any]) -> None:
+    """As with other numbers of threads: of experts that are all but equal, all ranks take those of the first."""
+    oracle = oracles("Qwen3Moe", **{**EXPERTS, "head_dim": 24, "norm_topk_prob": True})
+    layout = layout_of(oracle.spec)
+    limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
+
+    def said(turned: bool) -> list[list[int]]:
+        ranks = ThreadRanks(oracle.spec, oracle.checkpoint, 2, layout, limits, 60)
+        with torch.inference_mode():
+            for layer in ranks.runners[1]._decoder.weights.layers if turned else ():
+                router = layer.mlp.router
+                getattr(router, "_router", router).weight.neg_()
+        found = greedy_tokens(ranks, layout, 60)
+        ranks.close()
+        return found
+
+    assert said(turned=True) == said(turned=False)
+
+
 def greedy_tokens(runner: Any, layout: KVLayout, blocks: int) -> list[list[int]]:
     limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
     core = EngineCore(Scheduler(limits, KVCache(layout, blocks, prefix_caching=True)), runner)
@@ -116,13 +135,19 @@ def greedy_tokens(runner: Any, layout: KVLayout, blocks: int) -> list[list[int]]
     return list(answers.values())
 
 
-def assert_same_of_ranks(spec: ModelSpec, opened: Callable[[], Checkpoint], **loading: Any) -> None:
+def assert_same_of_ranks(
+    spec: ModelSpec, opened: Callable[[], Checkpoint], *, fused: bool = False, **loading: Any
+) -> None:
     limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
     layout, blocks = layout_of(spec), 60
     weights = load_weights(spec, opened(), dtype=torch.float32, device=torch.device("cpu"), **loading)
     one = Runner(spec, weights, layout, limits, torch.device("cpu"), compiled=loading["compiled"])
     one.back_kv(blocks)
     ranks = ThreadRanks(spec, opened, 2, layout, limits, blocks, **loading)
+    if fused:
+        assert all(member._decoder._fused is not None for member in ranks.runners), (
+            "sums are made between compiled halves"
+        )
     assert greedy_tokens(ranks, layout, blocks) == greedy_tokens(one, layout, blocks)
     assert sum(ranks.weights_bytes) < 1.1 * weights.nbytes
     ranks.close()
@@ -136,6 +161,7 @@ def test_blocks_of_gguf_are_divided(expand: bool, compiled: bool, tmp_path: Path
     assert_same_of_ranks(
         from_gguf(header.metadata, header.tensors),
         lambda: Checkpoint(header.tensors, "gguf"),
+        fused=compiled,
         expand=expand,
         compiled=compiled,
     )

@@ -148,14 +148,17 @@ def test_pages_of_ram_are_used_as_they_are_pinned() -> None:
     gate[0] = False
     slow = HostMemory(pinned([4 * page, 4 * page], pin), page)
     assert slow.look() == 0
+    assert not slow.settled
     gate[0] = True
     slow._pinned.wait(0, 1)
     assert slow.look() == 8
+    assert slow.settled
     broken = HostMemory(pinned([4 * page], lambda address: 2), page)
     deadline = time.monotonic() + 10
     while not broken._pinned._done[0].done() and time.monotonic() < deadline:
         time.sleep(0.001)
     assert broken.look() == 0
+    assert broken.settled, "nobody need wait for the rest"
 
 
 @pytest.mark.parametrize("page", [512, 3 * 1024, 12_288, 2 << 20, 5 << 20])

@@ -62,3 +62,25 @@ def test_a_prefix_outlives_a_server_that_is_killed(start_server, tiny_arguments,
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "cache_salt": "another"}
     answer = httpx.post(f"{second.url}/v1/completions", json=asked, timeout=PATIENCE_S).json()
     assert not (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
+
+
+def test_a_prefix_that_was_asked_once_before_a_restart_is_written_when_it_is_asked_again(
+    start_server, tiny_arguments, tmp_path: Path
+) -> None:
+    store = ["--kv-store", str(tmp_path / "kv"), "--kv-store-size", "64MiB", "--enable-prompt-tokens-details"]
+    by_itself = ["--idle-release", "60", "--yield-to-neighbours"]
+    texts, found = [], []
+    for _ in range(3):
+        server = start_server(*tiny_arguments, *store, *by_itself).wait_ready()
+        said = server.log
+        assert f"Decision: kv_store = 64.00 MiB in {tmp_path / 'kv'}, 640.00 MiB written a day at most (set)" in said
+        assert "Decision: idle_release = 60 s (set)" in said
+        assert "Decision: yield_to_neighbours = on (set)" in said
+        text, cached = ask(server)
+        texts.append(text)
+        found.append(cached)
+        time.sleep(2.5)  # Pages, and what was used, are written behind.
+        kill(server)
+    assert texts[0] == texts[1] == texts[2]
+    assert found[:2] == [0, 0]
+    assert found[2] > 200

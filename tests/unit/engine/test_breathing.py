@@ -13,9 +13,10 @@ from holdfast.engine.core.loop import EngineCore
 from holdfast.engine.core.neighbours import DeviceSample, Neighbours
 from holdfast.engine.offline.unsupported import refuse_breathing
 from holdfast.errors import EngineError, UnsupportedOptionError
-from holdfast.kvcache import KVCache, KVLayout, TierLimits, form_groups
+from holdfast.kvcache import KVCache, KVLayout, Tier, TierLimits, form_groups
 from holdfast.records import PoolChange, Request, SamplingParams, StepPlan, StepResult
 from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.scheduler.prefill_cost import PromptWork
 from holdfast.units import MIB
 
 BLOCKS, LEAST = 41, 6
@@ -27,7 +28,7 @@ class FakeDevice:
 
     def __init__(self, total: int = 60, host_pages: int = 0) -> None:
         self.total, self.neighbour, self.blocks, self.most_blocks = total, 0, BLOCKS, 50
-        self.host_pages, self.stored = host_pages, 0
+        self.host_pages, self.stored, self.computed = host_pages, 0, 0
         self.fail = False
 
     # The runner.
@@ -40,6 +41,7 @@ class FakeDevice:
     def submit(self, plan: StepPlan, masks: object = None) -> SimpleNamespace:
         copies = [copy.copy_id for copy in plan.copies if not copy.before_step]
         self.stored += len(copies)
+        self.computed += plan.token_count
         tokens = [7 for row in plan.rows if row.samples]
         result = StepResult(step_id=plan.step_id, token_ids=tokens, finished_copies=copies, host_pages=self.host_pages)
         return SimpleNamespace(late=(), result=lambda: result)
@@ -372,6 +374,59 @@ def test_a_neighbour_does_not_wait_for_ram_that_takes_its_time(clock: Clock) -> 
     core.breathe()
     assert device.blocks < BLOCKS
     core.scheduler.kv.check_invariants()
+
+
+def four_running(device: FakeDevice) -> EngineCore:
+    """Answers with 4 full pages each and one that is not, half of the pool."""
+    core = make(device, watches=True)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    for number in range(4):
+        prompt = list(range(1000 * number, 1000 * number + 64))
+        core.add(Request(request_id=str(number), prompt_token_ids=prompt, params=params))
+    while core.scheduler.stats().running < 4 or core.scheduler.kv.blocks_used < 20:
+        core.step()
+    return core
+
+
+def test_all_who_are_sent_back_by_a_smaller_budget_are_saved_first(clock: Clock) -> None:
+    device = FakeDevice(host_pages=60)
+    core = four_running(device)
+    assert device.stored == 0
+    before = device.computed
+    core.set_pool(LEAST)
+    assert device.stored >= 3 * 4, "three of four had to go"
+    run(core)
+    assert core.scheduler.stats().preemptions_total >= 3
+    assert device.computed - before < 4 * 12 + 3 * 16, "no more than what is not a full page"
+    core.scheduler.kv.check_invariants()
+
+
+def test_all_who_are_sent_back_for_a_neighbour_are_saved_beside_steps(clock: Clock) -> None:
+    device = FakeDevice(total=75, host_pages=60)
+    core = four_running(device)
+    device.neighbour = 34
+    clock.now_s += 1
+    for _ in range(6):
+        core.step()
+        if device.blocks < BLOCKS:
+            break
+    assert device.blocks == LEAST
+    assert core.scheduler.stats().preemptions_total == 3
+    before = device.computed
+    run(core)
+    assert device.computed - before < 4 * 12 + 3 * 16
+
+
+def test_who_is_computed_sooner_than_copied_is_not_saved(clock: Clock) -> None:
+    core = four_running(FakeDevice(host_pages=60))
+    while core._in_flight:
+        core._undelivered += core._apply_oldest()
+    fetching = core.scheduler._fetching
+    fetching.loads[Tier.HOST].note(PAGE, 10.0)
+    fetching.prefill.note(PromptWork(1, 1_000_000, 1_000_000), 1.0)
+    saving = core.scheduler.save_before(LEAST)
+    assert saving is not None
+    assert len(saving.copies) == 2 * 4, "those who might go any moment"
 
 
 def test_one_sequence_of_full_length_always_stays(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -27,10 +28,13 @@ LAYERS = {"full": (None,), "windowed": (None, 32)}
 
 class FakeRunner:
     def __init__(self, ready: int) -> None:
-        self.ready, self.most_blocks = ready, 100
+        self.ready, self.most_blocks, self.failed = ready, 100, False
 
     def host_pages(self) -> int:
         return self.ready
+
+    def host_settled(self) -> bool:
+        return self.failed
 
     def submit(self, plan: StepPlan, masks: object = None) -> SimpleNamespace:
         result = StepResult(
@@ -149,6 +153,21 @@ def test_pages_that_are_not_pinned_in_time_come_later(monkeypatch: pytest.Monkey
     woken.scheduler.kv.check_invariants()
     woken.scheduler.reset_prefix_cache()
     assert len(woken.scheduler.kv.tiers.host) == 0
+
+
+def test_nobody_waits_for_pages_that_could_not_be_pinned() -> None:
+    core = make((None,))
+    cached(core, "first", 0)
+    kept = kept_by(core)
+    assert kept is not None
+    woken = make((None,), ready=2)
+    woken.runner.failed = True  # type: ignore[attr-defined]
+    began_s = time.monotonic()
+    keeper_of(woken, kept).restore(kept)
+    assert time.monotonic() - began_s < 20, "it would be a minute"
+    assert woken.scheduler.kv.tiers is not None
+    assert len(woken.scheduler.kv.tiers.host) == 2
+    woken.scheduler.kv.check_invariants()
 
 
 def test_a_cache_that_holds_nothing_keeps_nothing() -> None:

@@ -12,12 +12,13 @@ import pytest
 from holdfast.observability.decisions import Decision
 from holdfast.observability.logs import ThroughputLog, detail_lines, json_lines, ready_lines, set_up_logging
 from holdfast.observability.metrics.buckets import token_buckets
+from holdfast.observability.metrics.engines import EngineSource
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import AnswerDelta, EngineInfo, EngineStats, FinishReason, RequestTiming
 
 
 def make_metrics(stats: EngineStats | None = None) -> ServingMetrics:
-    return ServingMetrics("m", stats=lambda: stats or EngineStats(), info=lambda: None)
+    return ServingMetrics("m", engines=[EngineSource(lambda: stats or EngineStats(), lambda: None)])
 
 
 def value(metrics: ServingMetrics, name: str, **labels: str) -> float | None:
@@ -89,7 +90,14 @@ def test_ready_lines_have_what_people_look_for():
         weights_bytes=1 << 29,
         kv_pool_bytes=1 << 30,
         attention_backend="paged (torch)",
-        decisions=["attention = paged (default): the only one on a CPU", "sampling defaults = top_p 0.9 (model)"],
+        decisions=[
+            "attention = paged (default): the only one on a CPU",
+            "sampling defaults = top_p 0.9 (model)",
+            "kv_store = 1 GiB in /kv, 10 GiB written a day at most (set): size: set with kv_store_size",
+            "kv_store_ram = 99 MiB (planner): only one of its parts",
+            "idle_release = 60 s (set): without a request for so long",
+            "yield_to_neighbours = on (set): others that leave less",
+        ],
     )
     text = "\n".join(ready_lines(info, ["gpt-4o"]))
     for part in (
@@ -99,6 +107,9 @@ def test_ready_lines_have_what_people_look_for():
         "135M parameters, dtype float32, device cpu, served as gpt-4o",
         "64 sequences, 2,048 tokens per step",
         "top_p 0.9",
+        "Decision: kv_store = 1 GiB in /kv, 10 GiB written a day at most",
+        "Decision: idle_release = 60 s",
+        "Decision: yield_to_neighbours = on",
     ):
         assert part in text
     assert "served as" not in ready_lines(info, ["smollm2"])[0]
@@ -109,7 +120,7 @@ def test_ready_lines_have_what_people_look_for():
         smaller = msgspec.structs.replace(info, dtype=dtype, kv_dtype="fp8_e4m3")
         assert f"KV cache size: 16,384 tokens, {line}" in ready_lines(smaller)
     details = "\n".join(detail_lines(info))
-    for part in ("Parallel size: 1", "paged (torch)", "only one"):
+    for part in ("Parallel size: 1", "paged (torch)", "only one", "kv_store_ram"):
         assert part in details
         assert part not in text
 

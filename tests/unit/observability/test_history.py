@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from holdfast.observability.metrics.engines import EngineSource
 from holdfast.observability.metrics.fast_histogram import QuickHistogram
 from holdfast.observability.metrics.history import FIELDS, SAMPLES, History
 from holdfast.observability.metrics.registry import ServingMetrics
@@ -15,7 +16,7 @@ from holdfast.records import AnswerDelta, EngineStats, FinishReason
 def served(stats: EngineStats | None = None) -> tuple[ServingMetrics, History]:
     """By a clock that goes on by a second at each look."""
     found = stats or EngineStats(running=3, waiting=1, blocks_total=8, blocks_used=2)
-    metrics = ServingMetrics("m", stats=lambda: found, info=lambda: None)
+    metrics = ServingMetrics("m", engines=[EngineSource(lambda: found, lambda: None)])
     ticks = count()
     return metrics, History(metrics, lambda: found, lambda: None, lambda: float(next(ticks)))
 

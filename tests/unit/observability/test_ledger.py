@@ -15,6 +15,7 @@ from holdfast.observability.ledger import (
     summary_lines,
     term_lines,
 )
+from holdfast.observability.metrics.engines import EngineSource
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import EngineInfo, EngineStats, ExpertUse, LinkUse, LowerTier, MemoryReport, MemoryTerm
 
@@ -101,6 +102,7 @@ def test_the_json_is_versioned_and_reads_back() -> None:
         "kv_tiers",
         "kv_store",
         "ranks",
+        "engines",
     ]
     assert json.loads(written)["version"] == 1
     assert json.loads(written)["kv"] == {
@@ -118,10 +120,12 @@ def test_a_link_is_told_of() -> None:
     assert found is not None
     assert found.links == [use]
     assert "at 50.0 GB/s of 55.0; the GPU waited for it 45% of the time" in summary_lines(found)[-1]
-    text = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=lambda: found).render().decode()
+    text = (
+        ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=lambda: found).render().decode()
+    )
     assert 'holdfast:link_bytes_total{link="ram-vram",model_name="m"} 5e+10' in text
     assert 'holdfast:link_stalled_seconds_total{link="ram-vram",model_name="m"} 0.9' in text
-    without = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=ledger).render().decode()
+    without = ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=ledger).render().decode()
     assert "holdfast:link_" not in without
 
 
@@ -130,7 +134,9 @@ def test_the_way_back_is_told_of_without_what_was_not_measured() -> None:
     found = make_ledger(INFO, EngineStats(links=[LinkUse(), back]), PROCESSES)
     assert found is not None
     assert summary_lines(found)[-1] == "link vram-ram: 3.73 GiB copied at 40.0 GB/s"
-    text = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=lambda: found).render().decode()
+    text = (
+        ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=lambda: found).render().decode()
+    )
     assert 'holdfast:link_bytes_total{link="vram-ram",model_name="m"} 4e+09' in text
     assert 'holdfast:link_possible_bytes_per_second{link="vram-ram"' not in text
 
@@ -141,14 +147,16 @@ def test_experts_over_vram_and_ram_are_told_of() -> None:
     assert found is not None
     line = "experts: 70% of uses found in VRAM; 25% computed by the CPU; 3 changed places"
     assert summary_lines(found)[-1] == ledger_lines(found)[-1] == line
-    text = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=lambda: found).render().decode()
+    text = (
+        ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=lambda: found).render().decode()
+    )
     for where, count in (("vram", 700), ("cpu", 250), ("link", 50)):
         assert f'holdfast:expert_uses_total{{model_name="m",where="{where}"}} {count}.0' in text
     assert 'holdfast:expert_swaps_total{model_name="m"} 3.0' in text
     unused = make_ledger(INFO, EngineStats(experts=ExpertUse()), PROCESSES)
     assert unused is not None
     assert "no step with few tokens" in summary_lines(unused)[-1]
-    without = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=ledger).render().decode()
+    without = ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=ledger).render().decode()
     assert "holdfast:expert_" not in without
 
 
@@ -165,13 +173,13 @@ def test_what_waits_in_a_lower_tier_is_named() -> None:
 
 
 def test_the_metrics_tell_the_same() -> None:
-    metrics = ServingMetrics("m", stats=EngineStats, info=lambda: None, memory=ledger)
+    metrics = ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)], memory=ledger)
     text = metrics.render().decode()
     line = 'holdfast:memory_bytes{kind="measured",model_name="m",term="kv_pool",tier="ram"}'
     assert f"{line} {float(20 * MIB)}" in text.splitlines() or f"{line} 2.097152e+07" in text.splitlines()
     assert 'kind="planned",model_name="m",term="weights"' in text
     assert 'kind="measured",model_name="m",term="unaccounted"' in text
-    before = ServingMetrics("m", stats=EngineStats, info=lambda: None).render().decode()
+    before = ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)]).render().decode()
     assert "holdfast:memory_bytes{" not in before
 
 

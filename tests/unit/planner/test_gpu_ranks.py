@@ -156,6 +156,7 @@ def test_gpus_are_those_that_are_named_in_their_order() -> None:
         ({"kv_ram": 4 * GIB}, "kv_ram"),
         ({"enable_lora": True}, "enable_lora"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"data_parallel_size": 2}, "data_parallel_size"),
     ],
 )
 def test_what_ranks_on_gpus_cannot_do_yet_is_refused(settings: dict[str, Any], field: str) -> None:

@@ -104,7 +104,6 @@ def test_a_size_that_cuts_blocks_is_refused_with_those_that_do_not() -> None:
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
         ({"idle_release": 60.0}, "idle_release"),
         ({"yield_to_neighbours": True}, "yield_to_neighbours"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"quantization": "int4"}, "quantization"),
     ],
 )

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigurationError
+from holdfast.observability.metrics.engines import EngineSource
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.planner.api import plan
 from holdfast.planner.inputs import traffic_reader
@@ -230,11 +231,11 @@ def test_a_long_log_in_order_is_exact_with_one_request_of_all_its_time() -> None
 
 def scraped(prompts: list[int], outputs: list[int], running: int = 0) -> bytes:
     stats = EngineStats(running=running, waiting=1 if running else 0)
-    metrics = ServingMetrics("m", stats=lambda: stats, info=lambda: None)
+    metrics = ServingMetrics("m", engines=[EngineSource(lambda: stats, lambda: None)])
     for tokens in prompts:
-        metrics.request_prompt_tokens.observe(tokens)
+        metrics.request_prompt_tokens[0].observe(tokens)
     for tokens in outputs:
-        metrics.request_generation_tokens.observe(tokens)
+        metrics.request_generation_tokens[0].observe(tokens)
     return metrics.render()
 
 

@@ -230,7 +230,8 @@ def test_one_of_several_replicas_is_planned() -> None:
     assert "--data-parallel-size 4" in text
     assert "CUDA_VISIBLE_DEVICES" not in text
     assert "--dp-size 4" in replicas.commands["sglang"].text
-    assert not replicas.commands["holdfast"].available
+    assert replicas.commands["holdfast"].available
+    assert "--data-parallel-size 4" in replicas.commands["holdfast"].text
     with pytest.raises(ConfigurationError, match="4 replicas of 2 GPUs each need 8 GPUs"):
         plan("qwen3-8b", gpu="l40sx4", data_parallel_size=4, tensor_parallel_size=2, **asked)
 

@@ -15,11 +15,11 @@ from holdfast.scheduler.prefill_cost import PromptWork
 BLOCKS = 40
 
 
-def world(*, store: FakeStore | None = None, failing: float = 0.0) -> SimulatedEngine:
+def world(*, store: FakeStore | None = None, failing: float = 0.0, host_pages: int = 200) -> SimulatedEngine:
     groups, places = form_groups([None, None])
     layout = KVLayout(groups=groups, block_tokens=4, layers_per_page=places, kv_heads=1, head_dim=4, element_bytes=4)
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=120)
-    below = TierLimits(host_pages=200, spare_pages=BLOCKS)
+    below = TierLimits(host_pages=host_pages, spare_pages=BLOCKS)
     kv = KVCache(layout, BLOCKS, True, below, store)
     tiers = SimulatedTiers(random.Random(3), store, failing)
     return SimulatedEngine(Scheduler(limits, kv), vocabulary=50, tiers=tiers)
@@ -98,6 +98,29 @@ def test_a_prefix_goes_to_disk_on_its_second_use_and_not_before() -> None:
     assert len(store.pages) >= 18
     ask(engine, "third", PROMPT)
     assert store.used > 0
+
+
+def test_a_second_use_counts_whichever_process_made_the_first() -> None:
+    store = FakeStore(random.Random(1), most=1000)
+    assert ask(world(store=store), "first", PROMPT) == 0
+    assert not store.pages
+    restarted = world(store=store)
+    longer = [*PROMPT, *[7] * 16]
+    assert ask(restarted, "second", longer) == 0
+    assert 18 <= len(store.pages) < 24, "what was asked twice is written, what was not is not"
+    assert ask(world(store=store), "third", PROMPT) > 0
+
+
+def test_being_preempted_is_no_second_use() -> None:
+    store = FakeStore(random.Random(1), most=1000)
+    engine = world(store=store, host_pages=0)  # What is preempted is computed again.
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    for number in range(3):
+        prompt = [10 + number] * 60
+        engine.add(Request(request_id=f"{number}", prompt_token_ids=prompt, params=params))
+    engine.finish()
+    assert engine.scheduler.stats().preemptions_total > 0
+    assert not store.pages
 
 
 def test_a_store_that_takes_nothing_is_brought_nothing() -> None:

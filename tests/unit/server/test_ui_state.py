@@ -14,6 +14,7 @@ from starlette.requests import Request
 from holdfast.engine.fake import FakeEngine
 from holdfast.engine.requests.adapters import Loaded
 from holdfast.hardware.nvidia import GpuProcess, NvidiaGpu, NvidiaMachine
+from holdfast.observability.metrics.engines import EngineSource
 from holdfast.observability.metrics.registry import ServingMetrics
 from holdfast.records import AdapterRef, AnswerDelta, EngineStats
 from holdfast.server.settings import ServerSettings
@@ -24,7 +25,7 @@ from holdfast.server.ui.state import SHOWN_REQUESTS, StateKeeper, requests_state
 
 
 def metrics() -> ServingMetrics:
-    return ServingMetrics("m", stats=EngineStats, info=lambda: None)
+    return ServingMetrics("m", engines=[EngineSource(EngineStats, lambda: None)])
 
 
 def ram(free_bytes: int = 50, *holders: Holder) -> MachineTier:

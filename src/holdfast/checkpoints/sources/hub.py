@@ -17,6 +17,7 @@ from pathlib import Path
 
 from holdfast.checkpoints.files import ModelFiles
 from holdfast.checkpoints.formats import safetensors
+from holdfast.checkpoints.pooling import POOLING_CONFIG
 from holdfast.checkpoints.sources.download_progress import say
 from holdfast.checkpoints.sources.select_files import EMBEDDING_MARK, INDEX_NAME, choose_weights
 from holdfast.errors import CheckpointError, ModelAccessError, ModelError, ModelNotFoundError
@@ -31,6 +32,7 @@ SMALL_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     EMBEDDING_MARK,
+    POOLING_CONFIG,
     INDEX_NAME,
 )
 
@@ -101,7 +103,7 @@ def cached_unless_reachable(
 def choose(names: Collection[str], repo: str, wanted: str | None = None) -> list[str]:
     """Of a repository's files, those we need: its safetensors, else one GGUF model, and the small files."""
     top = [name for name in names if "/" not in name]
-    small = [name for name in top if name in SMALL_FILES]
+    small = [name for name in names if name in SMALL_FILES]
     choice = choose_weights(names, repo, wanted)
     if choice.format == "none" and "config.json" not in small:
         raise CheckpointError(

@@ -24,6 +24,7 @@ from holdfast.checkpoints.bounded_files import read_json, read_small
 from holdfast.checkpoints.checkpoint import open_checkpoint
 from holdfast.checkpoints.files import GGUFHeader, ModelFiles
 from holdfast.checkpoints.formats import gguf, safetensors
+from holdfast.checkpoints.pooling import folder_pooling, gguf_pooling
 from holdfast.checkpoints.sources import builtin, hub
 from holdfast.checkpoints.sources.download_progress import say
 from holdfast.checkpoints.sources.select_files import (
@@ -264,14 +265,18 @@ def _from_ggufs(
         header=header,
         generation_config=generation_config or _gguf_advice(header),
         trained_to_embed=_gguf_pools(header),
+        pooling=gguf_pooling(_gguf_pooling_type(header)),
         chosen=chosen,
     )
 
 
 def _gguf_pools(header: GGUFHeader) -> bool:
     """Whether converters wrote how its hidden states become one vector: 0 is none, 4 a reranker's head."""
-    pooling = header.metadata.get(f"{header.metadata.get('general.architecture')}.pooling_type")
-    return pooling in (1, 2, 3)
+    return _gguf_pooling_type(header) in (1, 2, 3)
+
+
+def _gguf_pooling_type(header: GGUFHeader) -> object:
+    return header.metadata.get(f"{header.metadata.get('general.architecture')}.pooling_type")
 
 
 def _gguf_advice(header: GGUFHeader) -> dict[str, Any] | None:
@@ -318,6 +323,7 @@ def _from_folder(folder: Path, name: str, kind: Kind, wanted: str | None, text: 
         tokenizer_config=tokenizer_config,
         chat_template=_folder_template(folder, tokenizer_config),
         trained_to_embed=EMBEDDING_MARK in names,
+        pooling=folder_pooling(folder),
         chosen=choice.reason,
     )
 

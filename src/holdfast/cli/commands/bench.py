@@ -42,7 +42,7 @@ USAGE = "holdfast bench URL|MODEL [--concurrency N | --rate R | --traffic FILE] 
 
 EXAMPLES = """examples:
   holdfast bench http://127.0.0.1:8000 --concurrency 64 --slo ttft=500ms,itl=50ms    64 at once, seven minutes
-  holdfast bench smollm2 --concurrency 8 --up 5s --peak 30s --down 5s    start a server first, a shorter run
+  holdfast bench smollm2 --concurrency 8 --peak 30s                      start a server first, 42 s of load
   holdfast bench URL --rate 10 --arrivals bursts --burst 20              open loop: sent whether it keeps up or not
   holdfast bench URL --find-knee --concurrency 128                       1, 2, 4 ... 128 at once
   holdfast bench URL --traffic access.log                                replay, at the log's own times
@@ -91,9 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arrivals", choices=("poisson", "constant", "bursts"), help="of an open loop (default: poisson)"
     )
     load.add_argument("--burst", type=_positive, metavar="N", help="requests of a burst (default: 8)")
-    load.add_argument("--up", metavar="TIME", help="while load rises (default: 1m; 0s: at once)")
+    load.add_argument(
+        "--up", metavar="TIME", help="while load rises (default: 1m, at most a fifth of the peak; 0s: at once)"
+    )
     load.add_argument("--peak", metavar="TIME", help="at full load, which is judged (default: 5m)")
-    load.add_argument("--down", metavar="TIME", help="while load falls (default: 1m)")
+    load.add_argument("--down", metavar="TIME", help="while load falls (default: as --up)")
     load.add_argument("--requests", type=_positive, metavar="N", help="end after so many, instead of after a time")
     load.add_argument("--find-knee", action="store_true", help="1, 2, 4 ... up to --concurrency (default: 64) at once")
     load.add_argument("--step", metavar="TIME", help="at each of these (default: 15s)")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from holdfast.cli.batch.files import InputLine
-    from holdfast.engine.process.client import ProcessEngine
+    from holdfast.engine.interface import Engine
 
 HELP = """Run a file of requests (OpenAI's batch format: custom_id, method, url, body) as a server would, and write
 the responses to another file.
@@ -139,9 +139,8 @@ def _run(
     server_config: ServerConfig,
     early: EarlyProcess,
 ) -> int:
-    from holdfast.engine.process.client import ProcessEngine
-    from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
-    from holdfast.engine.startup.plan_lines import log_plan
+    from holdfast.engine.data_parallel.open import open_engine, plan_engines
+    from holdfast.engine.startup.build import find_model, open_tokenizer
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
     from holdfast.footprint.cpu import front_bytes
@@ -162,10 +161,9 @@ def _run(
         print(f"holdfast: {said}", file=sys.stderr)
         return 0
     front = front_bytes(engine_config.max_logprobs == WHOLE_VOCABULARY)
-    plan = plan_model(engine_config, model, front_bytes=front, engine_pid=early.pid)
-    log_plan(model.files.name, plan)
+    plans = plan_engines(engine_config, model, front_bytes=front, engine_pids=[early.pid])
     tokenizer = open_tokenizer(engine_config, model)
-    engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
+    engine = open_engine(engine_config, model, tokenizer, plans, on_progress=LoadProgress(), early=early)
     app = create_app(engine, server_settings(engine_config, server_config, model))
     left = (line for line in read_lines(lines.path, model.files.name) if not answered[line.number])
     return asyncio.run(_Run(app, engine, output, total=total, done=done, refused=refused).live(left, concurrency))
@@ -174,9 +172,7 @@ def _run(
 class _Run:
     """From starting the engine to its end; the first signal ends it."""
 
-    def __init__(
-        self, app: Starlette, engine: ProcessEngine, output: Output, *, total: int, done: int, refused: int
-    ) -> None:
+    def __init__(self, app: Starlette, engine: Engine, output: Output, *, total: int, done: int, refused: int) -> None:
         from holdfast.cli.batch.progress import BatchProgress
 
         self._app = app

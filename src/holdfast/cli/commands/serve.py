@@ -254,9 +254,8 @@ def _run(
     from holdfast.checkpoints import DEFAULT_MODEL
     from holdfast.cli.servers.register import ServerEntry
     from holdfast.cli.servers.reload import SettingsReload
-    from holdfast.engine.process.client import ProcessEngine
-    from holdfast.engine.startup.build import find_model, open_tokenizer, plan_model
-    from holdfast.engine.startup.plan_lines import log_plan
+    from holdfast.engine.data_parallel.open import open_engine, plan_engines
+    from holdfast.engine.startup.build import find_model, open_tokenizer
     from holdfast.engine.startup.progress import LoadProgress
     from holdfast.engine.startup.select_device import settle_device
     from holdfast.footprint.cpu import front_bytes
@@ -292,10 +291,9 @@ def _run(
     entry.found(names=server_config.served_model_name or (model.files.name,), path=model.files.path)
     log.info("model %s: %s, %s parameters", model.files.name, model.spec.architecture, f"{model.spec.parameters:,}")
     front = front_bytes(engine_config.max_logprobs == WHOLE_VOCABULARY)
-    plan = plan_model(engine_config, model, front_bytes=front, engine_pid=early.pid)
-    log_plan(model.files.name, plan)
+    plans = plan_engines(engine_config, model, front_bytes=front, engine_pids=[early.pid])
     tokenizer = open_tokenizer(engine_config, model)
-    engine = ProcessEngine(engine_config, model, tokenizer, plan=plan, on_progress=LoadProgress(), early=early)
+    engine = open_engine(engine_config, model, tokenizer, plans, on_progress=LoadProgress(), early=early)
     settings = server_settings(engine_config, server_config, model)
     app = create_app(engine, settings)
     reach = _reach(listener, server_config, tls=tls is not None)

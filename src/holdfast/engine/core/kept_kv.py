@@ -162,7 +162,10 @@ class KVKeeper:
         if tiers is None or not os.path.samestat(os.fstat(self._tier_file), os.stat(kept.pages_path)):
             return 0  # In the second case it could not be opened: pages of the tier hold nothing.
         wanted, until_s = 1 + max((page for _, _, page in entries), default=0), time.monotonic() + PIN_S
-        while (ready := self._runner.host_pages()) < wanted and time.monotonic() < until_s:
+        # Where pinning failed, nobody waits for what will not come.
+        while (ready := self._runner.host_pages()) < wanted and not self._runner.host_settled():
+            if time.monotonic() >= until_s:
+                break
             time.sleep(0.01)
         tiers.host.expect(entries)
         tiers.host.grow(max(ready, tiers.host.total))

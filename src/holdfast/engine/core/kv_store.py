@@ -32,8 +32,8 @@ VERSION = 1
 DAILY = 10
 """Times its size that may be written in a day, where that was not set."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
-IN_FILES = frozenset({"tensors", "spellings"})
-"""Of a model's spec: what the files themselves say."""
+IN_FILES = frozenset({"tensors", "spellings", "pooling"})
+"""Of a model's spec: what the files themselves say, and what is done after all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,19 @@ def open_kv_store(
     size, why = config.kv_store_size, "set with kv_store_size"
     if size is None:
         size, why = usual_size(folder)
-    layout = plan.engine.layout
+    daily, layout = config.kv_store_daily_writes or DAILY * size, plan.engine.layout
     store = PrefixStore.open(
         folder,
         size_bytes=size,
         page_bytes=layout.page_bytes,
         model=model_digest(files, spec, layout, computed_as(config, plan, spec), scales),
-        daily_write_bytes=config.kv_store_daily_writes or DAILY * size,
+        daily_write_bytes=daily,
         label=f"{files.name} {plan.kv_dtype}",
         queue_bytes=KV_QUEUE_BYTES,
     )
-    decision = Decision("kv_store", f"{format_bytes(size)} in {folder}", f"{why}; {store.how}", "set")
+    budget = f"{DAILY} times its size" if config.kv_store_daily_writes is None else "set with kv_store_daily_writes"
+    value = f"{format_bytes(size)} in {folder}, {format_bytes(daily)} written a day at most"
+    decision = Decision("kv_store", value, f"size: {why}; a day's writes: {budget}; {store.how}", "set")
 
     def use() -> KVStoreUse:
         stats = store.stats()

@@ -31,6 +31,8 @@ from holdfast.records import (
 from holdfast.scheduler import Scheduler
 from holdfast.scheduler.outputs import refused
 
+SAVE_S = 0.4
+"""The longest that answers stand still for pages that go to RAM before the pool shrinks."""
 GRAMMAR_WAIT_S = 0.02
 """For a grammar or a mask, where there is nothing else to do."""
 
@@ -222,6 +224,8 @@ class EngineCore:
                 self._undelivered += self._apply_oldest()
             if self.scheduler.kv.tiers is not None:
                 self.scheduler.give_up_copies(self.runner.give_up_reads())
+                if not grows:
+                    self._save_before(blocks)
             while (waiting := self.scheduler.wait_for_copies()) is not None:
                 done = self.runner.submit(waiting).result()
                 self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
@@ -238,6 +242,13 @@ class EngineCore:
                 with contextlib.suppress(HoldfastError, RuntimeError):  # A device that is gone takes nothing back.
                     self.runner.resize_kv(before)
             raise
+
+    def _save_before(self, blocks: int) -> None:
+        """What such a pool would lose goes to RAM, as much as does without anybody seeing a gap."""
+        until_s = time.monotonic() + SAVE_S
+        while time.monotonic() < until_s and (saving := self.scheduler.save_before(blocks)) is not None:
+            done = self.runner.submit(saving).result()
+            self._undelivered += self._end(self.scheduler.apply(done, time.monotonic()))
 
     def balance_kv(self) -> None:
         """Pages of the KV pool and layers on the GPU change places where that is worth it. Before a step, and while

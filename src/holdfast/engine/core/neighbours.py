@@ -33,7 +33,7 @@ class DeviceSample:
     total_bytes: int
     free_bytes: int
     own_bytes: int
-    """Of this process."""
+    """Of this server: in RAM with its front end and all that this started, on a GPU of this process."""
 
     @property
     def others_bytes(self) -> int:

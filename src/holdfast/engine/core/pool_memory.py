@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.config import EngineConfig
 from holdfast.engine.core.breathing import Breathing, PoolMemory
 from holdfast.engine.core.neighbours import DeviceSample, Neighbours, NeighbourWatch
-from holdfast.hardware import memory, resident
+from holdfast.hardware import family_bytes, memory, resident
 from holdfast.hardware.nvidia import device_use
+from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
-from holdfast.units import GIB, MIB
+from holdfast.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from holdfast.engine.core.loop import EngineCore
@@ -57,11 +58,14 @@ class RamPool:
         return None
 
 
-def sample_ram() -> DeviceSample | None:
+def sample_ram(front: int) -> DeviceSample | None:
+    """`front`: the process of this server that started all others of it, which are not its neighbours: the front end
+    itself, grammar workers, ranks."""
     machine, own = memory(), resident()
     if own is None:
         return None
-    return DeviceSample(machine.total_bytes, machine.available_bytes, own.now_bytes - own.files_bytes)
+    family = family_bytes(front, but=os.getpid())
+    return DeviceSample(machine.total_bytes, machine.available_bytes, own.now_bytes - own.files_bytes + family)
 
 
 def sample_gpu(uuid: str, own_bytes: Callable[[], int]) -> DeviceSample | None:
@@ -76,7 +80,8 @@ def sample_gpu(uuid: str, own_bytes: Callable[[], int]) -> DeviceSample | None:
 def breathe_in_ram(core: EngineCore, config: EngineConfig) -> None:
     page_bytes = core.scheduler.kv.layout.page_bytes
     pool = RamPool(page_bytes, lambda: core.scheduler.kv.blocks_touched + 1)
-    core.breathing = _breathing(config, pool, sample_ram)
+    front = os.getppid()
+    core.breathing = _breathing(config, pool, lambda: sample_ram(front))
 
 
 def breathe_in_vram(core: EngineCore, config: EngineConfig, plan: Plan, vram: VramShares) -> None:
@@ -86,14 +91,33 @@ def breathe_in_vram(core: EngineCore, config: EngineConfig, plan: Plan, vram: Vr
     core.breathing = _breathing(config, vram, lambda: sample_gpu(uuid, lambda: vram.reserved_bytes))
 
 
+def breathing_decisions(config: EngineConfig, plan: Plan, total_bytes: int) -> list[Decision]:
+    """What the pool will do by itself. `total_bytes`: of the memory that it is in."""
+    layout, limits = plan.engine.layout, plan.limits
+    floor = (1 + layout.peak_blocks(limits.max_model_len, limits.max_num_batched_tokens)) * layout.page_bytes
+    least = f"{format_bytes(floor)}, one sequence of full length"
+    found = list[Decision]()
+    if config.idle_release:
+        said = f"without a request for so long the KV pool shrinks to {least}, and grows with the next"
+        found.append(Decision("idle_release", f"{config.idle_release:g} s", said, "set"))
+    if config.yield_to_neighbours:
+        margin = Neighbours(_least_margin(config)).margin_bytes(total_bytes)
+        said = f"others that leave less than {format_bytes(margin)} free get memory of the KV pool, down to {least}"
+        found.append(Decision("yield_to_neighbours", "on", said, "set"))
+    return found
+
+
+def _least_margin(config: EngineConfig) -> int:
+    return LEAST_VRAM_MARGIN_BYTES if config.device == "cuda" else LEAST_MARGIN_BYTES
+
+
 def _breathing(config: EngineConfig, pool: PoolMemory, sample: Callable[[], DeviceSample | None]) -> Breathing | None:
     """None: nothing of it was asked for."""
     if not config.idle_release and not config.yield_to_neighbours:
         return None
-    least = LEAST_VRAM_MARGIN_BYTES if config.device == "cuda" else LEAST_MARGIN_BYTES
     return Breathing(
         pool,
         idle_release_s=config.idle_release or None,
-        neighbours=Neighbours(least) if config.yield_to_neighbours else None,
+        neighbours=Neighbours(_least_margin(config)) if config.yield_to_neighbours else None,
         watch=NeighbourWatch(sample) if config.yield_to_neighbours else None,
     )

@@ -151,6 +151,10 @@ class FakeEngine:
         )
 
     @property
+    def members(self) -> tuple[FakeEngine, ...]:
+        return (self,)
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         return cast("Tokenizer | None", self._tokenizer)
 
@@ -258,9 +262,10 @@ class FakeEngine:
         *,
         search_id: str,
         adapter: AdapterRef | None = None,
-    ) -> None:
+    ) -> int:
         self._check(prompt_token_ids, params)
         self._searches.open(search_id, params.n)
+        return 0
 
     async def close_search(self, search_id: str) -> None:
         self._searches.close(search_id)

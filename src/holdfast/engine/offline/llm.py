@@ -27,7 +27,7 @@ from holdfast.engine.offline.pooling import PoolingMethods, Prompt
 from holdfast.engine.offline.profiling import ProfileMethods
 from holdfast.engine.offline.queued import QueuedMethods
 from holdfast.engine.offline.stepped import SteppedEngine
-from holdfast.engine.offline.unsupported import AbsentMethods, EmptyMethods, refuse_breathing
+from holdfast.engine.offline.unsupported import AbsentMethods, EmptyMethods, refuse_breathing, refuse_several_engines
 from holdfast.engine.requests.adapters import Adapters
 from holdfast.engine.requests.admission import Admission
 from holdfast.engine.requests.embedding import PARAMS
@@ -85,6 +85,7 @@ class LLM(PoolingMethods, BeamMethods, ProfileMethods, QueuedMethods, EmptyMetho
         self._profiler_config = read_profiler_config(settings.pop("profiler_config", None))
         config = EngineConfig.from_arguments(model=model, **settings)
         refuse_breathing(config)
+        refuse_several_engines(config)
         taken = without_effect(settings, lambda name: Origin(str))
         if taken is not None:
             log.warning("%s", taken)

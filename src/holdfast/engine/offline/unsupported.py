@@ -27,6 +27,18 @@ def refuse_breathing(config: EngineConfig) -> None:
         )
 
 
+def refuse_several_engines(config: EngineConfig, who: str = "LLM") -> None:
+    """As vLLM's LLM does: one engine computes here."""
+    if config.data_parallel_size > 1:
+        raise UnsupportedOptionError(
+            f"data_parallel_size is {config.data_parallel_size}, but {who} has one engine",
+            needed="1",
+            fix=f"holdfast serve MODEL -dp {config.data_parallel_size}, or holdfast run-batch -i FILE -o FILE --model"
+            f" MODEL -dp {config.data_parallel_size}",
+            field="data_parallel_size",
+        )
+
+
 class EmptyMethods:
     def get_world_size(self, include_dp: bool = True) -> int:
         """One device computes everything."""

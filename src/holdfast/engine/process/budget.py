@@ -50,16 +50,17 @@ class Serving:
     model: FoundModel
     plan: Plan
     info: EngineInfo
-    pid: int | None
+    pids: tuple[int, ...]
+    """Of all engine processes of this server."""
 
     @classmethod
     def of(
-        cls, config: EngineConfig, model: FoundModel, plan: Plan | None, info: EngineInfo, pid: int | None
+        cls, config: EngineConfig, model: FoundModel, plan: Plan | None, info: EngineInfo, pids: tuple[int, ...]
     ) -> Serving:
         """`plan`: None: it does not serve now."""
         if plan is None:
             raise EngineError("the engine is not ready, and its budget cannot be changed", fix="try again later")
-        return cls(config=config, model=model, plan=plan, info=info, pid=pid)
+        return cls(config=config, model=model, plan=plan, info=info, pids=pids)
 
 
 Send = Callable[[protocol.ToEngine], bool]
@@ -299,8 +300,8 @@ def with_budget(now: Serving, ram: int | None) -> tuple[EngineConfig, Plan]:
         nvme_path=None,
         nvme=None,
     )
-    front_bytes = plan.question.settings.front_bytes
-    found = plan_model(held, now.model, front_bytes=front_bytes, kernels=plan.engine.compiled, engine_pid=now.pid)
+    front_bytes = plan.question.settings.front_bytes * config.data_parallel_size  # Each engine counts its part.
+    found = plan_model(held, now.model, front_bytes=front_bytes, kernels=plan.engine.compiled, engine_pids=now.pids)
     return wanted, _with_measured(found, info.memory)
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 
 import zmq.asyncio
 from msgspec.structs import replace
@@ -26,11 +25,11 @@ from holdfast.engine.process.quarantine import CrashQuarantine
 from holdfast.engine.process.restarts import RestartBackoff
 from holdfast.engine.process.stats import at_rest, continued, ledger_of
 from holdfast.engine.requests.admission import Admission, check_room
+from holdfast.engine.requests.front_parts import FrontParts
 from holdfast.engine.requests.output import OutputBuilder
 from holdfast.engine.requests.sampling_defaults import decided, served_sampling
 from holdfast.engine.requests.searches import Searches
-from holdfast.engine.requests.stream import Stream, Waiting
-from holdfast.engine.requests.structured_output import StructuredOutput
+from holdfast.engine.requests.stream import Stream
 from holdfast.engine.startup.build import FoundModel, Progress, with_located_model
 from holdfast.engine.startup.prespawn import EarlyProcess
 from holdfast.errors import (
@@ -63,34 +62,37 @@ class ProcessEngine:
         plan: Plan | None = None,
         on_progress: Progress = lambda stage, done, total: None,
         early: EarlyProcess | None = None,
+        parts: FrontParts | None = None,
     ) -> None:
-        """`early`: a process that waits already, for the first start; it is taken over."""
+        """`early`: a process that waits already, for the first start; it is taken over. `parts`: lent by a front that
+        has several engines."""
         self._early, self._config = early, with_located_model(config, model)
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self.tokenizer = model, tokenizer
         self._defaults = served_sampling(config, model.files, model.spec)
         self._plan, self._on_progress = plan, on_progress
-        self._seeds = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+        self._parts = parts = parts or FrontParts.of(config, tokenizer, model.spec)
         self._door: Admission | None = None
         self._info: EngineInfo | None = None
         remove_abandoned()
         self._folder = SocketFolder()
         self._context = zmq.asyncio.Context()
         self._child: Child | None = None
-        self.structured = StructuredOutput.of(tokenizer, model.spec)
+        self.structured, self._waiting = parts.structured, parts.waiting
         self._supervisor: asyncio.Task[None] | None = None
         self._open: dict[str, tuple[OutputBuilder, Stream]] = {}
         self._searches = Searches()
         self._quarantine = CrashQuarantine()
         self._streams = 0
-        self._waiting = Waiting()
-        self._ready = self._draining = self._stopping = self._sleeping = False
+        self._ready = self.draining = self._stopping = self._sleeping = False
         self._turning = asyncio.Lock()
         """Serializes sleep, wake_up and set_memory_budget."""
         self._budget, self.budgets, self._kept = MemoryBudget(), config.budgets, KeptFiles()
-        self._launches = self._restarts = self._hangs = 0
-        self._failure: Failure | None = None
+        self._launches = self.restarts = self.hangs = 0
+        self.failure: Failure | None = None
         self._handed_over = False
         self._backoff = RestartBackoff()
+        self.all_pids: Callable[[], tuple[int, ...]] = lambda: () if self.pid is None else (self.pid,)
+        """Of all engine processes of the server."""
         self._stats = self._stats_before = EngineStats()
         self._listeners: list[Callable[[EngineStats], None]] = []
 
@@ -101,12 +103,8 @@ class ProcessEngine:
         return self._info
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._tokenizer
-
-    @property
     def ready(self) -> bool:
-        return self._ready and not self._draining and not self._sleeping and self.unresponsive is None
+        return self._ready and not self.draining and not self._sleeping and self.unresponsive is None
 
     @property
     def unresponsive(self) -> Failure | None:
@@ -117,24 +115,8 @@ class ProcessEngine:
         return "" if self._child is None or self._ready else self._child.progress
 
     @property
-    def failure(self) -> Failure | None:
-        return self._failure
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
-    @property
     def unfinished(self) -> int:
         return self._streams - self._searches.steps + len(self._searches)
-
-    @property
-    def restarts(self) -> int:
-        return self._restarts
-
-    @property
-    def hangs(self) -> int:
-        return self._hangs
 
     @property
     def pid(self) -> int | None:
@@ -144,11 +126,11 @@ class ProcessEngine:
     def stats(self) -> EngineStats:
         return self._stats
 
-    def memory(self) -> Ledger | None:
-        """None also while there is no engine process, unless it sleeps."""
-        others, asleep = [] if self.structured is None else self.structured.memory(), self._sleeping and not self._child
+    def memory(self, *, with_front: bool = True) -> Ledger | None:
+        """None also while there is no engine process, unless it sleeps. `with_front`: and what it owns."""
+        others, asleep = self._parts.memory() if with_front else [], self._sleeping and not self._child
         pid, kept = self.pid if self._ready else None, self._kept.held_bytes
-        return ledger_of(self._info, self._stats, pid, others, asleep=asleep, kept=kept)
+        return ledger_of(self._info, self._stats, pid, others, asleep=asleep, kept=kept, with_front=with_front)
 
     def on_step(self, listener: Callable[[EngineStats], None]) -> None:
         self._listeners.append(listener)
@@ -185,7 +167,7 @@ class ProcessEngine:
         names = [request.request_id for request in requests]
         stream = Stream(names, self._close_stream, self._waiting)
         for index, request in enumerate(requests):
-            self._open[request.request_id] = (OutputBuilder(request, index, self._tokenizer), stream)
+            self._open[request.request_id] = (OutputBuilder(request, index, self.tokenizer), stream)
             if is_step:
                 self._searches.begin_step(request.request_id)
         self._streams += 1
@@ -194,9 +176,25 @@ class ProcessEngine:
         return stream
 
     def check_room(self, answers: int) -> None:
-        places = self._config.sequences if self._info is None else self._info.max_num_seqs  # It may be lowered.
-        taken = len(self._open) + self._searches.idle_places
-        check_room(answers, taken, places, self._config.max_queued_requests)
+        check_room(answers, self.taken_places, self.places, self._config.max_queued_requests)
+
+    @property
+    def places(self) -> int:
+        """Sequences that run at the same time."""
+        return self._config.sequences if self._info is None else self._info.max_num_seqs  # It may be lowered.
+
+    @property
+    def taken_places(self) -> int:
+        return len(self._open) + self._searches.idle_places
+
+    @property
+    def open_requests(self) -> Collection[tuple[OutputBuilder, Stream]]:
+        """One for each answer that has not ended."""
+        return self._open.values()
+
+    @property
+    def members(self) -> tuple[ProcessEngine, ...]:
+        return (self,)
 
     async def open_search(
         self,
@@ -205,20 +203,21 @@ class ProcessEngine:
         *,
         search_id: str,
         adapter: AdapterRef | None = None,
-    ) -> None:
+    ) -> int:
         self._refuse_if_closed(search_id)
         assert self._door is not None
         self._door.admit(prompt_token_ids, params, request_id=search_id, adapter=adapter)
         self.check_room(params.n)
         self._searches.open(search_id, params.n)
+        return self._parts.engine or 0
 
     async def close_search(self, search_id: str) -> None:
         self._searches.close(search_id)
 
     async def drain(self, timeout_s: float) -> None:
-        self._draining = True
+        self.draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._busy and self._failure is None and asyncio.get_running_loop().time() < deadline:
+        while self._busy and self.failure is None and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         if self._busy:
             said = f"the server is shutting down and the request did not finish in {timeout_s:g} s"
@@ -234,8 +233,7 @@ class ProcessEngine:
         if self._child is not None:
             await self._child.stop(at_once=not was_ready)
         self._end_all(DrainingError("the server has shut down"))
-        if self.structured is not None:
-            self.structured.close()
+        self._parts.close()
         self._kept.drop()
         self._context.destroy(linger=0)
         self._folder.remove()
@@ -251,13 +249,13 @@ class ProcessEngine:
                 self._kept.drop()
             if self._sleeping:
                 return
-            if not self._ready or self._draining:  # One that does not answer can be.
+            if not self._ready or self.draining:  # One that does not answer can be.
                 raise EngineError("the engine is not ready and cannot be put to sleep", fix="try again later")
             self._sleeping = True  # From here on nothing new is taken.
             try:
                 if mode == "abort":
                     self._end_all(SleepingError("the engine was put to sleep before the request was finished"))
-                while self._busy and self._failure is None:
+                while self._busy and self.failure is None:
                     await asyncio.sleep(0.02)
             except asyncio.CancelledError:
                 self._sleeping = False
@@ -275,8 +273,7 @@ class ProcessEngine:
         child, self._child = self._child, None
         if child is not None:
             await child.stop(at_once=not was_ready)
-        if self.structured is not None:
-            self.structured.stop()
+        self._parts.stop()
         self._stats = at_rest(self._stats)
 
     async def wake_up(self) -> None:
@@ -298,7 +295,8 @@ class ProcessEngine:
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         async with self._turning:
             self._refuse_if_closed("")
-            now = Serving.of(self._config, self._model, self._plan if self._ready else None, self.info, self.pid)
+            plan = self._plan if self._ready else None
+            now = Serving.of(self._config, self._model, plan, self.info, self.all_pids())
             then = await self._budget.change(now, tier, budget_bytes, self._send)
             self._config, self._plan, self._info = then.config, then.plan, then.info
             self.budgets = {**self.budgets, tier: budget_bytes}
@@ -315,9 +313,9 @@ class ProcessEngine:
         return bool(self._open or self._searches)
 
     def _refuse_if_closed(self, request_id: str) -> None:
-        if self._failure is not None:
-            raise self._failure.error(request_id)
-        if self._draining or self._stopping:
+        if self.failure is not None:
+            raise self.failure.error(request_id)
+        if self.draining or self._stopping:
             raise DrainingError("the server is shutting down", fix="send it to another server", request_id=request_id)
         if self._sleeping:
             raise SleepingError("the engine is sleeping", fix="POST /wake_up", request_id=request_id)
@@ -358,7 +356,7 @@ class ProcessEngine:
         address = None if self.structured is None else self.structured.service.address
         path = self._folder.path / f"{self._launches}.sock"
         self._child = child = await Child.spawn(
-            self._context, path, self._config, self._plan, early, address, self._kept.kept
+            self._context, path, self._config, self._plan, early, address, self._kept.kept, self._parts.engine
         )
         self._handed_over = False
         info = (started := await ready(child, self._on_progress)).info
@@ -366,15 +364,14 @@ class ProcessEngine:
         child.watch.expect(limit_s)
         named, advised = replace(info, model=self._model.files.name), bool(self._model.files.generation_config)
         self._info = decided(named, self._config, self._defaults, [decision], advised=advised)
-        self._door = Admission(self._model.spec, info.max_model_len, self._seeds, self._tokenizer)
+        self._door = Admission(self._model.spec, info.max_model_len, self._parts.seeds, self.tokenizer)
         self._door.grammar_cost = None if self.structured is None else self.structured.checker.known
         self._stats_before = replace(self._stats, blocks_touched=0)  # A new process has touched none yet.
         self._stats = continued(self._stats_before, started.stats)
         self._ready = True
         self._kept.taken(self._send)
         self._on_progress("ready", 0, 0)
-        if self.structured is not None:
-            self.structured.prepare_soon()
+        self._parts.prepare_soon()
 
     async def _supervise(self) -> None:
         assert self._child is not None
@@ -388,13 +385,14 @@ class ProcessEngine:
                     elif isinstance(message, protocol.Kept):  # It is told to stop next.
                         self._kept.answered(message)
                     elif isinstance(message, protocol.Balanced | protocol.Breathed) and self._plan is not None:
-                        now = Serving.of(self._config, self._model, self._plan, self.info, self.pid)
+                        now = Serving.of(self._config, self._model, self._plan, self.info, self.all_pids())
                         self._plan, self._info = changed_by_itself(now, message)
                     elif isinstance(message, protocol.Beat):
                         self._hand_over()  # Somebody may have come while it did not answer.
                 await self._bury(self._child)
                 await self._relaunch()
-                log.info("the engine process is ready again; resuming %d unfinished requests", len(self._open))
+                said = "%s is ready again; resuming %d unfinished requests"
+                log.info(said, self._parts.named, len(self._open))
                 self._hand_over()
         except EngineDiedError as error:
             self._give_up(error)
@@ -407,16 +405,16 @@ class ProcessEngine:
         self._ready = False
         self._budget.died()
         self._kept.died()
-        self._restarts += 1
-        self._hangs += child.watch.hung
+        self.restarts += 1
+        self.hangs += child.watch.hung
         await child.stop()
         self._backoff.died(with_requests=self._handed_over)
         for name in self._quarantine.on_crash():
             error = blamed(child, name)
             self._end(name, error)
             log.error("request %s failed: %s", name, error.message)
-        said = "the engine process exited (%s) with %d unfinished requests; restarting it [%s]"
-        log.error(said, child.ending(), len(self._open), died(child, "").code)
+        said = "%s exited (%s) with %d unfinished requests; restarting it [%s]"
+        log.error(said, self._parts.named, child.ending(), len(self._open), died(child, "").code)
 
     async def _relaunch(self) -> None:
         """Until one lives, or too many in a row have ended for nothing."""
@@ -427,14 +425,14 @@ class ProcessEngine:
                 return await self._launch()
             except HoldfastError as error:
                 log.error("%s", error)
-                self._restarts += not isinstance(error, NoResourcesError)
-                self._hangs += isinstance(error, EngineHungError)
+                self.restarts += not isinstance(error, NoResourcesError)
+                self.hangs += isinstance(error, EngineHungError)
                 self._backoff.failed(error)
 
     def _give_up(self, error: EngineError) -> None:
         log.error("%s", error)
         self._ready = False
-        self._failure = protocol.pack_failure(error)
+        self.failure = protocol.pack_failure(error)
         self._end_all(error)
 
     def _take(self, step: protocol.StepOutputs) -> None:

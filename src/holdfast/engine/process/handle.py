@@ -17,6 +17,7 @@ import zmq.asyncio
 from holdfast.config import EngineConfig
 from holdfast.engine.process import protocol
 from holdfast.engine.process.heartbeat import HeartbeatMonitor, loading_limit_s
+from holdfast.engine.requests.front_parts import process_name
 from holdfast.engine.startup.build import Progress
 from holdfast.engine.startup.prespawn import EarlyProcess, cannot_start
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
@@ -35,14 +36,14 @@ POLL_S = 0.1
 
 
 class Child:
-    def __init__(self, started: EarlyProcess, socket: zmq.asyncio.Socket, limit_s: float) -> None:
-        """`limit_s`: of silence, until it is expected to answer within another."""
+    def __init__(self, started: EarlyProcess, socket: zmq.asyncio.Socket, limit_s: float, engine: int | None) -> None:
+        """`limit_s`: of silence, until it is expected to answer within another. `engine`: its number, of several."""
         self._started, self._process = started, started.process
         self._socket = socket
         self._stage = "starting"
         self.cause: Failure | None = None
         """Why it ended, as it said at last."""
-        self.watch = HeartbeatMonitor(limit_s, self._process.kill)
+        self.watch = HeartbeatMonitor(limit_s, self._process.kill, named=process_name(engine))
         self._watching = asyncio.create_task(self.watch.run(), name="engine-watch")
         self._exit = asyncio.create_task(_ended(self._process), name="engine-exit")
 
@@ -56,6 +57,7 @@ class Child:
         early: EarlyProcess | None = None,
         grammar_address: str | None = None,
         kept: SleepingKV | None = None,
+        engine: int | None = None,
     ) -> Child:
         """`early`: a process that waits already; it is this one's from now on. Raises NoResourcesError when the machine
         has no process, file or memory left, EngineDiedError for other reasons."""
@@ -75,9 +77,9 @@ class Child:
             if started is not None:
                 started.end()
             raise error if isinstance(error, EngineDiedError) else cannot_start(error) from error
-        child = cls(started, socket, loading_limit_s(config))
+        child = cls(started, socket, loading_limit_s(config), engine)
         try:
-            child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address, kept))
+            child.send(protocol.Init(dataclasses.asdict(config), plan, grammar_address, kept, engine))
         except BaseException:
             await child.stop(at_once=True)  # Nobody else knows the process, and the exit would wait for it.
             raise

@@ -60,7 +60,14 @@ def loading_limit_s(config: EngineConfig) -> float:
 class HeartbeatMonitor:
     """Of one process. `limit_s`: 0: never; `kill` is called once, when it hangs."""
 
-    def __init__(self, limit_s: float, kill: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limit_s: float,
+        kill: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        named: str = "the engine process",
+    ) -> None:
+        self._named = named
         self._limit_s = limit_s
         self._kill = kill
         self._clock = clock
@@ -76,7 +83,7 @@ class HeartbeatMonitor:
     @property
     def story(self) -> str:
         return (
-            f"the engine process has not responded for {format_duration(self.silent_s)}; "
+            f"{self._named} has not responded for {format_duration(self.silent_s)}; "
             f"after {format_duration(self._limit_s)} it is killed and restarted"
         )
 
@@ -87,7 +94,7 @@ class HeartbeatMonitor:
 
     def heard(self) -> None:
         if self._warned:
-            log.warning("the engine process is responding again after %s", format_duration(self.silent_s))
+            log.warning("%s is responding again after %s", self._named, format_duration(self.silent_s))
             self._warned = False
         self.silent_s = 0.0
 
@@ -101,7 +108,8 @@ class HeartbeatMonitor:
         if 0 < self._limit_s <= self.silent_s and not self.hung:
             self.hung = True
             log.error(
-                "the engine process has not responded for %s and is killed [%s]",
+                "%s has not responded for %s and is killed [%s]",
+                self._named,
                 format_duration(self.silent_s),
                 EngineHungError.code,
             )

@@ -52,6 +52,8 @@ def run(address: str) -> int:
         begin = protocol.decode_to_engine(socket.recv())
         if not isinstance(begin, protocol.Init):
             raise SystemExit("the first message must be Init")
+        if begin.engine is not None:
+            _number_in_log(begin.engine)
         heart = _Heart(socket)
         try:
             config = EngineConfig(**begin.config)  # type: ignore[arg-type]
@@ -73,6 +75,12 @@ def run(address: str) -> int:
         finally:
             core.close()
     return 0
+
+
+def _number_in_log(engine: int) -> None:
+    """Of several engines each line says which."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(f"%(levelname)s engine {engine}: %(message)s"))
 
 
 def _import_ahead() -> None:

@@ -30,6 +30,8 @@ class Init(msgspec.Struct, frozen=True, tag=True):
     """Where grammar workers are to be had; None: there is no structured output."""
     kept: SleepingKV | None = None
     """By a process before this one that was put to sleep."""
+    engine: int | None = None
+    """Its number, where the front has several engines."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

@@ -33,16 +33,18 @@ def ledger_of(
     *,
     asleep: bool,
     kept: int = 0,
+    with_front: bool = True,
 ) -> Ledger | None:
     """Of this process, the engine's and others; None while there is no engine, unless it sleeps. `kept`:
-    bytes of KV pages in RAM, then."""
+    bytes of KV pages in RAM, then. `with_front`: False where this process is counted with another engine."""
     front = process_memory("front", os.getpid())
     if info is None or front is None:
         return None
+    beside = [front, *others] if with_front else [*others]
     if asleep:
-        return asleep_ledger(info, [front, *others], kept)
+        return asleep_ledger(info, beside, kept)
     engine = None if engine_pid is None else process_memory("engine", engine_pid)
-    return None if engine is None else make_ledger(info, stats, [engine, *_ranks(info), front, *others])
+    return None if engine is None else make_ledger(info, stats, [engine, *_ranks(info), *beside])
 
 
 def _ranks(info: EngineInfo) -> list[ProcessMemory]:

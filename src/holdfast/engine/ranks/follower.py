@@ -17,6 +17,7 @@ from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured
 from holdfast.engine.ranks.following import Follower
 from holdfast.engine.startup.build import find_model
+from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import HoldfastError
 from holdfast.execution.parallel.collectives import Collectives
 from holdfast.execution.parallel.gloo import GlooCollectives, open_store
@@ -58,6 +59,7 @@ class CpuFollower(Follower):
             collectives = GlooCollectives(open_store(start.store_port, start.size), start.rank, start.size)
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
         model = find_model(config, progress=False, text=False)
+        self._config, self._files = config, model.files
         self._member: LoadedRank = load_rank(
             config,
             model.files,
@@ -79,7 +81,9 @@ class CpuFollower(Follower):
         if isinstance(order, messages.ProfileStep):
             self._say(measured(self._member, runner.profile_run()))
             return True
-        if isinstance(order, messages.BackKV):
+        if isinstance(order, messages.FindScales):
+            find_kv_scales(self._config, self._files, runner)
+        elif isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks, order.most_blocks)
         elif isinstance(order, messages.ResizePool):
             runner.resize_kv(order.blocks)

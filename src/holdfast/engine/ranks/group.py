@@ -163,7 +163,7 @@ class RankGroup:
     def interrupt(self) -> None:
         """This rank has left a step in the middle: the others leave it too, wherever they are."""
         self._interrupted = True
-        if self._shared is None:
+        if self._shared is None or self._ending:
             return
         self._segment.resume.post(self._shared.count + 2)  # Ahead of all of them, who are at most one ahead of this.
         self._alarm()
@@ -178,6 +178,7 @@ class RankGroup:
         for rank in self._ranks:
             self._segment.counts[rank.number].wait(count, self._look)
         self._shared.go_on_from(count)
+        self._sender.go_on()
         self._interrupted = False
 
     def answers(self, kind: type[Answer], on_loading: Callable[[], None] | None = None) -> list[Answer]:

@@ -32,6 +32,10 @@ class ProfileStep(msgspec.Struct, frozen=True, tag=True):
     """Run the heaviest step, with all other ranks."""
 
 
+class FindScales(msgspec.Struct, frozen=True, tag=True):
+    """Of a KV cache in FP8, with all other ranks."""
+
+
 class BackKV(msgspec.Struct, frozen=True, tag=True):
     """Allocate the pool anew."""
 
@@ -108,7 +112,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-Order = ProfileStep | BackKV | ResizePool | Serve | Leave
+Order = ProfileStep | FindScales | BackKV | ResizePool | Serve | Leave
 FromRank = RankOpened | RankJoined | RankLoading | RankLoaded | Measured | Done | RankFailed
 
 encode = msgspec.msgpack.Encoder().encode

@@ -22,8 +22,8 @@ class RankedRunner:
         return self._group.pids
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
-        self._group.send_plan(plan)
-        try:
+        try:  # From the first byte on: a plan that has reached the others and is not followed here is left by all.
+            self._group.send_plan(plan)
             return self._runner.submit(plan, masks)
         except BaseException:
             self._group.interrupt()

@@ -15,6 +15,7 @@ from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured, threads_o
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.runner import RankedRunner
+from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.execution.parallel.gloo import GlooCollectives
 from holdfast.execution.runner import Runner
 from holdfast.models import ModelSpec
@@ -52,6 +53,15 @@ class LoadedRanks:
         self.runner.back_kv(blocks, most_blocks)
         if self.group is not None:
             self.group.answers(messages.Done)
+
+    def find_kv_scales(self, config: EngineConfig, files: ModelFiles) -> tuple[Decision, ...]:
+        """Of all ranks alike; nothing where pages need none."""
+        if self.group is not None:
+            self.group.order(messages.FindScales())
+        found = find_kv_scales(config, files, self.runner)
+        if self.group is not None:
+            self.group.answers(messages.Done)
+        return found
 
     def rows(self, plan: Plan, measured: Sequence[Measured]) -> list[RankMemory]:
         """What each rank has, where there are several."""

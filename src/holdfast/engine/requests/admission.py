@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from holdfast.checkpoints.pooling import LAST
 from holdfast.engine.requests.embedding import embedding_too_long
 from holdfast.errors import ContextLengthError, OverloadedError, RequestError, UnsupportedOptionError
 from holdfast.models import ModelSpec
@@ -54,6 +55,13 @@ class Admission:
             raise UnsupportedOptionError(
                 f"this model ({self.spec.architecture}) classifies texts and cannot generate any",
                 fix="POST /classify, /score or /rerank; in Python LLM.classify or LLM.score",
+            )
+        if embed and self.spec.classifier is None and self.spec.pooling != LAST:
+            raise UnsupportedOptionError(
+                f"this model's files ask for {self.spec.pooling} pooling, which is not supported",
+                needed="last-token pooling",
+                found=f"{self.spec.pooling} (1_Pooling/config.json and modules.json, or pooling_type of a GGUF file)",
+                fix="an embedding model that is pooled by its last token, such as Qwen/Qwen3-Embedding-0.6B",
             )
         if params.prompt_logprobs == WHOLE_VOCABULARY:  # A number by now, where it may be asked for.
             raise RequestError("prompt_logprobs is -1", needed=f"from 0 to {MAX_LOGPROBS}", field="prompt_logprobs")

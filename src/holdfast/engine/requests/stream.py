@@ -30,6 +30,9 @@ class Stream(AsyncIterator[AnswerDelta]):
 
     def __init__(self, request_ids: list[str], on_close: Callable[[list[str]], None], room: Waiting) -> None:
         self._request_ids = request_ids
+        self.engine = self.saved_tokens = 0
+        """Which of several engines it is of, and how much of its prompt is taken to be cached there: whoever routed it
+        says so."""
         self._on_close = on_close
         self._room = room
         self._running = len(request_ids)

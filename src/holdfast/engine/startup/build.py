@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +32,6 @@ from holdfast.config import EngineConfig
 from holdfast.engine.core.kv_store import files_stamp, open_kv_store
 from holdfast.engine.requests.adapters import check_lora_dtype
 from holdfast.engine.startup.engine_info import engine_info
-from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.engine.startup.plan_lines import planned_terms
 from holdfast.engine.startup.unused_tensors import refuse_unclaimed, warn_of_unused
 from holdfast.errors import (
@@ -50,6 +49,7 @@ from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
+from holdfast.planner.serve.engines import gpus_share, one_share, ram_share
 from holdfast.records import EngineInfo, LowerTier, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.units import shorten
@@ -121,7 +121,9 @@ def _with_token_ids(config: EngineConfig, files: ModelFiles) -> ModelFiles:
 
 def _checked(config: EngineConfig, files: ModelFiles) -> FoundModel:
     files = _with_token_ids(config, overridden(files, config.config_overrides, config.overriding_settings))
-    spec = spec_of(files)  # First, because for a model that cannot be run no other advice helps.
+    spec = replace(
+        spec_of(files), pooling=files.pooling
+    )  # First, because for a model that cannot be run no other advice helps.
     wanted = config.load_format
     if wanted in ("safetensors", "gguf") and files.format != wanted:
         raise ConfigurationError(
@@ -150,13 +152,14 @@ def plan_model(
     *,
     front_bytes: int = 0,
     kernels: bool | None = None,
-    engine_pid: int | None = None,
+    engine_pids: Collection[int] = (),
+    number: int = 0,
 ) -> Plan:
     """From headers and what is free now, or a DoesNotFitError that says who holds memory. No torch.
 
-    `front_bytes`: of a process beside the engine's, out of the same budget. `kernels`: whether there are compiled
-    ones, where that is known better than it can be without torch. `engine_pid`: of an engine process that has begun
-    already, whose memory is part of what is planned.
+    `front_bytes`: of a process beside the engines', out of the same budget. `kernels`: whether there are compiled
+    ones, where that is known better than it can be without torch. `engine_pids`: of engine processes that have begun
+    already, whose memory is part of what is planned. `number`: of this engine, where there are several.
     """
     stored = _stored(config, model)
     if config.device == "cuda":
@@ -164,12 +167,13 @@ def plan_model(
         from holdfast.planner.serve.host_memory import with_host_memory
         from holdfast.planner.serve.kv_store_ram import with_kv_store
 
-        host = memory()
+        front_bytes //= config.data_parallel_size
+        host, gpus = one_share(memory(), config.data_parallel_size), gpus_share(config, probe().gpus, number)
         plan = make_gpu_plan(
             model.spec,
             stored,
             config,
-            probe().gpus,
+            gpus,
             name=model.files.name,
             gguf=model.in_gguf,
             host=host,
@@ -179,9 +183,11 @@ def plan_model(
         )
         if plan.engine.rank_gpus:
             config = replace(config, kv_ram=0, kv_offloading_size=None, swap_space=None)
-        return with_kv_store(with_host_memory(plan, config, host, front_bytes), config, host, front_bytes)
+        own = replace(config, ram=ram_share(config))
+        return with_kv_store(with_host_memory(plan, own, host, front_bytes), own, host, front_bytes)
     known, machine = compiled_kernels() if kernels is None else kernels, memory()
-    machine = machine if engine_pid is None else _with_own(machine, resident(engine_pid))
+    for pid in engine_pids:
+        machine = _with_own(machine, resident(pid))
 
     def planned(with_memory: Memory) -> Plan:
         return make_cpu_plan(
@@ -243,6 +249,7 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
     from holdfast.planner.serve.host_memory import with_host_memory
 
     host, front_bytes = _with_own(memory(), resident()), plan.question.settings.front_bytes
+    host = one_share(host, config.data_parallel_size)
     again = make_gpu_plan(
         model.spec,
         _stored(config, model),
@@ -255,7 +262,7 @@ def plan_again(config: EngineConfig, model: FoundModel, plan: Plan, own_bytes: i
         processor=processor(),
         compiled_kernels=compiled_kernels(),
     )
-    return with_host_memory(again, config, host, front_bytes)
+    return with_host_memory(again, replace(config, ram=ram_share(config)), host, front_bytes)
 
 
 def open_tokenizer(config: EngineConfig, model: FoundModel) -> Tokenizer | None:
@@ -319,7 +326,7 @@ def build_core(
         progress("profile_run", 0, 0)
         ranks.back_kv(2)
         measured, profile_run_s = ranks.profile_run()
-        plan = replace(plan, decisions=(*plan.decisions, *find_kv_scales(config, model.files, runner)))
+        plan = replace(plan, decisions=(*plan.decisions, *ranks.find_kv_scales(config, model.files)))
         plan, report = _settled(plan, measured, lower_tiers(config, plan))
         report = msgspec.structs.replace(report, ranks=ranks.rows(plan, measured))
         ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))

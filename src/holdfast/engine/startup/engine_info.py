@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
+from holdfast.engine.core.pool_memory import breathing_decisions
 from holdfast.engine.startup.kv_scales import WHOLE_NAMES
 from holdfast.engine.startup.plan_lines import concurrency
+from holdfast.hardware import memory
 from holdfast.hardware.kernels import kernel_choice
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
@@ -28,7 +30,8 @@ def engine_info(
     report: MemoryReport,
     profile_run_s: float | None = None,
 ) -> EngineInfo:
-    classifier = spec.classifier
+    classifier, total = spec.classifier, memory().total_bytes if plan.engine.gpu is None else plan.device.total_bytes
+    by_itself = breathing_decisions(config, plan, total)
     last = {decision.field: decision for decision in plan.decisions}  # What was measured overrides what was planned.
     return EngineInfo(
         model=files.name,
@@ -53,7 +56,7 @@ def engine_info(
         label_activation="" if classifier is None else classifier.activation,
         max_loras=config.lora_places,
         kv_groups=len(plan.engine.layout.groups),
-        decisions=[decision.line() for decision in (*plan.decisions, *_kernel_decision(plan), *runner.decisions)],
+        decisions=[one.line() for one in (*plan.decisions, *by_itself, *_kernel_decision(plan), *runner.decisions)],
         lowered=[decision.line() for decision in last.values() if decision.lowered],
         profile_run_s=profile_run_s,
         memory=report,

@@ -240,7 +240,7 @@ class GpuRunner(MovableWeights):
 
     def use_tiers(self, copies: GpuPageCopies) -> None:
         """What moves pages between the pool and tiers below it; before the first step that asks for it."""
-        self._page_copies, self.host_pages = copies, copies.host_pages
+        self._page_copies, self.host_pages, self.host_settled = copies, copies.host_pages, copies.host_settled
 
     def _copies_over(self, wait: bool) -> tuple[list[int], list[int]]:
         with self._here():

@@ -8,7 +8,7 @@ same work. Nothing here decides which of the two is used.
 from __future__ import annotations
 
 from holdfast.execution.native.attention import AttentionRows, PoolPlace, paged_attention
-from holdfast.execution.native.decoder import DecoderLayer, DecoderStack, DecoderStep, PlacedLayer
+from holdfast.execution.native.decoder import CompiledSums, DecoderLayer, DecoderStack, DecoderStep, PlacedLayer
 from holdfast.execution.native.elementwise import activate_and_multiply, rms_norm, rotate_and_store
 from holdfast.execution.native.experts import ExpertLayer, NativeExpertBuffers
 from holdfast.execution.native.host_experts import HostExchange, HostExperts, Served, measure_layers
@@ -28,6 +28,7 @@ __all__ = [
     "AttentionRows",
     "BlockMatrix",
     "CompiledMatrix",
+    "CompiledSums",
     "ComputeThreads",
     "DecoderLayer",
     "DecoderStack",

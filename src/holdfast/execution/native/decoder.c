@@ -29,6 +29,26 @@ static int multiply_parts(const decoder_layer *layer, const matrix *parts, long 
     return failed;
 }
 
+/* x times a matrix, added to the stream; where other ranks have the rest of the matrix, the sum of all of them is. */
+static int add_to_stream(const decoder_layer *layer, const matrix *from, const float *x, float *stream, long rows) {
+    const long numbers = rows * layer->hidden;
+    if (layer->sums.group == NULL) return multiply_parts(layer, from, 1, x, stream, rows, 1);
+    float *slot = next_slot(&layer->sums, numbers), *shown = slot != NULL ? slot : layer->branch;
+    if (multiply_parts(layer, from, 1, x, shown, rows, 0)) return -1;
+    return sum_ranks(&layer->sums, shown, stream, numbers, 1);
+}
+
+/* The same of any number of rows, as many at a time as the branch holds: all ranks cut alike. */
+static int add_all_rows(const decoder_layer *layer, const matrix *from, const float *x) {
+    const long most = layer->sums.group == NULL ? layer->tokens : layer->mlp_tokens;
+    int failed = 0;
+    for (long first = 0; first < layer->tokens && !failed; first += most) {
+        const long rows = layer->tokens - first < most ? layer->tokens - first : most;
+        failed = add_to_stream(layer, from, x + first * from->columns, layer->stream + first * layer->hidden, rows);
+    }
+    return failed;
+}
+
 static void normalize_stream(const decoder_layer *layer, float *stream, const float *weight, long rows) {
     normalization wanted = {
         .x = stream,
@@ -79,7 +99,7 @@ static int attention_half(decoder_layer *layer) {
     attend_to->out_stride = queries;
     if (attend(attend_to)) return -1;
     if (scaled) scale_floats(layer->attended, layer->tokens * queries, layer->value_scale);
-    return multiply_parts(layer, output, 1, layer->attended, layer->stream, layer->tokens, 1);
+    return add_all_rows(layer, output, layer->attended);
 }
 
 static int mlp_half(const decoder_layer *layer) {
@@ -100,7 +120,8 @@ static int mlp_half(const decoder_layer *layer) {
             .threads = layer->threads,
         };
         gate(&wanted);
-        if (multiply_parts(layer, down, 1, layer->inner, stream, rows, 1)) return -1;
+        const int failed = add_to_stream(layer, down, layer->inner, stream, rows);
+        if (failed) return failed;
     }
     return 0;
 }
@@ -124,7 +145,9 @@ int run_layers(decoder_layer *shared, const layer_entry *entries, long count) {
     if (shared->tokens == 0) return 0;
     for (const layer_entry *entry = entries; entry < entries + count; entry++) {
         take_entry(shared, entry);
-        if (attention_half(shared) || mlp_half(shared)) return -1;
+        int failed = attention_half(shared);
+        if (!failed) failed = mlp_half(shared);
+        if (failed) return failed;
     }
     return 0;
 }

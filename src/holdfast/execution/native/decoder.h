@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
+#include "rank_sums.h"
 
 typedef struct {
     int64_t weights, bias; /* addresses */
@@ -34,12 +35,14 @@ typedef struct {
     long tokens, hidden, inner_columns, mlp_tokens;
     turning turn;       /* all but what lies in qkv */
     attention attention; /* all but what lies in qkv and attended */
+    rank_sums sums; /* of the ranks that have the rest of each layer */
+    float *branch;  /* [mlp_tokens, hidden], where there are such */
     float key_scale, value_scale; /* the pool keeps keys and values divided by them; both 1: as they are */
     int threads;
 } decoder_layer;
 
-/* One after another; `shared` is what all of them have in common and is written over. 0, or -1 when there is no memory for
- * scratch. */
+/* One after another; `shared` is what all of them have in common and is written over. 0, -1 when there is no memory for
+ * scratch, or RANKS_LEFT. */
 int run_layers(decoder_layer *shared, const layer_entry *entries, long count);
 
 #endif

@@ -6,7 +6,7 @@ Knows nothing of requests or models: addresses and sizes only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -21,13 +21,23 @@ ENTRY_NUMBERS = 10
 """Of 64 bits, in a layer's entry (decoder.h)."""
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledSums:
+    """How compiled layers add up what each of several ranks has of them. `group`: address of its description
+    (rank_sums.h). `watch`: called with the seconds while others are awaited, and at an alarm; what it raises, a layer
+    raises."""
+
+    group: int
+    watch: Callable[[float], None]
+
+
 class DecoderStep:
     """The buffers and angles of one step, for all layers; keeps the tensors it is given. All are contiguous float32
     with a line a token, `places` excepted:
 
     stream [tokens, hidden] is what layers add to; normed is like it; qkv [tokens, (heads + 2·kv heads)·dim];
     attended [tokens, heads·dim]; gate_up [some, 2·inner] and inner [some, inner]: the MLP takes `some` tokens at a
-    time; cos and sin [tokens, half] or [tokens, 1, half].
+    time; cos and sin [tokens, half] or [tokens, 1, half]. `branch` [some, hidden]: where several ranks share layers.
     """
 
     def __init__(
@@ -41,20 +51,24 @@ class DecoderStep:
         inner: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        branch: torch.Tensor | None = None,
     ) -> None:
         kept = (stream, normed, qkv, attended, gate_up, inner, cos, sin)
         lengths = [buffer.shape[0] for buffer in kept]  # `len` of a tensor is slow, and this is for every step.
         self.tokens, mlp_tokens = lengths[0], min(lengths[4:6])
-        for buffer in kept:
+        for buffer in (*kept, *([] if branch is None else [branch])):
             if buffer.dtype is not torch.float32 or not buffer.is_contiguous() or not buffer.is_cpu:
                 raise ValueError(f"a buffer must be contiguous float32 on the CPU, not {buffer.dtype}")
         if min(*lengths[1:4], *lengths[6:]) < self.tokens or mlp_tokens < 1:
             raise ValueError(f"a buffer is too short for {self.tokens} tokens")
+        if branch is not None and (branch.shape[0] < mlp_tokens or branch.shape[1] != stream.shape[1]):
+            raise ValueError(f"a branch must be [{mlp_tokens}, {stream.shape[1]}], not {list(branch.shape)}")
         if cos.shape != sin.shape:
             raise ValueError("cos and sin must be alike")
         self.widths = (stream.shape[1], normed.shape[1], qkv.shape[1], attended.shape[1], gate_up.shape[1] // 2)
         self.inner_columns, self.half = inner.shape[1], cos.shape[-1]
-        self._kept = kept
+        self._kept, self._branch = kept, branch
+        self.branch_address = 0 if branch is None else branch.data_ptr()
         self.addresses = (
             *(buffer.data_ptr() for buffer in kept[:6]),
             self.tokens,
@@ -127,9 +141,11 @@ class PlacedLayer:
 
 
 class DecoderStack:
-    """Layers of equal sizes over one pool, checked once; any that follow each other run in one call."""
+    """Layers of equal sizes over one pool, checked once; any that follow each other run in one call. `sums`: with other
+    ranks, of what each half of a layer adds to the stream."""
 
-    def __init__(self, placed: Sequence[PlacedLayer]) -> None:
+    def __init__(self, placed: Sequence[PlacedLayer], sums: CompiledSums | None = None) -> None:
+        self._sums = (0, None) if sums is None else (sums.group, sums.watch)
         first = placed[0]
         if any(one.layer.sizes != first.layer.sizes for one in placed):
             raise ValueError("the layers of a stack must have equal sizes")
@@ -160,11 +176,15 @@ class DecoderStack:
             raise ValueError(f"places must be contiguous int64 [{step.tokens}]")
         if rows.tokens > step.tokens:
             raise ValueError(f"the rows need {rows.tokens} tokens, the step has {step.tokens}")
+        if self._sums[0] and not step.branch_address:
+            raise ValueError("layers of several ranks need a branch")
         if not 0 <= first <= last <= len(self._kept):
             raise ValueError(f"there are no layers {first} to {last - 1} of {len(self._kept)}")
         self._kernels.layers(
             self._begin + first * self._step,
             last - first,
+            *self._sums,
+            step.branch_address,
             *self._sizes,
             *step.addresses,
             places.data_ptr(),

@@ -3,6 +3,7 @@ none; strides count elements. The compiled functions check nothing: their typed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -133,7 +134,7 @@ class Kernels(Protocol):
         /,
     ) -> None: ...
 
-    def layers(self, *numbers: float) -> None:
+    def layers(self, *numbers: float | Callable[[float], None] | None) -> None:
         """Whole decoder layers, one after another: what decoder.py puts together, in its order."""
 
     def experts(self, *numbers: int) -> None:
@@ -162,6 +163,18 @@ class Kernels(Protocol):
 
     def await_word(self, word: int, value: int, alarm: int, calm: int, spin_ns: int, patience_ns: int, /) -> int: ...
 
-    def show(self, word: int, value: int, slot: int, x: int, count: int, /) -> None: ...
+    def await_mail(
+        self,
+        word: int,
+        value: int,
+        alarm: int,
+        calm: int,
+        mail_spin_ns: int,
+        patience_ns: int,
+        waited: int,
+        /,
+    ) -> int: ...
 
-    def sum_slots(self, out: int, slots: int, stride: int, ranks: int, count: int, /) -> None: ...
+    def meet(self, group: int, watch: Callable[[float], None], /) -> None: ...
+
+    def sum_ranks(self, group: int, watch: Callable[[float], None], x: int, count: int, threads: int, /) -> None: ...

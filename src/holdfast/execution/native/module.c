@@ -7,6 +7,7 @@
 #include "decoder.h"
 #include "experts.h"
 #include "host_experts.h"
+#include "rank_sums.h"
 #include "rank_words.h"
 #include "scaled.h"
 #include "weave.h"
@@ -27,6 +28,11 @@ static long whole(arguments *args) {
     return PyLong_AsLong(*args->next++);
 }
 
+
+static PyObject *object(arguments *args) {
+    if (args->left-- <= 0 || PyErr_Occurred()) return NULL;
+    return *args->next++;
+}
 
 static float real(arguments *args) {
     if (args->left-- <= 0 || PyErr_Occurred()) return 0;
@@ -291,18 +297,42 @@ static decoder_layer read_shared(arguments *args) {
     return layer;
 }
 
+/* While other ranks are awaited: a Python function is told, with the seconds so far, and may raise. */
+static int tell_watch(void *function, long waited_ns) {
+    const PyGILState_STATE held = PyGILState_Ensure();
+    PyObject *done = PyErr_CheckSignals() ? NULL : PyObject_CallFunction(function, "d", (double)waited_ns / 1e9);
+    Py_XDECREF(done);
+    PyGILState_Release(held);
+    return done == NULL;
+}
+
+/* The ranks' group (0: none) and its watch. */
+static rank_sums read_sums(arguments *args) {
+    rank_sums sums = {.group = address(args), .watch = tell_watch};
+    sums.with = object(args);
+    return sums;
+}
+
+/* What was left by its watch has raised already. */
+static PyObject *finish_ranks(int failed) { return failed == RANKS_LEFT ? NULL : finish(failed); }
+
 static PyObject *py_layers(PyObject *module, PyObject *const *values, Py_ssize_t count) {
     (void)module;
     arguments args = {values, count};
     const layer_entry *entries = address(&args);
     const long layers = whole(&args);
+    rank_sums sums = read_sums(&args);
+    float *branch = address(&args);
     decoder_layer shared = read_shared(&args);
     if (!complete(&args)) return NULL;
+    shared.sums = sums;
+    shared.sums.threads = shared.threads;
+    shared.branch = branch;
     int failed;
     Py_BEGIN_ALLOW_THREADS
     failed = run_layers(&shared, entries, layers);
     Py_END_ALLOW_THREADS
-    return finish(failed);
+    return finish_ranks(failed);
 }
 
 /* The matrices of a layer's experts, then what one step has: in experts.py's order. */
@@ -403,32 +433,48 @@ static PyObject *py_await(PyObject *module, PyObject *const *values, Py_ssize_t 
     return PyLong_FromLong((long)outcome);
 }
 
-static PyObject *py_show(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+static PyObject *py_await_mail(PyObject *module, PyObject *const *values, Py_ssize_t count) {
     (void)module;
     arguments args = {values, count};
-    rank_word *own = address(&args);
+    rank_word *word = address(&args);
     const unsigned value = (unsigned)whole(&args);
-    float *slot = address(&args);
-    const float *x = address(&args);
-    const long numbers = whole(&args);
+    rank_word *alarm = address(&args);
+    const unsigned calm = (unsigned)whole(&args);
+    const long mail_spin_ns = whole(&args), patience_ns = whole(&args);
+    long *waited_ns = address(&args);
     if (!complete(&args)) return NULL;
+    enum rank_outcome outcome;
     Py_BEGIN_ALLOW_THREADS
-    show_slot(own, value, slot, x, numbers);
+    outcome = await_mail(word, value, alarm, calm, mail_spin_ns, patience_ns, waited_ns);
     Py_END_ALLOW_THREADS
-    return finish(0);
+    return PyLong_FromLong((long)outcome);
+}
+
+static PyObject *py_meet(PyObject *module, PyObject *const *values, Py_ssize_t count) {
+    (void)module;
+    arguments args = {values, count};
+    const rank_sums sums = read_sums(&args);
+    if (!complete(&args)) return NULL;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = meet_ranks(&sums);
+    Py_END_ALLOW_THREADS
+    return finish_ranks(failed);
 }
 
 static PyObject *py_sum(PyObject *module, PyObject *const *values, Py_ssize_t count) {
     (void)module;
     arguments args = {values, count};
-    float *out = address(&args);
-    const float *slots = address(&args);
-    const long stride = whole(&args), ranks = whole(&args), numbers = whole(&args);
+    rank_sums sums = read_sums(&args);
+    float *x = address(&args);
+    const long numbers = whole(&args);
+    sums.threads = (int)whole(&args);
     if (!complete(&args)) return NULL;
+    int failed;
     Py_BEGIN_ALLOW_THREADS
-    sum_slots(out, slots, stride, ranks, numbers);
+    failed = sum_ranks(&sums, x, x, numbers, 0);
     Py_END_ALLOW_THREADS
-    return finish(0);
+    return finish_ranks(failed);
 }
 
 #define FUNCTION(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
@@ -451,7 +497,7 @@ static PyMethodDef METHODS[] = {
     FUNCTION("turn", py_turn,
              "(query, query_stride, key, key_stride, value, value_stride, cosines, sines, positions, places, center, "
              "keys, values, stored, tokens, heads, kv_heads, dim, half, threads)"),
-    FUNCTION("layers", py_layers, "(entries, count), then what decoder layers share, as read_shared reads it."),
+    FUNCTION("layers", py_layers, "(entries, count, group, watch, branch), then what decoder layers share, as read_shared reads it."),
     FUNCTION("experts", py_experts, "Matrices and buffers of a layer's experts, as py_experts reads them."),
     FUNCTION("host_room", py_host_room, "(layers, count, hidden, per_token, numbers, tokens): bytes that serve needs."),
     FUNCTION("serve", py_serve,
@@ -459,8 +505,10 @@ static PyMethodDef METHODS[] = {
              "(result, layer, waited_ns, computed_ns, pairs), as host_experts.h has them."),
     FUNCTION("post", py_post, "(word, value): as rank_words.h has it."),
     FUNCTION("await_word", py_await, "(word, value, alarm, calm, spin_ns, patience_ns): a rank_outcome."),
-    FUNCTION("show", py_show, "(word, value, slot, x, count): as rank_words.h has it, as is sum."),
-    FUNCTION("sum_slots", py_sum, "(out, slots, stride, ranks, count)"),
+    FUNCTION("await_mail", py_await_mail,
+             "(word, value, alarm, calm, mail_spin_ns, patience_ns, waited_ns's address): a rank_outcome."),
+    FUNCTION("meet", py_meet, "(group, watch): as rank_sums.h has it."),
+    FUNCTION("sum_ranks", py_sum, "(group, watch, x, count, threads): x becomes the sum of all ranks' x."),
     {NULL, NULL, 0, NULL},
 };
 

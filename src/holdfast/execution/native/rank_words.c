@@ -7,7 +7,6 @@
 #include "rank_words.h"
 
 #include <limits.h>
-#include <string.h>
 #include <time.h>
 
 #include "waiting.h"
@@ -15,11 +14,12 @@
 #define LOOKS 32           /* between two looks at the clock */
 #define SLEEP_NS 20000000L /* at most, before the alarm is looked at */
 #define LEAST_SPIN_NS 1000L
+#define FIRST_SPIN_NS (16 * LEAST_SPIN_NS)
 
 /* How long it is worth while to look before sleeping, by what came of it so far: where the other has a core to itself it
  * comes within microseconds, and sleeping takes longer than that; where both share a core, looking is what keeps it from
  * coming, and the switch that sleeping makes is all it needs. */
-static atomic_long spin_now = 16 * LEAST_SPIN_NS;
+static atomic_long spin_now = FIRST_SPIN_NS;
 
 static void learn(int came, long most_ns) {
     const long now = atomic_load_explicit(&spin_now, memory_order_relaxed), next = came ? 2 * now : now / 2;
@@ -61,47 +61,53 @@ void post_word(rank_word *word, unsigned value) {
 
 static int reached(unsigned seen, unsigned value) { return (int)(seen - value) >= 0; }
 
-enum rank_outcome await_word(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long spin_ns,
-                             long patience_ns) {
-    if (reached(atomic_load_explicit(&word->value, memory_order_acquire), value)) return RANK_REACHED;
-    const long began_ns = now_ns();
-    for (int asleep = 0;;) {
+typedef struct {
+    rank_word *word, *alarm;
+    unsigned value, calm;
+} awaited;
+
+static int has_come(const awaited *one) {
+    return reached(atomic_load_explicit(&one->word->value, memory_order_acquire), one->value);
+}
+
+/* Looks for `spin_ns` at most, then sleeps; `asleep` tells whether it came to that. */
+static enum rank_outcome look_and_sleep(const awaited *one, long began_ns, long spin_ns, long patience_ns, int *asleep) {
+    for (;;) {
         for (int look = 0; look < LOOKS; look++, relax())
-            if (reached(atomic_load_explicit(&word->value, memory_order_acquire), value)) {
-                if (!asleep) learn(1, spin_ns);
-                return RANK_REACHED;
-            }
-        if (atomic_load_explicit(&alarm->value, memory_order_acquire) != calm) return RANK_ALARM;
+            if (has_come(one)) return RANK_REACHED;
+        if (atomic_load_explicit(&one->alarm->value, memory_order_acquire) != one->calm) return RANK_ALARM;
         const long passed_ns = now_ns() - began_ns, left_ns = patience_ns - passed_ns;
         if (left_ns <= 0) return RANK_LATE;
-        if (passed_ns < atomic_load_explicit(&spin_now, memory_order_relaxed) && !asleep) continue;
-        if (!asleep) learn(0, spin_ns);
-        asleep = 1;
-        atomic_fetch_add(&word->sleepers, 1);
-        const unsigned seen = atomic_load(&word->value);
-        if (!reached(seen, value)) sleep_on(&word->value, seen, left_ns < SLEEP_NS ? left_ns : SLEEP_NS);
-        atomic_fetch_sub(&word->sleepers, 1);
+        if (passed_ns < spin_ns && !*asleep) continue;
+        *asleep = 1;
+        atomic_fetch_add(&one->word->sleepers, 1);
+        const unsigned seen = atomic_load(&one->word->value);
+        if (!reached(seen, one->value))
+            sleep_on(&one->word->value, seen, left_ns < SLEEP_NS ? left_ns : SLEEP_NS);
+        atomic_fetch_sub(&one->word->sleepers, 1);
     }
 }
 
-static void add_up(float *out, const float *slots, long stride, long ranks, long count) {
-    for (long i = 0; i < count; i++) {
-        float sum = slots[i];
-        for (long rank = 1; rank < ranks; rank++) sum += slots[rank * stride + i];
-        out[i] = sum;
-    }
+enum rank_outcome await_word(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long spin_ns,
+                             long patience_ns) {
+    const awaited one = {word, alarm, value, calm};
+    if (has_come(&one)) return RANK_REACHED;
+    int asleep = 0;
+    const long spin = atomic_load_explicit(&spin_now, memory_order_relaxed);
+    const enum rank_outcome found = look_and_sleep(&one, now_ns(), spin, patience_ns, &asleep);
+    if (asleep || found == RANK_REACHED) learn(!asleep, spin_ns);
+    return found;
 }
 
-void show_slot(rank_word *own, unsigned value, float *slot, const float *x, long count) {
-    memcpy(slot, x, (size_t)count * sizeof(float));
-    post_word(own, value);
-}
-
-void sum_slots(float *out, const float *slots, long stride, long ranks, long count) {
-    if (ranks == 2) {
-        const float *first = slots, *second = slots + stride;
-        for (long i = 0; i < count; i++) out[i] = first[i] + second[i];
-    } else {
-        add_up(out, slots, stride, ranks, count);
-    }
+enum rank_outcome await_mail(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long mail_spin_ns,
+                             long patience_ns, long *waited_ns) {
+    const awaited one = {word, alarm, value, calm};
+    const long learned = atomic_load_explicit(&spin_now, memory_order_relaxed);
+    const int busy = *waited_ns < mail_spin_ns, alone = learned >= FIRST_SPIN_NS;
+    const long began_ns = now_ns();
+    int asleep = 0;
+    const enum rank_outcome found =
+        look_and_sleep(&one, began_ns, busy && alone ? mail_spin_ns : learned, patience_ns, &asleep);
+    *waited_ns = now_ns() - began_ns;
+    return found;
 }

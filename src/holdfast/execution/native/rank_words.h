@@ -20,10 +20,9 @@ void post_word(rank_word *word, unsigned value);
 enum rank_outcome await_word(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long spin_ns,
                              long patience_ns);
 
-/* What this rank has goes to its slot, and its word tells the others. */
-void show_slot(rank_word *own, unsigned value, float *slot, const float *x, long count);
-
-/* Of all ranks' slots, `stride` numbers apart, added up in the order of ranks. */
-void sum_slots(float *out, const float *slots, long stride, long ranks, long count);
+/* The same of what comes between steps: it is worth while to look for `mail_spin_ns` where the last one came as soon as
+ * that (`waited_ns`, 0 at first; this call's own afterwards) and sums have not shown that ranks share cores. Whoever sleeps has the plan of the next step later by what waking takes. */
+enum rank_outcome await_mail(rank_word *word, unsigned value, rank_word *alarm, unsigned calm, long mail_spin_ns,
+                             long patience_ns, long *waited_ns);
 
 #endif

@@ -88,10 +88,15 @@ def gate(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> No
 
 class CompiledLayers:
     """Whole layers, as many in one call as the caller wants: a step of few tokens does not wait for Python between
-    operations."""
+    operations. `sums`, `branch`: of layers that several ranks share."""
 
-    def __init__(self, layers: list[native.DecoderLayer]) -> None:
-        self._layers = layers
+    def __init__(
+        self,
+        layers: list[native.DecoderLayer],
+        sums: native.CompiledSums | None = None,
+        branch: torch.Tensor | None = None,
+    ) -> None:
+        self._layers, self._sums, self._branch = layers, sums, branch
         self._kv: KVPool | None = None
         self._scales: LayerScales | None = None
         self._stack: native.DecoderStack | None = None
@@ -105,7 +110,8 @@ class CompiledLayers:
                 [
                     native.PlacedLayer(layer, native.PoolPlace(kv.pages, place), scales.of(index), scales.center(index))
                     for index, (layer, place) in enumerate(zip(self._layers, places, strict=True))
-                ]
+                ],
+                self._sums,
             )
         self._step = native.DecoderStep(
             stream=step.stream,
@@ -116,6 +122,7 @@ class CompiledLayers:
             inner=step.inner,
             cos=step.angles[0][0],
             sin=step.angles[0][1],
+            branch=self._branch,
         )
 
     def run(self, first: int, last: int, token_rows: torch.Tensor, plan: native.AttentionRows) -> None:
@@ -125,14 +132,19 @@ class CompiledLayers:
 
 
 def fuse(
-    layers: Sequence[LayerWeights], shape: AttentionShape, epsilon: float, activation: Activation
+    layers: Sequence[LayerWeights],
+    shape: AttentionShape,
+    epsilon: float,
+    activation: Activation,
+    sums: native.CompiledSums | None = None,
+    branch: torch.Tensor | None = None,
 ) -> CompiledLayers | None:
     """None when some matrix is not compiled, or the activation is not."""
     if activation == "gelu":
         return None
     fused = [_fused(layer, shape, epsilon, activation) for layer in layers]
     found = [layer for layer in fused if layer is not None]
-    return CompiledLayers(found) if len(found) == len(fused) else None
+    return CompiledLayers(found, sums, branch) if len(found) == len(fused) else None
 
 
 def _fused(

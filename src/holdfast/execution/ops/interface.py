@@ -14,6 +14,7 @@ from holdfast.execution.kv_pool import KVPool
 from holdfast.kvcache.groups import KVGroup
 
 if TYPE_CHECKING:
+    from holdfast.execution.native import CompiledSums
     from holdfast.execution.weights.decoder_weights import LayerWeights
 
 Integers = numpy.typing.NDArray[numpy.int64]
@@ -125,6 +126,21 @@ class FusedLayers(Protocol):
         divided by their scales, keys without their center then."""
 
 
+class Fuse(Protocol):
+    def __call__(
+        self,
+        layers: Sequence[LayerWeights],
+        shape: AttentionShape,
+        epsilon: float,
+        activation: Activation,
+        sums: CompiledSums | None = None,
+        branch: torch.Tensor | None = None,
+        /,
+    ) -> FusedLayers | None:
+        """`sums`, `branch` [tile, hidden]: of layers that several ranks share. None: these weights have no such
+        form."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     name: str
@@ -145,6 +161,6 @@ class Ops:
     activate: Callable[[torch.Tensor, Activation], None]
     """In place."""
     make_attention: Callable[[AttentionShape, torch.device], AttentionBackend]
-    fuse: Callable[[Sequence[LayerWeights], AttentionShape, float, Activation], FusedLayers | None] | None = None
-    """(layers, shape, epsilon, activation): all operations of a layer as one, where the device has that for these
-    weights. The parts above stay what it is tested against."""
+    fuse: Fuse | None = None
+    """All operations of a layer as one, where the device has that for these weights. The parts above stay what it is
+    tested against."""

@@ -24,6 +24,10 @@ class Sender:
     def count(self) -> int:
         return self._count
 
+    def go_on(self) -> None:
+        """After an alarm that all readers have followed: what was not shown whole is nobody's."""
+        self._count = self._segment.mail.value
+
     def send(self, message: bytes) -> None:
         for first in range(0, len(message), MAIL_BYTES):
             piece = message[first : first + MAIL_BYTES]
@@ -47,7 +51,7 @@ class Receiver:
         """The next message, however long that takes."""
         pieces = list[bytes]()
         while True:
-            self._segment.mail.wait(self._count + 1, self._watch)
+            self._segment.mail.wait_between_steps(self._count + 1, self._watch)
             length = self._segment.mail_length.value
             pieces.append(self._segment.mailbox[: length & ~_MORE].tobytes())
             self.skip_to(self._count + 1)

@@ -24,6 +24,8 @@ ALIGNED_BYTES = SLOT_PAGE_BYTES
 SPIN_NS = 100_000
 """At most: as long as a rank that has a core to itself is behind another. Where ranks share cores it is soon next to
 nothing (native/rank_words.c)."""
+MAIL_SPIN_NS = 2_000_000
+"""The same for the next step's plan: as long as rank 0 takes between two steps of a small model."""
 LOOK_NS = 200_000_000
 """Between two looks at whether the others are still there."""
 COUNT_BITS = 0xFFFFFFFF
@@ -72,10 +74,28 @@ class SharedWord:
 
     def wait(self, value: int, watch: Watch) -> None:
         """Until it has counted up to `value`."""
-        alarm, waited_s = self._segment.alarm, 0.0
+        segment, waited_s = self._segment, 0.0
         while True:
             outcome = self._kernels.await_word(
-                self._address, value & COUNT_BITS, alarm.address, self._segment.calm, SPIN_NS, LOOK_NS
+                self._address, value & COUNT_BITS, segment.alarm.address, segment.calm, SPIN_NS, LOOK_NS
+            )
+            if outcome == REACHED:
+                return
+            waited_s += LOOK_NS / 1e9 if outcome == LATE else 0.0
+            watch(waited_s)
+
+    def wait_between_steps(self, value: int, watch: Watch) -> None:
+        """The same, of what comes soon while there is work, and not for hours while there is none."""
+        segment, waited_s = self._segment, 0.0
+        while True:
+            outcome = self._kernels.await_mail(
+                self._address,
+                value & COUNT_BITS,
+                segment.alarm.address,
+                segment.calm,
+                MAIL_SPIN_NS,
+                LOOK_NS,
+                segment.waited_address,
             )
             if outcome == REACHED:
                 return
@@ -96,7 +116,8 @@ class Segment:
         self.address, held = mapped.data_ptr(), mapped.numpy()
         self.numbers = held[: layout.words_bytes].view(numpy.uint32)
         self.alarm, self.resume = SharedWord(self, 0), SharedWord(self, 1)
-        self.calm = self.alarm.value
+        self._waited = numpy.zeros(1, dtype=numpy.int64)
+        self._calm = numpy.array([self.alarm.value], dtype=numpy.uint32)
         self.mail, self.mail_length = SharedWord(self, 2), SharedWord(self, 3)
         self.counts = [SharedWord(self, 4 + rank) for rank in range(layout.size)]
         self.read = [SharedWord(self, 4 + layout.size + rank) for rank in range(layout.size)]
@@ -104,13 +125,31 @@ class Segment:
         self.mailbox = held[first : first + MAIL_BYTES]
         self._slots = mapped[first + MAIL_BYTES :].view(layout.size, 2, layout.slot_bytes)
 
+    @property
+    def calm(self) -> int:
+        """The alarm's value while nothing is wrong, for this rank."""
+        return int(self._calm[0])
+
+    @calm.setter
+    def calm(self, value: int) -> None:
+        self._calm[0] = value & COUNT_BITS
+
+    @property
+    def calm_address(self) -> int:
+        return int(self._calm.ctypes.data)
+
     def slot(self, rank: int, turn: int) -> torch.Tensor:
         """uint8 [slot bytes]"""
         return self._slots[rank, turn % 2]
 
-    def slot_address(self, rank: int, turn: int) -> int:
-        first = self.address + self.layout.words_bytes + MAIL_BYTES
-        return first + (2 * rank + turn % 2) * self.layout.slot_bytes
+    @property
+    def waited_address(self) -> int:
+        """Of how long this rank waited for its last message."""
+        return int(self._waited.ctypes.data)
+
+    @property
+    def slots_address(self) -> int:
+        return self.address + self.layout.words_bytes + MAIL_BYTES
 
     def close(self) -> None:
         """The memory goes when nobody maps it any more. Nobody may wait for a word of it meanwhile, or afterwards."""

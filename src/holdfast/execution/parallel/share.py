@@ -12,7 +12,9 @@ import numpy
 import numpy.typing
 import torch
 
+from holdfast.execution.native import CompiledSums
 from holdfast.execution.parallel.collectives import Collectives
+from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
 
 Product = Callable[[torch.Tensor, torch.Tensor], None]
 NOT_SAMPLED = -1
@@ -31,6 +33,11 @@ class RankShare:
         self._logits = torch.empty((rows, self._last - self._first), dtype=dtype)
 
     @property
+    def sums(self) -> CompiledSums | None:
+        """For compiled layers to add up by themselves; None: these ranks cannot."""
+        return self.collectives.sums if isinstance(self.collectives, SharedMemoryCollectives) else None
+
+    @property
     def samples(self) -> bool:
         return self.collectives.rank == 0
 
@@ -47,6 +54,15 @@ class RankShare:
         multiply(hidden, part)
         self.collectives.gather(part, self._widths, out if self.samples else None)
         return self.samples
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Of each of these, which are float32, the largest that any rank has."""
+        own, size = torch.tensor([numbers], dtype=torch.float32), self.collectives.size
+        gathered = own.new_empty((1, size * len(numbers))) if self.samples else None
+        self.collectives.gather(own, [len(numbers)] * size, gathered)
+        found = own if gathered is None else gathered.view(size, -1).amax(dim=0, keepdim=True)
+        self.collectives.broadcast(found)
+        return [float(number) for number in found[0]]
 
     def tell_tokens(self, token_ids: Sequence[int], late: Sequence[bool]) -> None:
         """Of rank 0: what each row has sampled, and which of them mean nothing."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy
 import torch
 
+from holdfast.execution.native import CompiledSums, threads
 from holdfast.execution.native.loading import kernels
-from holdfast.execution.parallel.segment import COUNT_BITS, Segment, Watch
+from holdfast.execution.parallel.segment import LOOK_NS, SPIN_NS, Segment, Watch
 
-FLOAT_BYTES = 4
+COUNT = 9
+"""Where a group's description (native/rank_sums.h) has what this rank has counted."""
 
 
 class SharedMemoryCollectives:
@@ -25,44 +28,36 @@ class SharedMemoryCollectives:
 
     def __init__(self, segment: Segment, rank: int, watch: Watch) -> None:
         self._segment, self.rank, self.size = segment, rank, segment.layout.size
-        self._watch, self._count, self._kernels = watch, segment.counts[rank].value, kernels()
+        self._watch, self._kernels = watch, kernels()
+        numbers = segment.layout.slot_bytes // torch.float32.itemsize
+        words = (segment.counts[0].address, segment.slots_address, numbers, self.size, rank)
+        waiting = (segment.alarm.address, segment.calm_address, SPIN_NS, LOOK_NS)
+        self._group = numpy.array([*words, *waiting, segment.counts[rank].value], dtype=numpy.int64)
+        self.sums = CompiledSums(int(self._group.ctypes.data), watch)
+        """The same sums, for compiled code to make."""
 
     @property
     def count(self) -> int:
         """Of what was done together so far."""
-        return self._count
+        return int(self._group[COUNT])
 
     def go_on_from(self, count: int) -> None:
         """After an alarm: what was under way is nobody's, and all ranks count from here."""
-        self._count = count
+        self._group[COUNT] = count
         self._segment.counts[self.rank].post(count)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         if x.dtype is torch.float32:
-            self._sum(x.data_ptr(), x.numel())
+            self._kernels.sum_ranks(self.sums.group, self._watch, x.data_ptr(), x.numel(), threads())
             return
         for piece in x.view(-1).split(self._segment.layout.slot_bytes // x.element_size()):
             self._show(piece)
-            self._count_up()
-            parts = [self._shown(rank, self._count, piece, piece.numel()) for rank in range(self.size)]
+            self._meet()
+            parts = [self._shown(rank, self.count, piece, piece.numel()) for rank in range(self.size)]
             total = parts[0].float()
             for part in parts[1:]:
                 total += part
             piece.copy_(total)
-
-    def _sum(self, address: int, count: int) -> None:
-        """The same of float32, with as few calls as can be: it is for every half of a layer."""
-        segment, compiled = self._segment, self._kernels
-        most = segment.layout.slot_bytes // FLOAT_BYTES
-        own, stride = segment.counts[self.rank], 2 * most
-        for first in range(0, count, most):
-            numbers, at = min(most, count - first), address + first * FLOAT_BYTES
-            self._count += 1
-            compiled.show(
-                own.address, self._count & COUNT_BITS, segment.slot_address(self.rank, self._count), at, numbers
-            )
-            self._await_others()
-            compiled.sum_slots(at, segment.slot_address(0, self._count), stride, self.size, numbers)
 
     def gather(self, part: torch.Tensor, widths: Sequence[int], out: torch.Tensor | None) -> None:
         rows = max(1, self._segment.layout.slot_bytes // (max(widths) * part.element_size()))
@@ -72,10 +67,10 @@ class SharedMemoryCollectives:
     def _gather_rows(self, part: torch.Tensor, widths: Sequence[int], out: torch.Tensor | None) -> None:
         if out is None:
             self._show(part)
-            self._count_up()
+            self._meet()
             return
-        self._count_up()
-        begin, turn = 0, self._count
+        self._meet()
+        begin, turn = 0, self.count
         for rank, width in enumerate(widths):
             shown = part if rank == 0 else self._shown(rank, turn, part.new_empty(0), len(part) * width)
             out[:, begin : begin + width] = shown.view(len(part), width)
@@ -86,9 +81,9 @@ class SharedMemoryCollectives:
         for piece in flat.split(self._segment.layout.slot_bytes // x.element_size()):
             if self.rank == 0:
                 self._show(piece)
-            self._count_up()
+            self._meet()
             if self.rank:
-                piece.copy_(self._shown(0, self._count, piece, piece.numel()))
+                piece.copy_(self._shown(0, self.count, piece, piece.numel()))
 
     def close(self) -> None:
         self._segment.close()
@@ -96,19 +91,12 @@ class SharedMemoryCollectives:
     def _show(self, piece: torch.Tensor) -> None:
         """To the others, once this rank counts up."""
         flat = piece.reshape(-1)
-        self._shown(self.rank, self._count + 1, flat, flat.numel()).copy_(flat)
+        self._shown(self.rank, self.count + 1, flat, flat.numel()).copy_(flat)
 
     def _shown(self, rank: int, turn: int, like: torch.Tensor, elements: int) -> torch.Tensor:
         slot = self._segment.slot(rank, turn)
         return slot[: elements * like.element_size()].view(like.dtype)
 
-    def _count_up(self) -> None:
+    def _meet(self) -> None:
         """Says that this rank is there, and waits for all others."""
-        self._count += 1
-        self._segment.counts[self.rank].post(self._count)
-        self._await_others()
-
-    def _await_others(self) -> None:
-        for rank, count in enumerate(self._segment.counts):
-            if rank != self.rank:
-                count.wait(self._count, self._watch)
+        self._kernels.meet(self.sums.group, self._watch)

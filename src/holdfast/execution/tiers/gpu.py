@@ -75,6 +75,11 @@ class HostMemory:
             self._ready_pieces += 1
         return self.ready
 
+    @property
+    def settled(self) -> bool:
+        """As it was looked at last: no more pages will be ready, because all are, or because pinning failed."""
+        return self._ready_pieces == len(self._pinned.pieces)
+
     def run(self, first: int, pages: int) -> torch.Tensor:
         """So many pages as one tensor of bytes; all of one piece."""
         per_piece = self._pinned.pieces[0].nbytes // self._page_bytes
@@ -184,6 +189,10 @@ class GpuPageCopies:
 
     def host_pages(self) -> int:
         return 0 if self._host is None else self._host.look()
+
+    def host_settled(self) -> bool:
+        """No more of them will come than `host_pages` said last."""
+        return self._host is None or self._host.settled
 
     def begin(self, plan: StepPlan) -> None:
         """Before the rows of the plan are launched."""

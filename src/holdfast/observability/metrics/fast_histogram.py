@@ -40,9 +40,12 @@ class QuickHistogram(Collector):
         """As they are now, to be given to `quantiles` later."""
         return self._counts.copy()
 
-    def quantiles(self, before: Sequence[int], shares: Sequence[float]) -> list[float | None]:
-        """Of what was observed since `before`; None: nothing was. Between two edges values are taken to lie evenly."""
-        since = [now - then for now, then in zip(self._counts, before, strict=True)]
+    def quantiles(
+        self, before: Sequence[int], shares: Sequence[float], counts: Sequence[int] | None = None
+    ) -> list[float | None]:
+        """Of what was observed since `before`; None: nothing was. Between two edges values are taken to lie evenly.
+        `counts`: as they are now where others are counted with it."""
+        since = [now - then for now, then in zip(self._counts if counts is None else counts, before, strict=True)]
         reached = list(accumulate(since))
         if not reached[-1]:
             return [None] * len(shares)
@@ -62,4 +65,23 @@ class QuickHistogram(Collector):
         shown = sorted(self._shown)
         buckets = list(zip(map(floatToGoString, shown), map(reached.__getitem__, shown), strict=True))
         family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=self._sum)
+        yield family
+
+
+class JoinedHistograms(Collector):
+    """One name for histograms that differ in their labels: a family with the series of all, quantiles over all."""
+
+    def __init__(self, histograms: Sequence[QuickHistogram]) -> None:
+        self._histograms = histograms
+
+    def counts(self) -> list[int]:
+        return [sum(at) for at in zip(*(one.counts() for one in self._histograms), strict=True)]
+
+    def quantiles(self, before: Sequence[int], shares: Sequence[float]) -> list[float | None]:
+        return self._histograms[0].quantiles(before, shares, self.counts())
+
+    def collect(self) -> Iterator[Metric]:
+        (family,) = self._histograms[0].collect()
+        for other in self._histograms[1:]:
+            family.samples += [sample for found in other.collect() for sample in found.samples]
         yield family

@@ -43,7 +43,7 @@ class History:
         self._stats = stats
         self._memory = memory
         self._clock = clock
-        self._latencies = (metrics.ttft, metrics.inter_token, metrics.e2e)
+        self._latencies = metrics.latencies()
         self._samples: deque[Sample] = deque(maxlen=SAMPLES)
         self.newest = 0
         """The number of the last sample."""

@@ -10,10 +10,11 @@ each answer. A request that a client walked away from counts as `abort` for each
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from holdfast.observability.ledger import Ledger
@@ -26,35 +27,30 @@ from holdfast.observability.metrics.buckets import (
     TTFT_BUCKETS_S,
     token_buckets,
 )
-from holdfast.observability.metrics.fast_histogram import QuickHistogram
-from holdfast.observability.metrics.kv_tiers import kv_tier_metrics
-from holdfast.records import AnswerDelta, EngineInfo, EngineStats, ExpertUse, FinishReason, LinkUse
+from holdfast.observability.metrics.engines import LABELS, EngineCollector, EngineProcessCollector, EngineSource
+from holdfast.observability.metrics.fast_histogram import JoinedHistograms, QuickHistogram
+from holdfast.records import AnswerDelta, EngineStats, ExpertUse, FinishReason, LinkUse
 
-LABELS, ENGINE = ("model_name", "engine"), "0"
-"""Of every series of vLLM's; there is one engine, and its number is the first."""
 COMPUTED, FOUND, TRANSFERRED = SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 """vLLM's names for where the KV of a prompt's token comes from. None is transferred here, and the series says so."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ServingMetrics:
-    """One a server. `stats` and `info` are called at scrape time; `info` returns None until the engine is ready.
-    `restarts`: of engine processes that died, and of those that hung; `hung`: whether one does not answer now."""
+    """One a server. What is said of an engine is asked for at scrape time. Series of vLLM's are lists, one for each
+    engine by its number."""
 
     def __init__(
         self,
         model_name: str,
         *,
-        stats: Callable[[], EngineStats],
-        info: Callable[[], EngineInfo | None],
+        engines: Sequence[EngineSource],
         memory: Callable[[], Ledger | None] = lambda: None,
-        sleeping: Callable[[], bool] = lambda: False,
-        restarts: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        hung: Callable[[], bool] = lambda: False,
         max_model_len: int = 131_072,
     ) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
+        self._numbers = [str(number) for number in range(len(engines))]
         self._prompt_total = self._generated_total = self._ended_total = self._failed_total = 0
         self.open_meters: dict[RequestMeter, None] = {}
         """Of requests that have not ended, in the order in which they came."""
@@ -62,21 +58,11 @@ class ServingMetrics:
 
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
-        by_source = Counter(
-            "vllm:prompt_tokens_by_source",
-            "Prompt tokens by where their KV came from.",
-            [*LABELS, "source"],
-            registry=self.registry,
-        )
-        self.by_source = {source: by_source.labels(model_name, ENGINE, source) for source in SOURCES}
+        by_source = self._labelled("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "source")
+        self.by_source = [{source: one(source) for source in SOURCES} for one in by_source]
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
-        self._success = Counter(
-            "vllm:request_success",
-            "Count of finished outputs by finish reason.",
-            [*LABELS, "finished_reason"],
-            registry=self.registry,
-        )
-        self.success = {reason: self._success.labels(model_name, ENGINE, reason.value) for reason in FinishReason}
+        success = self._labelled("request_success", "Count of finished outputs by finish reason.", "finished_reason")
+        self.success = [{reason: one(reason.value) for reason in FinishReason} for one in success]
         self.iteration_tokens = self._quick("iteration_tokens_total", "Tokens per engine step.", STEP_TOKEN_BUCKETS)
         self.ttft = self._quick(
             "time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S, LATENCY_EDGES_S
@@ -116,36 +102,51 @@ class ServingMetrics:
             "request_params_max_tokens", "The max_tokens request parameter.", largest
         )
         self.params_n = self._histogram("request_params_n", "The n request parameter.", N_BUCKETS)
-        self.registry.register(_EngineCollector(model_name, stats, info, sleeping))
+        self.registry.register(EngineCollector(model_name, engines))
         self.registry.register(_MemoryCollector(model_name, memory))
-        self.registry.register(_ProcessCollector(model_name, restarts, hung))
-        self.registry.register(_OlderName(self.inter_token, "vllm:time_per_output_token_seconds"))
+        self.registry.register(EngineProcessCollector(model_name, engines))
+        self.registry.register(_OlderName(JoinedHistograms(self.inter_token), "vllm:time_per_output_token_seconds"))
 
-    def _counter(self, name: str, help_text: str) -> Counter:
-        return Counter(f"vllm:{name}", help_text, LABELS, registry=self.registry).labels(self._model_name, ENGINE)
+    def _counter(self, name: str, help_text: str) -> list[Counter]:
+        parent = Counter(f"vllm:{name}", help_text, LABELS, registry=self.registry)
+        return [parent.labels(self._model_name, engine) for engine in self._numbers]
 
-    def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
+    def _labelled(self, name: str, help_text: str, label: str) -> list[Callable[[str], Counter]]:
+        """By a further label: a function for each engine that gives the counter of a value."""
+        parent = Counter(f"vllm:{name}", help_text, [*LABELS, label], registry=self.registry)
+        return [partial(parent.labels, self._model_name, engine) for engine in self._numbers]
+
+    def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> list[Histogram]:
         parent = Histogram(f"vllm:{name}", help_text, LABELS, buckets=tuple(buckets), registry=self.registry)
-        return parent.labels(self._model_name, ENGINE)
+        return [parent.labels(self._model_name, engine) for engine in self._numbers]
 
     def _quick(
         self, name: str, help_text: str, buckets: Iterable[float], between: Iterable[float] = ()
-    ) -> QuickHistogram:
+    ) -> list[QuickHistogram]:
         """For what is observed at every token, or asked for its quantiles."""
-        labels = {"model_name": self._model_name, "engine": ENGINE}
-        made = QuickHistogram(f"vllm:{name}", help_text, buckets, labels, between)
-        self.registry.register(made)
+        buckets, between = tuple(buckets), tuple(between)
+        made = [
+            QuickHistogram(
+                f"vllm:{name}", help_text, buckets, {"model_name": self._model_name, "engine": engine}, between
+            )
+            for engine in self._numbers
+        ]
+        self.registry.register(JoinedHistograms(made))
         return made
 
-    def observe_step(self, stats: EngineStats) -> None:
+    def latencies(self) -> tuple[JoinedHistograms, ...]:
+        """To the first token, between two, and to the last, over all engines."""
+        return JoinedHistograms(self.ttft), JoinedHistograms(self.inter_token), JoinedHistograms(self.e2e)
+
+    def observe_step(self, stats: EngineStats, engine: int = 0) -> None:
         """One call a step; steps that computed nothing do not count."""
         if stats.step_tokens:
-            self.iteration_tokens.observe(stats.step_tokens)
+            self.iteration_tokens[engine].observe(stats.step_tokens)
 
     def open_request(
-        self, *, prompt_tokens: int, max_tokens: int, n: int, request_id: str = "", model: str = ""
+        self, *, prompt_tokens: int, max_tokens: int, n: int, request_id: str = "", model: str = "", engine: int = 0
     ) -> RequestMeter:
-        meter = RequestMeter(self, prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
+        meter = RequestMeter(self, prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n, engine=engine)
         meter.request_id, meter.model = request_id, model
         self.open_meters[meter] = None
         return meter
@@ -154,8 +155,8 @@ class ServingMetrics:
         """Answers that have ended so far, and of these how many failed."""
         return self._ended_total, self._failed_total
 
-    def count_ended(self, reason: FinishReason, answers: int = 1) -> None:
-        self.success[reason].inc(answers)
+    def count_ended(self, reason: FinishReason, answers: int = 1, *, engine: int = 0) -> None:
+        self.success[engine][reason].inc(answers)
         self._ended_total += answers
         self._failed_total += answers if reason is FinishReason.ERROR else 0
 
@@ -163,28 +164,28 @@ class ServingMetrics:
         """Prompt tokens and generated tokens so far."""
         return self._prompt_total, self._generated_total
 
-    def count_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
+    def count_tokens(self, *, prompt: int = 0, generated: int = 0, engine: int = 0) -> None:
         self._prompt_total += prompt
         self._generated_total += generated
         if prompt:
-            self.prompt_tokens.inc(prompt)
+            self.prompt_tokens[engine].inc(prompt)
         if generated:
-            self.generation_tokens.inc(generated)
+            self.generation_tokens[engine].inc(generated)
 
-    def count_sources(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def count_sources(self, prompt_tokens: int, cached_tokens: int, *, engine: int = 0) -> None:
         """Where the KV of one prompt came from."""
-        self.cached_tokens.inc(cached_tokens)
-        self.by_source[FOUND].inc(cached_tokens)
-        self.by_source[COMPUTED].inc(prompt_tokens - cached_tokens)
+        self.cached_tokens[engine].inc(cached_tokens)
+        self.by_source[engine][FOUND].inc(cached_tokens)
+        self.by_source[engine][COMPUTED].inc(prompt_tokens - cached_tokens)
 
-    def count_embedding(self, prompt_tokens: int, cached_tokens: int, latency_s: float) -> None:
+    def count_embedding(self, prompt_tokens: int, cached_tokens: int, latency_s: float, engine: int = 0) -> None:
         """A prompt that became a vector; there is no token to wait for."""
-        self.count_tokens(prompt=prompt_tokens)
-        self.count_sources(prompt_tokens, cached_tokens)
-        self.prefill_computed.observe(prompt_tokens - cached_tokens)
-        self.request_prompt_tokens.observe(prompt_tokens)
-        self.e2e.observe(latency_s)
-        self.count_ended(FinishReason.STOP)
+        self.count_tokens(prompt=prompt_tokens, engine=engine)
+        self.count_sources(prompt_tokens, cached_tokens, engine=engine)
+        self.prefill_computed[engine].observe(prompt_tokens - cached_tokens)
+        self.request_prompt_tokens[engine].observe(prompt_tokens)
+        self.e2e[engine].observe(latency_s)
+        self.count_ended(FinishReason.STOP, engine=engine)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -193,8 +194,11 @@ class ServingMetrics:
 class RequestMeter:
     """Follows one prompt and its n answers. `delta` for each piece, `close` exactly once at the end."""
 
-    def __init__(self, metrics: ServingMetrics, *, prompt_tokens: int, max_tokens: int, n: int) -> None:
-        self._metrics = metrics
+    def __init__(
+        self, metrics: ServingMetrics, *, prompt_tokens: int, max_tokens: int, n: int, engine: int = 0
+    ) -> None:
+        """`engine`: that answers it."""
+        self._metrics, self._engine = metrics, engine
         self.request_id = self.model = ""
         """As the access log has them."""
         self.prompt_tokens = prompt_tokens
@@ -206,8 +210,8 @@ class RequestMeter:
         self._cached_tokens: int | None = None
         """Of the first answer: the others find what it has computed."""
         self.ttft_s: float | None = None
-        metrics.params_max_tokens.observe(max_tokens)
-        metrics.params_n.observe(n)
+        metrics.params_max_tokens[engine].observe(max_tokens)
+        metrics.params_n[engine].observe(n)
 
     @property
     def generated_tokens(self) -> int:
@@ -235,151 +239,54 @@ class RequestMeter:
         return (self.generated_tokens - 1) / elapsed_s if elapsed_s > 0 else None
 
     def delta(self, delta: AnswerDelta) -> None:
-        metrics, count = self._metrics, len(delta.token_ids)
+        metrics, engine, count = self._metrics, self._engine, len(delta.token_ids)
         if count:
             now_s = time.monotonic()
             if self.ttft_s is None:
                 self.ttft_s = now_s - self.arrival_s
-                metrics.ttft.observe(self.ttft_s)
-                metrics.count_tokens(prompt=self.prompt_tokens)
+                metrics.ttft[engine].observe(self.ttft_s)
+                metrics.count_tokens(prompt=self.prompt_tokens, engine=engine)
             if self._cached_tokens is None and delta.index == 0:
                 self._cached_tokens = delta.cached_tokens
-                metrics.count_sources(self.prompt_tokens, delta.cached_tokens)
+                metrics.count_sources(self.prompt_tokens, delta.cached_tokens, engine=engine)
             last_s = self._last_token_s.get(delta.index)
             # Several tokens in one delta came at the same moment: the wait is shared among them.
             if last_s is not None:
                 for _ in range(count):
-                    metrics.inter_token.observe((now_s - last_s) / count)
+                    metrics.inter_token[engine].observe((now_s - last_s) / count)
             self._last_token_s[delta.index] = now_s
             self._generated[delta.index] += count
-            metrics.count_tokens(generated=count)
+            metrics.count_tokens(generated=count, engine=engine)
         if delta.finish_reason is not None:
             self._finish(delta)
 
     def _finish(self, delta: AnswerDelta) -> None:
-        metrics, timing = self._metrics, delta.timing
+        metrics, engine, timing = self._metrics, self._engine, delta.timing
         self._open.discard(delta.index)
         assert delta.finish_reason is not None
-        metrics.count_ended(delta.finish_reason)
-        metrics.request_generation_tokens.observe(self._generated[delta.index])
+        metrics.count_ended(delta.finish_reason, engine=engine)
+        metrics.request_generation_tokens[engine].observe(self._generated[delta.index])
         if timing is not None:
-            metrics.e2e.observe(timing.finished_s - timing.arrival_s)
-            metrics.queue_time.observe(timing.scheduled_s - timing.arrival_s)
-            metrics.prefill_time.observe(timing.first_token_s - timing.scheduled_s)
-            metrics.decode_time.observe(timing.finished_s - timing.first_token_s)
+            metrics.e2e[engine].observe(timing.finished_s - timing.arrival_s)
+            metrics.queue_time[engine].observe(timing.scheduled_s - timing.arrival_s)
+            metrics.prefill_time[engine].observe(timing.first_token_s - timing.scheduled_s)
+            metrics.decode_time[engine].observe(timing.finished_s - timing.first_token_s)
             later = self._generated[delta.index] - 1
             if later > 0:
-                metrics.time_per_token.observe((timing.finished_s - timing.first_token_s) / later)
-            metrics.inference_time.observe(timing.finished_s - timing.scheduled_s)
+                metrics.time_per_token[engine].observe((timing.finished_s - timing.first_token_s) / later)
+            metrics.inference_time[engine].observe(timing.finished_s - timing.scheduled_s)
 
     def close(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Answers that have not ended count as ended for `reason`."""
+        metrics, engine = self._metrics, self._engine
         if self.ttft_s is not None:
-            self._metrics.request_prompt_tokens.observe(self.prompt_tokens)
-            self._metrics.request_max_generation_tokens.observe(max(self._generated.values()))
+            metrics.request_prompt_tokens[engine].observe(self.prompt_tokens)
+            metrics.request_max_generation_tokens[engine].observe(max(self._generated.values()))
         if self._cached_tokens is not None:
-            self._metrics.prefill_computed.observe(self.prompt_tokens - self._cached_tokens)
-        self._metrics.count_ended(reason, len(self._open))
+            metrics.prefill_computed[engine].observe(self.prompt_tokens - self._cached_tokens)
+        metrics.count_ended(reason, len(self._open), engine=engine)
         self._open.clear()
-        self._metrics.open_meters.pop(self, None)
-
-
-class _EngineCollector(Collector):
-    """What the engine's newest snapshot says, read at scrape time."""
-
-    def __init__(
-        self,
-        model_name: str,
-        stats: Callable[[], EngineStats],
-        info: Callable[[], EngineInfo | None],
-        sleeping: Callable[[], bool],
-    ) -> None:
-        self._model_name = model_name
-        self._stats = stats
-        self._info = info
-        self._sleeping = sleeping
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
-        queries, hits = stats.prefix_queries_total, stats.prefix_hits_total
-        yield self._gauge("num_requests_running", "Number of requests in the running batch.", stats.running)
-        yield self._gauge("num_requests_waiting", "Number of requests waiting to be scheduled.", stats.waiting)
-        yield self._gauge("kv_cache_usage_perc", "KV cache usage: fraction of blocks in use, 0 to 1.", usage)
-        yield self._gauge("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", usage)
-        rate = hits / queries if queries else 0.0
-        yield self._gauge(
-            "gpu_prefix_cache_hit_rate", "Prefix cache hit rate: fraction of looked-up tokens found, 0 to 1.", rate
-        )
-        yield self._gauge("prefix_cache_hit_rate", "Prefix cache hit rate, under its common name.", rate)
-        # Of older boards. Pages are not swapped, and these say so.
-        yield self._gauge("num_requests_swapped", "Number of requests swapped to RAM: always 0.", 0)
-        yield self._gauge("cpu_cache_usage_perc", "Fraction of swap blocks in use: always 0.", 0)
-        yield self._total(
-            "num_preemptions", "Number of requests preempted for lack of KV blocks.", stats.preemptions_total
-        )
-        yield self._total("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
-        yield self._total("prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
-        yield self._total("gpu_prefix_cache_queries", "Older name of prefix_cache_queries.", queries)
-        yield self._total("gpu_prefix_cache_hits", "Older name of prefix_cache_hits.", hits)
-        yield from kv_tier_metrics(stats, LABELS, [self._model_name, ENGINE])
-        asleep = self._sleeping()
-        # Nothing is kept in RAM, at neither of vLLM's levels.
-        states = {"awake": not asleep, "weights_offloaded": False, "discard_all": asleep}
-        yield self._several(
-            "engine_sleep_state", "Engine sleep state: awake, or what was released.", states, label="sleep_state"
-        )
-        info = self._info()
-        if info is not None:
-            yield self._cache_config(info)
-            if info.max_loras:
-                yield _lora_info(info, stats)
-            else:  # How many wait for an adapter's place is not counted; without adapters, nobody does.
-                reasons = {"capacity": stats.waiting, "deferred": 0}
-                yield self._several(
-                    "num_requests_waiting_by_reason", "Number of waiting requests by reason.", reasons, label="reason"
-                )
-
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
-        family.add_metric([self._model_name, ENGINE], value)
-        return family
-
-    def _several(self, name: str, help_text: str, values: Mapping[str, float], *, label: str) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=[*LABELS, label])
-        for shown, value in values.items():
-            family.add_metric([self._model_name, ENGINE, shown], value)
-        return family
-
-    def _total(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
-        family.add_metric([self._model_name, ENGINE], value)
-        return family
-
-    def _cache_config(self, info: EngineInfo) -> Metric:
-        family = InfoMetricFamily("vllm:cache_config", "Configuration of the KV cache.", labels=LABELS)
-        family.add_metric(
-            [self._model_name, ENGINE],
-            {
-                "block_size": str(info.block_size),
-                "cache_dtype": info.kv_dtype,
-                "enable_prefix_caching": str(info.prefix_caching),
-                "num_gpu_blocks": str(info.blocks),
-            },
-        )
-        return family
-
-
-def _lora_info(info: EngineInfo, stats: EngineStats) -> Metric:
-    """As vLLM has it: names in labels, and the time as its value."""
-    family = GaugeMetricFamily(
-        "vllm:lora_requests_info",
-        "LoRA adapters of running and waiting requests; the value is the time of the observation.",
-        labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
-    )
-    names = [",".join(stats.waiting_adapters), ",".join(stats.running_adapters)]
-    family.add_metric([str(info.max_loras), *names], time.time())
-    return family
+        metrics.open_meters.pop(self, None)
 
 
 class _MemoryCollector(Collector):
@@ -444,28 +351,6 @@ class _MemoryCollector(Collector):
             total = CounterMetricFamily(f"holdfast:{name}", text, labels=["model_name"])
             total.add_metric([self._model_name], value)
             yield total
-
-
-class _ProcessCollector(Collector):
-    """How the engine's process does, read at scrape time."""
-
-    def __init__(self, model_name: str, restarts: Callable[[], tuple[int, int]], hung: Callable[[], bool]) -> None:
-        self._model_name = model_name
-        self._restarts = restarts
-        self._hung = hung
-
-    def collect(self) -> Iterator[Metric]:
-        total = CounterMetricFamily(
-            "holdfast:engine_restarts", "Number of engine process restarts by reason.", labels=["model_name", "reason"]
-        )
-        for reason, count in zip(("died", "hung"), self._restarts(), strict=True):
-            total.add_metric([self._model_name, reason], count)
-        yield total
-        unresponsive = GaugeMetricFamily(
-            "holdfast:engine_unresponsive", "1 while the engine process does not respond.", labels=["model_name"]
-        )
-        unresponsive.add_metric([self._model_name], float(self._hung()))
-        yield unresponsive
 
 
 class _OlderName(Collector):

@@ -139,6 +139,8 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
     # Of a plan --ram is the machine's; of `serve`, what tiers may take of it.
     budget = (machine.pinned_bytes or 0) // MIB * MIB if offloads else 0
     group, number = asked.groups or (None, None)
+    folder, on_disk = machine.nvme_path or "DIR", settings.layers_on_disk or settings.embedding_on_disk
+    on_disk = on_disk or (machine.kind == "cpu" and settings.streamed_layers)
     alone = fit.ranks[0].device.budget_bytes is None and not asked.by_hand  # `serve` takes --ram alone for a CPU's.
     return {
         "gpu_layers": asked.gpu_layers,
@@ -151,7 +153,7 @@ def _offload_settings(fit: Plan) -> dict[str, object]:
         "override_tensor": ",".join(asked.overrides) or None,
         "cpu_compute": None if asked.cpu_compute else "off",
         **({"device": "cuda" if alone else None, "ram": written_size(budget)} if budget else {}),
-        "nvme_path": "DIR" if offloads and (settings.layers_on_disk or settings.embedding_on_disk) else None,
+        "nvme_path": folder if on_disk and (offloads or machine.kind == "cpu") else None,
     }
 
 
@@ -165,6 +167,8 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
         build(EngineConfig, {name: str(value) for name, value in settings.items()}, refused=REFUSED, origin=_spelled)
     except ConfigurationError as error:
         problems.append(f"Holdfast does not support this yet: {error.message}")
+    if fit.question.settings.expert_parallel and fit.question.settings.data_parallel > 1:
+        problems.append("Holdfast does not divide experts over engines yet: each of -dp has the whole model")
     lacking = lacks_engine("holdfast", [rank.device.gpu for rank in fit.ranks])
     if lacking is not None:
         problems.append(lacking)

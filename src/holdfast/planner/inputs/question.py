@@ -95,6 +95,8 @@ class Machine:
     pinned_bytes: int | None = None
     """Of it, what layers of a model may take that do not stay on a GPU; None: not known."""
     nvme_bytes: int | None = None
+    nvme_path: str | None = None
+    """Where that is; None: no folder was named."""
     cpu_features: frozenset[str] = frozenset()
     cores: int = 1
     """That compute, on a CPU."""

@@ -25,6 +25,8 @@ def one_replica(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[De
     replicas, each = config.data_parallel_size or 1, ranks_of_a_replica(config)
     if replicas == 1:
         return machine, ()
+    if machine.kind == "cpu":
+        return _share_of_cpu(machine, replicas)
     devices, wanted = machine.devices, replicas * each
     if machine.kind != "gpu" or len(devices) < wanted:
         raise ConfigurationError(
@@ -42,6 +44,22 @@ def one_replica(machine: Machine, config: PlanConfig) -> tuple[Machine, tuple[De
         reason = f"each on {counted(each, 'GPU')}, with its own KV; experts are divided over all {wanted}"
     said = Decision("data_parallel_size", counted(replicas, "replica"), reason, "set")
     return replace(machine, devices=least, aside=()), (said,)
+
+
+def _share_of_cpu(machine: Machine, replicas: int) -> tuple[Machine, tuple[Decision, ...]]:
+    """Engines on a CPU share its memory and cores, as `holdfast serve -dp` divides them."""
+    devices = tuple(
+        replace(
+            device,
+            free_bytes=device.free_bytes // replicas,
+            budget_bytes=None if device.budget_bytes is None else device.budget_bytes // replicas,
+        )
+        for device in machine.devices
+    )
+    cores = max(1, machine.cores // replicas)
+    reason = f"each with a part of memory and {counted(cores, 'core')}; what follows is of one of them"
+    said = Decision("data_parallel_size", counted(replicas, "replica"), reason, "set")
+    return replace(machine, devices=devices, cores=cores), (said,)
 
 
 def share_of_a_replica(traffic: Traffic | None, config: PlanConfig) -> Traffic | None:

@@ -29,6 +29,7 @@ from holdfast.planner.report.llama_layers import llama_layers
 from holdfast.planner.report.offload import Offload
 from holdfast.planner.report.remedy_commands import RemedyCommands, remedy_commands
 from holdfast.planner.report.text import lines
+from holdfast.planner.serve.streamed import least_streamed
 from holdfast.planner.sizing.host_ram import usual_kv_ram
 from holdfast.units import format_bytes
 
@@ -52,13 +53,17 @@ class PlanAnswer(PlanFindings):
         return "\n".join(lines(self))
 
 
+FROM_DISK = "layers are read from a disk for every step, and how fast it is was not measured"
+
+
 def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
     """`engine`: whose commands are wanted, as `holdfast plan --for` takes it. An impossible question is refused."""
     name, vllm = (None, Vllm()) if engine is None else parse_engine(engine)
     found, offload = _placed(replace(question, engine=name, vllm=vllm))
     ways = tuple(way for way in ways_out(found) if _is_for(way, name, vllm))
     unreadable = too_long(question)
-    rate = None if unreadable else throughput(found)
+    from_disk = question.machine.kind == "cpu" and _file_bytes(found) > 0
+    rate = None if unreadable or from_disk else throughput(found)
     fits = found.fits and not unreadable
     partly = None if unreadable else llama_layers(found)
     if partly is not None:  # It says itself what the estimate of tiers would.
@@ -68,6 +73,8 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         remedied = RemedyCommands({"llama.cpp": partly.command}, None)
     safe = safe_configuration(found) if fits else None
     printed = commands(found, sequences=found.limits.max_num_seqs, vllm=vllm) if fits else remedied.commands
+    if from_disk:  # Nobody else reads them from there.
+        printed = {"holdfast": printed["holdfast"]}
     return PlanAnswer(
         fit=found,
         safe=safe,
@@ -76,7 +83,7 @@ def answer(question: Question, *, engine: str | None = None) -> PlanAnswer:
         ways_out=ways,
         rules_of_thumb=rules_of_thumb(found),
         throughput=rate,
-        no_throughput=None if rate is not None else _no_rate(found),
+        no_throughput=None if rate is not None else FROM_DISK if from_disk else _no_rate(found),
         commands=printed,
         commands_of="plan"
         if fits
@@ -108,8 +115,18 @@ def _placed(question: Question) -> tuple[Plan, Offload | None]:
         assert by_hand is not None
         return by_hand.plan, Offload.of(by_hand)
     found = fit(question)
+    machine, ours = question.machine, question.engine in (None, "holdfast")
+    if not found.fits and ours and machine.kind == "cpu" and machine.nvme_path and not too_long(question):
+        streamed = least_streamed(found)
+        if streamed is not None and _file_bytes(streamed) <= (machine.nvme_bytes or 0):
+            return streamed, None
     placed = None if found.fits or too_long(question) or not may_stream(question) else place_larger(question)
     return found, None if placed is None else Offload.of(placed)
+
+
+def _file_bytes(found: Plan) -> int:
+    """Of layers that are read from a disk for every step."""
+    return 0 if found.engine.streamed is None else found.engine.streamed.file_bytes
 
 
 def _is_for(way: Remedy, engine: str | None, vllm: Vllm) -> bool:

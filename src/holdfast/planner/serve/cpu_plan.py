@@ -22,6 +22,7 @@ from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Question, settings_of
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
+from holdfast.planner.serve.engines import one_share, ram_share
 from holdfast.planner.serve.ranks import refuse_with_ranks
 from holdfast.planner.serve.streamed import with_streamed_layers
 from holdfast.planner.sizing.default_limits import beside_decision, check_step
@@ -42,22 +43,23 @@ def make_cpu_plan(
 ) -> Plan:
     """`stored`: the checkpoint's tensors by canonical name; None: dummies. `gguf`: they are of a GGUF file.
     `compiled_kernels`: this installation has them, and this CPU can run them. `front_bytes`: of another process that
-    comes out of the same budget."""
+    comes out of the same budget, once for all engines."""
     refuse_with_ranks(config, spec, stored, compiled_kernels=compiled_kernels)
     model_made = planned_model(spec, stored, name)
 
     def attempt(tried: EngineConfig) -> Plan:
         check_step(tried.max_num_seqs, tried.max_num_batched_tokens)
         wanted = requested(tried.asked_quantization, spec.quantization, gguf=gguf, name=name)
+        own = one_share(machine, tried.data_parallel_size)
         device = Device(
             index=0,
             name="cpu",
             kind="cpu",
             total_bytes=machine.total_bytes,
-            free_bytes=machine.available_bytes,
-            budget_bytes=tried.ram,
+            free_bytes=own.available_bytes,
+            budget_bytes=ram_share(tried),
             measured=True,
-            limited_by=machine.limited_by,
+            limited_by=own.limited_by,
         )
         question = Question(
             model=model_made(wanted.made),
@@ -77,7 +79,7 @@ def make_cpu_plan(
                 ranks=tried.tensor_parallel_size,
                 structured_output=not tried.skip_tokenizer_init,
                 kv_store_size=0 if tried.kv_store is None else tried.kv_store_size or KV_STORE_USUAL_BYTES,
-                front_bytes=front_bytes,
+                front_bytes=front_bytes // tried.data_parallel_size,
             ),
             decisions=(_budget(tried, machine), *wanted.decisions),
         )
@@ -120,11 +122,12 @@ def without_tensors(found: Plan) -> Plan:
 
 
 def _budget(config: EngineConfig, machine: Memory) -> Decision:
-    free = f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})"
+    free, engines = f"{format_bytes(machine.available_bytes)} free ({machine.limited_by})", config.data_parallel_size
+    each = f", divided by {engines} engines" if engines > 1 else ""
     if config.ram is None:
-        budget = int(machine.available_bytes * config.gpu_memory_utilization)
-        reason = f"{config.gpu_memory_utilization:g} of {free}"
+        budget = int(machine.available_bytes * config.gpu_memory_utilization) // engines
+        reason = f"{config.gpu_memory_utilization:g} of {free}{each}"
         return Decision("budget", format_bytes(budget), reason, "measured")
     if config.ram > machine.available_bytes:
         raise refusals.budget_is_not_there(config.ram, machine)
-    return Decision("budget", format_bytes(config.ram), f"set with ram; {free}", "set")
+    return Decision("budget", format_bytes(config.ram // engines), f"set with ram{each}; {free}", "set")

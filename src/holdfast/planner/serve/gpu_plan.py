@@ -33,6 +33,7 @@ from holdfast.planner.inputs.question import CPU_USEFUL_TOKENS, Machine, Planned
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
 from holdfast.planner.serve.cpu_plan import planned_model, without_tensors
+from holdfast.planner.serve.engines import ram_share
 from holdfast.planner.serve.gpu_ranks import gpus_of_ranks, rank_decision, tightest
 from holdfast.planner.serve.offload import alternative, host_share, with_offload
 from holdfast.planner.serve.ranks import refuse_with_ranks
@@ -109,7 +110,8 @@ def make_gpu_plan(
         by_hand = host is not None and wants_offload(found.question)
         if host is not None and (by_hand or (not found.fits and may_stream(found.question))):
             there = hardware.processor() if processor is None else processor
-            share = host_share(host, tried, found, front_bytes, processor=there, computes=compiled_kernels)
+            own = replace(tried, ram=ram_share(tried))
+            share = host_share(host, own, found, front_bytes, processor=there, computes=compiled_kernels)
             found = with_offload(found, tried, share)
         if not found.fits:
             raise _refusal(found)

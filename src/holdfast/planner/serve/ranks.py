@@ -26,7 +26,7 @@ def refuse_with_ranks(
         return
     for field, what, fix in (
         *_of_settings(config, spec.quantization),
-        *_of_gpus(config),
+        *_of_gpus(config, spec),
         *_of_model(spec, stored),
         *_of_machine(config, compiled_kernels),
     ):
@@ -58,17 +58,21 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
         field = "idle_release" if config.idle_release else "yield_to_neighbours"
         reason = "a KV pool of several ranks does not give memory up by itself yet"
         yield field, reason, f"leave --{field.replace('_', '-')} out, or {ONE_RANK}"
-    if config.kv_cache_dtype.startswith("fp8"):
-        reason = "scales of a KV cache in FP8 are not found by several ranks yet"
-        yield "kv_cache_dtype", reason, f"leave --kv-cache-dtype out, or {ONE_RANK}"
     if config.asked_quantization in MADE_WHILE_LOADING and quantization is None:
         reason = "weights are not quantized while several ranks load them yet"
         yield "quantization", reason, f"leave --quantization out, or {ONE_RANK}"
 
 
-def _of_gpus(config: EngineConfig) -> Iterator[_Reason]:
+def _of_gpus(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
     if config.device != "cuda":
         return
+    if config.data_parallel_size > 1:
+        reason = "ranks on GPUs are of one engine so far"
+        yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
+    if config.kv_cache_dtype.startswith("fp8") or spec.kv_cache_fp8:
+        reason = "scales of a KV cache in FP8 are not found by ranks on GPUs yet"
+        other = "another checkpoint" if spec.kv_cache_fp8 else "leave --kv-cache-dtype out"
+        yield "kv_cache_dtype", reason, f"{other}, or {ONE_RANK}"
     offload = offload_request(config)
     if offload.by_hand or offload.experts_by_hand:
         reason = "layers and experts that wait in RAM are not divided among ranks yet"
@@ -87,9 +91,6 @@ def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Ite
     if any(packing.inputs != "plain" for packing in packings):
         reason = "products of these weights round their inputs, which ranks would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
-    if spec.kv_cache_fp8:
-        reason = "scales of a KV cache in FP8, which this checkpoint asks for, are not found by several ranks yet"
-        yield "kv_cache_dtype", reason, ONE_RANK
     if spec.decoder.query_key_norm == "whole":
         yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
     if spec.classifier is not None and spec.classifier.token_ids:

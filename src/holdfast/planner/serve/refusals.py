@@ -259,6 +259,7 @@ def cpu_candidates(config: EngineConfig, attempt: Attempt, machine: Memory) -> I
     """Cheapest first: settings that cost nothing, then speed, then precision."""
     if config.ram is not None and (enough := _enough_ram(config, config.ram, machine, attempt)) is not None:
         yield {"ram": f"{enough // MIB}MiB"}
+    yield from _fewer_engines(config, attempt)
     if config.kv_cache_memory_bytes is not None:
         yield {"kv_cache_memory_bytes": None}
     yield from _lower_limits(config, attempt)
@@ -302,6 +303,14 @@ def _quantized(config: EngineConfig) -> Iterator[SettingsChange]:
     """Of an unquantized checkpoint; others are refused with it."""
     if config.asked_quantization is None:
         yield from ({"quantization": method} for method in MADE_WHILE_LOADING)
+
+
+def _fewer_engines(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsChange]:
+    """As many as fit, of those that share RAM."""
+    for count in range(config.data_parallel_size - 1, 0, -1):
+        if _fits(replace(config, data_parallel_size=count), attempt):
+            yield {"data_parallel_size": None if count == 1 else count}
+            return
 
 
 def _lower_limits(config: EngineConfig, attempt: Attempt) -> Iterator[SettingsChange]:

@@ -23,20 +23,10 @@ IN_MEMORY = ("tmpfs", "ramfs")
 def with_streamed_layers(found: Plan, config: EngineConfig) -> Plan:
     """`found` does not fit; nor does what is returned, where streaming does not help."""
     assert config.nvme_path is not None
-    question, layers = found.question, len(found.question.model.spec.layers)
     total, free = _room(config.nvme_path)
-
-    def planned(streamed: int, length: int | None) -> Plan:
-        settings = replace(question.settings, streamed_layers=streamed, max_model_len=length)
-        return fit(replace(question, settings=settings))
-
-    asked = question.settings.max_model_len
-    if not planned(layers, asked).fits:
+    plan, layers = least_streamed(found), len(found.question.model.spec.layers)
+    if plan is None:
         return found
-    wanted = asked or min(question.model.spec.max_position, STREAMED_TOKENS)
-    length = wanted if planned(layers, wanted).fits else None
-    resident = largest(0, layers - 1, lambda resident: planned(layers - resident, length).fits)
-    plan = planned(layers - resident, asked)
     streamed = plan.engine.streamed
     assert streamed is not None
     room = free if config.nvme is None else min(free, config.nvme)
@@ -49,6 +39,26 @@ def with_streamed_layers(found: Plan, config: EngineConfig) -> Plan:
             fix="--nvme-path on a larger disk, or a larger --nvme or --ram",
             field="nvme_path",
         )
+    return plan
+
+
+def least_streamed(found: Plan) -> Plan | None:
+    """With as few layers on a disk as need be, on a CPU; None: it does not fit with all of them there either."""
+    question, layers = found.question, len(found.question.model.spec.layers)
+
+    def planned(streamed: int, length: int | None) -> Plan:
+        settings = replace(question.settings, streamed_layers=streamed, max_model_len=length)
+        return fit(replace(question, settings=settings))
+
+    asked = question.settings.max_model_len
+    if not planned(layers, asked).fits:
+        return None
+    wanted = asked or min(question.model.spec.max_position, STREAMED_TOKENS)
+    length = wanted if planned(layers, wanted).fits else None
+    resident = largest(0, layers - 1, lambda resident: planned(layers - resident, length).fits)
+    plan = planned(layers - resident, asked)
+    assert plan.engine.streamed is not None
+    streamed = plan.engine.streamed
     reason = "the others fit in RAM; these are read from the disk of --nvme-path for every step"
     value = f"{len(streamed.layers)} of {layers}, {format_bytes(streamed.weights_bytes)}"
     return replace(

@@ -3,7 +3,7 @@ bytes written today, rates measured. Knows nothing of pages.
 
     lock        held (flock) while files are changed, for microseconds to milliseconds
     control     numbers of the whole folder
-    NAME.index, NAME.pages      one pair for each model and page size
+    NAME.index, NAME.pages, NAME.uses      of each model and page size
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ cache, and the index that says what is in them. Which page makes room for anothe
 
     NAME.index      see `index`
     NAME.pages      [slot 0][slot 1]...
+    NAME.uses       see `uses`
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Slab:
     def __init__(self, folder: Path, name: str, calls: Calls, *, writable: bool) -> None:
         """Opens what is there. DamagedIndexError, FileNotFoundError, OSError."""
         self.name, self._calls, self.writable = name, calls, writable
-        self.pages_path = folder / f"{name}.pages"
+        self.pages_path, self.uses_path = folder / f"{name}.pages", folder / f"{name}.uses"
         flags = os.O_RDWR if writable else os.O_RDONLY
         with contextlib.ExitStack() as opened:
             self.index = PageIndex(folder / f"{name}.index", calls, flags)

@@ -36,10 +36,14 @@ class BeamStream(AsyncIterator[AnswerDelta]):
         self._priority, self._cache_salt, self._adapter = priority, cache_salt, adapter
         self._search = BeamSearch(len(prompt), params, engine.info.eos_token_ids)
         self._answers = self._run()
+        self.engine = 0
+        """Its number, once it is open."""
 
     async def open(self) -> None:
         """Raises what `Engine.generate` would of the whole request."""
-        await self._engine.open_search(self._prompt, self._asked, search_id=self._request_id, adapter=self._adapter)
+        self.engine = await self._engine.open_search(
+            self._prompt, self._asked, search_id=self._request_id, adapter=self._adapter
+        )
 
     async def __anext__(self) -> AnswerDelta:
         return await anext(self._answers)

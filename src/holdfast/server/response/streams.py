@@ -12,7 +12,7 @@ from typing import cast
 
 import msgspec
 
-from holdfast.engine.interface import Engine
+from holdfast.engine.interface import Engine, engine_of
 from holdfast.errors import RequestError
 from holdfast.observability.metrics.registry import RequestMeter, ServingMetrics
 from holdfast.records import AnswerDelta, FinishReason, SamplingParams
@@ -95,6 +95,7 @@ class Conversation:
                     n=params.n,
                     request_id=ask.answer_id,
                     model=ask.model,
+                    engine=engine_of(stream),
                 )
             )
 

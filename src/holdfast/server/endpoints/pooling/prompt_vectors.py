@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
-from holdfast.engine.interface import Engine
+from holdfast.engine.interface import Engine, engine_of
 from holdfast.engine.requests.embedding import PARAMS, finite
 from holdfast.errors import EngineError, RequestError
 from holdfast.footprint.cpu import TOLD_ENTRIES, TOLD_ENTRY_BYTES
@@ -172,7 +172,8 @@ class PromptVectors:
                 "the embedding contains NaN or infinite values: check the weights or the LoRA adapter",
                 request_id=name,
             )
-        self._metrics.count_embedding(len(prompt), delta.cached_tokens, time.monotonic() - began_s)
+        took_s = time.monotonic() - began_s
+        self._metrics.count_embedding(len(prompt), delta.cached_tokens, took_s, engine_of(stream))
         return PromptVector(delta.embedding, delta.cached_tokens)
 
 

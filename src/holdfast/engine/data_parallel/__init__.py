@@ -1,0 +1,1 @@
+"""Several engine processes, each with the whole model, behind one front."""

@@ -1,0 +1,106 @@
+"""Two engines behind one API: the answers of one engine, one page of metrics, and a death of either that nobody else
+notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import openai
+import psutil
+import pytest
+from deadlines import PATIENCE_S
+
+STREAMS = 32
+TOKENS = 16
+
+
+async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphore) -> str:
+    text, first = "", True
+    answer = await client.completions.create(
+        model="tiny",
+        prompt=f"Story number {place % 8}: " + "once upon a time " * (1 + place % 5),
+        max_tokens=TOKENS,
+        temperature=0.0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    async for chunk in answer:
+        text += "".join(choice.text for choice in chunk.choices)
+        if first:
+            begun.release()
+            first = False
+    return text
+
+
+async def all_streams(url: str, begun: asyncio.Semaphore | None = None) -> list[str]:
+    begun = begun or asyncio.Semaphore(0)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        return list(await asyncio.gather(*(stream(client, place, begun) for place in range(STREAMS))))
+
+
+def engines_of(server) -> list[psutil.Process]:
+    """By their numbers, as /memory has them."""
+    return [psutil.Process(row["pid"]) for row in httpx.get(f"{server.url}/memory").json()["engines"]]
+
+
+def by_engine(server, name: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if line.startswith(f"{name}{{"):
+            labels, _, value = line.rpartition(" ")
+            engine = labels.partition('engine="')[2].partition('"')[0]
+            found[engine] = found.get(engine, 0.0) + float(value)
+    return found
+
+
+async def struck(server, strike: Callable[[psutil.Process], None], number: int) -> list[str]:
+    """What streams say while one engine is struck in the middle of them; the other one stays as it is."""
+    before, begun = engines_of(server), asyncio.Semaphore(0)
+    answers = asyncio.create_task(all_streams(server.url, begun))
+    for _ in range(STREAMS // 4):
+        await begun.acquire()
+    strike(before[number])
+    found = await answers
+    after = engines_of(server)
+    assert after[number].pid != before[number].pid
+    assert after[1 - number].pid == before[1 - number].pid
+    assert not before[number].is_running() or before[number].status() == psutil.STATUS_ZOMBIE
+    return found
+
+
+async def test_two_engines_answer_as_one_and_outlive_each_other(start_server, tiny_arguments) -> None:
+    alone = start_server(*tiny_arguments).wait_ready()
+    expected = await all_streams(alone.url)
+    assert alone.stop() == 0
+    server = start_server(*tiny_arguments, "-dp", "2", "--engine-hang-timeout", "8").wait_ready()
+    assert await all_streams(server.url) == expected
+    generated = by_engine(server, "vllm:generation_tokens_total")
+    assert sum(generated.values()) == STREAMS * TOKENS
+    assert min(generated.values()) >= STREAMS * TOKENS / 4, generated
+    assert by_engine(server, "vllm:num_requests_running") == {"0": 0, "1": 0}
+    assert min(by_engine(server, "vllm:iteration_tokens_total_count").values()) > 0
+    page = httpx.get(f"{server.url}/metrics").text.splitlines()
+    headers = [line for line in page if line.startswith("# TYPE")]
+    assert len(headers) == len(set(headers))
+
+    assert await struck(server, psutil.Process.kill, 0) == expected
+    assert by_engine(server, "holdfast:engine_restarts_total") == {"0": 1, "1": 0}
+    assert "engine 0: the engine process exited (signal 9)" in server.log
+    last = engines_of(server)
+    assert server.stop() == 0
+    assert not [one for one in last if one.is_running()]
+
+
+@pytest.mark.long
+async def test_either_engine_may_be_killed_or_stand_still(start_server, tiny_arguments) -> None:
+    server = start_server(*tiny_arguments, "-dp", "2", "--engine-hang-timeout", "8").wait_ready()
+    expected = await all_streams(server.url)
+    for number in (0, 1):
+        assert await struck(server, psutil.Process.kill, number) == expected
+        assert await struck(server, psutil.Process.suspend, number) == expected
+    assert by_engine(server, "holdfast:engine_restarts_total") == {"0": 2, "1": 2}
+    for number in (0, 1):
+        assert f"engine {number}: the engine process has not responded for" in server.log
+    assert server.stop() == 0

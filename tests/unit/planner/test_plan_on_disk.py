@@ -1,0 +1,54 @@
+"""`holdfast plan --nvme-path DIR`: the placement of `serve`, the room that is there, the same refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigurationError
+from holdfast.planner import api
+from holdfast.planner.fit.search import fit
+from holdfast.planner.serve.streamed import with_streamed_layers
+
+MODEL = "llama-3.1-8b"
+
+
+def test_a_cpu_reads_the_layers_from_the_folder_that_a_server_would_read(tmp_path: Path) -> None:
+    asked = {"device": "cpu", "ram": "10GiB", "max_model_len": 2048, "nvme_path": str(tmp_path)}
+    found = api.plan(MODEL, **asked)
+    assert found.fits
+    question = found.fit.question
+    whole = fit(replace(question, settings=replace(question.settings, streamed_layers=0)))
+    assert not whole.fits
+    served = with_streamed_layers(whole, EngineConfig.from_arguments(**asked))
+    assert served.engine.streamed is not None
+    assert served.engine.streamed == found.fit.engine.streamed
+    assert served.engine.blocks == found.fit.engine.blocks
+    assert f"--nvme-path {tmp_path}" in found.commands["holdfast"].text
+    assert list(found.commands) == ["holdfast"], "nobody else reads layers from a disk"
+    assert found.throughput is None
+    assert not api.plan(MODEL, **(asked | {"nvme_path": None})).fits
+    assert not api.plan(MODEL, engine="vllm", **asked).fits
+    assert not api.plan(MODEL, **asked, nvme="1GiB").fits
+
+
+def test_a_gpu_gets_the_same_placement_by_folder_and_by_size(tmp_path: Path) -> None:
+    asked = {"gpu": "rtx4090", "ram": "24GiB", "nvme": "30GiB", "max_model_len": 2048}
+    by_size, by_folder = (
+        api.plan("llama-3.1-70b-awq", **asked),
+        api.plan("llama-3.1-70b-awq", **asked, nvme_path=str(tmp_path)),
+    )
+    assert by_size.offload is not None
+    assert by_folder.offload is not None
+    assert by_folder.offload.verdict == by_size.offload.verdict
+    assert any(one.field == "nvme" and str(tmp_path) in one.reason for one in by_folder.decisions)
+
+
+def test_a_folder_that_is_not_there_is_refused_as_by_serve(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        api.plan(MODEL, gpu="rtx4090", nvme_path=str(tmp_path / "nowhere"))
+    assert caught.value.field == "nvme_path"
+    assert str(caught.value.fix).startswith("mkdir -p")
