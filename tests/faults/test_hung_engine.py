@@ -106,8 +106,8 @@ async def test_a_stopped_engine_is_noticed_and_replaced_and_no_answer_changes(se
     assert server.engine_pid != victim.pid
     assert (await client.get("/health")).status_code == 200
     page = (await client.get("/metrics")).text
-    assert 'holdfast:engine_restarts_total{model_name="tiny",reason="hung"} 1.0' in page
-    assert 'holdfast:engine_restarts_total{model_name="tiny",reason="died"} 0.0' in page
+    assert 'holdfast:engine_restarts_total{engine="0",model_name="tiny",reason="hung"} 1.0' in page
+    assert 'holdfast:engine_restarts_total{engine="0",model_name="tiny",reason="died"} 0.0' in page
     assert server.metric("holdfast:engine_unresponsive") == 0
     assert "it was killed after not responding for 8 s" in server.log
     server.wait_metric("vllm:num_requests_running", lambda running: running == 0)

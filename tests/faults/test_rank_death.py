@@ -5,36 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import openai
 import psutil
 import pytest
-from deadlines import PATIENCE_S
-
-STREAMS = 32
-TOKENS = 16
-
-
-async def stream(client: openai.AsyncOpenAI, place: int, begun: asyncio.Semaphore) -> str:
-    text, first = "", True
-    answer = await client.completions.create(
-        model="tiny",
-        prompt=f"Story number {place % 8}: " + "once upon a time " * (1 + place % 5),
-        max_tokens=TOKENS,
-        temperature=0.0,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    async for chunk in answer:
-        text += "".join(choice.text for choice in chunk.choices)
-        if first:
-            begun.release()
-            first = False
-    return text
-
-
-async def all_streams(url: str, begun: asyncio.Semaphore) -> list[str]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-        return list(await asyncio.gather(*(stream(client, place, begun) for place in range(STREAMS))))
+from story_streams import STREAMS, all_streams
 
 
 def ranks_of(engine_pid: int) -> list[psutil.Process]:
@@ -43,14 +16,16 @@ def ranks_of(engine_pid: int) -> list[psutil.Process]:
     return [first, *(one for one in first.children() if "holdfast.engine.ranks.entry" in " ".join(one.cmdline()))]
 
 
-async def disturbed(server, strike: Callable[[list[psutil.Process]], None]) -> tuple[list[str], list[psutil.Process]]:
+async def disturbed(
+    server, strike: Callable[[list[psutil.Process]], None], count: int = 2
+) -> tuple[list[str], list[psutil.Process]]:
     """What streams say while ranks are struck in the middle of them, and who the ranks were."""
     begun = asyncio.Semaphore(0)
     answers = asyncio.create_task(all_streams(server.url, begun))
     for _ in range(STREAMS // 4):
         await begun.acquire()
     ranks = ranks_of(server.engine_pid)
-    assert len(ranks) == 2
+    assert len(ranks) == count
     strike(ranks)
     return await answers, ranks
 
@@ -75,6 +50,30 @@ async def test_streams_outlive_a_rank(start_server, tiny_arguments, names: tuple
         assert answers == undisturbed
         assert SAID.get(name, "restarting it") in server.log
         gone += ranks
+    assert not [one for one in gone if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    last = ranks_of(server.engine_pid)
+    assert server.stop() == 0
+    assert not [one for one in last if one.is_running()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "count", "struck"),
+    [
+        (("-pp", "2"), 2, (1,)),
+        pytest.param(("-tp", "2", "-pp", "2"), 4, (0, 1, 2, 3), marks=pytest.mark.long),
+    ],
+    ids=["a-stage", "any-of-four"],
+)
+async def test_streams_outlive_a_stage(
+    start_server, tiny_arguments, flags: tuple[str, ...], count: int, struck: tuple[int, ...]
+) -> None:
+    server = start_server(*tiny_arguments, *flags, "--engine-hang-timeout", "20").wait_ready()
+    undisturbed, gone = await all_streams(server.url, asyncio.Semaphore(0)), list[psutil.Process]()
+    for rank in struck:
+        answers, ranks = await disturbed(server, lambda ranks, rank=rank: ranks[rank].kill(), count)
+        assert answers == undisturbed
+        gone += ranks
+    assert f"rank {struck[-1]} " in server.log
     assert not [one for one in gone if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     last = ranks_of(server.engine_pid)
     assert server.stop() == 0

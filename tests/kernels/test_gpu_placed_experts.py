@@ -12,6 +12,7 @@ import torch
 from expert_gguf import write_expert_gguf
 from simulated_copies import SimulatedCopies, unpinned_memory
 from tiny_gpu import Tiny, prompt, run, tokens_of
+from weight_digests import differing, weight_digests
 
 from holdfast.checkpoints import locate, open_checkpoint, spec_of
 from holdfast.checkpoints.checkpoint import Checkpoint
@@ -192,6 +193,27 @@ def test_experts_of_a_layer_that_does_not_change_stay_as_they_lie(tmp_path: Path
     plain = model.core(device, gpu=True, slots=2)
     assert told(found) == told(run(plain, [prompt(1, 5)], params))
     plain.close()
+
+
+def test_digests_of_weights_say_which_expert_is_another_wherever_it_lies(tmp_path: Path, device: torch.device) -> None:
+    """They are to tell what went wrong on a GPU: they must find what is wrong."""
+    model = Experts(tmp_path, None)
+    plain = model.core(device, gpu=True, slots=2)
+    wanted = weight_digests(plain)
+    plain.close()
+    model.few = 4
+    core = model.core(device, gpu=True, slots=2)
+    experts = core.runner.decoder.experts
+    assert experts is not None
+    for by_host in (False, True):
+        assert differing(weight_digests(core, by_host=by_host), wanted) == []
+    core.runner.change_experts(7)
+    assert differing(weight_digests(core), wanted) == []
+    (first, _), table = experts._bounds[1][1], experts.places[1].tolist()
+    with torch.inference_mode():
+        experts._pieces[1][first + 3] ^= 1  # Of the first that waits: its last matrix.
+    assert differing(weight_digests(core), wanted) == [f"1.down.{table.index(-1)}"]
+    core.close()
 
 
 def told(outputs: list[Any]) -> list[Any]:

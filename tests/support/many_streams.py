@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from holdfast.engine.core.loop import EngineCore
 from holdfast.records import EngineOutput, Request, SamplingParams
 
@@ -26,10 +28,17 @@ def requests() -> list[Request]:
 Answers = dict[str, list[int]]
 
 
-def run(core: EngineCore, between: Callable[[], None] = lambda: None) -> Answers:
+Scores = dict[str, list[float]]
+"""Log-probabilities of the tokens of each."""
+
+
+def run(core: EngineCore, between: Callable[[], None] = lambda: None, scores: Scores | None = None) -> Answers:
+    """`scores`: to be filled; None: they are not asked for."""
     core.scheduler.reset_prefix_cache()
-    answers: Answers = {request.request_id: [] for request in requests()}
     waiting = requests()
+    if scores is not None:
+        waiting = [replace(request, params=replace(request.params, logprobs=0)) for request in waiting]
+    answers: Answers = {request.request_id: [] for request in waiting}
     while waiting or core.has_work:
         if waiting:
             core.add(waiting.pop())
@@ -38,5 +47,7 @@ def run(core: EngineCore, between: Callable[[], None] = lambda: None) -> Answers
         for output in outputs:
             assert output.failure is None, output.failure
             answers[output.request_id] += output.token_ids
+            if scores is not None:
+                scores.setdefault(output.request_id, []).extend(one.logprobs[0] for one in output.logprobs or [])
     core.scheduler.check_invariants()
     return answers

@@ -340,7 +340,11 @@ class EngineConfig:
         flag,
     )
     pipeline_parallel_size: int = setting(
-        1, "number of pipeline stages; only 1 so far", whole(1), flags=("-pp", "--pp-size")
+        1,
+        "number of stages that the layers are divided into, by bytes: processes of this machine, -tp of them each; on"
+        " GPUs only 1",
+        whole(1),
+        flags=("-pp", "--pp-size"),
     )
     data_parallel_size: int = setting(
         1,
@@ -354,17 +358,9 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size",):
-            if getattr(self, name) != 1:
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}; only one device is supported so far",
-                    needed="1",
-                    fix=f"leave {name} out",
-                    field=name,
-                )
+        if self.device == "cuda":
+            unsupported.check_gpu_ranks(self.tensor_parallel_size, self.pipeline_parallel_size, os.environ)
         unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
-        if self.device == "cuda" and self.tensor_parallel_size != 1 and unsupported.RANK_GPUS not in os.environ:
-            raise unsupported.unproven_ranks(self.tensor_parallel_size)
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-ONE_DEVICE = "one device computes everything"
+ONE_MACHINE = "ranks are processes of one machine, and each has a part of every expert"
 KERNELS = "kernels are Holdfast's own, chosen for the hardware"
 TEXT_ONLY = "only text is served, and other parts of a message are refused"
 GRAPHS = "CUDA graphs are captured as needed; see --enforce-eager"
@@ -37,7 +37,7 @@ TUNING: Mapping[str, str] = {
         "num_speculative_tokens per_request_spec_decode_metrics",
     ),
     **_each(
-        ONE_DEVICE,
+        ONE_MACHINE,
         "fully_sharded_loras distributed_executor_backend enable_expert_parallel "
         "all2all_backend cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
         "dcp_comm_backend dcp_q_replicate "

@@ -19,7 +19,7 @@ RANK_GPUS = "HOLDFAST_RANK_GPUS"
 whether they are right, and is slow. No setting: it opens what is refused without it."""
 UNPROVEN_RANKS = "ranks on GPUs are not proven: they have not been run on real hardware by us"
 
-_ONE_DEVICE = "only one device is supported so far"
+_NOT_DIVIDED = "contexts are not divided over devices, and the number of ranks stays as it is"
 _ONE_MACHINE = "only one machine is supported so far"
 _ENGINES_HERE = "engines of -dp are processes of this machine, numbered from 0"
 _OWN_BALANCER = (
@@ -48,7 +48,7 @@ ENGINE: Mapping[str, str] = {
     "quantization_param_path": "scales are read from the checkpoint",
     "kv_cache_dtype_skip_layers": "all layers keep keys and values in one type; see kv_cache_dtype",
     **_each(
-        _ONE_DEVICE,
+        _NOT_DIVIDED,
         "decode_context_parallel_size prefill_context_parallel_size enable_elastic_ep elastic_ep_max_dp_size "
         "enable_scale_out",
     ),
@@ -181,12 +181,21 @@ def check_engines_here(engines: int, local: int | None) -> None:
         )
 
 
-def unproven_ranks(size: int) -> ConfigurationError:
-    """Of ranks on GPUs that no RANK_GPUS asks for."""
-    return ConfigurationError(
-        f"tensor_parallel_size is {size}; {UNPROVEN_RANKS}",
-        code=NOT_WITH_RANKS,
-        needed=f"1 on a GPU; {RANK_GPUS}={','.join(map(str, range(size)))} tries it all the same",
-        fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
-        field="tensor_parallel_size",
-    )
+def check_gpu_ranks(ranks: int, stages: int, environment: Mapping[str, str]) -> None:
+    """Of one engine on GPUs: it has no stages, and several ranks where RANK_GPUS names their GPUs."""
+    if stages != 1:
+        raise ConfigurationError(
+            f"pipeline_parallel_size is {stages}; layers are not divided into stages on GPUs yet",
+            code=NOT_WITH_RANKS,
+            needed="1 on GPUs",
+            fix="leave pipeline_parallel_size out; stages on a CPU: --device cpu",
+            field="pipeline_parallel_size",
+        )
+    if ranks != 1 and RANK_GPUS not in environment:
+        raise ConfigurationError(
+            f"tensor_parallel_size is {ranks}; {UNPROVEN_RANKS}",
+            code=NOT_WITH_RANKS,
+            needed=f"1 on a GPU; {RANK_GPUS}={','.join(map(str, range(ranks)))} tries it all the same",
+            fix="leave tensor_parallel_size out; ranks on a CPU: --device cpu",
+            field="tensor_parallel_size",
+        )

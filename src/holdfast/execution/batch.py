@@ -117,6 +117,12 @@ class SlotBuffers:
         for write in plan.table_writes:
             self.tables[write.group][write.slot, write.first : write.first + len(write.blocks)] = write.blocks
 
+    def trust(self, plan: StepPlan) -> None:
+        """Of a stage that never learns which tokens were sampled, nor needs to: what the plan goes on from is known."""
+        for row in plan.rows:
+            if row.samples:
+                self.known[row.slot] = row.start + row.count
+
     def append(self, slots: numpy.typing.NDArray[numpy.int64], sampled: numpy.typing.NDArray[numpy.int64]) -> None:
         self.tokens[slots, self.known[slots]] = sampled
         self.known[slots] += 1

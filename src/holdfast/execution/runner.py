@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import numpy
+import numpy.typing
 import torch
 
 from holdfast.errors import EngineError
@@ -25,6 +27,7 @@ from holdfast.execution.lora.slots import AdapterPlaces, LoraLimits
 from holdfast.execution.memory import PeakMemory, trim_memory
 from holdfast.execution.native import ComputeThreads
 from holdfast.execution.ops import ops_for
+from holdfast.execution.parallel.pipeline import PipelineStage
 from holdfast.execution.parallel.share import NOT_SAMPLED, RankShare
 from holdfast.execution.profile_run import heaviest_plan
 from holdfast.execution.sampling.nonfinite import broken_rows, tell_of_others
@@ -38,6 +41,7 @@ from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.observability.decisions import Decision
 from holdfast.records import StepPlan, StepResult, TokenLogprobs, TokenMasks
+from holdfast.records.steps import AdapterArrival
 
 __all__ = ["ProfileRun", "Runner", "RunnerLimits"]
 
@@ -66,12 +70,42 @@ class _Done:
         return self._result
 
 
+class _HandedOn:
+    """The handle of a step that other stages go on with."""
+
+    late: Sequence[int] = ()
+    """No row of the next step goes on from this one's."""
+
+    def __init__(self, end: Callable[[], StepResult]) -> None:
+        self._end, self._result = end, None
+
+    _result: StepResult | None
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            self._result = self._end()
+        return self._result
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step whose layers this rank has computed."""
+
+    plan: StepPlan
+    arrived: list[AdapterArrival]
+    batch: StepBatch | None = None
+    """None: it has no rows."""
+    hidden: torch.Tensor | None = None
+
+
 class Runner:
     """`kv_dtype`: how keys and values are kept; by default as the weights' activations are.
     `compiled`: the small operations and attention come from kernels of our own (float32 only).
     `beat`: called again and again while a step is computed, after each layer and each turn of logits.
     `threads`: those that compute; None: as torch and the kernels are set.
-    `share`: of a model that several ranks compute; spec, weights and layout are this rank's. Only the first samples."""
+    `share`: of a model that several ranks compute; spec, weights and layout are this rank's. Only the first samples.
+    `stage`: of one whose layers are on several ranks in turn, likewise; the first rank samples what the last stage
+    shows it, and a step that it has handed on is finished when its result is asked for."""
 
     def __init__(
         self,
@@ -88,8 +122,9 @@ class Runner:
         beat: Callable[[], None] | None = None,
         threads: ComputeThreads | None = None,
         share: RankShare | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
-        self._threads, self._share = threads, share
+        self._threads, self._share, self._stage = threads, share, stage
         self.spec, self.layout, self.limits, self.device = spec, layout, limits, device
         self.kv_dtype = kv_dtype or weights.dtype
         self._beat = beat or (lambda: None)
@@ -107,12 +142,14 @@ class Runner:
             adapters=self._adapters,
             beat=beat,
             share=share,
+            stage=stage,
         )
         self._buffers = SlotBuffers(limits, layout, spec.vocab_size)
         self._sampler = Sampler(self._buffers, spec.vocab_size)
         self._turn_rows = logits_rows(spec.vocab_size, limits.max_num_seqs)
-        rows = head_rows(spec.vocab_size, limits.max_num_seqs)
-        columns = spec.vocab_size if self._samples else 0
+        rows = self._logits_rows = head_rows(spec.vocab_size, limits.max_num_seqs)
+        shows = stage is not None and stage.is_last and share is None
+        columns = spec.vocab_size if self._samples or shows else 0
         self._logits = torch.empty((rows, columns), dtype=weights.dtype, device=device)
         self._embeds = numpy.zeros(limits.max_num_seqs, dtype=bool)
         self._kv: KVPool | None = None
@@ -133,7 +170,14 @@ class Runner:
 
     @property
     def _samples(self) -> bool:
+        if self._stage is not None:
+            return self._stage.samples
         return self._share is None or self._share.samples
+
+    @property
+    def _shows(self) -> bool:
+        """Another rank samples what this one computes logits of."""
+        return not self._samples and (self._stage is None or self._stage.is_last)
 
     @property
     def buffers_bytes(self) -> int:
@@ -220,9 +264,18 @@ class Runner:
             del store
             trim_memory()
 
-    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Done:
-        """Computes the step before it returns: a CPU has nobody else to do the work meanwhile."""
-        return _Done(self.execute(plan, masks))
+    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Done | _HandedOn:
+        """Computes the step before it returns: a CPU has nobody else to do the work meanwhile. Where other stages have,
+        only its own part of it."""
+        if self._stage is None:
+            return _Done(self.execute(plan, masks))
+        with self._computing():
+            begun = self._begin(plan)
+        return _HandedOn(partial(self._end_later, begun, masks))
+
+    def _end_later(self, begun: _Begun, masks: TokenMasks | None) -> StepResult:
+        with self._computing():
+            return self._end(begun, masks)
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -231,61 +284,98 @@ class Runner:
             yield
 
     def execute(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
-        decoder, kv = self._decoder, self.kv
         with self._computing():
-            self._buffers.apply(plan, kv.blocks, () if self._page_copies is None else self._page_copies.tiers)
-            if moved := [copy for copy in plan.copies if copy.before_step]:
-                kv.move(moved)
-            if self._page_copies is not None:
-                self._page_copies.begin(plan)
-            arrived = [] if self._adapters is None else self._adapters.follow(plan)
-            for start in plan.starts:
-                self._sampler.start(start)
-                self._embeds[start.slot] = start.embed
-            if not plan.rows:
-                done, failed = self._end_copies(plan)
-                return StepResult(step_id=plan.step_id, adapters=arrived, finished_copies=done, failed_copies=failed)
-            batch = self._buffers.form(plan, decoder.attention)
-            if batch.fresh_pages.shape[0]:
-                kv.clear(batch.fresh_pages)
-            hidden = decoder.forward(batch, kv)
-            if not self._samples:
-                return self._follow(plan, hidden, batch)
-            masked = None if masks is None else masks.rows()
-            token_ids, logprobs = self._sample(hidden, batch, masked)
-            late = (
-                [slot for slot in masks.slots if slot not in masked] if masks is not None and masked is not None else []
-            )
-            self._buffers.known[late] -= 1  # What was sampled for them is nothing.
-            if self._share is not None:
-                self._share.tell_tokens(token_ids, numpy.isin(batch.sampling_slots, late).tolist())
-            told = self._score(batch)
-            scores = [list(islice(told, row.scored)) for row in plan.rows if row.scored]
-            failures = broken_rows(plan.rows, token_ids)
-            wanted = self._embeds[batch.sampling_slots]
-            done, failed = self._end_copies(plan)
-            return StepResult(
-                step_id=plan.step_id,
-                token_ids=[max(token, 0) for token in token_ids],
-                logprobs=logprobs,
-                prompt_logprobs=tell_of_others(plan.rows, scores, failures) if failures else scores,
-                embeddings=vectors(hidden, wanted, decoder.weights.classifier) if wanted.any() else [],
-                failures=failures,
-                late=late,
-                adapters=arrived,
-                finished_copies=done,
-                failed_copies=failed,
-            )
+            begun = self._begin(plan)
+            return self._end(begun, masks) if self._samples or begun.batch is None else self._follow(begun)
 
-    def _follow(self, plan: StepPlan, hidden: torch.Tensor, batch: StepBatch) -> StepResult:
+    def _begin(self, plan: StepPlan) -> _Begun:
+        """All but what is made of the last hidden states."""
+        decoder, kv = self._decoder, self.kv
+        if self._stage is not None and not self._stage.is_first:
+            self._buffers.trust(plan)
+        self._buffers.apply(plan, kv.blocks, () if self._page_copies is None else self._page_copies.tiers)
+        if moved := [copy for copy in plan.copies if copy.before_step]:
+            kv.move(moved)
+        if self._page_copies is not None:
+            self._page_copies.begin(plan)
+        arrived = [] if self._adapters is None else self._adapters.follow(plan)
+        for start in plan.starts:
+            self._sampler.start(start)
+            self._embeds[start.slot] = start.embed
+        if not plan.rows:
+            return _Begun(plan, arrived)
+        batch = self._buffers.form(plan, decoder.attention)
+        if batch.fresh_pages.shape[0]:
+            kv.clear(batch.fresh_pages)
+        return _Begun(plan, arrived, batch, decoder.forward(batch, kv))
+
+    def _end(self, begun: _Begun, masks: TokenMasks | None) -> StepResult:
+        plan, batch, hidden = begun.plan, begun.batch, begun.hidden
+        if batch is None or hidden is None:
+            done, failed = self._end_copies(plan)
+            return StepResult(step_id=plan.step_id, adapters=begun.arrived, finished_copies=done, failed_copies=failed)
+        masked = None if masks is None else masks.rows()
+        token_ids, logprobs = self._sample(hidden, batch, masked)
+        late = [slot for slot in masks.slots if slot not in masked] if masks is not None and masked is not None else []
+        self._buffers.known[late] -= 1  # What was sampled for them is nothing.
+        if self._share is not None and self._stage is None:
+            self._share.tell_tokens(token_ids, numpy.isin(batch.sampling_slots, late).tolist())
+        told = self._score(batch)
+        scores = [list(islice(told, row.scored)) for row in plan.rows if row.scored]
+        failures = broken_rows(plan.rows, token_ids)
+        wanted = self._embeds[batch.sampling_slots]
+        if self._stage is not None and wanted.any():
+            hidden = self._collect_states(self._stage, len(hidden))
+        done, failed = self._end_copies(plan)
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=[max(token, 0) for token in token_ids],
+            logprobs=logprobs,
+            prompt_logprobs=tell_of_others(plan.rows, scores, failures) if failures else scores,
+            embeddings=vectors(hidden, wanted, self._decoder.weights.classifier) if wanted.any() else [],
+            failures=failures,
+            late=late,
+            adapters=begun.arrived,
+            finished_copies=done,
+            failed_copies=failed,
+        )
+
+    def _follow(self, begun: _Begun) -> StepResult:
         """The rest of a step where another rank samples: what that one needs of this, and what it has sampled."""
+        batch, hidden = begun.batch, begun.hidden
+        assert batch is not None
+        assert hidden is not None
+        if self._stage is not None:
+            if self._stage.is_last:
+                self._show(self._stage, batch, hidden)
+            return StepResult(step_id=begun.plan.step_id)
         assert self._share is not None
         deque(self._turns(hidden), maxlen=0)
         tokens = self._share.hear_tokens(len(batch.sampling_slots))
         sampled = tokens != NOT_SAMPLED
-        self._buffers.append(batch.sampling_slots[sampled], tokens[sampled])
+        self.note_sampled(batch.sampling_slots[sampled], tokens[sampled])
         deque(self._score(batch), maxlen=0)
-        return StepResult(step_id=plan.step_id)
+        return StepResult(step_id=begun.plan.step_id)
+
+    def note_sampled(self, slots: numpy.typing.NDArray[numpy.int64], tokens: numpy.typing.NDArray[numpy.int64]) -> None:
+        """What the first rank has sampled: rows that come next begin with it."""
+        self._buffers.append(slots, tokens)
+
+    def _show(self, stage: PipelineStage, batch: StepBatch, hidden: torch.Tensor) -> None:
+        """To the first rank, all that it asks for in `_end`, in that order."""
+        deque(self._turns(hidden), maxlen=0)
+        deque(self._score(batch), maxlen=0)
+        if self._embeds[batch.sampling_slots].any():
+            for rows in hidden.split(self._logits_rows):
+                stage.show(rows if stage.place == 0 else rows[:, :0])
+
+    def _collect_states(self, stage: PipelineStage, rows: int) -> torch.Tensor:
+        """Normed hidden states of the rows that sample: of the last stage, of which every rank has them."""
+        states = torch.empty((rows, self.spec.hidden_size), dtype=self.dtype)
+        widths = [self.spec.hidden_size, *(0 for _ in range(stage.ranks_each - 1))]
+        for part in states.split(self._logits_rows):
+            stage.collect(part, widths)
+        return states
 
     def _end_copies(self, plan: StepPlan) -> Over:
         return ([], []) if self._page_copies is None else self._page_copies.end(plan, self.kv)
@@ -309,7 +399,7 @@ class Runner:
 
     def _turns(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Rows that are sampled at a time, and their logits; computed for several turns at once."""
-        rows, most = hidden.shape[0], self._logits.shape[0]
+        rows, most = hidden.shape[0], self._logits_rows
         for first in range(0, rows, most):
             computed = min(most, rows - first)
             self._decoder.logits(hidden[first : first + computed], self._logits[:computed])
@@ -338,8 +428,8 @@ class Runner:
         """
         decoder, kv = self._decoder, self.kv
         plan = heaviest_plan(self.limits, self.layout, scored=self._turn_rows)
-        with_experts = [layer.index for layer in self.spec.layers if layer.experts is not None]
-        layers = 1 + max([*(min(group.layers) for group in self.layout.groups), *with_experts[:1]])
+        with_experts = [place for place, layer in enumerate(self.spec.layers) if layer.experts is not None]
+        layers = 1 + max([*(min(group.layers) for group in self.layout.groups if group.layers), *with_experts[:1]])
         peak = PeakMemory()
         with self._computing():
             with peak:
@@ -361,9 +451,10 @@ class Runner:
                 # Rows that follow would use the same memory again.
                 if self._samples:
                     self._sample(hidden[: self._turn_rows], batch)
-                else:
+                elif self._shows:
                     deque(self._turns(hidden[: self._turn_rows]), maxlen=0)
-                deque(self._score(batch), maxlen=0)
+                if self._samples or self._shows:
+                    deque(self._score(batch), maxlen=0)
             del batch, hidden  # What was only needed for the step is given back like the rest of it.
         self._buffers.known[:] = 0
         self._buffers.adapter_places[:] = -1

@@ -19,6 +19,7 @@ from holdfast.execution.layers.rope import rotaries
 from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
+from holdfast.execution.parallel.pipeline import PipelineStage
 from holdfast.execution.parallel.routing import routed_by_first
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
@@ -37,7 +38,8 @@ portable kernels too."""
 class Transformer:
     """`context`: the longest that any sequence may get, by default what the model was made for; some rotations go by
     it. `beat`: called after each layer. `share`: of a model that several ranks compute; spec and weights are this
-    rank's, and what attention and MLP add to the stream is summed over all of them."""
+    rank's, and what attention and MLP add to the stream is summed over all of them. `stage`: of one whose layers are
+    on several ranks in turn; spec, weights and layout are those of this one's."""
 
     def __init__(
         self,
@@ -52,8 +54,10 @@ class Transformer:
         adapters: AdapterPlaces | None = None,
         beat: Callable[[], None] | None = None,
         share: RankShare | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
-        self._beat, self._share = beat, share
+        self._beat, self._share, self._stage = beat, share, stage
+        self._begins, self._ends = stage is None or stage.is_first, stage is None or stage.is_last
         if share is not None:
             weights = replace(weights, layers=routed_by_first(weights.layers, share.collectives))
         self._base, self._adapters = weights.layers, Current()
@@ -105,14 +109,13 @@ class Transformer:
         self._runs_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def forward(self, batch: StepBatch, kv: KVPool, layers: int | None = None) -> torch.Tensor:
-        """Normed hidden states [sampling rows, hidden] of the batch's sampling rows; writes KV pages.
+        """Normed hidden states [sampling rows, hidden] of the batch's sampling rows, which only the last of several
+        stages has: of others nothing of as many rows. Writes KV pages.
 
         `layers`: only the first so many (a profile run needs the memory of one layer, not the time of all).
         """
         step = self._step(batch)
-        self._embed(batch.tokens, step.stream)
-        if self._embedding_scale != 1.0:
-            step.stream.mul_(self._embedding_scale)
+        self._begin(batch, step.stream)
         self._place(batch.adapted)
         # A fused layer knows no adapters; its parts give the same, bit for bit.
         fused = self._fused if batch.adapted is None else None
@@ -120,7 +123,7 @@ class Transformer:
             fused.begin(step, kv, self._place_of, self.kv_scales)
         # A prompt's chunk: of the last layer, only sampling rows need more than their keys and values.
         scored, sampled = batch.scored_tokens.shape[0], batch.sampling_tokens.shape[0]
-        cut = layers is None and not scored and sampled < batch.token_count
+        cut = layers is None and not scored and sampled < batch.token_count and self._ends
         count = len(self.weights.layers[:-1] if cut else self.weights.layers[:layers])
         slots = self.weights.slots
         for first, last in self._runs(count, batch.token_count, fused):
@@ -138,6 +141,9 @@ class Transformer:
                 slots.end(first)
             if self._beat is not None:
                 self._beat()
+        if self._stage is not None and not self._ends:
+            self._stage.hand_on(step.stream)
+            return step.stream.new_empty((sampled, 0))
         sampling = step.stream.index_select(0, batch.sampling_tokens)
         if cut:
             self._finish(sampling, step, batch, kv)
@@ -167,6 +173,8 @@ class Transformer:
 
     def states(self, tokens: torch.Tensor) -> torch.Tensor:
         """Normed hidden states of these tokens of the step that ran last, by their place in its batch."""
+        if not self._ends:
+            return self._stream.new_empty((len(tokens), 0))
         chosen = self._stream.index_select(0, tokens)
         return self._norm(self.weights.final_norm, chosen, torch.empty_like(chosen))
 
@@ -176,11 +184,20 @@ class Transformer:
         layer = self._base[0]
         dense = [part for part in (layer.qkv, layer.o, *layer.mlp.linears) if isinstance(part, DenseLinear)]
         largest = [(max(dense, key=lambda part: part.nbytes), tokens)] if dense else []
-        if isinstance(self.weights.head, DenseLinear):
+        if isinstance(self.weights.head, DenseLinear) and self._ends:
             largest.append((self.weights.head, sampling_rows))
         for linear, rows in largest:
             ones = torch.ones((min(rows, PROFILED_ROWS), linear.columns), dtype=linear.weight.dtype)
             linear.write(ones, ones.new_empty((len(ones), linear.rows)))
+
+    def _begin(self, batch: StepBatch, stream: torch.Tensor) -> None:
+        """The stream before this decoder's first layer."""
+        if self._stage is not None and not self._begins:
+            self._stage.take(stream)
+            return
+        self._embed(batch.tokens, stream)
+        if self._embedding_scale != 1.0:
+            stream.mul_(self._embedding_scale)
 
     def _embed(self, tokens: torch.Tensor, out: torch.Tensor) -> None:
         if self._share is None:
@@ -191,7 +208,10 @@ class Transformer:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Into `out`, of several ranks the first one's alone."""
         decoder = self.spec.decoder
-        if self._share is None:
+        if self._stage is not None:
+            if not self._stage_logits(self._stage, hidden, out):
+                return
+        elif self._share is None:
             self.weights.head.write(hidden, out)
         elif not self._share.logits(self.weights.head.write, hidden, out):
             return
@@ -199,6 +219,17 @@ class Transformer:
             out.mul_(decoder.logits_scale)
         if decoder.logits_softcap:
             out.div_(decoder.logits_softcap).tanh_().mul_(decoder.logits_softcap)
+
+    def _stage_logits(self, stage: PipelineStage, hidden: torch.Tensor, out: torch.Tensor) -> bool:
+        """Computed by the last stage, and shown to the rank that samples: whether this is that one."""
+        if stage.samples:
+            stage.collect(out, [out.shape[1]] if self._share is None else self._share.widths)
+        elif self._share is not None:
+            stage.show(self._share.part(self.weights.head.write, hidden))
+        else:
+            self.weights.head.write(hidden, out)
+            stage.show(out)
+        return stage.samples
 
     def _place(self, rows: PlacedRows | None) -> None:
         """The rows of the stream that is computed from here on."""
@@ -271,7 +302,8 @@ class Transformer:
         cos, sin = step.angles[self._rotary_of[index]]
         rows, center = batch.token_rows[group], self.kv_scales.center(index)
         self.ops.rotate_and_store(heads, cos, sin, kv, place, rows, center)
-        if len(batch.sampling_tokens) or len(batch.scored_tokens) or layer is not self.weights.layers[-1]:
+        last = self._ends and layer is self.weights.layers[-1]
+        if len(batch.sampling_tokens) or len(batch.scored_tokens) or not last:
             plan = batch.attention_plans[group]
             self.attention.run(heads.query, heads.key, heads.value, kv, place, plan, step.attended_heads)
             if value_scale != 1.0:

@@ -19,7 +19,7 @@ The sizes of the buffers that execution allocates are declared here, and nowhere
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -215,6 +215,13 @@ def layer_bytes(
     return tuple(found[f"layers.{layer.index}"] for layer in spec.layers)
 
 
+def bytes_by_name(
+    spec: ModelSpec, stored: Stored, *, dtype: str, expand: bool, compiled: bool, quantize: Quantize | None = None
+) -> Mapping[str, int]:
+    """The same by `layers.3`; what is of no layer by its own name."""
+    return _bytes_by_layer(Same(spec), Same(stored), dtype, expand, compiled, quantize)
+
+
 def embedding_bytes(
     spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, dtype: str, quantize: Quantize | None = None
 ) -> int:
@@ -272,13 +279,7 @@ def _shared_bytes(parts: list[tuple[TensorSpec, str | ScaledLayout]]) -> int:
 
 
 def held_tensors(
-    spec: ModelSpec,
-    stored: Stored,
-    *,
-    dtype: str,
-    expand: bool,
-    compiled: bool,
-    quantize: Quantize | None = None,
+    spec: ModelSpec, stored: Stored, *, dtype: str, expand: bool, compiled: bool, quantize: Quantize | None = None
 ) -> Iterator[tuple[TensorSpec, StoredTensor | None, str | ScaledLayout]]:
     """Every tensor that there is, as it is stored and as it lies in memory."""
     for tensor in spec.tensors:
@@ -334,8 +335,9 @@ def expands(
     return False, f"expanded they would take more than {EXPAND_SHARE:.0%} of the budget: {sizes}"
 
 
-def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str) -> KVLayout:
-    groups, places = form_groups([layer.window for layer in spec.layers])
+def kv_layout(spec: ModelSpec, *, block_tokens: int, kv_dtype: str, stages: Sequence[tuple[int, int]] = ()) -> KVLayout:
+    """`stages`: the layers of each, of a pipeline."""
+    groups, places = form_groups([layer.window for layer in spec.layers], stages)
     return KVLayout(
         groups=groups,
         block_tokens=block_tokens,

@@ -12,7 +12,7 @@ into several groups, and the last may leave some layer places of its pages empty
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,16 @@ class KVLayout:
             size *= extent
         return size
 
+    def of_layers(self, first: int, last: int, kv_heads: int) -> KVLayout:
+        """What one stage of several keeps of the same pages: its own layers, numbered from its first one, in as many
+        groups, some of which may have none of them. `kv_heads`: of one rank of that stage."""
+        groups = tuple(
+            KVGroup(group.index, tuple(layer - first for layer in group.layers if first <= layer < last), group.window)
+            for group in self.groups
+        )
+        places = max(len(group.layers) for group in groups)
+        return replace(self, groups=groups, layers_per_page=places, kv_heads=kv_heads)
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens in one group that forgets nothing."""
         return -(-tokens // self.block_tokens)
@@ -78,11 +88,17 @@ def window_blocks(sequences: int, window: int, step_tokens: int, block_tokens: i
     return (sequences * before + step_tokens) // block_tokens + sequences + beside
 
 
-def form_groups(windows: Sequence[int | None]) -> tuple[tuple[KVGroup, ...], int]:
+def form_groups(
+    windows: Sequence[int | None], stages: Sequence[tuple[int, int]] = ()
+) -> tuple[tuple[KVGroup, ...], int]:
     """Groups for layers with these windows, and the layer places a page needs.
 
     The page size is that of the rarest kind of layer, so that the common kinds split into several whole
     groups: it wastes least, because only the last group of a kind can have empty places.
+
+    `stages`: layers from a first to behind a last one that are kept apart from the others. Each deals its layers of a
+    kind out to all groups of that kind, so that none has many layers in one page and none in another; places are then
+    those of all stages together.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -90,6 +106,25 @@ def form_groups(windows: Sequence[int | None]) -> tuple[tuple[KVGroup, ...], int
     places = min(len(layers) for layers in kinds.values())
     groups: list[KVGroup] = []
     for window, layers in kinds.items():
-        for first in range(0, len(layers), places):
-            groups.append(KVGroup(len(groups), tuple(layers[first : first + places]), window))
+        if stages:
+            parts = _dealt(layers, stages, -(-len(layers) // places))
+        else:
+            parts = [layers[first : first + places] for first in range(0, len(layers), places)]
+        groups += [KVGroup(len(groups) + at, tuple(part), window) for at, part in enumerate(parts)]
+    if stages:
+        places = sum(
+            max(sum(first <= layer < last for layer in group.layers) for group in groups) for first, last in stages
+        )
     return tuple(groups), places
+
+
+def _dealt(layers: Sequence[int], stages: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
+    """These layers in so many parts, of each stage as many in one as in another, or one more."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    turn = 0
+    for first, last in stages:
+        for layer in layers:
+            if first <= layer < last:
+                parts[turn % count].append(layer)
+                turn += 1
+    return parts

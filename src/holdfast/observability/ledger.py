@@ -281,9 +281,14 @@ def _engine_line(engine: EngineMemory) -> str:
 def _rank_line(rank: RankMemory) -> str:
     return (
         f"rank {rank.rank} (pid {rank.pid}): {format_bytes(rank.weights_bytes)} of weights,"
-        f" {format_bytes(rank.kv_pool_bytes)} of the KV pool, {counted(rank.heads, 'head')} over"
+        f" {format_bytes(rank.kv_pool_bytes)} of the KV pool, {_layers(rank)}{counted(rank.heads, 'head')} over"
         f" {counted(rank.kv_heads, 'KV head')}, {counted(rank.threads, 'thread')}"
     )
+
+
+def _layers(rank: RankMemory) -> str:
+    """Which it has, as those of a pipeline are told apart by."""
+    return f"layers {rank.first_layer} to {rank.first_layer + rank.layers - 1}, " if rank.layers else ""
 
 
 def _link_line(link: LinkUse) -> str:

@@ -291,12 +291,19 @@ class PrefixStore:
         slab.index.refresh()
         self._stamp()
         slab.index.free(sorted({slot for slot, generation in suspects if slab.index.is_generation(slot, generation)}))
-        if self._uses is not None:
-            self._uses.exchange()
+        self._tell_uses()
         control = self._folder.control()
         if tell_rates:
             read, write = self._read_rate.bytes_per_second or 0.0, self._write_rate.bytes_per_second or 0.0
             self._folder.set_control(replace(control, read_rate=read, write_rate=write))
+
+    def _tell_uses(self) -> None:
+        """Pages are written and read without that record, too: a disk that is full or broken is found by them."""
+        try:
+            if self._uses is not None:
+                self._uses.exchange()
+        except OSError as error:
+            self._health.tell(f"first uses are remembered by this process alone: {error.strerror or error}")
 
 
 def _open_slab(

@@ -91,6 +91,9 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     heads: int
     kv_heads: int
+    first_layer: int = 0
+    layers: int = 0
+    """From that one on."""
     planned_weights_bytes: int
     weights_bytes: int
     kv_pool_bytes: int

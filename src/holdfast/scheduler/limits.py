@@ -23,7 +23,11 @@ class SchedulerLimits:
     the step has left."""
     policy: Policy = "fcfs"
     max_steps_in_flight: int = 1
-    """2: the next step is planned while one is still being executed."""
+    """2: the next step is planned while one is still being executed. More: those of a pipeline, whose stages each have
+    one."""
+    apart: bool = False
+    """Of a pipeline: a sequence is in one step at a time from its first token on, because what is sampled is not known
+    before the last stage is done. Answers are divided among as many steps as may be in flight."""
     max_loras: int = 0
     """LoRA adapters that run at once; each has a place of the runner."""
 
@@ -37,7 +41,7 @@ class SchedulerLimits:
             )
         if self.policy not in ("fcfs", "priority"):
             raise ConfigurationError(f"unknown policy {self.policy!r}", needed="fcfs or priority", field="policy")
-        if self.max_steps_in_flight not in (1, 2):
+        if self.max_steps_in_flight < 1 or (self.max_steps_in_flight > 2 and not self.apart):
             raise ConfigurationError(
                 f"max_steps_in_flight is {self.max_steps_in_flight}", needed="1 or 2", field="max_steps_in_flight"
             )

@@ -110,12 +110,14 @@ class Scheduler(Results):
     def _plan_running(self, draft: Draft, awaiting_mask: Container[str]) -> list[Sequence]:
         """Rows for whoever decodes, then prefill chunks. Returns prefills that shall wait for an admission."""
         prefills, less_urgent = list[Sequence](), list[Sequence]()
+        most, apart = self._most_answers(), self.limits.apart
         for sequence in tuple(self._running):
             if sequence.status is Status.RUNNING and not (
-                sequence.constrained and sequence.request.request_id in awaiting_mask
+                (sequence.constrained and sequence.request.request_id in awaiting_mask)
+                or (apart and sequence.sampling_in_flight)
             ):
                 pending = sequence.pending
-                if pending == 1:
+                if pending == 1 and len(draft.rows) < most:
                     self._plan_row(draft, sequence, 1)
                 elif pending > 1:
                     prefills.append(sequence)
@@ -130,6 +132,14 @@ class Scheduler(Results):
             else:
                 self._plan_row(draft, sequence, sequence.pending)
         return less_urgent
+
+    def _most_answers(self) -> int:
+        """That go on in one step: all, or of a pipeline as many as leave each of its steps some. Who is left out is the
+        first of a step before anybody is again, since steps in flight have nobody in common."""
+        if not self.limits.apart:
+            return len(self._running)
+        answers = sum(sequence.pending == 1 or sequence.sampling_in_flight > 0 for sequence in self._running)
+        return -(-answers // self.limits.max_steps_in_flight)
 
     def _goes_before(self, sequence: Sequence, budget: int) -> bool:
         """Whether the first in line is earlier in order than this running sequence, and can really be admitted now."""
@@ -349,9 +359,9 @@ class Scheduler(Results):
         tiers = self.kv.tiers
         if tiers is None or not tiers.host.total:
             return None
-        tiers.spare_wanted = self.kv.blocks_total + 1 - blocks
+        before, tiers.spare_wanted = tiers.spare_wanted, self.kv.blocks_total + 1 - blocks
         copies, over = self.kv.plan_copies(self._worth_saving(), saves_only=True), tiers.spared
-        tiers.spare_wanted = 0
+        tiers.spare_wanted = before  # Somebody else may be saving for a smaller pool beside steps.
         if over and not copies:
             return None
         self._steps_total += 1

@@ -112,9 +112,11 @@ def test_whoever_watches_ends_the_waiting(dtype: torch.dtype) -> None:
     segment.close()
 
 
-def test_messages_come_in_order_and_whole() -> None:
+@pytest.mark.parametrize("stages", [1, RANKS])
+def test_messages_come_in_order_and_whole(stages: int) -> None:
+    """Of a pipeline several lie there at once, and readers are not at the same."""
     messages = [b"a", b"b" * (2 * MAIL_BYTES + 5), b"c" * MAIL_BYTES, b"d"]
-    layout = SegmentLayout(RANKS, 4096)
+    layout = SegmentLayout(RANKS, 4096, stages, 4096, 4096)
     first = Segment(layout)
 
     def receive(rank: int) -> list[bytes]:
@@ -127,3 +129,16 @@ def test_messages_come_in_order_and_whole() -> None:
         for message in messages:
             sender.send(message)
         assert [one.result() for one in heard] == [messages, messages]
+
+
+def test_a_pipeline_takes_messages_of_as_many_steps_as_it_has_stages() -> None:
+    """Nobody reads yet: the first stage need not wait for the last one to come to a step."""
+    sender = Sender(Segment(SegmentLayout(RANKS, 4096, RANKS, 4096, 4096)), _no_wait)
+    for _ in range(RANKS):
+        sender.send(b"plan")
+    with pytest.raises(TimeoutError):
+        sender.send(b"one too many")
+
+
+def _no_wait(waited_s: float) -> None:
+    raise TimeoutError

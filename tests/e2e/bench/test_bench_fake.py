@@ -226,7 +226,13 @@ def test_ctrl_c_ends_a_run_with_a_line_and_without_traces_of_its_processes(tmp_p
     assert run.returncode == 130
     assert said.decode().count("\n") == 1, said.decode()
     assert "interrupted" in said.decode()
-    assert not any(one.is_running() for one in workers)
+    assert not psutil.wait_procs(workers, timeout=PATIENCE_S)[1]
+
+
+@pytest.mark.parametrize("heard", [b"", HEADER.pack(100) + b"half an order"])
+def test_a_client_process_that_is_never_told_its_load_ends_without_a_word(heard: bytes) -> None:
+    ended = subprocess.run([sys.executable, "-m", WORKER], input=heard, capture_output=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 
 
 @pytest.mark.parametrize("ended_by", ["ctrl-c", "sigterm"])

@@ -14,6 +14,7 @@ FREE = "ValueError: Free memory on device cuda:0 ({:.2f}/{:.2f} GiB) on startup 
 CUT = 'time=2026-01-20T13:24:54.423Z level=WARN source=runner.go:153 msg="truncating input prompt" limit={} prompt=5194 keep=5 new=4096'
 QUANTIZED = "ValueError: The quantization method {} is not supported for the current GPU. Minimum capability: {}. Current capability: {}."
 REPOSITORY = "HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '{}'. Use `repo_type` argument if needed."
+BOUNDS = "llama_model_load: error loading model: tensor 'blk.2.ffn_down.weight' data is not within the file bounds, model is corrupted or incomplete"
 PRETOKENIZER = "llama_model_load: error loading model: error loading model vocabulary: unknown pre-tokenizer type: '{}'"
 
 
@@ -87,6 +88,8 @@ NEIGHBOURS = {
     "a GPU of AMD": "INFO 11-01 10:00:00 [rocm.py:9] x\n" + FREE.format(5.92, 79.19, 71.27),
     "a name of the hub": REPOSITORY.format("a/b/c"),
     "a file of weights": REPOSITORY.format("/models/small.gguf"),
+    "the top folder of the hub's cache": REPOSITORY.format("/data/hub/models--an--other-7B"),
+    "a file seen by a build for 32 bit": "main: built with cc (GCC) 14.1.0 for i686-w64-mingw32\n" + BOUNDS,
     "an architecture, with a word on an update": "ValueError: The checkpoint you are trying to load has model type `a` but Transformers does not recognize this architecture. You can update with the command `pip install --upgrade transformers`",
     "a path with a variable's name in it": "ValueError: Model path does not exist: MODEL=C:/models/small.bin",
     "a library of its own": "llama-cli: error while loading shared libraries: libllama.so: cannot open shared object file",
@@ -114,3 +117,30 @@ def test_a_shell_is_no_model() -> None:
     assert "/bin/bash" in found.what
     assert "--entrypoint" in _fix(found)
     assert "--model" not in _fix(found)
+
+
+def test_a_build_for_32_bit_is_what_cuts_a_large_file() -> None:
+    found = _first(NEIGHBOURS["a file seen by a build for 32 bit"])
+    assert found.cause == "arch_unsupported"
+    assert _fix(found).startswith("a build for 64 bit")
+    for_64 = _first("main: built with cc (GCC) 14.1.0 for x86_64-linux-gnu\n" + BOUNDS)
+    assert (for_64.cause, for_64.confidence) == ("corrupt_download", "high")
+
+
+@pytest.mark.parametrize("below", ["", "/", "/snapshots"])
+def test_a_folder_of_the_hubs_cache_holds_the_model_below(below: str) -> None:
+    found = _first(REPOSITORY.format("/data/hub/models--an--other-7B" + below))
+    assert "snapshots/HASH" in found.what
+    assert _fix(found).startswith(
+        "the folder in /data/hub/models--an--other-7B/snapshots that has config.json; or the name, an/other-7B,"
+    )
+    revision = _first(REPOSITORY.format("/data/hub/models--an--other-7B/snapshots/0a1b"))
+    assert "is not there for the server, or has no config.json" in revision.what
+
+
+def test_a_limit_of_tgi_is_told_by_its_own_names() -> None:
+    found = _first(
+        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given: 1887 `inputs` tokens and 1024 `max_new_tokens`"
+    )
+    assert found.confidence == "high"
+    assert "max_new_tokens" in _fix(found)

@@ -161,3 +161,24 @@ def test_the_file_that_matches_none_is_named_as_it_was_asked_for() -> None:
         "ValueError: No file found in a/small that match *q9_0.gguf",
     )
     assert found.what == "No file of a/small has the name *q9_0.gguf."
+
+
+@pytest.mark.parametrize(
+    ("log", "said", "helps"),
+    [
+        ("ValueError: There is no module or parameter named 'embed_tokens' in LlamaForCausalLM", "does not have: embed_tokens", "a newer release"),
+        ("    sl = self._semlock = _multiprocessing.SemLock(\nOSError: [Errno 28] No space left on device", "A semaphore could not be made", "/dev/shm"),
+        ('Get "https://registry.ollama.ai/v2/library/a/manifests/latest": tls: failed to verify certificate: x509: certificate has expired or is not yet valid', "has expired", "date -u"),
+        ("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, Expecting value: line 1 column 1 (char 0) [type=value_error, input_value=ArgsKwargs(())]", "A JSON file of the model", "json.tool"),
+        ("HTTPConnectionPool(host='127.0.0.1', port=3128): Max retries exceeded with url: http://localhost:8000/v1/chat/completions (Caused by ProxyError('Unable to connect to proxy', NewConnectionError('Connection refused')))", "an HTTP proxy", "NO_PROXY"),
+        ("No connection adapters were found for '0.0.0.0:11434/api/tags'\nOllama model 'small' not found. Please run 'ollama pull small' to install it.", "without http://", "with http://"),
+        ("httpx.HTTPStatusError: Client error '429 Too Many Requests'\nOSError: Unable to load vocabulary from file.", "too many requests", "HF_TOKEN"),
+    ],
+    ids=["a tensor's prefix", "a semaphore", "an expired certificate", "a damaged JSON", "a proxy", "an address", "a limit of the hub"],
+)  # fmt: skip
+def test_what_failed_is_not_told_as_its_neighbour(log: str, said: str, helps: str) -> None:
+    found = _first(*log.splitlines())
+    assert said in found.what
+    assert found.fix is not None
+    assert helps in f"{found.fix.command} {found.fix.why}"
+    assert found.confidence != "high"

@@ -269,6 +269,31 @@ def test_what_a_neighbour_took_meanwhile_is_done_without_and_said(
     run(core)
 
 
+class InPieces(FakeDevice):
+    """As a GPU's driver gives memory: in pieces of two pages."""
+
+    @property
+    def pool_bytes(self) -> int:
+        return -(-self.blocks // 2) * 2 * PAGE
+
+    def blocks_of(self, pool_bytes: int) -> int:
+        return pool_bytes // (2 * PAGE) * 2
+
+
+def test_a_pool_that_gave_way_is_as_large_again_as_it_was_though_that_is_no_whole_piece(clock: Clock) -> None:
+    device = InPieces()
+    core = make(device, watches=True)
+    core.breathe()
+    device.neighbour = device.total - device.blocks
+    core.breathe()
+    assert device.blocks < BLOCKS
+    device.neighbour = 0
+    for _ in range(15):
+        clock.now_s += 1.0
+        core.breathe()
+    assert device.blocks == BLOCKS
+
+
 def test_memory_that_is_gone_when_it_is_taken_ends_nobody(clock: Clock) -> None:
     device = FakeDevice()
     core = make(device, idle_s=5.0)
@@ -424,8 +449,12 @@ def test_who_is_computed_sooner_than_copied_is_not_saved(clock: Clock) -> None:
     fetching = core.scheduler._fetching
     fetching.loads[Tier.HOST].note(PAGE, 10.0)
     fetching.prefill.note(PromptWork(1, 1_000_000, 1_000_000), 1.0)
+    tiers = core.scheduler.kv.tiers
+    assert tiers is not None
+    tiers.spare_wanted = 5
     saving = core.scheduler.save_before(LEAST)
     assert saving is not None
+    assert tiers.spare_wanted == 5, "as whoever breathes has left it"
     assert len(saving.copies) == 2 * 4, "those who might go any moment"
 
 

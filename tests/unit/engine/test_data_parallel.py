@@ -10,6 +10,7 @@ from pretended_engine import INFO, Harbour, PretendedChild, until
 
 from holdfast import SamplingParams
 from holdfast.config import EngineConfig
+from holdfast.engine.data_parallel import engine as data_parallel
 from holdfast.engine.data_parallel.engine import DataParallelEngine
 from holdfast.engine.data_parallel.sums import sum_info, sum_stats
 from holdfast.engine.interface import engine_of
@@ -22,12 +23,13 @@ from holdfast.engine.startup.build import find_model
 from holdfast.errors import (
     DoesNotFitError,
     EngineDiedError,
+    EngineError,
     OverloadedError,
     RequestError,
     SleepingError,
     UnsupportedOptionError,
 )
-from holdfast.records import EngineOutput, EngineStats, FinishReason, KVTierUse
+from holdfast.records import EngineOutput, EngineStats, FinishReason, KVStoreUse, KVTierUse
 
 
 @pytest.fixture
@@ -90,6 +92,17 @@ async def test_seeds_are_those_of_one_engine(engine, harbour) -> None:
     drawn = seeds(harbour.children[0]) | seeds(harbour.children[1])
     expected = FrontParts.of(EngineConfig(seed=7), None, find_model(EngineConfig()).spec).seeds
     assert [drawn[f"r{place}"] for place in range(4)] == [expected.getrandbits(62) for _ in range(4)]
+
+
+async def test_many_that_wait_are_not_counted_for_each_that_comes(engine, monkeypatch) -> None:
+    """What comes meanwhile is, or all of it would go to one engine."""
+    counted, count = list[object](), data_parallel._tokens
+    monkeypatch.setattr(data_parallel, "COUNTED_ANEW", 1)
+    monkeypatch.setattr(data_parallel, "COUNTED_S", 3600.0)
+    monkeypatch.setattr(data_parallel, "_tokens", lambda one: counted.append(one) or count(one))
+    streams = [await ask(engine, f"r{place}", [place] * (90 if place == 4 else 10), max_tokens=2) for place in range(9)]
+    assert [engine_of(stream) for stream in streams] == [0, 1, 0, 1, 0, 1, 1, 0, 1], "one has four places"
+    assert 4 <= len(counted) < 9
 
 
 async def test_the_queue_is_one_for_all(engine) -> None:
@@ -199,6 +212,96 @@ async def test_a_prompt_that_is_too_long_is_refused_by_all(engine) -> None:
             await ask(engine, f"r{place}", [1] * 100)
 
 
+async def test_a_prompt_that_is_refused_is_not_taken_for_cached(engine) -> None:
+    for odd in ([1 << 70] * 40, [10**6] * 40):
+        with pytest.raises(RequestError, match="out of vocabulary"):
+            await ask(engine, "odd", odd)
+    prompt = list(range(64))
+    with pytest.raises(RequestError):
+        await ask(engine, "too much", prompt, max_tokens=99)
+    assert (await ask(engine, "asked", prompt)).saved_tokens == 0
+
+
+async def test_a_search_of_a_name_in_use_is_refused_and_leaves_no_places(engine) -> None:
+    params = SamplingParams(n=3, max_tokens=5)
+    await engine.open_search([1], params, search_id="s")
+    with pytest.raises(EngineError, match="already in use"):
+        await engine.open_search([1], params, search_id="s")
+    await engine.close_search("s")
+    assert [one.taken_places for one in engine.members] == [0, 0]
+    assert engine.unfinished == 0
+
+
+async def test_what_is_for_all_is_done_in_turn(engine, harbour, monkeypatch) -> None:
+    """A budget that one engine refuses is taken back to what the one before has made of it."""
+    given = list[tuple[int, int | None]]()
+
+    def taking(number: int):
+        async def take(tier: str, budget_bytes: int | None) -> None:
+            await asyncio.sleep(0.01)
+            if number and budget_bytes == 2:
+                raise DoesNotFitError("no", needed="2", found="1")
+            given.append((number, budget_bytes))
+
+        return take
+
+    for number, one in enumerate(engine.members):
+        monkeypatch.setattr(one, "set_memory_budget", taking(number))
+    first, second = (asyncio.create_task(engine.set_memory_budget("ram", size)) for size in (1, 2))
+    await first
+    with pytest.raises(DoesNotFitError):
+        await second
+    assert engine.budgets["ram"] == 1
+    assert given == [(0, 1), (1, 1), (0, 2), (0, 1)]
+
+
+async def test_an_engine_that_was_given_up_has_no_places(engine, harbour) -> None:
+    harbour.next_starts = [EngineDiedError("no")] * 50
+    harbour.children[1].die()
+    await until(lambda: engine.members[1].failure is not None)
+    for place in range(8):  # One engine with four places, and four that wait.
+        await ask(engine, f"r{place}")
+    with pytest.raises(OverloadedError):
+        await ask(engine, "one too many")
+    harbour.children[0].die()
+    await until(lambda: engine.failure is not None)
+    with pytest.raises(EngineDiedError):
+        await engine.set_memory_budget("ram", 1 << 30)
+    with pytest.raises(EngineError):
+        await engine.sleep()
+
+
+async def test_one_that_was_given_up_is_counted_with_nothing(engine, harbour) -> None:
+    held = EngineStats(running=3, waiting=2, blocks_used=7, running_adapters=["a"], prefix_hits_total=5)
+    for child in harbour.children:
+        child.said.put_nowait(protocol.StepOutputs([], held))
+    await until(lambda: engine.stats().running == 6)
+    harbour.next_starts = [EngineDiedError("no")] * 50
+    harbour.children[1].die()
+    await until(lambda: engine.members[1].failure is not None)
+    both = engine.stats()
+    assert (both.running, both.waiting, both.blocks_used, both.prefix_hits_total) == (3, 2, 7, 10)
+    assert engine.members[1].stats().running_adapters == []
+    assert [row.pid for row in engine._rows()] == [1, None]
+    assert engine.members[0].all_pids() == (1,)
+
+
+async def test_a_budget_that_cannot_be_taken_back_is_told(engine, monkeypatch, caplog) -> None:
+    async def take(tier: str, budget_bytes: int | None) -> None:
+        if budget_bytes is None:
+            raise EngineError("it has died meanwhile")
+
+    async def refuse(tier: str, budget_bytes: int | None) -> None:
+        raise DoesNotFitError("no", needed="2", found="1")
+
+    for one, changes in zip(engine.members, (take, refuse), strict=True):
+        monkeypatch.setattr(one, "set_memory_budget", changes)
+    with pytest.raises(DoesNotFitError):
+        await engine.set_memory_budget("ram", 5)
+    assert engine.budgets["ram"] is None
+    assert "engine 0 keeps the new ram budget" in caplog.text
+
+
 async def test_drain_waits_for_each(engine, harbour) -> None:
     streams = [await ask(engine, name) for name in ("a", "b")]
     draining = asyncio.create_task(engine.drain(60))
@@ -217,6 +320,12 @@ def test_figures_are_added_up() -> None:
     both = sum_stats([stats, EngineStats(running=1, kv_tiers=[tier], running_adapters=["a"])])
     assert (both.running, both.prefix_hits_total, both.running_adapters) == (3, 5, ["a", "b"])
     assert both.kv_tiers == [KVTierUse(tier="ram", hit_tokens_total=6)]
+    stores = [
+        KVStoreUse(folder="kv", held_bytes=9, dropped_writes_total=1),
+        KVStoreUse(folder="kv", held_bytes=9, dropped_writes_total=2, failing=True),
+    ]
+    shared = sum_stats([EngineStats(kv_store=one) for one in stores]).kv_store
+    assert shared == KVStoreUse(folder="kv", held_bytes=9, dropped_writes_total=3, failing=True), "one folder for all"
     info = sum_info([INFO, INFO])
     assert (info.blocks, info.max_num_seqs, info.max_model_len) == (20, 8, 100)
 

@@ -6,7 +6,10 @@ import threading
 
 import pytest
 
+from holdfast.config import EngineConfig
+from holdfast.engine.core import pool_memory
 from holdfast.engine.core.neighbours import GONE_S, DeviceSample, Neighbours, NeighbourWatch
+from holdfast.engine.core.pool_memory import RamPool
 from holdfast.units import GIB, MIB
 
 TOTAL, MARGIN = 100 * GIB, 5 * GIB
@@ -58,6 +61,30 @@ def test_what_is_left_is_taken_back_late_and_not_to_the_brim() -> None:
     short = 64 * GIB
     for now_s in (100.0, 200.0, 300.0):
         assert policy.judge(sample(short, 3 * GIB), short, FULL, now_s) is None
+
+
+def test_pools_of_one_server_do_not_take_the_same_memory_twice() -> None:
+    """Two engines on a CPU: each sees the same free memory, and the other as its own."""
+    others, pools = 10 * GIB, [15 * GIB, 15 * GIB]
+    policies = [Neighbours(GIB, 2), Neighbours(GIB, 2)]
+    for second in range(120):
+        seen = sample(sum(pools), others)
+        wishes = [
+            policy.judge(seen, pool, FULL // 2, float(second)) for policy, pool in zip(policies, pools, strict=True)
+        ]
+        pools = [pool if wish is None else wish.pool_bytes for pool, wish in zip(pools, wishes, strict=True)]
+        assert sum(pools) + WEIGHTS + others <= TOTAL - MARGIN
+    assert sum(pools) >= 50 * GIB, "what is free is used all the same"
+
+
+def test_engines_on_a_cpu_share_what_neighbours_left() -> None:
+    for device, pools in (("cpu", 2), ("cuda", 1)):
+        config = EngineConfig(device=device, data_parallel_size=2, yield_to_neighbours=True)
+        breathing = pool_memory._breathing(config, RamPool(1, lambda: 1), lambda: None)
+        assert breathing is not None
+        assert breathing._neighbours is not None
+        assert breathing._neighbours._pools == pools
+        breathing.close()
 
 
 def test_one_that_comes_and_goes_does_not_make_it_swing() -> None:

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from collections.abc import Mapping, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.data_parallel.router import COARSE, FINE_BLOCKS, EngineLoad, Route, Router, prefix_blocks
+from holdfast.engine.data_parallel import router as router_module
+from holdfast.engine.data_parallel.router import (
+    COARSE,
+    FINE_BLOCKS,
+    MOST_BLOCKS,
+    ROUTER_BYTES,
+    EngineLoad,
+    Route,
+    Router,
+    prefix_blocks,
+)
 
 BLOCK = 16
 IDLE = EngineLoad(places=64)
 
 
+class Taken(Router):
+    """Of engines that refuse nothing."""
+
+    def choose(self, prompt: Sequence[int], loads: Mapping[int, EngineLoad], salt: str = "") -> Route:
+        route = super().choose(prompt, loads, salt)
+        self.remember(route)
+        return route
+
+
 def router(engines: int = 2, cache_tokens: int = 1 << 20) -> Router:
-    made = Router(BLOCK)
+    made = Taken(BLOCK, engines)
     for number in range(engines):
         made.set_cache(number, cache_tokens)
     return made
@@ -37,6 +59,40 @@ def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
         said = said + words(turn, 50)
         # Whole blocks of what it was before.
         assert made.choose(said, {0: IDLE, 1: IDLE}) == Route(0, (len(said) - 50) // BLOCK * BLOCK)
+
+
+def test_what_was_only_asked_is_not_remembered() -> None:
+    made, prompt = Router(BLOCK, 2), words(1, 100)
+    made.set_cache(0, 1 << 20)
+    route = made.choose(prompt, {0: IDLE})
+    assert made.choose(prompt, {0: IDLE}).saved_tokens == 0
+    made.remember(route)
+    assert made.choose(prompt, {0: IDLE}).saved_tokens == 96
+
+
+def test_what_is_no_prompt_is_sent_on_to_be_refused() -> None:
+    for odd in ([1 << 70] * 20, [0.5] * 20, ["a"] * 20):
+        assert router().choose(odd, {0: IDLE, 1: IDLE}) == Route(0, 0)  # type: ignore[arg-type]
+
+
+def test_memory_is_bounded_however_large_the_pools_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "MOST_BLOCKS", 100)
+    made, first = router(2, 1 << 40), words(1, 30 * BLOCK)
+    for seed in range(1, 4):
+        made.choose(words(seed, 30 * BLOCK), {0: IDLE})
+    assert made.choose(first, {0: IDLE}).saved_tokens < 29 * BLOCK
+    assert sum(len(held._tokens) for held in made._prompts.values()) <= 50
+
+
+def test_blocks_take_what_is_planned_for_them() -> None:
+    made, blocks = router(1), 0
+    tracemalloc.start()
+    for seed in range(200):
+        made.choose(words(seed, 100 * BLOCK), {0: IDLE})
+        blocks += 100
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held / blocks < ROUTER_BYTES / MOST_BLOCKS
 
 
 def test_of_a_prompt_that_is_cached_whole_the_last_block_is_computed() -> None:

@@ -1,6 +1,8 @@
 """Memory as a container sees it, from a made-up /proc and /sys."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,18 @@ def test_hyperthreads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_a_folder_lies_on() -> None:
     assert probe.filesystem_type(Path("/proc")) == "proc"
+
+
+def test_pages_of_a_large_relative_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine of the server, say: every page of it would be counted once a second."""
+    looked = list[int]()
+    monkeypatch.setattr(probe, "LARGE_BYTES", 48 << 20)
+    monkeypatch.setattr(probe, "_unshared_bytes", lambda pid: looked.append(pid) or 0)
+    code = "import sys; held = bytearray(b'x') * (64 << 20); print(); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = probe.family_bytes(child.pid, but=0)
+        child.communicate()
+    assert 64 << 20 <= found < 128 << 20
+    assert looked == []

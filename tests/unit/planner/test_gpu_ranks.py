@@ -11,8 +11,11 @@ from holdfast.cli.main import main
 from holdfast.config import EngineConfig
 from holdfast.config.sources import gather
 from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS
+from holdfast.engine.ranks.cpu import segment_layout
 from holdfast.engine.startup.select_device import settle_device
 from holdfast.errors import ConfigurationError, DoesNotFitError
+from holdfast.execution.parallel.segment import SegmentLayout
+from holdfast.footprint.cpu import SLOT_PAGE_BYTES
 from holdfast.hardware.nvidia import NvidiaGpu, NvidiaMachine
 from holdfast.hardware.torch_build import TorchBuild
 from holdfast.models import from_config
@@ -92,6 +95,22 @@ def test_ranks_on_gpus_are_refused_by_name_unless_their_gpus_are(
         gpus_of_ranks(here.gpus, 2)
     alone = settle_device(EngineConfig(device=device), here=here, build=build)
     assert (alone.device, len(caplog.records)) == ("cuda", 1), "nothing is said of one"
+
+
+def test_stages_on_gpus_are_refused_whatever_the_environment_says() -> None:
+    """The variable opens ranks that divide layers; nothing on a GPU hands a stream on to another."""
+    with pytest.raises(ConfigurationError, match="layers are not divided into stages on GPUs yet") as caught:
+        EngineConfig(device="cuda", tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert (caught.value.code, caught.value.field) == (NOT_WITH_RANKS, "pipeline_parallel_size")
+    assert "--device cpu" in str(caught.value.fix)
+    assert EngineConfig(device="cpu", tensor_parallel_size=2, pipeline_parallel_size=2).pipeline_parallel_size == 2
+
+
+def test_ranks_on_gpus_have_no_numbers_in_the_memory_of_the_host() -> None:
+    """Plans and orders alone: a page for each rank's slots, however large those on the GPU are."""
+    engine = planned([card(0), card(1)]).engine
+    assert engine.slot_bytes > SLOT_PAGE_BYTES
+    assert segment_layout(engine) == SegmentLayout(2, SLOT_PAGE_BYTES)
 
 
 def test_the_variable_is_not_taken_for_a_setting() -> None:

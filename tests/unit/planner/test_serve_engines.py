@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.engine.data_parallel import open as opening
+from holdfast.engine.data_parallel.router import ROUTER_BYTES
 from holdfast.engine.startup import build
 from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.hardware import Memory
@@ -39,7 +40,8 @@ def test_memory_and_cores_are_divided(config: EngineConfig, monkeypatch: pytest.
     model = build.find_model(config)
     plans = opening.plan_engines(config, model, front_bytes=200 * MIB)
     assert [plan.budget_bytes for plan in plans] == [int(4 * GIB * 0.9)] * 2
-    assert [plan.terms["front"] for plan in plans] == [100 * MIB] * 2
+    # Of the front, and of what it remembers of prompts to choose an engine by.
+    assert [plan.terms["front"] for plan in plans] == [100 * MIB + ROUTER_BYTES // 2] * 2
     assert [plan.question.machine.cores for plan in plans] == [3, 2]
     assert "divided by 2 engines" in next(one.reason for one in plans[0].decisions if one.field == "budget")
     given = opening.plan_engines(replace(config, ram=6 * GIB, threads=4), model, front_bytes=0)

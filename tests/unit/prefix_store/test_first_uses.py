@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,22 @@ def test_what_could_not_be_told_is_told_later(tmp_path: Path) -> None:
     again = FirstUses(tmp_path / "uses", Calls())
     again.load()
     assert again.count(KEYS) == 40
+
+
+def test_pages_do_not_need_a_record_that_can_be_opened(tmp_path: Path) -> None:
+    """Neither of their own model nor of others: something else lies there, or it is another user's."""
+    other = opened(tmp_path / "store", model=b"another model")
+    other.computed(KEYS)
+    other.close(5)
+    opened(tmp_path / "store").close(5)
+    for index in (tmp_path / "store").glob("*.index"):
+        index.with_suffix(".uses").unlink(missing_ok=True)
+        index.with_suffix(".uses").mkdir()
+    again = opened(tmp_path / "store")
+    again.computed(KEYS)
+    time.sleep(0.2)  # Some beats.
+    assert again.stats().failing is None
+    assert all(put(again, KEYS[:3]))
+    assert again.has(KEYS) == 3
+    assert again.used_before(KEYS) == 40
+    again.close(5)

@@ -40,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(4, 64),
         policy=st.sampled_from(["fcfs", "priority"]),
         steps_in_flight=st.sampled_from([1, 2]),
+        stages=st.sampled_from([0, 0, 2, 3]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         beside=st.sampled_from([None, None, 1, 7]),
         host_pages=st.sampled_from([0, 0, 3, 30]),
@@ -56,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len,
         policy,
         steps_in_flight,
+        stages,
         prefix_caching,
         beside,
         host_pages,
@@ -71,7 +73,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + extra_tokens,
             max_model_len=max_model_len,
             policy=policy,
-            max_steps_in_flight=steps_in_flight,
+            max_steps_in_flight=stages or steps_in_flight,
+            apart=stages > 0,
             prompt_tokens_beside=beside,
         )
         choice = random.Random(seed)

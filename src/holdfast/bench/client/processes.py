@@ -30,15 +30,7 @@ class ClientProcesses:
     def __init__(self, load: Load, workers: int) -> None:
         self.answers: list[TimedAnswer] = []
         self.reports: list[ClientReport] = []
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "holdfast.bench.client.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                process_group=0,  # Ctrl-C in a terminal is for this process, which ends them.
-            )
-            for _ in range(workers)
-        ]
+        self._processes: list[subprocess.Popen[bytes]] = []
         try:
             self._begin(load, workers)
         except BaseException:
@@ -46,6 +38,15 @@ class ClientProcesses:
             raise
 
     def _begin(self, load: Load, workers: int) -> None:
+        for _ in range(workers):
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "holdfast.bench.client.worker"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    process_group=0,  # Ctrl-C in a terminal is for this process, which ends them.
+                )
+            )
         for index, process in enumerate(self._processes):
             order = msgspec.msgpack.encode(WorkerOrder(load, WorkerShare(index, workers)))
             self._tell(process, HEADER.pack(len(order)) + order)

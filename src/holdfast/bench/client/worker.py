@@ -56,6 +56,14 @@ def send(frame: WorkerFrame) -> None:
         os._exit(1)
 
 
+def receive(size: int) -> bytes:
+    """Ends the process where nobody writes any more: a run that was interrupted before it began."""
+    message = sys.stdin.buffer.read(size)
+    if len(message) < size:
+        sys.exit(1)
+    return message
+
+
 async def work(order: WorkerOrder, prepared: PreparedRequests, connections: Connections) -> None:
     waiting: list[TimedAnswer] = []
     shares, lags = [0.0], [0.0]
@@ -89,14 +97,14 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def main() -> None:
-    read = sys.stdin.buffer.read
-    order = msgspec.msgpack.decode(read(HEADER.unpack(read(HEADER.size))[0]), type=WorkerOrder)
+    (size,) = HEADER.unpack(receive(HEADER.size))
+    order = msgspec.msgpack.decode(receive(size), type=WorkerOrder)
     prepared = PreparedRequests(order.load, order.share)
     prepared.fill()
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         connections = runner.run(open_connections(order.load, order.share))
         send(WorkerFrame([]))
-        (start_s,) = MOMENT.unpack(read(MOMENT.size))
+        (start_s,) = MOMENT.unpack(receive(MOMENT.size))
         share = msgspec.structs.replace(order.share, start_s=start_s)
         runner.run(work(WorkerOrder(order.load, share), prepared, connections))
 

@@ -138,7 +138,9 @@ class Breathing:
         if wish is None:
             return None
         if wish.pool_bytes > pool:
-            wanted = min(self._full, self._memory.blocks_of(wish.pool_bytes))
+            # A device gives memory in pieces, and the full pool may need but a part of its last one.
+            whole = wish.pool_bytes >= self._full * page
+            wanted = self._full if whole else min(self._full, self._memory.blocks_of(wish.pool_bytes))
             return self._grow(scheduler, blocks, wanted, wish.reason, resize_kv)
         wanted = max(scheduler.least_blocks, self._memory.blocks_of(max(0, wish.pool_bytes)))
         if wanted >= blocks:

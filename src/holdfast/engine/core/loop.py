@@ -78,7 +78,8 @@ class Vram(Protocol):
 
 
 class EngineCore:
-    """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap).
+    """`steps_ahead`: how many steps may be planned before the oldest is applied (0: none, 1: overlap; of a pipeline one
+    less than it has stages).
     `vram`: of the GPU that the model is computed on. `link_use`: of what moves between it and RAM.
     `expert_use`: of experts that do not all stay on it. `structured_output`: makes answers follow a grammar.
     `kv_balance`: lets layers leave the GPU for KV that is wanted. `breathing`: gives memory of the KV pool up while
@@ -186,7 +187,8 @@ class EngineCore:
         return self._end(self.scheduler.apply(result, time.monotonic(), self.structured_output.advance_grammar))
 
     def _submit(self, plan: StepPlan) -> StepHandle:
-        before = self._in_flight[-1].result if self._in_flight else None
+        goes_on = self._in_flight and not self.scheduler.limits.apart
+        before = self._in_flight[-1].result if goes_on else None
         return self.runner.submit(plan, self.structured_output.masks(plan, before))
 
     def _enter_compiled(self) -> None:

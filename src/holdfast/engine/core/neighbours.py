@@ -49,10 +49,12 @@ class Wish:
 
 
 class Neighbours:
-    """`least_margin_bytes`: of the device that stays free for others, which is otherwise a share of its memory."""
+    """`least_margin_bytes`: of the device that stays free for others, which is otherwise a share of its memory.
+    `pools`: of this server on the same device. Each takes its part of what was left: none would see the others take it,
+    since they are no neighbours. Each gives all that is wanted: the others may have nothing to give."""
 
-    def __init__(self, least_margin_bytes: int) -> None:
-        self._least = least_margin_bytes
+    def __init__(self, least_margin_bytes: int, pools: int = 1) -> None:
+        self._least, self._pools = least_margin_bytes, pools
         self._seen: int | None = None
         """What others held when there was room for them, or when they were given some."""
         self._roomy_since_s: float | None = None
@@ -84,7 +86,7 @@ class Neighbours:
         self._roomy_since_s = None
         free = f"{format_bytes(sample.free_bytes)} were free for {GONE_S:g} s"
         return Wish(
-            min(full_bytes, pool_bytes + sample.free_bytes - 2 * margin),
+            min(full_bytes, pool_bytes + (sample.free_bytes - 2 * margin) // self._pools),
             f"{free}, and others hold {format_bytes(others)}",
         )
 

@@ -111,6 +111,11 @@ def _least_margin(config: EngineConfig) -> int:
     return LEAST_VRAM_MARGIN_BYTES if config.device == "cuda" else LEAST_MARGIN_BYTES
 
 
+def _pools(config: EngineConfig) -> int:
+    """Of this server in the same memory: engines on GPUs have one each."""
+    return 1 if config.device == "cuda" else config.data_parallel_size
+
+
 def _breathing(config: EngineConfig, pool: PoolMemory, sample: Callable[[], DeviceSample | None]) -> Breathing | None:
     """None: nothing of it was asked for."""
     if not config.idle_release and not config.yield_to_neighbours:
@@ -118,6 +123,6 @@ def _breathing(config: EngineConfig, pool: PoolMemory, sample: Callable[[], Devi
     return Breathing(
         pool,
         idle_release_s=config.idle_release or None,
-        neighbours=Neighbours(_least_margin(config)) if config.yield_to_neighbours else None,
+        neighbours=Neighbours(_least_margin(config), _pools(config)) if config.yield_to_neighbours else None,
         watch=NeighbourWatch(sample) if config.yield_to_neighbours else None,
     )

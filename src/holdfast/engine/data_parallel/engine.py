@@ -8,13 +8,13 @@ there; the others do not notice.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from holdfast.config import EngineConfig
-from holdfast.engine.data_parallel.router import EngineLoad, Router
+from holdfast.engine.data_parallel.router import EngineLoad, Route, Router
 from holdfast.engine.data_parallel.sums import describe_starting, sum_info, sum_ledgers, sum_stats
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.requests.admission import check_room
@@ -28,6 +28,10 @@ from holdfast.text.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("holdfast")
 
+COUNTED_ANEW, COUNTED_S = 256, 0.05
+"""Open requests of an engine that are counted for every new one (0.5 us each); of more for so long only what has come
+since: with thousands that wait, each would else cost the front milliseconds."""
+
 
 class DataParallelEngine:
     """Implements `engine.interface.Engine`. Use on one asyncio loop."""
@@ -37,12 +41,16 @@ class DataParallelEngine:
         self.members = tuple(engines)
         self.budgets: Mapping[str, int | None] = config.budgets
         self._parts, self._max_queued = parts, config.max_queued_requests
-        self._router = Router(config.block_size)
+        self._router = Router(config.block_size, len(self.members))
         self._caching = config.enable_prefix_caching
         self._restarts_seen = [0] * len(self.members)
         self._started = False
+        self._counted = [(0, 0, 0.0)] * len(self.members)
+        """Of each engine: tokens that wait, tokens that run, and until when they are taken to be so many."""
         self._searches: dict[str, int] = {}
         """Engines of beam searches under way: all steps of one find their beams' prefixes there."""
+        self._turning = asyncio.Lock()
+        """Serializes sleep, wake_up and set_memory_budget over all: none of them finds half of another."""
         for one in self.members:
             one.all_pids = self._pids
 
@@ -130,20 +138,27 @@ class DataParallelEngine:
         search_id: str | None = None,
         progress: bool = False,
     ) -> AsyncIterator[AnswerDelta]:
-        number, saved = self._searches.get(search_id or ""), 0
+        number = self._searches.get(search_id or "")
         if number is None:
             self.check_room(params.n)
-            number, saved = self._route(prompt_token_ids, cache_salt, adapter)
-        stream = await self.members[number].generate(
+            route = self._route(prompt_token_ids, cache_salt, adapter)
+        else:
+            route = Route(number, 0)
+        stream = await self.members[route.engine].generate(
             prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, adapter=adapter,
             embed=embed, search_id=search_id, progress=progress,
         )  # fmt: skip
+        self._router.remember(route)
+        waiting, running, until_s = self._counted[route.engine]
+        self._counted[route.engine] = waiting + len(prompt_token_ids) - route.saved_tokens, running, until_s
         if isinstance(stream, Stream):
-            stream.engine, stream.saved_tokens = number, saved
+            stream.engine, stream.saved_tokens = route.engine, route.saved_tokens
         return stream
 
     def check_room(self, answers: int) -> None:
-        taken, places = sum(one.taken_places for one in self.members), sum(one.places for one in self.members)
+        """What was given up has no places."""
+        living = self._living()
+        taken, places = sum(one.taken_places for one in living), sum(one.places for one in living)
         check_room(answers, taken, places, self._max_queued)
 
     async def open_search(
@@ -154,11 +169,14 @@ class DataParallelEngine:
         search_id: str,
         adapter: AdapterRef | None = None,
     ) -> int:
+        if search_id in self._searches:  # On another engine: its places there would be nobody's to give back.
+            raise EngineError(f"request id {search_id!r} is already in use", request_id=search_id)
         self.check_room(params.n)
-        number, _ = self._route(prompt_token_ids, "", adapter)
-        await self.members[number].open_search(prompt_token_ids, params, search_id=search_id, adapter=adapter)
-        self._searches[search_id] = number
-        return number
+        route = self._route(prompt_token_ids, "", adapter)
+        await self.members[route.engine].open_search(prompt_token_ids, params, search_id=search_id, adapter=adapter)
+        self._router.remember(route)
+        self._searches[search_id] = route.engine
+        return route.engine
 
     async def close_search(self, search_id: str) -> None:
         number = self._searches.pop(search_id, None)
@@ -172,6 +190,10 @@ class DataParallelEngine:
 
     async def set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         """For all together; where one of them cannot keep to its share, none is changed."""
+        async with self._turning:
+            await self._set_memory_budget(tier, budget_bytes)
+
+    async def _set_memory_budget(self, tier: str, budget_bytes: int | None) -> None:
         before, changed = self.budgets, list[ProcessEngine]()
         try:
             for one in self._living():
@@ -179,22 +201,28 @@ class DataParallelEngine:
                 changed.append(one)
         except BaseException:
             for one in changed:
-                with contextlib.suppress(HoldfastError):
+                try:
                     await one.set_memory_budget(tier, before.get(tier))
+                except HoldfastError as error:
+                    number = self.members.index(one)
+                    log.error("engine %d keeps the new %s budget, which others refused: %s", number, tier, error)
             raise
         self.budgets = {**before, tier: budget_bytes}
 
     async def sleep(self, mode: str = "abort", level: int = 1) -> None:
-        waiting = [number for number, one in enumerate(self.members) if one.starting and one.failure is None]
-        if waiting:
-            raise EngineError(f"engine {waiting[0]} is being started and cannot be put to sleep", fix="try again later")
-        await _all([one.sleep(mode, level) for one in self._living()])
-        self._parts.stop()
-        for number in range(len(self.members)) if level > 1 else ():
-            self._router.forget(number)
+        async with self._turning:
+            waiting = [number for number, one in enumerate(self.members) if one.starting and one.failure is None]
+            if waiting:
+                said = f"engine {waiting[0]} is being started and cannot be put to sleep"
+                raise EngineError(said, fix="try again later")
+            await _all([one.sleep(mode, level) for one in self._living()])
+            self._parts.stop()
+            for number in range(len(self.members)) if level > 1 else ():
+                self._router.forget(number)
 
     async def wake_up(self) -> None:
-        await _all([one.wake_up() for one in self._living()])
+        async with self._turning:
+            await _all([one.wake_up() for one in self._living()])
 
     async def drain(self, timeout_s: float) -> None:
         await _all([one.drain(timeout_s) for one in self.members])
@@ -206,14 +234,15 @@ class DataParallelEngine:
             self._parts.close()
 
     def _living(self) -> list[ProcessEngine]:
-        return [one for one in self.members if one.failure is None]
+        """All of them where none does: each says why."""
+        return [one for one in self.members if one.failure is None] or [*self.members]
 
     def _pids(self) -> tuple[int, ...]:
-        return tuple(one.pid for one in self.members if one.pid is not None)
+        """Without that of one that was given up: it may be another process's by now."""
+        return tuple(one.pid for one in self.members if one.pid is not None and one.failure is None)
 
-    def _route(self, prompt: Sequence[int], cache_salt: str, adapter: AdapterRef | None) -> tuple[int, int]:
-        """The engine's number, and how much of the prompt is taken to be cached there. One that does not serve now is
-        chosen only where none does: it says why, or the request waits there."""
+    def _route(self, prompt: Sequence[int], cache_salt: str, adapter: AdapterRef | None) -> Route:
+        """One that does not serve now is chosen only where none does: it says why, or the request waits there."""
         numbers = range(len(self.members))
         able = [number for number in numbers if self.members[number].ready]
         able = able or [number for number in numbers if self.members[number].failure is None] or list(numbers)
@@ -223,8 +252,7 @@ class DataParallelEngine:
         for number in able:
             self._look_at_cache(number)
         salt = f"{cache_salt}\0{'' if adapter is None else adapter.salt}"
-        route = self._router.choose(prompt, {number: self._load(number) for number in able}, salt)
-        return route.engine, route.saved_tokens
+        return self._router.choose(prompt, {number: self._load(number) for number in able}, salt)
 
     def _context(self, number: int) -> int:
         try:
@@ -233,13 +261,11 @@ class DataParallelEngine:
             return 0
 
     def _load(self, number: int) -> EngineLoad:
-        one, waiting, running = self.members[number], 0, 0
-        for answer, stream in one.open_requests:
-            prompt = len(answer.request.prompt_token_ids)
-            if answer.token_ids:
-                running += prompt + len(answer.token_ids)
-            else:
-                waiting += prompt - stream.saved_tokens
+        one, now_s = self.members[number], time.monotonic()
+        waiting, running, until_s = self._counted[number]
+        if len(one.open_requests) <= COUNTED_ANEW or now_s >= until_s:
+            waiting, running = _tokens(one)
+            self._counted[number] = waiting, running, now_s + COUNTED_S
         return EngineLoad(waiting_tokens=waiting, running_tokens=running, sequences=one.taken_places, places=one.places)
 
     def _look_at_cache(self, number: int) -> None:
@@ -258,7 +284,7 @@ class DataParallelEngine:
             rows.append(
                 EngineMemory(
                     engine=number,
-                    pid=one.pid,
+                    pid=one.pid if one.failure is None else None,
                     status=_status(one),
                     device=info.device,
                     weights_bytes=info.weights_bytes,
@@ -269,6 +295,18 @@ class DataParallelEngine:
                 )
             )
         return rows
+
+
+def _tokens(one: ProcessEngine) -> tuple[int, int]:
+    """That wait, and that run."""
+    waiting = running = 0
+    for answer, stream in one.open_requests:
+        prompt = len(answer.request.prompt_token_ids)
+        if answer.token_ids:
+            running += prompt + len(answer.token_ids)
+        else:
+            waiting += prompt - stream.saved_tokens
+    return waiting, running
 
 
 def _status(one: ProcessEngine) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from holdfast.config import EngineConfig
 from holdfast.engine.data_parallel.engine import DataParallelEngine
+from holdfast.engine.data_parallel.router import ROUTER_BYTES
 from holdfast.engine.process.client import ProcessEngine
 from holdfast.engine.requests.front_parts import FrontParts
 from holdfast.engine.startup.build import FoundModel, Progress, plan_model
@@ -29,6 +30,7 @@ def plan_engines(
 ) -> list[Plan]:
     """One for each engine, before anything is loaded. The front's memory is counted once, over all of them."""
     count = config.data_parallel_size
+    front_bytes += ROUTER_BYTES if count > 1 else 0
     plans = [
         plan_model(_own_config(config, number), model, front_bytes=front_bytes, engine_pids=engine_pids, number=number)
         for number in range(count)

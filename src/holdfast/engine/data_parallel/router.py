@@ -14,11 +14,16 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 RUNNING_SHARE = 1 / 8
 """Of a running sequence's tokens: those behind it wait for a token of it in each step, not for all that it holds. With
 2,000 tokens and some 200 to come it costs others about what 250 tokens of a prompt do."""
+
+MOST_BLOCKS = 1 << 18
+"""Remembered of all engines together, whatever their KV pools hold: 4 million tokens in blocks of 16."""
+ROUTER_BYTES = MOST_BLOCKS * 128
+"""32 MiB of the front: 115 to 121 bytes for each of them were measured."""
 
 FINE_BLOCKS, COARSE = 128, 8
 """Blocks that are looked at one by one, and how many together behind them: the last ones of a long prompt are a small
@@ -44,25 +49,33 @@ class EngineLoad:
         return self.waiting_tokens + self.running_tokens * RUNNING_SHARE
 
 
+Blocks = Sequence[tuple[int, int]]
+"""Of a prompt, from its beginning: a hash of each with all before it, and its tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     engine: int
     saved_tokens: int
     """Of the prompt, that are taken to be cached there."""
+    blocks: Blocks = field(default=(), compare=False, repr=False)
+    """Of the prompt, for `remember`."""
 
 
 class Router:
-    """`choose` remembers the prompt for the engine it names; what is cached of a prompt is found in whole blocks."""
+    """What is cached of a prompt is found in whole blocks. Of engines that have taken one it is to be told: whoever
+    refuses a prompt caches nothing of it."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, engines: int) -> None:
         self._block_tokens = block_tokens
+        self._most_blocks = MOST_BLOCKS // engines
         self._prompts: dict[int, _CachedPrompts] = {}
         self._turns = 0
         self._last_turn: dict[int, int] = {}
 
     def set_cache(self, engine: int, tokens: int) -> None:
         """How much of prompts the engine caches; 0: nothing."""
-        self._prompts.setdefault(engine, _CachedPrompts()).resize(tokens)
+        self._prompts.setdefault(engine, _CachedPrompts(self._most_blocks)).resize(tokens)
 
     def forget(self, engine: int) -> None:
         """Its cache is empty: it was reset, or its process is another."""
@@ -83,9 +96,12 @@ class Router:
         chosen = min(loads, key=cost)
         self._turns += 1
         self._last_turn[chosen] = self._turns
-        if chosen in self._prompts:
-            self._prompts[chosen].add(blocks)
-        return Route(chosen, saved[chosen])
+        return Route(chosen, saved[chosen], blocks)
+
+    def remember(self, route: Route) -> None:
+        """Its engine has taken the prompt."""
+        if route.engine in self._prompts:
+            self._prompts[route.engine].add(route.blocks)
 
     def _saved(self, engine: int, blocks: Blocks, prompt_tokens: int) -> int:
         if engine not in self._prompts:
@@ -95,14 +111,16 @@ class Router:
         return min(self._prompts[engine].found_tokens(blocks), whole)
 
 
-Blocks = Sequence[tuple[int, int]]
-"""Of a prompt, from its beginning: a hash of each with all before it, and its tokens."""
 _WORD_BYTES = 8
 
 
 def prefix_blocks(prompt: Sequence[int], block_tokens: int, salt: str = "") -> Blocks:
-    """Whole blocks, fine ones and coarse ones behind them; hashes are equal only where the beginnings are."""
-    written = array("q", prompt).tobytes()
+    """Whole blocks, fine ones and coarse ones behind them; hashes are equal only where the beginnings are. None of what
+    is no prompt: an engine refuses it, and says why."""
+    try:
+        written = array("q", prompt).tobytes()
+    except (OverflowError, TypeError):
+        return []
     fine_end = FINE_BLOCKS * block_tokens
     last, found = hash(salt), list[tuple[int, int]]()
     for begin, end, size in ((0, fine_end, block_tokens), (fine_end, len(prompt), COARSE * block_tokens)):
@@ -115,8 +133,9 @@ def prefix_blocks(prompt: Sequence[int], block_tokens: int, salt: str = "") -> B
 class _CachedPrompts:
     """Blocks that one engine is taken to have, the one longest unused first."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_blocks: int) -> None:
         self._tokens: OrderedDict[int, int] = OrderedDict()
+        self._most_blocks = most_blocks
         self._most = self._held = 0
 
     def resize(self, tokens: int) -> None:
@@ -147,5 +166,5 @@ class _CachedPrompts:
         self._evict()
 
     def _evict(self) -> None:
-        while self._held > self._most:
+        while self._held > self._most or len(self._tokens) > self._most_blocks:
             self._held -= self._tokens.popitem(last=False)[1]

@@ -15,6 +15,7 @@ from holdfast.records import (
     EngineMemory,
     EngineStats,
     ExpertUse,
+    KVStoreUse,
     KVTierUse,
     LinkUse,
     MemoryTerm,
@@ -58,7 +59,7 @@ def sum_stats(found: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(
         **added,
         kv_tiers=_by_name([tier for one in found for tier in one.kv_tiers], lambda tier: tier.tier, _add_tiers),
-        kv_store=next((one.kv_store for one in found if one.kv_store is not None), None),
+        kv_store=_sum_stores([one.kv_store for one in found if one.kv_store is not None]),
         links=_by_name([link for one in found for link in one.links], lambda link: link.link, _add_links),
         experts=_add_experts(experts) if experts else None,
         running_adapters=sorted({name for one in found for name in one.running_adapters}),
@@ -93,7 +94,7 @@ def sum_ledgers(ledgers: Sequence[tuple[int, Ledger]], rows: Sequence[EngineMemo
         links=_by_name([link for one in books for link in one.links], lambda link: link.link, _add_links),
         experts=_add_experts(experts) if (experts := [one.experts for one in books if one.experts]) else None,
         kv_tiers=_by_name([tier for one in books for tier in one.kv_tiers], lambda tier: tier.tier, _add_tiers),
-        kv_store=next((one.kv_store for one in books if one.kv_store is not None), None),
+        kv_store=_sum_stores([one.kv_store for one in books if one.kv_store is not None]),
         ranks=[replace(rank, engine=number) for number, one in ledgers for rank in one.ranks],
         engines=list(rows),
     )
@@ -152,6 +153,19 @@ def _add_tiers(tiers: Sequence[KVTierUse]) -> KVTierUse:
     return KVTierUse(
         tier=tiers[0].tier,
         **{name: sum(getattr(one, name) for one in tiers) for name in KVTierUse.__struct_fields__ if name != "tier"},
+    )
+
+
+def _sum_stores(stores: Sequence[KVStoreUse]) -> KVStoreUse | None:
+    """All use one folder, and what is in it is counted once; what was not written is of each process."""
+    if not stores:
+        return None
+    return replace(
+        stores[0],
+        held_bytes=max(one.held_bytes for one in stores),
+        written_today_bytes=max(one.written_today_bytes for one in stores),
+        dropped_writes_total=sum(one.dropped_writes_total for one in stores),
+        failing=any(one.failing for one in stores),
     )
 
 

@@ -434,6 +434,7 @@ class ProcessEngine:
         self._ready = False
         self.failure = protocol.pack_failure(error)
         self._end_all(error)
+        self._stats = at_rest(self._stats)  # Others of the server may go on, and their figures are read with these.
 
     def _take(self, step: protocol.StepOutputs) -> None:
         self._stats = continued(self._stats_before, step.stats)

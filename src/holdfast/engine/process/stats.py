@@ -91,5 +91,14 @@ def _continued_tiers(before: Sequence[KVTierUse], now: Sequence[KVTierUse]) -> l
 def at_rest(stats: EngineStats) -> EngineStats:
     """Of an engine whose process was ended: it holds nothing, and has counted what it has counted."""
     return msgspec.structs.replace(
-        stats, running=0, waiting=0, blocks_used=0, blocks_touched=0, step_tokens=0, device_bytes=0, links=[]
+        stats,
+        running=0,
+        waiting=0,
+        blocks_used=0,
+        blocks_touched=0,
+        step_tokens=0,
+        device_bytes=0,
+        links=[],
+        running_adapters=[],
+        waiting_adapters=[],
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.checkpoints import ModelFiles, open_checkpoint
@@ -15,19 +15,22 @@ from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.startup.streamed_layers import layer_slots
 from holdfast.execution.device import CPU, DTYPES, KV_DTYPES, compute_threads, warm_up
 from holdfast.execution.lora.slots import LoraLimits
+from holdfast.execution.parallel.segment import SegmentLayout
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.runner import ProfileRun, Runner, RunnerLimits
 from holdfast.execution.weights.load import load_weights
 from holdfast.execution.weights.products_by import torch_share
-from holdfast.footprint.cpu import head_rows
+from holdfast.footprint.cpu import SLOT_PAGE_BYTES, head_rows
 from holdfast.hardware import Resident, resident
 from holdfast.models import ModelSpec
-from holdfast.models.shards import shard_spec
+from holdfast.models.stages import rank_spec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
+from holdfast.planner.fit.result import EngineChoices
 
 if TYPE_CHECKING:
     from holdfast.execution.parallel.collectives import Collectives
+    from holdfast.execution.parallel.pipeline import PipelineStage
 
 TensorsLoaded = Callable[[int, int], None]
 """(tensors done, tensors in all)"""
@@ -51,16 +54,17 @@ def load_rank(
     *,
     threads: int,
     beat: Callable[[], None] | None = None,
+    rank: int = 0,
     collectives: Collectives | None = None,
+    stage: PipelineStage | None = None,
 ) -> LoadedRank:
-    """`collectives`: with the other ranks of the plan's shards; None: there are none."""
-    own, layout, share, dtype = spec, plan.engine.layout, None, DTYPES[plan.dtype]
+    """`rank`: which of the plan's. `collectives`: with the others of its stage; None: there are none. `stage`: what it
+    has to do with other stages; None: there are none."""
+    share, dtype = None, DTYPES[plan.dtype]
+    own, layout = rank_spec(spec, *plan.engine.part_of(rank)), plan.engine.layout_of(rank)
     if collectives is not None:
-        shards = plan.engine.shards
-        own = shard_spec(spec, shards[collectives.rank])
-        layout = replace(layout, kv_heads=own.kv_heads)
         rows = head_rows(spec.vocab_size, plan.limits.max_num_seqs)
-        share = RankShare(collectives, [shard.vocab for shard in shards], rows, dtype)
+        share = RankShare(collectives, [shard.vocab for shard in plan.engine.shards], rows, dtype)
     stored = contextlib.nullcontext() if config.load_format == "dummy" else open_checkpoint(files)
     with stored as checkpoint, compute_threads(threads).computing():
         warm_up(dtype, CPU)
@@ -92,6 +96,7 @@ def load_rank(
         beat=beat,
         threads=compute_threads(threads, torch_share(weights) if by_kernels else 1.0),
         share=share,
+        stage=stage,
     )
     return LoadedRank(runner, before, held(), () if slots is None else (slots.decision(),))
 
@@ -120,6 +125,12 @@ def measured(rank: LoadedRank, profile: ProfileRun) -> Measured:
         given_back_bytes=profile.given_back_bytes,
         peak_bytes=rank.loaded.peak_bytes,
     )
+
+
+def segment_layout(engine: EngineChoices) -> SegmentLayout:
+    """Of the memory that the ranks of this plan share. Ranks on GPUs have plans and orders there, and no numbers."""
+    stages, slot_bytes = max(1, len(engine.stages)), SLOT_PAGE_BYTES if engine.rank_gpus else engine.slot_bytes
+    return SegmentLayout(engine.rank_count, slot_bytes, stages, engine.stream_bytes, engine.answer_bytes)
 
 
 def threads_of(cores: int, size: int, rank: int) -> int:

@@ -11,6 +11,8 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+import numpy
+
 from holdfast.config import EngineConfig
 from holdfast.engine.process.protocol import pack_failure
 from holdfast.engine.ranks import messages
@@ -19,9 +21,8 @@ from holdfast.engine.ranks.following import Follower
 from holdfast.engine.startup.build import find_model
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import HoldfastError
-from holdfast.execution.parallel.collectives import Collectives
-from holdfast.execution.parallel.gloo import GlooCollectives, open_store
-from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
+from holdfast.execution.parallel.gloo import open_store
+from holdfast.execution.parallel.rank_link import RankLink
 from holdfast.observability.nonblocking_output import unblock_output
 from holdfast.records import StepPlan
 
@@ -46,17 +47,17 @@ def run(segment: int, connection: int) -> int:
 def _follower(start: messages.StartRank) -> type[Follower]:
     if not start.plan.engine.rank_gpus:
         return CpuFollower
-    from holdfast.engine.ranks.gpu_follower import GpuFollower  # Ranks of a CPU need nothing of what it imports.
+    from holdfast.engine.ranks.gpu.follower import GpuFollower  # Ranks of a CPU need nothing of what it imports.
 
     return GpuFollower
 
 
 class CpuFollower(Follower):
     def _load(self, start: messages.StartRank) -> None:
-        self._shared = SharedMemoryCollectives(self._segment, start.rank, self._look)
-        collectives: Collectives = self._shared
+        self._link = RankLink(self._segment, start.rank, self._look)
         if start.store_port is not None:
-            collectives = GlooCollectives(open_store(start.store_port, start.size), start.rank, start.size)
+            self._link.use_gloo(open_store(start.store_port, start.size))
+        stage = self._link.stage
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
         model = find_model(config, progress=False, text=False)
         self._config, self._files = config, model.files
@@ -67,12 +68,20 @@ class CpuFollower(Follower):
             start.plan,
             self._say_loading,
             threads=start.threads,
-            collectives=collectives,
+            beat=None if stage is None else stage.note_alive,
+            rank=start.rank,
+            collectives=self._link.collectives,
+            stage=stage,
         )
         self._say(messages.RankLoaded(self._member.runner.weights_bytes))
 
     def _execute(self, plan: StepPlan) -> None:
         self._member.runner.execute(plan)
+
+    def _note_sampled(self, sampled: messages.Sampled) -> None:
+        """Other stages are told with each plan as much as they need to know of it."""
+        if self._link.stage is not None and self._link.stage.is_first:
+            self._member.runner.note_sampled(numpy.array(sampled.slots), numpy.array(sampled.tokens))
 
     def _follow(self, order: messages.Order) -> bool:
         runner = self._member.runner
@@ -93,4 +102,4 @@ class CpuFollower(Follower):
     def _rejoin(self) -> None:
         self._segment.calm = self._segment.alarm.value
         self._receiver.skip_to(self._segment.mail.value)
-        self._shared.go_on_from(self._segment.resume.value)
+        self._link.go_on_from(self._segment.resume.value)

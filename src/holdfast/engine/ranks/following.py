@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from multiprocessing.connection import Connection
 
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.group import segment_layout
+from holdfast.engine.ranks.cpu import segment_layout
 from holdfast.execution.parallel.mailbox import Receiver
 from holdfast.execution.parallel.segment import Segment
 from holdfast.records import StepPlan
@@ -21,7 +21,7 @@ class StepLeft(Exception):
 class Follower(ABC):
     def __init__(self, start: messages.StartRank, descriptor: int, answers: Connection) -> None:
         self._rank, self._answers = start.rank, answers
-        self._segment = Segment(segment_layout(start.plan), descriptor)
+        self._segment = Segment(segment_layout(start.plan.engine), descriptor)
         self._receiver = Receiver(self._segment, start.rank, self._look)
         self._load(start)
 
@@ -31,6 +31,10 @@ class Follower(ABC):
 
     @abstractmethod
     def _execute(self, plan: StepPlan) -> None: ...
+
+    @abstractmethod
+    def _note_sampled(self, sampled: messages.Sampled) -> None:
+        """Of a pipeline."""
 
     @abstractmethod
     def _follow(self, order: messages.Order) -> bool:
@@ -49,6 +53,8 @@ class Follower(ABC):
                 message = self._receiver.receive()
                 if message[:1] == messages.STEP:
                     self._execute(messages.decode_plan(message[1:]))
+                elif message[:1] == messages.SAMPLED:
+                    self._note_sampled(messages.decode_sampled(message[1:]))
                 elif not self._follow(messages.decode_order(message[1:])):
                     return
             except StepLeft:

@@ -22,28 +22,28 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.cpu import threads_of
+from holdfast.engine.ranks.cpu import segment_layout, threads_of
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
-from holdfast.execution.parallel.gloo import GlooCollectives, open_store
+from holdfast.execution.parallel.gloo import open_store
+from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.mailbox import Sender
-from holdfast.execution.parallel.segment import Segment, SegmentLayout
-from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
-from holdfast.footprint.cpu import SLOT_PAGE_BYTES
+from holdfast.execution.parallel.rank_link import RankLink
+from holdfast.execution.parallel.segment import Segment
 from holdfast.planner import Plan
 from holdfast.records import StepPlan
 from holdfast.units import format_duration
-
-if TYPE_CHECKING:
-    from holdfast.execution.parallel.collectives import Collectives
 
 LEAVE_S = 3.0
 """For ranks to end in order, before they are killed."""
 KILLED_S = 10.0
 ANSWER_LOOK_S = 0.2
+AHEAD, HALF = 1 << 20, 1 << 31
+"""That all ranks go on with their counts after a step was left, further than any of them can have come; and half of the
+numbers that a count has."""
 LAST_WORDS_S = 0.5
 """For what a rank had written when it ended."""
 
@@ -92,23 +92,31 @@ class RankProcess:
 
 
 class RankGroup:
-    """`timeout_s`: how long another rank may let this one wait; 0: for ever."""
+    """`timeout_s`: how long another rank may let this one wait; 0: for ever. `beat`: called while it does."""
 
-    def __init__(self, config: EngineConfig, plan: Plan, *, cores: int, timeout_s: float) -> None:
-        self.size = len(plan.engine.shards)
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: Plan,
+        *,
+        cores: int,
+        timeout_s: float,
+        beat: Callable[[], None] | None = None,
+    ) -> None:
+        self.size = plan.engine.rank_count
         self.timeout_s, self.cores = timeout_s, cores
         self.threads = threads_of(cores, self.size, 0)
-        self._segment = Segment(segment_layout(plan))
-        self.on_end: Callable[[], None] | None = None
-        """Called by another thread when a rank has ended."""
-        self._ending, self._interrupted = False, False
+        self._segment = Segment(segment_layout(plan.engine))
+        self._ending, self._interrupted, self._resume = False, False, 0
+        self.beat = beat or (lambda: None)
         self._sender = Sender(self._segment, self._look)
         self._ranks = list[RankProcess]()
-        self._shared: SharedMemoryCollectives | None = None
+        self.link = GpuRankLink() if plan.engine.rank_gpus else RankLink(self._segment, 0, self._look)
+        self._progress, self._progressed_s = [0], 0.0
         try:
             for number in range(1, self.size):
                 self._ranks.append(RankProcess(number, self._segment, self._on_end))
-            self.store = open_store(None, self.size) if wants_store(config, plan) else None
+            self.store = open_store(None, self.size) if _wants_store(config, plan) else None
             for rank in self._ranks:
                 start = messages.StartRank(
                     rank=rank.number,
@@ -119,21 +127,15 @@ class RankGroup:
                     store_port=None if self.store is None else self.store.port,
                 )
                 rank.connection.send_bytes(messages.encode(start))
-            # Those of GPUs are made by whoever has opened them.
-            self.collectives = None if plan.engine.rank_gpus else self._make_collectives()
+            # Waits until all ranks are there, which have been told to start by now. Those of GPUs are joined later.
+            if self.store is not None and isinstance(self.link, RankLink):
+                self.link.use_gloo(self.store, self.timeout_s)
         except OSError as error:
             self.close()
             raise EngineDiedError(f"the ranks of this engine could not be started: {error}") from error
         except BaseException:
             self.close()
             raise
-
-    def _make_collectives(self) -> Collectives:
-        """Those over gloo wait until all ranks are there: they are made once the others have been told to start."""
-        if self.store is not None:
-            return GlooCollectives(self.store, 0, self.size, self.timeout_s)
-        self._shared = SharedMemoryCollectives(self._segment, 0, self._look)
-        return self._shared
 
     @property
     def pids(self) -> list[int]:
@@ -160,24 +162,33 @@ class RankGroup:
             self._go_on()
         self._sender.send(message)
 
+    def tell_sampled(self, slots: list[int], tokens: list[int]) -> None:
+        """Of a pipeline: to the other ranks of the first stage, before the step that goes on from these tokens."""
+        self._send(messages.SAMPLED + messages.encode(messages.Sampled(slots, tokens)))
+
     def interrupt(self) -> None:
         """This rank has left a step in the middle: the others leave it too, wherever they are."""
         self._interrupted = True
-        if self._shared is None or self._ending:
+        if not self.link.resumes or self._ending:
             return
-        self._segment.resume.post(self._shared.count + 2)  # Ahead of all of them, who are at most one ahead of this.
+        segment = self._segment
+        words = [word.value for word in (*segment.counts, *segment.sent, *segment.taken)]
+        first = words[0]  # Counts come round: whoever is ahead of the first is so by less than half of all numbers.
+        self._resume = first + AHEAD + max((word - first + HALF) % (2 * HALF) - HALF for word in words)
+        segment.resume.post(self._resume)
         self._alarm()
 
     def _go_on(self) -> None:
-        if self._shared is None:
+        if not self.link.resumes:
+            assert self.link.collectives is not None
+            name = self.link.collectives.name
             raise EngineDiedError(
-                "a step was left in the middle, which ranks that are joined by gloo, or on GPUs, cannot go on from"
+                f"a step was left in the middle, which ranks that are joined by {name} cannot go on from"
             )
-        count = self._shared.count + 2
         self._segment.calm = self._segment.alarm.value
         for rank in self._ranks:
-            self._segment.counts[rank.number].wait(count, self._look)
-        self._shared.go_on_from(count)
+            self._segment.counts[rank.number].wait(self._resume, self._look)
+        self.link.go_on_from(self._resume)
         self._sender.go_on()
         self._interrupted = False
 
@@ -219,21 +230,41 @@ class RankGroup:
         self.check()
         if self._segment.alarm.value != self._segment.calm and not self._interrupted:
             raise EngineDiedError("a rank has ended")
+        waited_s = self._without_progress_s(waited_s)
         if 0 < self.timeout_s <= waited_s:
-            counts = self._segment.counts
-            behind = [rank for rank in self._ranks if counts[rank.number].value < counts[0].value]
+            behind = self._behind()
             names = ", ".join(f"rank {rank.number} (pid {rank.process.pid})" for rank in behind or self._ranks)
             raise EngineHungError(
                 f"{names} has not come to where the other ranks wait for it",
                 needed=f"within {format_duration(self.timeout_s)}",
                 found=f"{format_duration(waited_s)} without it",
             )
+        self.beat()
+
+    def _without_progress_s(self, waited_s: float) -> float:
+        """Of a pipeline: the stages behind may take long for all of their layers, but each of these is seen."""
+        alive = [word.value for word in self._segment.alive]
+        if alive and (alive != self._progress or waited_s < self._progressed_s):
+            self._progress, self._progressed_s = alive, waited_s
+        return waited_s - self._progressed_s if alive else waited_s
+
+    def _behind(self) -> list[RankProcess]:
+        """Who has not come: of the first stage that has not handed on what it was given, those who counted least."""
+        counts, sent, each = self._segment.counts, self._segment.sent, self._segment.layout.tensor_parallel
+        # What the last stage sends is answers, of which a step may have several: it is meant where no other is.
+        handed_on = [sent[first].value for first in range(0, self.size - each, each)] if sent else []
+        stage = next((at for at in range(1, len(handed_on)) if handed_on[at] < handed_on[at - 1]), len(handed_on))
+        for ranks in (range(each), range(stage * each, (stage + 1) * each)):
+            most = max(counts[rank].value for rank in ranks)
+            behind = [rank for rank in self._ranks if rank.number in ranks and counts[rank.number].value < most]
+            if behind:
+                return behind
+        return [rank for rank in self._ranks if rank.number in ranks]
 
     def _on_end(self) -> None:
         if not self._ending:
             self._alarm()
-            if self.on_end is not None:
-                self.on_end()
+            self.link.give_up()
 
     def _alarm(self) -> None:
         self._segment.alarm.post(self._segment.alarm.value + 1)
@@ -256,13 +287,7 @@ class RankGroup:
             self._segment.close()
 
 
-def segment_layout(plan: Plan) -> SegmentLayout:
-    """Of the memory that plans travel by, and on a CPU numbers too."""
-    engine = plan.engine
-    return SegmentLayout(len(engine.shards), SLOT_PAGE_BYTES if engine.rank_gpus else engine.slot_bytes)
-
-
-def wants_store(config: EngineConfig, plan: Plan) -> bool:
+def _wants_store(config: EngineConfig, plan: Plan) -> bool:
     """Whether ranks find one another by a port: for gloo, or for NCCL, which has no two ranks on one GPU."""
     uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
     return len(set(uuids)) == len(uuids) if uuids else config.disable_custom_all_reduce

@@ -1,7 +1,8 @@
 """What rank 0 and the other ranks say to each other, and how it is packed (msgspec's MessagePack).
 
 by a socket of each rank    StartRank, and all that ranks answer
-by the mailbox, to all      plans (the first byte is STEP), and orders that are followed in turn with them (ORDER)
+by the mailbox, to all      plans (the first byte is STEP), orders that are followed in turn with them (ORDER), and of a
+                            pipeline the tokens that a step before has sampled (SAMPLED)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 from holdfast.planner import Plan
 from holdfast.records import Failure, StepPlan
 
-STEP, ORDER = b"\x00", b"\x01"
+STEP, ORDER, SAMPLED = b"\x00", b"\x01", b"\x02"
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
@@ -26,6 +27,13 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     threads: int
     store_port: int | None = None
     """Where gloo's ranks find one another; None: they share memory."""
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a step, by slot, for ranks that look embeddings up."""
+
+    slots: list[int]
+    tokens: list[int]
 
 
 class ProfileStep(msgspec.Struct, frozen=True, tag=True):
@@ -119,5 +127,6 @@ encode = msgspec.msgpack.Encoder().encode
 decode_start: Callable[[bytes], StartRank] = msgspec.msgpack.Decoder(StartRank).decode
 decode_join: Callable[[bytes], JoinRanks] = msgspec.msgpack.Decoder(JoinRanks).decode
 decode_plan: Callable[[bytes], StepPlan] = msgspec.msgpack.Decoder(StepPlan).decode
+decode_sampled: Callable[[bytes], Sampled] = msgspec.msgpack.Decoder(Sampled).decode
 decode_order: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode
 decode_from_rank: Callable[[bytes], FromRank] = msgspec.msgpack.Decoder(FromRank).decode

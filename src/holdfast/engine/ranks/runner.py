@@ -1,20 +1,24 @@
-"""A runner of several ranks: every plan goes to the others first, then this rank computes its share of it."""
+"""A runner of several ranks: every plan goes to the others first, then this rank computes its share of it.
+
+Of a pipeline several plans are under way at once. Each is finished when its result is asked for, or when another wants
+a slot that one of its rows still has; always in the order of plans.
+"""
 
 from __future__ import annotations
 
-import contextlib
+from collections import deque
 from collections.abc import Sequence
 
 from holdfast.engine.core.loop import StepHandle, StepRunner
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.group import RankGroup
-from holdfast.execution.parallel.gpu.together import GpuCollectives
 from holdfast.records import StepPlan, StepResult, TokenMasks
 
 
 class RankedRunner:
     def __init__(self, runner: StepRunner, group: RankGroup) -> None:
         self._runner, self._group = runner, group
+        self._under_way = deque[_UnderWay]()
 
     @property
     def pids(self) -> list[int]:
@@ -22,18 +26,56 @@ class RankedRunner:
         return self._group.pids
 
     def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
+        taken = {start.slot for start in plan.starts}
+        if any(taken & step.slots for step in self._under_way):
+            self.finish()
         try:  # From the first byte on: a plan that has reached the others and is not followed here is left by all.
             self._group.send_plan(plan)
-            return self._runner.submit(plan, masks)
+            handle = self._runner.submit(plan, masks)
         except BaseException:
-            self._group.interrupt()
+            self._leave()
             raise
+        if self._group.link.stage is None:
+            return handle
+        step = _UnderWay(self, plan, handle)
+        self._under_way.append(step)
+        return step
+
+    def finish(self, until: _UnderWay | None = None) -> None:
+        """Steps up to this one, or all."""
+        while self._under_way:
+            step = self._under_way[0]
+            try:
+                result = step.handle.result()
+                self._tell_sampled(step.plan, result)
+            except BaseException:
+                self._leave()
+                raise
+            step.done = result
+            self._under_way.popleft()
+            if step is until:
+                return
+
+    def _tell_sampled(self, plan: StepPlan, result: StepResult) -> None:
+        if self._group.link.collectives is None:
+            return  # Nobody else looks embeddings up.
+        slots = [row.slot for row in plan.rows if row.samples]
+        counted = [
+            (slot, token) for slot, token in zip(slots, result.token_ids, strict=True) if slot not in result.late
+        ]
+        if counted:
+            self._group.tell_sampled([slot for slot, _ in counted], [token for _, token in counted])
+
+    def _leave(self) -> None:
+        self._under_way.clear()
+        self._group.interrupt()
 
     @property
     def most_blocks(self) -> int:
         return self._runner.most_blocks
 
     def resize_kv(self, blocks: int) -> None:
+        self.finish()
         self._runner.resize_kv(blocks)  # First: what it cannot have, the others are not asked for.
         self._group.order(messages.ResizePool(blocks))
         self._group.answers(messages.Done)
@@ -45,44 +87,25 @@ class RankedRunner:
         """There are no tiers below the pool here."""
 
     def close(self) -> None:
+        self._under_way.clear()
         self._group.close()
         self._runner.close()
 
 
-class RankedGpuRunner(RankedRunner):
-    """The same of GPUs, whose steps are computed after they were submitted: a rank that ended is named then."""
+class _UnderWay:
+    """A step that other stages go on with. One that nobody asks for any more is finished all the same, in its turn."""
 
-    def __init__(self, runner: StepRunner, group: RankGroup, collectives: GpuCollectives) -> None:
-        super().__init__(runner, group)
-        self._collectives = collectives
+    late: Sequence[int] = ()
 
-    def submit(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepHandle:
-        try:
-            return _Watched(super().submit(plan, masks), self._group)
-        except Exception:
-            self._group.check()  # Whose end is the reason.
-            raise
+    def __init__(self, owner: RankedRunner, plan: StepPlan, handle: StepHandle) -> None:
+        self.plan, self.handle, self.done = plan, handle, None
+        self.slots = {row.slot for row in plan.rows}
+        self._owner = owner
 
-    def close(self) -> None:
-        self._collectives.give_up()  # Whatever waits on the GPU for ranks that leave.
-        super().close()
-        with contextlib.suppress(
-            RuntimeError
-        ):  # A device that has failed gives nothing back; it ends with the process.
-            self._collectives.close()
-
-
-class _Watched:
-    def __init__(self, step: StepHandle, group: RankGroup) -> None:
-        self._step, self._group = step, group
-
-    @property
-    def late(self) -> Sequence[int]:
-        return self._step.late
+    done: StepResult | None
 
     def result(self) -> StepResult:
-        try:
-            return self._step.result()
-        except Exception:
-            self._group.check()  # Whose end is the reason.
-            raise
+        if self.done is None:
+            self._owner.finish(until=self)
+        assert self.done is not None, "a step that was left has no result"
+        return self.done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
@@ -19,6 +19,7 @@ from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.execution.parallel.gloo import GlooCollectives
 from holdfast.execution.runner import Runner
 from holdfast.models import ModelSpec
+from holdfast.models.stages import rank_spec
 from holdfast.observability.decisions import Decision
 from holdfast.planner import Plan
 from holdfast.records import RankMemory
@@ -47,6 +48,12 @@ class LoadedRanks:
     def step_runner(self) -> StepRunner:
         return self.runner if self.group is None else RankedRunner(self.runner, self.group)
 
+    @property
+    def steps_ahead(self) -> int:
+        """That are worth computing before the first is over: as many as other stages can be at."""
+        stage = None if self.group is None else self.group.link.stage
+        return 0 if stage is None else stage.count - 1
+
     def back_kv(self, blocks: int, most_blocks: int | None = None) -> None:
         if self.group is not None:
             self.group.order(messages.BackKV(blocks, most_blocks))
@@ -63,7 +70,7 @@ class LoadedRanks:
             self.group.answers(messages.Done)
         return found
 
-    def rows(self, plan: Plan, measured: Sequence[Measured]) -> list[RankMemory]:
+    def rows(self, spec: ModelSpec, plan: Plan, measured: Sequence[Measured]) -> list[RankMemory]:
         """What each rank has, where there are several."""
         if self.group is None:
             return []
@@ -71,28 +78,31 @@ class LoadedRanks:
         pids = [os.getpid(), *self.group.pids]
         return [
             RankMemory(
-                rank=shard.rank,
-                pid=pids[shard.rank],
-                threads=threads_of(self.group.cores, self.group.size, shard.rank),
-                heads=shard.head_count,
-                kv_heads=shard.kv_head_count,
-                planned_weights_bytes=engine.rank_weights[shard.rank],
-                weights_bytes=measured[shard.rank].terms["weights"],
-                kv_pool_bytes=engine.blocks * replace(engine.layout, kv_heads=shard.kv_head_count).page_bytes,
+                rank=rank,
+                pid=pids[rank],
+                threads=threads_of(self.group.cores, self.group.size, rank),
+                heads=own.heads,
+                kv_heads=own.kv_heads,
+                first_layer=own.layers[0].index,
+                layers=len(own.layers),
+                planned_weights_bytes=engine.rank_weights[rank],
+                weights_bytes=measured[rank].terms["weights"],
+                kv_pool_bytes=engine.blocks * engine.layout_of(rank).page_bytes,
             )
-            for shard in engine.shards
+            for rank, own in enumerate(rank_spec(spec, *engine.part_of(rank)) for rank in range(engine.rank_count))
         ]
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         if self.group is None:
             return self.first.decisions
-        assert self.group.collectives is not None
-        size, name = self.group.size, self.group.collectives.name
+        size, sums = self.group.size, self.group.link.collectives
         threads = ", ".join(str(threads_of(self.group.cores, size, rank)) for rank in range(size))
         reason = f"{size} ranks of one machine, which compute with {threads} threads"
-        source = "set" if name == GlooCollectives.name else "hardware"
-        return (*self.first.decisions, Decision("all_reduce", name, reason, source))
+        if sums is None:
+            return (*self.first.decisions, Decision("threads", threads, reason, "hardware"))
+        source = "set" if sums.name == GlooCollectives.name else "hardware"
+        return (*self.first.decisions, Decision("all_reduce", sums.name, reason, source))
 
     def profile_run(self) -> tuple[list[Measured], float]:
         """What each rank took, and the seconds of the heaviest step."""
@@ -116,12 +126,12 @@ def load_ranks(
     beat: Callable[[], None] | None = None,
 ) -> LoadedRanks:
     """Whatever fails, no rank is left behind."""
-    if not plan.engine.shards:
+    if plan.engine.rank_count == 1:
         first = load_rank(
             config, files, spec, plan, lambda done, total: progress("load", done, total), threads=cores, beat=beat
         )
         return LoadedRanks(first, None)
-    group = RankGroup(config, plan, cores=cores, timeout_s=hung_s(config))
+    group = RankGroup(config, plan, cores=cores, timeout_s=hung_s(config), beat=beat)
 
     def loaded(done: int, total: int) -> None:
         group.check()
@@ -129,7 +139,15 @@ def load_ranks(
 
     try:
         first = load_rank(
-            config, files, spec, plan, loaded, threads=group.threads, beat=beat, collectives=group.collectives
+            config,
+            files,
+            spec,
+            plan,
+            loaded,
+            threads=group.threads,
+            beat=beat,
+            collectives=group.link.collectives,
+            stage=group.link.stage,
         )
         group.answers(messages.RankLoaded, lambda: progress("load", 0, 0))
     except BaseException:

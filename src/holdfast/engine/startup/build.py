@@ -328,7 +328,7 @@ def build_core(
         measured, profile_run_s = ranks.profile_run()
         plan = replace(plan, decisions=(*plan.decisions, *ranks.find_kv_scales(config, model.files)))
         plan, report = _settled(plan, measured, lower_tiers(config, plan))
-        report = msgspec.structs.replace(report, ranks=ranks.rows(plan, measured))
+        report = msgspec.structs.replace(report, ranks=ranks.rows(model.spec, plan, measured))
         ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
         opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     except BaseException:
@@ -339,8 +339,16 @@ def build_core(
         plan = replace(plan, decisions=(*plan.decisions, opened.decision))
         runner.use_tiers(CpuPageCopies(opened.store, plan.engine.layout.page_bytes))
         limits_below = TierLimits(most_loading_disk=staging_places(plan.engine.layout.page_bytes), storing_share=1 / 8)
-    scheduler = _scheduler(config, plan, tiers=limits_below, stored=None if opened is None else opened.store)
-    core = EngineCore(scheduler, core_runner, store_use=None if opened is None else opened.use)
+    ahead = ranks.steps_ahead
+    scheduler = _scheduler(
+        config,
+        plan,
+        steps_ahead=ahead,
+        apart=ahead > 0,
+        tiers=limits_below,
+        stored=None if opened is None else opened.store,
+    )
+    core = EngineCore(scheduler, core_runner, steps_ahead=ahead, store_use=None if opened is None else opened.use)
     return core, engine_info(config, model.files, model.spec, plan, runner, report, profile_run_s)
 
 
@@ -392,7 +400,7 @@ def _build_on_gpus(
 ) -> tuple[EngineCore, EngineInfo]:
     """Of several ranks, each with a GPU."""
     from holdfast.engine.core.loop import EngineCore
-    from holdfast.engine.ranks.gpu_together import build_gpu_ranks
+    from holdfast.engine.ranks.gpu.together import build_gpu_ranks
 
     built = build_gpu_ranks(config, model.files, model.spec, plan, progress, beat)
     scheduler = _scheduler(config, built.plan, steps_ahead=1)
@@ -461,6 +469,7 @@ def _scheduler(
     config: EngineConfig,
     plan: Plan,
     steps_ahead: int = 0,
+    apart: bool = False,
     tiers: TierLimits | None = None,
     stored: StoredPages | None = None,
 ) -> Scheduler:
@@ -471,6 +480,7 @@ def _scheduler(
         prompt_tokens_beside=plan.engine.prompt_tokens_beside,
         policy="priority" if config.scheduling_policy == "priority" else "fcfs",
         max_steps_in_flight=1 + steps_ahead,
+        apart=apart,
         max_loras=config.lora_places,
     )
     engine, caching = plan.engine, config.enable_prefix_caching

@@ -9,8 +9,9 @@ from holdfast.observability.decisions import Decision
 from holdfast.observability.ledger import term_lines
 from holdfast.planner import Plan
 from holdfast.planner.sizing.kv_cost import layout_cost
+from holdfast.planner.sizing.rank_shares import part_words
 from holdfast.records import MemoryTerm
-from holdfast.units import counted, format_bytes
+from holdfast.units import format_bytes
 
 log = logging.getLogger("holdfast")
 
@@ -39,9 +40,8 @@ def plan_details(plan: Plan) -> list[str]:
     """Where the budget goes, term by term, and the limits."""
     limits = plan.limits
     ranks = [
-        f"  rank {shard.rank}: {format_bytes(nbytes)} of weights, {counted(shard.head_count, 'head')} over"
-        f" {counted(shard.kv_head_count, 'KV head')}"
-        for shard, nbytes in zip(plan.engine.shards, plan.engine.rank_weights, strict=True)
+        f"  rank {rank}: {part_words(nbytes, *plan.engine.part_of(rank))}"
+        for rank, nbytes in enumerate(plan.engine.rank_weights)
     ]
     return [
         *term_lines(planned_terms(plan), plan.budget_bytes),

@@ -1,7 +1,7 @@
 """Messages from rank 0 to all other ranks of the machine, in order, through the shared segment. Knows only bytes.
 
 One message lies there at a time, a long one in pieces: the next is written when all have taken this one, which they do
-as soon as they are done with the step before.
+as soon as they are done with the step before. Of a pipeline several lie there, because its stages are that far apart.
 
     length word   bit 31: more pieces follow · bits 0-30: bytes of this piece
 """
@@ -32,15 +32,18 @@ class Sender:
         for first in range(0, len(message), MAIL_BYTES):
             piece = message[first : first + MAIL_BYTES]
             self._await_readers()
-            self._segment.mailbox[: len(piece)] = numpy.frombuffer(piece, dtype=numpy.uint8)
+            place = self._count % self._segment.layout.mails
+            self._segment.mailbox[place, : len(piece)] = numpy.frombuffer(piece, dtype=numpy.uint8)
             more = _MORE if first + MAIL_BYTES < len(message) else 0
-            self._segment.mail_length.post(len(piece) | more)
+            self._segment.mail_lengths[place].post(len(piece) | more)
             self._count += 1
             self._segment.mail.post(self._count)
 
     def _await_readers(self) -> None:
+        """Until all have taken what lies where the next message goes."""
+        taken = self._count + 1 - self._segment.layout.mails
         for word in self._segment.read[1:]:
-            word.wait(self._count, self._watch)
+            word.wait(taken, self._watch)
 
 
 class Receiver:
@@ -52,8 +55,9 @@ class Receiver:
         pieces = list[bytes]()
         while True:
             self._segment.mail.wait_between_steps(self._count + 1, self._watch)
-            length = self._segment.mail_length.value
-            pieces.append(self._segment.mailbox[: length & ~_MORE].tobytes())
+            place = self._count % self._segment.layout.mails
+            length = self._segment.mail_lengths[place].value
+            pieces.append(self._segment.mailbox[place, : length & ~_MORE].tobytes())
             self.skip_to(self._count + 1)
             if not length & _MORE:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -1,14 +1,16 @@
 """Memory that the ranks of one machine share: an anonymous file, which is gone when the last of them is.
 
     words     one a cache line: an alarm, where to go on after it, a count for each rank, those of the mailbox
-    mailbox   bytes from rank 0 to all others
+    mailbox   bytes from rank 0 to all others, with several stages as many messages as there are stages
     slots     [rank][2][slot bytes]: what each rank shows the others, in turns
+    streams   [stage but the last][stream bytes]: what a stage hands on; answers: what the last one shows rank 0
 
 A word is written by one process and awaited by others (native/rank_words.h). Knows nothing of what is in the slots.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,16 +44,43 @@ class SegmentLayout:
     size: int
     """Ranks."""
     slot_bytes: int
-    """A multiple of a page."""
+    """A multiple of a page, as is what follows."""
+    stages: int = 1
+    stream_bytes: int = 0
+    """That a stage hands on at a time: all of a step."""
+    answer_bytes: int = 0
+    """That one rank of the last stage shows the first rank at a time."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks of one stage, which follow one another."""
+        return self.size // self.stages
+
+    @property
+    def mails(self) -> int:
+        """Messages on their way: a stage may be as many steps behind the first one as there are stages."""
+        return self.stages
 
     @property
     def words_bytes(self) -> int:
-        lines = 4 + 2 * self.size
+        lines = 3 + self.mails + (2 if self.stages == 1 else 5) * self.size
         return -(-lines * LINE_BYTES // ALIGNED_BYTES) * ALIGNED_BYTES
 
     @property
+    def slots_at(self) -> int:
+        return self.words_bytes + self.mails * MAIL_BYTES
+
+    @property
+    def streams_at(self) -> int:
+        return self.slots_at + 2 * self.size * self.slot_bytes
+
+    @property
+    def answers_at(self) -> int:
+        return self.streams_at + (self.stages - 1) * self.stream_bytes
+
+    @property
     def nbytes(self) -> int:
-        return self.words_bytes + MAIL_BYTES + 2 * self.size * self.slot_bytes
+        return self.answers_at + (self.tensor_parallel * self.answer_bytes if self.stages > 1 else 0)
 
 
 class SharedWord:
@@ -118,12 +147,29 @@ class Segment:
         self.alarm, self.resume = SharedWord(self, 0), SharedWord(self, 1)
         self._waited = numpy.zeros(1, dtype=numpy.int64)
         self._calm = numpy.array([self.alarm.value], dtype=numpy.uint32)
-        self.mail, self.mail_length = SharedWord(self, 2), SharedWord(self, 3)
-        self.counts = [SharedWord(self, 4 + rank) for rank in range(layout.size)]
-        self.read = [SharedWord(self, 4 + layout.size + rank) for rank in range(layout.size)]
-        first = layout.words_bytes
-        self.mailbox = held[first : first + MAIL_BYTES]
-        self._slots = mapped[first + MAIL_BYTES :].view(layout.size, 2, layout.slot_bytes)
+        size, lines = layout.size, itertools.count(2)
+
+        def words(count: int) -> list[SharedWord]:
+            return [SharedWord(self, next(lines)) for _ in range(count)]
+
+        [self.mail] = words(1)
+        self.mail_lengths, self.counts, self.read = words(layout.mails), words(size), words(size)
+        several = size if layout.stages > 1 else 0
+        self.sent, self.taken, self.alive = words(several), words(several), words(several)
+        """Of a pipeline, for each rank: what it has handed on or shown, what it has taken, and that it is at work."""
+        mails, slots, streams, answers = layout.words_bytes, layout.slots_at, layout.streams_at, layout.answers_at
+        self.mailbox = held[mails:slots].reshape(layout.mails, MAIL_BYTES)
+        self._slots = mapped[slots:streams].view(size, 2, layout.slot_bytes)
+        self._streams = mapped[streams:answers].view(layout.stages - 1, layout.stream_bytes)
+        self._answers = mapped[answers:].view(-1, layout.answer_bytes) if layout.stages > 1 else mapped[:0]
+
+    def stream(self, stage: int) -> torch.Tensor:
+        """uint8 [stream bytes]: what this stage hands on."""
+        return self._streams[stage]
+
+    def answer(self, place: int) -> torch.Tensor:
+        """uint8 [answer bytes]: of this rank of the last stage."""
+        return self._answers[place]
 
     @property
     def calm(self) -> int:
@@ -149,7 +195,7 @@ class Segment:
 
     @property
     def slots_address(self) -> int:
-        return self.address + self.layout.words_bytes + MAIL_BYTES
+        return self.address + self.layout.slots_at
 
     def close(self) -> None:
         """The memory goes when nobody maps it any more. Nobody may wait for a word of it meanwhile, or afterwards."""
@@ -157,3 +203,28 @@ class Segment:
             os.close(self.descriptor)
             self.descriptor = -1
         self.numbers, self.mailbox, self._slots = self.numbers.copy(), self.mailbox[:0].copy(), self._slots[:0].clone()
+        self._streams, self._answers = self._streams[:0].clone(), self._answers[:0].clone()
+
+
+class StageSegment:
+    """The part of a segment that the ranks of one stage have for their collectives."""
+
+    def __init__(self, segment: Segment, stage: int) -> None:
+        size = segment.layout.tensor_parallel
+        self.layout = SegmentLayout(size, segment.layout.slot_bytes)
+        self.counts, self.alarm = segment.counts[stage * size : (stage + 1) * size], segment.alarm
+        self._segment, self._first = segment, stage * size
+
+    @property
+    def calm_address(self) -> int:
+        return self._segment.calm_address
+
+    @property
+    def slots_address(self) -> int:
+        return self._segment.slots_address + 2 * self._first * self.layout.slot_bytes
+
+    def slot(self, rank: int, turn: int) -> torch.Tensor:
+        return self._segment.slot(self._first + rank, turn)
+
+    def close(self) -> None:
+        self._segment.close()

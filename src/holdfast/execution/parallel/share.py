@@ -29,7 +29,7 @@ class RankShare:
     ) -> None:
         self.collectives = collectives
         self._first, self._last = vocab[collectives.rank]
-        self._widths = [last - first for first, last in vocab]
+        self.widths = [last - first for first, last in vocab]
         self._logits = torch.empty((rows, self._last - self._first), dtype=dtype)
 
     @property
@@ -50,10 +50,14 @@ class RankShare:
 
     def logits(self, multiply: Product, hidden: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether `out` has them: of the first rank alone."""
+        self.collectives.gather(self.part(multiply, hidden), self.widths, out if self.samples else None)
+        return self.samples
+
+    def part(self, multiply: Product, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of them, until the next are computed."""
         part = self._logits[: len(hidden)]
         multiply(hidden, part)
-        self.collectives.gather(part, self._widths, out if self.samples else None)
-        return self.samples
+        return part
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
         """Of each of these, which are float32, the largest that any rank has."""

@@ -15,18 +15,19 @@ import torch
 
 from holdfast.execution.native import CompiledSums, threads
 from holdfast.execution.native.loading import kernels
-from holdfast.execution.parallel.segment import LOOK_NS, SPIN_NS, Segment, Watch
+from holdfast.execution.parallel.segment import LOOK_NS, SPIN_NS, Segment, StageSegment, Watch
 
 COUNT = 9
 """Where a group's description (native/rank_sums.h) has what this rank has counted."""
 
 
 class SharedMemoryCollectives:
-    """`watch`: called while others are awaited, and raises where they will not come."""
+    """`segment`: of all ranks, or of one stage's. `rank`: among those. `watch`: called while others are awaited, and
+    raises where they will not come."""
 
     name = "shared memory"
 
-    def __init__(self, segment: Segment, rank: int, watch: Watch) -> None:
+    def __init__(self, segment: Segment | StageSegment, rank: int, watch: Watch) -> None:
         self._segment, self.rank, self.size = segment, rank, segment.layout.size
         self._watch, self._kernels = watch, kernels()
         numbers = segment.layout.slot_bytes // torch.float32.itemsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -23,6 +24,8 @@ import torch
 from holdfast.errors import EngineError
 from holdfast.hardware import processor
 from holdfast.units import format_bytes
+
+log = logging.getLogger("holdfast")
 
 TOUCHED_BYTES = 32 << 20
 """By one thread at a time."""
@@ -55,7 +58,9 @@ def unregister(addresses: Sequence[int], device: torch.device) -> None:
     if addresses:
         torch.cuda.synchronize(device)  # Something may still be copied from there.
     for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        # Who maps these addresses next would be told that they are pinned: the cause is said where it is known.
+        if error := int(torch.cuda.cudart().cudaHostUnregister(address)):
+            log.warning("the driver did not unpin host memory that is given back: CUDA error %d", error)
 
 
 class PinnedMemory:

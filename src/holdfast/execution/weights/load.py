@@ -140,7 +140,7 @@ class Loader:
         }
         self.slots, self.arrange, self.experts = slots, arrange, experts
         self.make: MakeTensor = exact_tensor
-        self.biases = biases_of(whole or spec)
+        self.biases, self.tied = biases_of(whole or spec), (whole or spec).tied_embeddings
         self.done = 0
         self.layouts: set[str] = set()
         self.ahead = ExpertReads(checkpoint, ahead=device.type != "cpu")
@@ -148,15 +148,16 @@ class Loader:
         """Of whole tensors, ahead of need; None: they are read when their turn comes."""
 
     def load(self) -> Weights:
-        embed = load_embedding(self)
+        nothing = torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
+        embed = load_embedding(self) if "embed" in self.tensors else DenseLinear(nothing)
         assert isinstance(embed, DenseLinear | QuantizedLinear | BlockMatrix), "it has one name, so it is never stacked"
         layers = tuple(self.placed(layer) for layer in self.spec.layers)
         return Weights(
             dtype=self.dtype,
             embed=embed,
             layers=layers,
-            final_norm=self.norm("final_norm"),
-            head=embed if self.spec.tied_embeddings or self.spec.classifier is not None else self.linear("head"),
+            final_norm=self.norm("final_norm") if "final_norm" in self.tensors else Norm(nothing),
+            head=self.head(embed, nothing),
             classifier=self.classifier(embed),
             rope_freqs=self.vector("rope_freqs", torch.float32) if self.has("rope_freqs") else None,
             rope_freqs_long=self.vector("rope_freqs_long", torch.float32) if self.has("rope_freqs_long") else None,
@@ -164,6 +165,12 @@ class Loader:
             slots=self.slots,
             experts=self.experts,
         )
+
+    def head(self, embed: Linear, nothing: torch.Tensor) -> Linear:
+        """Nothing of a stage that is not the last."""
+        if self.spec.tied_embeddings or self.spec.classifier is not None:
+            return embed
+        return self.linear("head") if "head" in self.tensors else DenseLinear(nothing)
 
     def placed(self, layer: LayerSpec) -> LayerWeights:
         """In memory of its own, or in a slot from which it then goes to where it waits."""
@@ -429,7 +436,7 @@ class Loader:
 
     def fill(self, target: torch.Tensor, tensor: TensorSpec) -> None:
         if self.checkpoint is None:
-            dummy = partial(fill_dummy, tensor=whole_of(tensor), tied=self.spec.tied_embeddings)
+            dummy = partial(fill_dummy, tensor=whole_of(tensor), tied=self.tied)
             fill_piece(target, tensor, dummy)
         elif (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
@@ -454,7 +461,7 @@ class Loader:
             # By expert: wherever each of them lies, its numbers are the same.
             for expert, matrix in enumerate(matrix for target in targets for matrix in target):
                 made = replace(whole_of(tensor), name=f"{expert}.{tensor.name}")
-                fill_piece(matrix, tensor, partial(fill_dummy, tensor=made, tied=self.spec.tied_embeddings))
+                fill_piece(matrix, tensor, partial(fill_dummy, tensor=made, tied=self.tied))
             self.step()
             return
         matrices = [matrix for target in targets for matrix in target]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from holdfast.config.engine import CPU_STEP_TOKENS, GPU_STEP_TOKENS, REFUSED, EngineConfig
 from holdfast.config.offload import MOST_LAYERS
 from holdfast.config.setting import Origin, build
-from holdfast.config.unsupported import unproven_ranks
+from holdfast.config.unsupported import check_gpu_ranks
 from holdfast.engine_profiles.profile import profile, spelled_release
 from holdfast.errors import ConfigurationError
 from holdfast.footprint.streamed import AHEAD
@@ -161,10 +161,10 @@ def _holdfast_problems(fit: Plan, settings: Mapping[str, object]) -> list[str]:
     """Why this version of Holdfast would refuse it, as it says so itself."""
     spec, problems = fit.question.model.spec, []
     on_gpu = fit.question.machine.kind == "gpu"
-    if on_gpu and fit.tensor_parallel > 1:  # Whatever the environment here allows: a command is run elsewhere too.
-        problems.append(f"Holdfast does not support this yet: {unproven_ranks(fit.tensor_parallel).message}")
     try:
         build(EngineConfig, {name: str(value) for name, value in settings.items()}, refused=REFUSED, origin=_spelled)
+        if on_gpu:  # Whatever the environment here allows: a command is run elsewhere too.
+            check_gpu_ranks(fit.tensor_parallel, fit.pipeline_parallel, environment={})
     except ConfigurationError as error:
         problems.append(f"Holdfast does not support this yet: {error.message}")
     if fit.question.settings.expert_parallel and fit.question.settings.data_parallel > 1:

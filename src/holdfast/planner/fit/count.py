@@ -39,7 +39,7 @@ from holdfast.planner.sizing.draft_cost import draft_token_bytes, draft_weights
 from holdfast.planner.sizing.dtype import compute_dtype, kv_dtype
 from holdfast.planner.sizing.engine_weights import engine_weights
 from holdfast.planner.sizing.kv_cost import KVCost, kv_cost, layout_cost
-from holdfast.planner.sizing.rank_shares import rank_shares
+from holdfast.planner.sizing.rank_shares import gpu_rank_shares
 from holdfast.planner.sizing.sharded_weights import (
     AS_STORED,
     Weight,
@@ -198,7 +198,7 @@ def _engine_share(question: Question, device: Device, limits: Limits, held: int)
     capability = None if device.gpu is None else device.gpu.compute_capability
     ranked: tuple[Term, ...] = ()
     if settings.ranks > 1 and weights is not None:
-        shares = rank_shares(Same(weights), settings.ranks)
+        shares = gpu_rank_shares(Same(weights), settings.ranks, dtype=dtype)
         held = max(shares.rank_weights(dtype=dtype))
         spec, ranked = shares.weights[0].spec, shares.gpu_terms(limits, dtype=dtype)  # The first has most.
     layout = cpu.kv_layout(spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question, 1))

@@ -108,7 +108,7 @@ class CpuCount:
     @property
     def rank_weights(self) -> tuple[int, ...]:
         """Of each rank, where there are several."""
-        if not self.shares.shards:
+        if self.shares.count == 1:
             return ()
         return tuple(
             one.nbytes(dtype=self.dtype, expand=self.expand, compiled=self.compiled) for one in self.shares.weights
@@ -212,7 +212,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     assert weights is not None, "asked of what runs_on_cpu says this engine runs"
     spec, stored = weights.spec, weights.stored
     compiled, step = question.machine.compiled_kernels and dtype == "float32", limits.max_num_batched_tokens
-    shares = rank_shares(Same(weights), settings.ranks)
+    shares = rank_shares(Same(weights), settings.ranks, settings.stages, dtype=dtype, expand=expand, compiled=compiled)
     streamed = None
     if settings.streamed_layers:
         by_layer = weights.by_layer(dtype=dtype, expand=expand, compiled=compiled)
@@ -248,7 +248,7 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
         adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
         activations += lora.step_bytes(spec, step, dtype=dtype, max_rank=rank)
-    layout = cpu.kv_layout(shares.kv_spec, block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question))
+    layout = shares.kv_layout(block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question))
     stored_kv = kv_store_bytes(settings.kv_store_size, layout.page_bytes) if settings.kv_store_size else 0
     grammars = forms_bytes(spec.vocab_size, limits.max_num_seqs) if settings.structured_output else 0
     return CpuCount(
@@ -324,7 +324,7 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
         dtype=count.dtype,
         kv_dtype=kv_dtype(question),
         tensor_parallel=settings.ranks,
-        pipeline_parallel=1,
+        pipeline_parallel=settings.stages,
         utilization=question.utilization,
         limits=replace(limits, max_model_len=settings.max_model_len or longest),
         ranks=(rank,),
@@ -348,8 +348,11 @@ def _counted(question: Question, limits: Limits, lowered: bool) -> Plan:
             compiled=count.compiled,
             streamed=count.streamed,
             shards=count.shares.shards,
+            stages=count.shares.stages,
             rank_weights=count.rank_weights,
             slot_bytes=count.shares.slot_bytes(limits, dtype=count.dtype),
+            stream_bytes=count.shares.stream_bytes(limits, dtype=count.dtype),
+            answer_bytes=count.shares.answer_bytes(limits, dtype=count.dtype),
             compiled_attention=_compiled_attention(settings, count.compiled),
             short=lowered or pool.cut or length < (settings.max_model_len or spec.max_position),
             prompt_tokens_beside=prompt_tokens_beside(_prompt_parameters(Same(spec)), count.flops, step),

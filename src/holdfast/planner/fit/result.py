@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.footprint.cpu import Limits
 from holdfast.footprint.expert_places import ExpertPlaces
@@ -17,6 +17,7 @@ from holdfast.footprint.layouts import Quantize
 from holdfast.footprint.streamed import StreamedLayers
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models.shards import Shard
+from holdfast.models.stages import LayerStage
 from holdfast.observability.decisions import Decision
 from holdfast.planner.inputs.question import STREAMED_SEQUENCE_TOKENS, USEFUL_TOKENS, Device, Question
 from holdfast.planner.sizing.kv_cost import KVCost
@@ -129,14 +130,37 @@ class EngineChoices:
     kv_ram_bytes: int = 0
     """Beside a GPU: pinned RAM for KV pages that leave it."""
     shards: tuple[Shard, ...] = ()
-    """Of each rank that computes the model with others; empty: one has all of it. `layout` then counts the KV heads of
-    all ranks: its pages are what all of them hold of a page together."""
+    """Of each rank that computes its layers with others; empty: one has all of them. `layout` then counts the KV heads
+    of all ranks: its pages are what all of them hold of a page together."""
+    stages: tuple[LayerStage, ...] = ()
+    """Of a pipeline, each with the ranks of `shards` or with one; empty: every rank has a part of all layers."""
     rank_weights: tuple[int, ...] = ()
     """Bytes of each rank's weights."""
     slot_bytes: int = 0
-    """Of what one rank shows the others at a time."""
+    """Of what one rank shows the others of its stage at a time."""
+    stream_bytes: int = 0
+    """Of what a stage hands on to the next."""
+    answer_bytes: int = 0
+    """Of what a rank of the last stage shows the first rank at a time."""
     prompt_tokens_beside: int | None = None
     """In a step in which answers go on as well; None: as many as a step has."""
+
+    @property
+    def rank_count(self) -> int:
+        return max(1, len(self.shards)) * max(1, len(self.stages))
+
+    def part_of(self, rank: int) -> tuple[LayerStage | None, Shard | None]:
+        """The stage of a rank, and its place in it; None: there is one."""
+        stage, place = divmod(rank, max(1, len(self.shards)))
+        return self.stages[stage] if self.stages else None, self.shards[place] if self.shards else None
+
+    def layout_of(self, rank: int) -> KVLayout:
+        """What this rank has of the pages."""
+        stage, shard = self.part_of(rank)
+        heads = self.layout.kv_heads if shard is None else shard.kv_head_count
+        if stage is None:
+            return replace(self.layout, kv_heads=heads)
+        return self.layout.of_layers(stage.first, stage.last, heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,9 +125,11 @@ def _fit(question: Question, most: int | None = None) -> Plan:
 def _with_ranks(question: Question) -> Question:
     """On a CPU a layer is split over processes, which share one device, as `serve` does it."""
     settings = question.settings
-    if not question.runs_on_cpu or settings.tensor_parallel is None or settings.tensor_parallel == 1:
+    size, stages = settings.tensor_parallel or 1, settings.pipeline_parallel
+    if not question.runs_on_cpu or (size == 1 and stages == 1):
         return question
-    return replace(question, settings=replace(settings, tensor_parallel=1, ranks=settings.tensor_parallel))
+    ranks = replace(settings, tensor_parallel=1, pipeline_parallel=1, ranks=size, stages=stages)
+    return replace(question, settings=ranks)
 
 
 def _rungs(question: Question) -> tuple[LimitPreset, ...]:

@@ -174,6 +174,8 @@ class Settings:
     """What was asked for of layers that do not stay on a GPU."""
     ranks: int = 1
     """Processes that compute the model together on this CPU, each with its share of every layer."""
+    stages: int = 1
+    """Of a pipeline on this CPU, each of so many ranks, with some of the layers."""
     structured_output: bool = True
     kv_store_size: int = 0
     """Of a store of KV pages on disk; 0: there is none."""

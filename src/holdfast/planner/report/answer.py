@@ -125,8 +125,9 @@ def _placed(question: Question) -> tuple[Plan, Offload | None]:
 
 
 def _file_bytes(found: Plan) -> int:
-    """Of layers that are read from a disk for every step."""
-    return 0 if found.engine.streamed is None else found.engine.streamed.file_bytes
+    """Of layers that are read from a disk for every step, which only this engine does."""
+    streamed = None if found.own is None else found.own.streamed
+    return 0 if streamed is None else streamed.file_bytes
 
 
 def _is_for(way: Remedy, engine: str | None, vllm: Vllm) -> bool:

@@ -13,6 +13,7 @@ from holdfast.planner.compat.vllm_release import Vllm
 from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Plan, Rank
 from holdfast.planner.report.offload import offload_document
+from holdfast.planner.report.ranks import rank_rows
 from holdfast.planner.report.wrapping import rounded_down
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def document(answer: PlanFindings) -> dict[str, Any]:
         "settings": _settings(found),
         "traffic": _traffic(found),
         "devices": _devices(found),
+        "ranks": rank_rows(found),
         "interval": _interval(found),
         "safe": _configuration(answer.safe, answer.vllm),
         "max": _configuration(answer.max, answer.vllm),

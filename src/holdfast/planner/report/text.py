@@ -20,6 +20,7 @@ from holdfast.planner.engines.command import Command
 from holdfast.planner.fit.search import Rank, describe_devices
 from holdfast.planner.report.findings import PlanFindings
 from holdfast.planner.report.offload import offload_lines
+from holdfast.planner.report.ranks import rank_lines
 from holdfast.planner.report.wrapping import LEAST_WIDTH, Paint, rounded_down, wrapped
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import counted, format_bytes
@@ -49,6 +50,7 @@ def lines(
         _titled(
             "" if answer.offload is None else answer.offload.title, () if brief else _offload(answer, width), paint
         ),
+        _titled("Ranks", () if brief else rank_lines(answer.fit), paint),
         _titled("Decisions", () if brief else _decisions(answer, width), paint),
         _titled("Warnings", () if brief else _warnings(answer, width, paint), paint),
         _titled(_ways_title(answer, brief), _ways(answer, width, brief), paint),

@@ -41,7 +41,7 @@ from holdfast.planner.serve.settle import longest_context
 from holdfast.planner.sizing.default_limits import check_step
 from holdfast.planner.sizing.dtype import check_type, is_fp8
 from holdfast.planner.sizing.engine_weights import EngineWeights, engine_weights
-from holdfast.planner.sizing.rank_shares import rank_shares
+from holdfast.planner.sizing.rank_shares import gpu_rank_shares
 from holdfast.units import MIB, counted, format_bytes
 
 TOO_OLD, NOT_THERE, MIXED_KV, OF_A_CPU, TOO_WIDE = "HF122", "HF121", "HF126", "HF127", "HF128"
@@ -230,7 +230,7 @@ def _with_pool(found: Plan, config: EngineConfig, chosen: NvidiaGpu, decision: D
     assert weights is not None, "a server plans what it has matched"
     own = spec
     if config.tensor_parallel_size > 1:  # Of the rank with most KV heads.
-        own = rank_shares(Same(weights), config.tensor_parallel_size).weights[0].spec
+        own = gpu_rank_shares(Same(weights), config.tensor_parallel_size, dtype=found.dtype).weights[0].spec
     layout = kv_layout(own, block_tokens=config.block_size, kv_dtype=found.kv_dtype)
     page, pool_bytes = layout.page_bytes, config.kv_cache_memory_bytes
     blocks = rank.pool_bytes // page
@@ -283,7 +283,7 @@ def _with_ranks(found: Plan, ranks: int, gpus: Sequence[NvidiaGpu]) -> Plan:
     """What each of several ranks has of the model, and on which GPU."""
     weights = engine_weights(Same(found.question.model))
     assert weights is not None, "a server plans what it has matched"
-    shares = rank_shares(Same(weights), ranks)
+    shares = gpu_rank_shares(Same(weights), ranks, dtype=found.dtype)
     held = shares.rank_weights(dtype=found.dtype)
     choices = (GpuChoice(index=gpu.index, uuid=gpu.uuid, name=gpu.name) for gpu in gpus)
     return replace(

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS, unproven_ranks
+from holdfast.config.unsupported import NOT_WITH_RANKS, RANK_GPUS, check_gpu_ranks
 from holdfast.errors import ConfigurationError
 from holdfast.hardware.nvidia import NvidiaGpu
 from holdfast.observability.decisions import Decision
@@ -26,8 +26,7 @@ def gpus_of_ranks(
     """One for each rank, in order, as RANK_GPUS names them. Raises ConfigurationError where it does not name each, one
     is not there, or they are not alike."""
     environment = os.environ if environment is None else environment
-    if RANK_GPUS not in environment:
-        raise unproven_ranks(ranks)
+    check_gpu_ranks(ranks, 1, environment)
     listed = environment[RANK_GPUS]
     words = [word.strip() for word in listed.split(",")]
     if len(words) != ranks or not all(word.isdecimal() for word in words):

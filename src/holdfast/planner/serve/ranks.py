@@ -15,23 +15,28 @@ from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, QuantSpec
 
-ONE_RANK = "leave --tensor-parallel-size out"
+ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
+ONE_STAGE = "leave --pipeline-parallel-size out"
 
 
 def refuse_with_ranks(
     config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, compiled_kernels: bool
 ) -> None:
     """Raises ConfigurationError for the first of them. Nothing is refused of one rank."""
-    if config.tensor_parallel_size == 1:
+    sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    several = [f"{name} is {size}" for name, size in sizes.items() if size > 1]
+    if not several:
         return
     for field, what, fix in (
         *_of_settings(config, spec.quantization),
-        *_of_gpus(config, spec),
-        *_of_model(spec, stored),
+        *(_of_gpus(config, spec) if config.device == "cuda" else ()),
+        *(_of_divided_layers(spec, stored) if config.tensor_parallel_size > 1 else ()),
+        *(_of_stages(config, spec) if config.pipeline_parallel_size > 1 else ()),
+        *_of_model(spec),
         *_of_machine(config, compiled_kernels),
     ):
         raise ConfigurationError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, and {what}",
+            f"{' and '.join(several)}, and {what}",
             code=NOT_WITH_RANKS,
             needed="one rank",
             fix=fix,
@@ -64,15 +69,15 @@ def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterat
 
 
 def _of_gpus(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
-    if config.device != "cuda":
-        return
     if config.data_parallel_size > 1:
         reason = "ranks on GPUs are of one engine so far"
         yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
-    if config.kv_cache_dtype.startswith("fp8") or spec.kv_cache_fp8:
-        reason = "scales of a KV cache in FP8 are not found by ranks on GPUs yet"
-        other = "another checkpoint" if spec.kv_cache_fp8 else "leave --kv-cache-dtype out"
-        yield "kv_cache_dtype", reason, f"{other}, or {ONE_RANK}"
+    reason = "scales of a KV cache in FP8{} are not found by ranks on GPUs yet"
+    if config.kv_cache_dtype.startswith("fp8"):
+        yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_RANK}"
+    if spec.kv_cache_fp8 and config.kv_cache_dtype == "auto":
+        asked = reason.format(", which this checkpoint asks for,")
+        yield "kv_cache_dtype", asked, f"--kv-cache-dtype bfloat16, or {ONE_RANK}"
     offload = offload_request(config)
     if offload.by_hand or offload.experts_by_hand:
         reason = "layers and experts that wait in RAM are not divided among ranks yet"
@@ -82,7 +87,7 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
         yield "kv_ram", reason, f"leave --kv-ram out, or {ONE_RANK}"
 
 
-def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
+def _of_divided_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
     packings = [one.packed.packing for one in (stored or {}).values() if one.packed is not None]
     if spec.quantization is not None and stored is None:
         yield "load_format", "dummies of a quantized model are not divided among ranks", ONE_RANK
@@ -93,13 +98,29 @@ def _of_model(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Ite
         yield "tensor_parallel_size", reason, ONE_RANK
     if spec.decoder.query_key_norm == "whole":
         yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
+
+
+def _of_stages(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
+    reason = "scales of a KV cache in FP8{} are not found by several stages yet"
+    if config.kv_cache_dtype.startswith("fp8"):
+        yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_STAGE}"
+    if spec.kv_cache_fp8 and config.kv_cache_dtype == "auto":
+        asked = reason.format(", which this checkpoint asks for,")
+        yield "kv_cache_dtype", asked, f"--kv-cache-dtype bfloat16, or {ONE_STAGE}"
+
+
+def _of_model(spec: ModelSpec) -> Iterator[_Reason]:
     if spec.classifier is not None and spec.classifier.token_ids:
-        yield "tensor_parallel_size", "this classifier is made of rows of the vocabulary, which is divided", ONE_RANK
+        yield (
+            "tensor_parallel_size",
+            "this classifier is made of rows of the vocabulary, which another rank has",
+            ONE_RANK,
+        )
 
 
 def _of_machine(config: EngineConfig, compiled_kernels: bool) -> Iterator[_Reason]:
     if sys.platform != "linux":
         yield "tensor_parallel_size", "ranks share memory in a way that only Linux has", ONE_RANK
-    if not compiled_kernels:
+    if not compiled_kernels and config.device != "auto":
         reason = "ranks wait for one another by compiled code, which this installation has not got"
         yield "tensor_parallel_size", reason, f"reinstall with a C compiler, or {ONE_RANK}"

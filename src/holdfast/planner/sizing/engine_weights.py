@@ -55,6 +55,12 @@ class EngineWeights:
             self.spec, self.stored, dtype=dtype, expand=expand, compiled=compiled, quantize=self.quantize
         )
 
+    def by_name(self, *, dtype: str, expand: bool = False, compiled: bool = False) -> Mapping[str, int]:
+        """Bytes by `layers.3`; what is of no layer by its own name."""
+        return cpu.bytes_by_name(
+            self.spec, self.stored, dtype=dtype, expand=expand, compiled=compiled, quantize=self.quantize
+        )
+
     def by_layer(self, *, dtype: str, expand: bool = False, compiled: bool = False) -> tuple[int, ...]:
         return cpu.layer_bytes(
             self.spec, self.stored, dtype=dtype, expand=expand, compiled=compiled, quantize=self.quantize

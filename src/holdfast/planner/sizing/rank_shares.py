@@ -1,23 +1,27 @@
 """What each rank of this engine holds where several compute one model: its weights and its KV, and what ranks share.
 
-Takes divisions from shards.py and bytes from `footprint`; chooses nothing.
+Takes divisions from shards.py and stages.py, and bytes from `footprint`; chooses nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import groupby
 
 from holdfast.checkpoints.checkpoint import piece_of
 from holdfast.footprint import cpu, gpu
 from holdfast.footprint.cpu import Limits
 from holdfast.footprint.identity_key import Same
+from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
-from holdfast.models.shards import Shard, shard_spec
+from holdfast.models.shards import Shard
+from holdfast.models.stages import LayerStage, rank_spec
 from holdfast.observability.decisions import Decision
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.shards import divide
+from holdfast.planner.sizing.stages import divide_stages
 from holdfast.planner.sizing.terms import Term
 from holdfast.units import MIB, counted, format_bytes
 
@@ -29,12 +33,16 @@ EXCHANGE = "exchange"
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
+    """Ranks of one stage follow one another: rank 5 of `-tp 2 -pp 4` is the second of the third stage."""
+
     spec: ModelSpec = field(repr=False)
     """Of the whole model."""
     weights: tuple[EngineWeights, ...] = field(repr=False)
     """Of each rank; of one alone all of them."""
     shards: tuple[Shard, ...] = ()
-    """Empty: one rank has all."""
+    """Of the ranks of each stage. Empty: one rank has all of its layers."""
+    stages: tuple[LayerStage, ...] = ()
+    """Empty: every rank has a part of all layers."""
 
     @property
     def count(self) -> int:
@@ -44,20 +52,25 @@ class RankShares:
     def followers(self) -> int:
         return self.count - 1
 
-    @property
-    def kv_spec(self) -> ModelSpec:
-        """With the KV heads of all ranks together, those that several have counted for each."""
+    def kv_layout(self, *, block_tokens: int, kv_dtype: str) -> KVLayout:
+        """Of all ranks together: KV heads that several have are counted for each, as are the places of every stage."""
         heads = sum(shard.kv_head_count for shard in self.shards)
-        return replace(self.spec, kv_heads=heads) if self.shards else self.spec
+        spec = replace(self.spec, kv_heads=heads) if self.shards else self.spec
+        ranges = [(stage.first, stage.last) for stage in self.stages]
+        return cpu.kv_layout(spec, block_tokens=block_tokens, kv_dtype=kv_dtype, stages=ranges)
+
+    def _of(self, rank: int) -> tuple[LayerStage | None, Shard | None]:
+        stage, place = divmod(rank, max(1, len(self.shards)))
+        return self.stages[stage] if self.stages else None, self.shards[place] if self.shards else None
 
     def decisions(self, rank_weights: Sequence[int]) -> list[Decision]:
         """A row for each rank, where there are several. `rank_weights`: bytes of each one's weights."""
-        rows = [
-            f"rank {shard.rank} has {format_bytes(nbytes)} of weights and {counted(shard.head_count, 'head')} over"
-            f" {counted(shard.kv_head_count, 'KV head')}"
-            for shard, nbytes in zip(self.shards, rank_weights, strict=True)
-        ]
-        return [Decision("tensor_parallel_size", str(self.count), "; ".join(rows), "set")] if rows else []
+        if self.count == 1:
+            return []
+        rows = "; ".join(_rows([(nbytes, *self._of(rank)) for rank, nbytes in enumerate(rank_weights)]))
+        ranks = Decision("tensor_parallel_size", str(len(self.shards)), "in each stage" if self.stages else rows, "set")
+        stages = Decision("pipeline_parallel_size", str(len(self.stages)), f"stages by bytes: {rows}", "set")
+        return [*([ranks] if self.shards else ()), *([stages] if self.stages else ())]
 
     def rank_weights(self, *, dtype: str) -> tuple[int, ...]:
         """Bytes of each rank's, as they lie on a GPU."""
@@ -74,46 +87,114 @@ class RankShares:
         return (Term(EXCHANGE, gpu.exchange_memory_bytes(self.gpu_slot_bytes(limits, dtype=dtype)) + beside),)
 
     def step_bytes(self, limits: Limits, *, dtype: str) -> int:
-        return sum(
-            _step_bytes(one.spec, limits, dtype=dtype, vocab=shard.vocab_rows)
-            for one, shard in zip(self.weights, self.shards, strict=False)
-        )
+        if self.count == 1:
+            return 0
+        total = 0
+        for rank, one in enumerate(self.weights):
+            stage, shard = self._of(rank)
+            vocab = self.spec.vocab_size if shard is None else shard.vocab_rows
+            shows = stage.is_last if stage is not None else shard is not None
+            total += _step_bytes(one.spec, limits, dtype=dtype, vocab=vocab if shows else 0, sums=shard is not None)
+        return total
 
     def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
-        """Of what one rank shows the others; 0: there are none."""
+        """Of what one rank shows the others of its stage; 0: there are no other ranks."""
+        if self.count == 1:
+            return 0
         rows = min(limits.max_num_batched_tokens, cpu.MLP_TILE) * self.spec.hidden_size
         vocab = max((shard.vocab_rows for shard in self.shards), default=0)
         logits = cpu.head_rows(self.spec.vocab_size, limits.max_num_seqs) * vocab
         largest = min(max(rows, logits) * cpu.ELEMENT_BYTES[dtype], MOST_SLOT_BYTES)
-        return -(-largest // cpu.SLOT_PAGE_BYTES) * cpu.SLOT_PAGE_BYTES if self.shards else 0
+        return _pages(largest if self.shards else 1)
+
+    def stream_bytes(self, limits: Limits, *, dtype: str) -> int:
+        """Of what a stage hands on to the next, where there are several."""
+        element = cpu.ELEMENT_BYTES[dtype]
+        return _pages(limits.max_num_batched_tokens * self.spec.hidden_size * element) if self.stages else 0
+
+    def answer_bytes(self, limits: Limits, *, dtype: str) -> int:
+        """Of what a rank of the last stage shows the first rank: logits, or hidden states."""
+        if not self.stages:
+            return 0
+        vocab = max((shard.vocab_rows for shard in self.shards), default=self.spec.vocab_size)
+        rows = cpu.head_rows(self.spec.vocab_size, limits.max_num_seqs)
+        return _pages(rows * max(vocab, self.spec.hidden_size) * cpu.ELEMENT_BYTES[dtype])
 
     def exchange(self, limits: Limits, *, dtype: str) -> Mapping[str, int]:
         """The term of what ranks share, where there are several."""
-        if not self.shards:
+        if self.count == 1:
             return {}
         slots = 2 * self.count * self.slot_bytes(limits, dtype=dtype)
-        return {EXCHANGE: slots + cpu.MAIL_BYTES + cpu.SLOT_PAGE_BYTES}
+        between = max(0, len(self.stages) - 1) * self.stream_bytes(limits, dtype=dtype)
+        answers = max(1, len(self.shards)) * self.answer_bytes(limits, dtype=dtype)
+        mails = max(1, len(self.stages)) * cpu.MAIL_BYTES
+        return {EXCHANGE: slots + between + answers + mails + cpu.SLOT_PAGE_BYTES}
 
 
-def _step_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, vocab: int) -> int:
+Part = tuple[int, LayerStage | None, Shard | None]
+"""Bytes of a rank's weights, its stage, and its place in it."""
+
+
+def _rows(parts: Sequence[Part]) -> Iterator[str]:
+    """What ranks have, for people: those that follow one another with as much in one row."""
+    number = 0
+    for words, alike in groupby(part_words(*part) for part in parts):
+        count = len(list(alike))
+        who = f"rank {number} has" if count == 1 else f"ranks {number} to {number + count - 1} have"
+        yield f"{who} {words}{'' if count == 1 else ' each'}"
+        number += count
+
+
+def part_words(nbytes: int, stage: LayerStage | None, shard: Shard | None) -> str:
+    parts = [f"{format_bytes(nbytes)} of weights"]
+    if stage is not None:
+        parts.append(layer_words(stage))
+    if shard is not None:
+        parts.append(f"{counted(shard.head_count, 'head')} over {counted(shard.kv_head_count, 'KV head')}")
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def layer_words(stage: LayerStage) -> str:
+    return f"layers {stage.first} to {stage.last - 1}" if stage.layers > 1 else f"layer {stage.first}"
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // cpu.SLOT_PAGE_BYTES) * cpu.SLOT_PAGE_BYTES
+
+
+def _step_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, vocab: int, sums: bool) -> int:
     """Of one rank, beside its activations: its sums before they are added up, and its part of the logits. `vocab`: rows
-    of the vocabulary that it has."""
-    apart = 0 if cpu.sums_apart(spec) else min(limits.max_num_batched_tokens, cpu.MLP_TILE) * spec.hidden_size
+    of the vocabulary that it has. `sums`: it is not the only rank of its stage."""
+    apart = min(limits.max_num_batched_tokens, cpu.MLP_TILE) * spec.hidden_size
+    apart = 0 if cpu.sums_apart(spec) or not sums else apart
     return (apart + cpu.head_rows(spec.vocab_size, limits.max_num_seqs) * vocab) * cpu.ELEMENT_BYTES[dtype]
 
 
 @lru_cache(maxsize=64)
-def rank_shares(weights: Same[EngineWeights], size: int) -> RankShares:
-    """Raises ConfigurationError for a size that cannot be."""
+def rank_shares(
+    weights: Same[EngineWeights], size: int, stages: int = 1, *, dtype: str, expand: bool, compiled: bool
+) -> RankShares:
+    """Of `size` ranks in each of so many stages. How weights are held decides what a stage's layers take. Raises
+    ConfigurationError for sizes that cannot be."""
     whole = weights.held
-    if size == 1:
-        return RankShares(whole.spec, (whole,))
-    shards = divide(whole.spec, whole.stored, size)
-    return RankShares(whole.spec, tuple(_share(whole, shard) for shard in shards), shards)
+    shards = divide(whole.spec, whole.stored, size) if size > 1 else ()
+    divided: tuple[LayerStage, ...] = ()
+    if stages > 1:
+        nbytes = whole.by_name(dtype=dtype, expand=expand, compiled=compiled)
+        divided = divide_stages(whole.spec, nbytes, stages)
+    ranks = tuple(_share(whole, stage, shard) for stage in divided or (None,) for shard in shards or (None,))
+    return RankShares(whole.spec, ranks, shards, divided)
 
 
-def _share(whole: EngineWeights, shard: Shard) -> EngineWeights:
-    spec = shard_spec(whole.spec, shard)
+def gpu_rank_shares(weights: Same[EngineWeights], size: int, *, dtype: str) -> RankShares:
+    """Of ranks on GPUs, which keep weights as they are stored and have no stages."""
+    return rank_shares(weights, size, dtype=dtype, expand=False, compiled=False)
+
+
+def _share(whole: EngineWeights, stage: LayerStage | None, shard: Shard | None) -> EngineWeights:
+    if stage is None and shard is None:
+        return whole
+    spec = rank_spec(whole.spec, stage, shard)
     if whole.stored is None:
         return replace(whole, spec=spec)
     stored = whole.stored

@@ -91,6 +91,13 @@ class FirstUses:
     def exchange(self) -> None:
         """Takes what others noted, and tells them what was noted here. Under the lock of the folder. OSError: what is
         new here is told the next time."""
+        try:
+            self._exchange()
+        except OSError:
+            self.close()  # The next time it may be another file.
+            raise
+
+    def _exchange(self) -> None:
         if self._file < 0:
             self._file = self._calls.open(self._path, os.O_RDWR | os.O_CREAT)
         counter, _ = _read_header(self._file, self._calls)
@@ -164,15 +171,17 @@ def clear_uses(path: Path, calls: Calls) -> None:
 
 
 def remembers(path: Path, calls: Calls) -> bool:
-    """Whether something was noted there lately. OSError."""
+    """Whether something was noted there lately. One that cannot be read may have been: it is left to whoever can."""
     try:
         file = calls.open(path, os.O_RDONLY)
+        try:
+            counter, when_us = _read_header(file, calls)
+        finally:
+            calls.close(file)
     except FileNotFoundError:
         return False
-    try:
-        counter, when_us = _read_header(file, calls)
-    finally:
-        calls.close(file)
+    except OSError:
+        return True
     return counter > 0 and calls.now() - when_us / 1e6 < KEPT_S
 
 

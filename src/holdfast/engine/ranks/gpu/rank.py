@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.checkpoints import ModelFiles, open_checkpoint
 from holdfast.config import EngineConfig
@@ -27,7 +27,7 @@ from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.gpu import exchange_memory_bytes
 from holdfast.hardware.nvidia import probe
 from holdfast.models import ModelSpec
-from holdfast.models.shards import shard_spec
+from holdfast.models.stages import rank_spec
 from holdfast.planner import Plan, largest_pool
 
 START_LIMIT_S = 600.0
@@ -121,8 +121,7 @@ def load_gpu_rank(
     beat: Callable[[], None] | None = None,
 ) -> GpuRank:
     shards, dtype, limits = plan.engine.shards, DTYPES[plan.dtype], RunnerLimits.of(plan.limits)
-    own = shard_spec(spec, shards[opened.rank])
-    layout = replace(plan.engine.layout, kv_heads=own.kv_heads)
+    own, layout = rank_spec(spec, *plan.engine.part_of(opened.rank)), plan.engine.layout_of(opened.rank)
     share = GpuRankShare(
         collectives,
         [shard.vocab for shard in shards],

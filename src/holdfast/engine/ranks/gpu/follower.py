@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.following import Follower
-from holdfast.engine.ranks.gpu import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
+from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, OpenedGpu, load_gpu_rank, profile_gpu_rank
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import EngineDiedError
 from holdfast.execution.parallel.gloo import open_store
@@ -35,6 +35,9 @@ class GpuFollower(Follower):
     def _execute(self, plan: StepPlan) -> None:
         self._member.runner.check()
         self._member.runner.submit(plan)
+
+    def _note_sampled(self, sampled: messages.Sampled) -> None:
+        raise AssertionError("there are no stages on GPUs, and tokens are told on the device")
 
     def _follow(self, order: messages.Order) -> bool:
         runner = self._member.runner

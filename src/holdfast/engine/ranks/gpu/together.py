@@ -13,14 +13,15 @@ import msgspec
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.gpu import START_LIMIT_S, GpuRank, OpenedGpu, load_gpu_rank, profile_gpu_rank
+from holdfast.engine.ranks.gpu.rank import START_LIMIT_S, GpuRank, OpenedGpu, load_gpu_rank, profile_gpu_rank
+from holdfast.engine.ranks.gpu.runner import RankedGpuRunner
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
-from holdfast.engine.ranks.runner import RankedGpuRunner
 from holdfast.engine.ranks.together import hung_s
 from holdfast.engine.startup.build_gpu import report_of, taken_terms
 from holdfast.errors import UnsupportedOptionError
 from holdfast.execution.gpu.memory.accounting import GpuMemory
+from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.gpu.together import exchange_decision
 from holdfast.models import ModelSpec
 from holdfast.planner import Plan, settle_pool
@@ -64,7 +65,7 @@ def build_gpu_ranks(
     beat: Callable[[], None] | None = None,
 ) -> BuiltRanks:
     """Whatever fails, no rank is left behind."""
-    group = RankGroup(config, plan, cores=len(plan.engine.shards), timeout_s=START_LIMIT_S)
+    group = RankGroup(config, plan, cores=plan.engine.rank_count, timeout_s=START_LIMIT_S, beat=beat)
     try:
         first = _load_all(config, files, spec, plan, progress, group, beat)
         progress("profile_run", 0, 0)
@@ -81,14 +82,13 @@ def build_gpu_ranks(
         first.collectives.limit(group.timeout_s)
         group.answers(messages.Done)
     except BaseException:
-        if group.on_end is not None:
-            group.on_end()
+        group.link.give_up()
         group.close()
         raise
     ready = first.opened.memory.held()
     terms = {**own.terms, "kv_pool": first.runner.kv.nbytes}
     report = report_of(plan, terms, first.loaded, ready, [])
-    report = _with_ranks(report, plan, group, measured)
+    report = _with_ranks(report, spec, plan, group, measured)
     runner = RankedGpuRunner(first.runner, group, first.collectives)
     return BuiltRanks(first, runner, plan, report, RanksVram(first.opened.memory))
 
@@ -102,6 +102,7 @@ def _load_all(
     group: RankGroup,
     beat: Callable[[], None] | None,
 ) -> GpuRank:
+    assert isinstance(group.link, GpuRankLink)
     opened = OpenedGpu(config, plan, 0)
     there = group.answers(messages.RankOpened)
     against = next((one for one in (opened.against, *(rank.against for rank in there)) if one), "")
@@ -112,7 +113,7 @@ def _load_all(
     against = next((one for one in (own, *(rank.against for rank in joined)) if one), "")
     group.tell_each(messages.JoinRanks([], against))
     collectives = opened.join(group.store, against, START_LIMIT_S)
-    group.on_end = collectives.give_up
+    group.link.join(collectives)
 
     def loaded(done: int, total: int) -> None:
         group.check()
@@ -128,7 +129,7 @@ def _load_all(
 def _settled(plan: Plan, measured: list[Measured]) -> Plan:
     """The pool by what is measured of all ranks: each has as many pages as the one with the least room."""
     engine = plan.engine
-    pages = [replace(engine.layout, kv_heads=shard.kv_head_count).page_bytes for shard in engine.shards]
+    pages = [engine.layout_of(rank).page_bytes for rank in range(engine.rank_count)]
     taken = [taken_terms(plan, rank.terms, rank.own_bytes - rank.kv_bytes) for rank in measured]
     room = []
     for uuid in dict.fromkeys(gpu.uuid for gpu in engine.rank_gpus):
@@ -142,7 +143,9 @@ def _settled(plan: Plan, measured: list[Measured]) -> Plan:
     return settle_pool(plan, min(room), most)
 
 
-def _with_ranks(report: MemoryReport, plan: Plan, group: RankGroup, measured: list[Measured]) -> MemoryReport:
+def _with_ranks(
+    report: MemoryReport, spec: ModelSpec, plan: Plan, group: RankGroup, measured: list[Measured]
+) -> MemoryReport:
     engine = plan.engine
     pids = [os.getpid(), *group.pids]
     rows = [
@@ -152,9 +155,10 @@ def _with_ranks(report: MemoryReport, plan: Plan, group: RankGroup, measured: li
             threads=1,
             heads=shard.head_count,
             kv_heads=shard.kv_head_count,
+            layers=len(spec.layers),
             planned_weights_bytes=engine.rank_weights[shard.rank],
             weights_bytes=measured[shard.rank].terms["weights"],
-            kv_pool_bytes=engine.blocks * replace(engine.layout, kv_heads=shard.kv_head_count).page_bytes,
+            kv_pool_bytes=engine.blocks * engine.layout_of(shard.rank).page_bytes,
             device=f"GPU {engine.rank_gpus[shard.rank].index}",
         )
         for shard in engine.shards

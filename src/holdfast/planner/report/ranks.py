@@ -1,0 +1,42 @@
+"""What each of several ranks has, a row for each: for people, and for programs. Works out nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.planner.fit.result import Plan
+from holdfast.units import format_bytes
+
+
+def rank_rows(found: Plan) -> list[dict[str, Any]]:
+    """Of this engine's own ranks, where there are several."""
+    own = found.own
+    if own is None or own.rank_count == 1:
+        return []
+    spec, rows = found.question.model.spec, list[dict[str, Any]]()
+    for rank, weights in enumerate(own.rank_weights):
+        stage, shard = own.part_of(rank)
+        rows.append(
+            {
+                "rank": rank,
+                "stage": 0 if stage is None else stage.index,
+                "first_layer": 0 if stage is None else stage.first,
+                "layers": len(spec.layers) if stage is None else stage.layers,
+                "heads": spec.heads if shard is None else shard.head_count,
+                "kv_heads": spec.kv_heads if shard is None else shard.kv_head_count,
+                "weights_bytes": weights,
+                "kv_pool_bytes": own.blocks * own.layout_of(rank).page_bytes,
+            }
+        )
+    return rows
+
+
+def rank_lines(found: Plan) -> Iterator[str]:
+    rows = rank_rows(found)
+    if rows:
+        yield f"  {'rank':>4}  {'stage':>5}  {'layers':>9}  {'heads':>5}  {'KV heads':>8}  {'weights':>10}  {'KV':>10}"
+    for row in rows:
+        layers = f"{row['first_layer']} to {row['first_layer'] + row['layers'] - 1}"
+        sizes = "".join(f"  {format_bytes(row[name]):>10}" for name in ("weights_bytes", "kv_pool_bytes"))
+        yield f"  {row['rank']:>4}  {row['stage']:>5}  {layers:>9}  {row['heads']:>5}  {row['kv_heads']:>8}{sizes}"

@@ -1,0 +1,146 @@
+"""A pipeline of stages as threads of this process: the very runners, links and queues of several processes, without
+their start. A runner as the engine loop has it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+from holdfast.checkpoints import match
+from holdfast.checkpoints.checkpoint import Checkpoint
+from holdfast.engine.ranks.runner import RankedRunner
+from holdfast.execution.parallel.rank_link import RankLink
+from holdfast.execution.parallel.segment import Segment, SegmentLayout
+from holdfast.execution.parallel.share import RankShare
+from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.weights.load import load_weights
+from holdfast.footprint.cpu import bytes_by_name, head_rows
+from holdfast.kvcache.groups import KVLayout, form_groups
+from holdfast.models import ModelSpec
+from holdfast.models.stages import rank_spec
+from holdfast.planner.sizing.shards import divide
+from holdfast.planner.sizing.stages import divide_stages
+from holdfast.records import StepPlan
+
+CPU = torch.device("cpu")
+DEADLINE_S = 60.0
+
+
+class ThreadPipeline:
+    """`size`: ranks of each of so many `stages`. `open_checkpoint`: of the whole model, for each rank anew."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        open_checkpoint: Callable[[], Checkpoint],
+        size: int,
+        stages: int,
+        limits: RunnerLimits,
+        blocks: int,
+        *,
+        block_tokens: int = 4,
+        **loading: Any,
+    ) -> None:
+        loading = {"expand": True, "compiled": False, **loading}
+        stored = match(spec, open_checkpoint())
+        nbytes = bytes_by_name(spec, stored, dtype="float32", expand=loading["expand"], compiled=loading["compiled"])
+        self.stages = divide_stages(spec, nbytes, stages)
+        self.shards = divide(spec, stored, size) if size > 1 else ()
+        groups, places = form_groups(
+            [layer.window for layer in spec.layers], [(stage.first, stage.last) for stage in self.stages]
+        )
+        kv_heads = sum(shard.kv_head_count for shard in self.shards) or spec.kv_heads
+        self.layout = KVLayout(
+            groups=groups,
+            block_tokens=block_tokens,
+            layers_per_page=places,
+            kv_heads=kv_heads,
+            head_dim=spec.head_dim,
+            element_bytes=4,
+        )
+        rows = head_rows(spec.vocab_size, limits.max_num_seqs)
+        shared = SegmentLayout(
+            size * stages,
+            4096,
+            stages,
+            _pages(limits.max_num_batched_tokens * spec.hidden_size * 4),
+            _pages(rows * max(spec.vocab_size, spec.hidden_size) * 4),
+        )
+        first, self._segments = Segment(shared), list[Segment]()
+        self._failed, self.failures = threading.Event(), list[BaseException]()
+        self.runners, self._queues, self._threads = list[Runner](), list[queue.SimpleQueue[Any]](), []
+        for rank in range(size * stages):
+            segment = first if rank == 0 else Segment(shared, os.dup(first.descriptor))
+            self._segments.append(segment)
+            link = RankLink(segment, rank, self._look)
+            shard = self.shards[link.place] if self.shards else None
+            stage = self.stages[link.stage_index]
+            own = rank_spec(spec, stage, shard)
+            weights = load_weights(own, open_checkpoint(), dtype=torch.float32, device=CPU, whole=spec, **loading)
+            share = None
+            if link.collectives is not None:
+                share = RankShare(link.collectives, [one.vocab for one in self.shards], rows, torch.float32)
+            layout = self.layout.of_layers(stage.first, stage.last, own.kv_heads)
+            runner = Runner(
+                own, weights, layout, limits, CPU, compiled=bool(loading["compiled"]), share=share, stage=link.stage
+            )
+            runner.back_kv(blocks)
+            self.runners.append(runner)
+            if rank == 0:
+                self.link = link
+                continue
+            self._queues.append(queue.SimpleQueue())
+            following = (runner, link, self._queues[-1])
+            self._threads.append(threading.Thread(target=self._follow, args=following, daemon=True))
+            self._threads[-1].start()
+        self.pids: list[int] = []
+        self.runner = RankedRunner(self.runners[0], self)  # type: ignore[arg-type]
+
+    def _follow(self, runner: Runner, link: RankLink, orders: queue.SimpleQueue[Any]) -> None:
+        try:
+            while (order := orders.get()) is not None:
+                if isinstance(order, StepPlan):
+                    runner.execute(order)
+                elif link.stage is not None and link.stage.is_first:
+                    runner.note_sampled(*map(numpy.array, order))
+        except BaseException as error:
+            self.failures.append(error)
+            self._failed.set()
+
+    def _look(self, waited_s: float) -> None:
+        if self._failed.is_set() or waited_s > DEADLINE_S:
+            raise AssertionError(f"another rank has failed, or does not come: {self.failures}")
+
+    # What a runner asks of the group of ranks.
+
+    def send_plan(self, plan: StepPlan) -> None:
+        for orders in self._queues:
+            orders.put(plan)
+
+    def tell_sampled(self, slots: list[int], tokens: list[int]) -> None:
+        for orders in self._queues:
+            orders.put((slots, tokens))
+
+    def interrupt(self) -> None:
+        self._failed.set()
+
+    def close(self) -> None:
+        for orders in self._queues:
+            orders.put(None)
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+        for runner in self.runners:
+            runner.close()
+        for segment in self._segments:
+            segment.close()
+        assert not self.failures
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
