@@ -58,6 +58,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tiny, Eng
         core.runner.close()
 
 
+@pytest.mark.long
 def test_two_processes_start_and_say_what_one_says(engine: tuple[Tiny, EngineCore, EngineInfo]) -> None:
     tiny, core, info = engine
     assert isinstance(core.runner, RankedGpuRunner)
@@ -72,6 +73,7 @@ def test_two_processes_start_and_say_what_one_says(engine: tuple[Tiny, EngineCor
         tiny.assert_greedy(one, tokens_of(outputs))
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_while_it_is_awaited_is_named(engine: tuple[Tiny, EngineCore, EngineInfo]) -> None:
     """The last test of this engine. Stopped first: rank 0 has sent the step, and waits on what stands for the GPU."""
     _, core, _ = engine
