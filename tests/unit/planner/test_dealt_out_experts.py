@@ -71,7 +71,7 @@ def test_an_expert_that_is_one_block_wide_is_dealt_out_and_not_divided() -> None
     stored = stored_in_blocks(spec)
     with pytest.raises(ConfigurationError, match="256 columns of an expert in blocks of 256") as refused:
         divide(spec, stored, 2)
-    assert refused.value.fix == "--enable-expert-parallel, which divides no expert, or --tensor-parallel-size 1"
+    assert refused.value.fix == "--enable-expert-parallel (on a CPU), which divides no expert, or --tensor-parallel-size 1"
     assert [shard.expert_count for shard in divide(spec, stored, 2, "linear")] == [5, 5]
 
 
