@@ -347,15 +347,10 @@ class EngineConfig:
         flags=("-pp", "--pp-size"),
     )
     enable_expert_parallel: bool = setting(
-        False,
-        "give each rank of -tp whole experts of a model that has some, instead of a part of every one",
-        flag,
-        flags=("-ep",),
+        False, "give each rank of -tp on a CPU whole experts, not a part of every one", flag, flags=("-ep",)
     )
     expert_placement_strategy: Literal["linear", "round_robin"] = setting(
-        "linear",
-        "which experts a rank gets with --enable-expert-parallel: linear, neighbours; round_robin, in turns",
-        choice("linear", "round_robin"),
+        "linear", "whole experts of a rank: neighbours, or dealt in turns", choice("linear", "round_robin")
     )
     data_parallel_size: int = setting(
         1,
@@ -380,23 +375,7 @@ class EngineConfig:
                 fix=f"--engine-hang-timeout {LEAST_HANG_TIMEOUT_S:g}",
                 field="engine_hang_timeout",
             )
-        if self.vram is not None and self.device == "cpu":
-            raise ConfigurationError(
-                "vram is a GPU memory budget, but this server runs on the CPU",
-                code="HF120",
-                needed="ram",
-                found="vram",
-                fix="--ram SIZE",
-                field="vram",
-            )
-
-        if self.nvme is not None and self.nvme_path is None:
-            raise ConfigurationError(
-                "nvme is the size of a file, but there is no folder for it",
-                needed="nvme_path as well",
-                fix="--nvme-path DIR",
-                field="nvme",
-            )
+        offload_config.check_budgets(self)
         offload_config.check_offload(self, None if self.nvme_path is None else "nvme_path")
         offload_config.check_kv_tiers(self)
         self._check_lora()

@@ -149,3 +149,11 @@ def test_a_plan_for_a_cpu_counts_the_experts_of_each_rank(tmp_path: Path) -> Non
     assert said.value == "4, 3, 3"
     assert "--enable-expert-parallel" in dealt.commands["holdfast"].text
     assert "--enable-expert-parallel" not in divided.commands["holdfast"].text
+
+
+def test_ranks_on_gpus_refuse_it_by_name() -> None:
+    config = replace(EngineConfig(model="m", device="cpu", enable_expert_parallel=True), tensor_parallel_size=2)
+    object.__setattr__(config, "device", "cuda")  # Whatever this machine's GPUs and environment allow.
+    with pytest.raises(ConfigurationError, match="among ranks on a CPU alone") as refused:
+        refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
+    assert (refused.value.code, refused.value.field) == (NOT_WITH_RANKS, "enable_expert_parallel")
