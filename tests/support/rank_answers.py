@@ -1,5 +1,5 @@
-"""What ranks of one model say, and how it is held against the model and against one rank: with chunks, windows, prefixes
-that are found again, and preemptions."""
+"""What ranks of one model say, held against the model and against one rank: with chunks, windows, prefixes that are
+found again, and preemptions."""
 
 from __future__ import annotations
 

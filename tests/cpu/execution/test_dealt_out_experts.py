@@ -1,10 +1,11 @@
-"""Whole experts dealt out among ranks, held against transformers and against one rank: however many each has, in whatever
-format they are stored, also where an expert could not be divided."""
+"""Whole experts dealt out among ranks, held against transformers and against one rank: however many each has, in
+whatever format they are stored, also where an expert could not be divided."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import quantized_files as written
 import torch
 from expert_gguf import write_expert_gguf
-from quantized_files import Format, write_quantized
+from quantized_files import Format, compressed, write_quantized
 from rank_answers import FEW_BLOCKS, LIMITS, assert_model_says, few_limits, greedy_tokens, layout_of, scarce_blocks
 from thread_pipeline import ThreadPipeline
 from thread_ranks import ThreadRanks
@@ -21,6 +22,7 @@ from holdfast.checkpoints import match
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.formats.gguf import read_header
+from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError
 from holdfast.execution import native
 from holdfast.execution.layers.linear import DenseLinear
@@ -29,6 +31,7 @@ from holdfast.execution.runner import Runner, RunnerLimits
 from holdfast.execution.weights.load import load_weights
 from holdfast.footprint.identity_key import Same
 from holdfast.models import ModelSpec, from_config, from_gguf
+from holdfast.planner.serve.ranks import NOT_WITH_RANKS, refuse_with_ranks
 from holdfast.planner.sizing.engine_weights import EngineWeights
 from holdfast.planner.sizing.rank_shares import rank_shares
 from holdfast.planner.sizing.shards import divide
@@ -150,9 +153,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"), [("awq", True), ("gptq", False), *dear(("awq", False), ("gptq", True))]
-)
+@pytest.mark.parametrize(("name", "compiled"), [("awq", True), ("gptq", False), *dear(("awq", False), ("gptq", True))])
 def test_codes_that_could_not_be_divided(
     name: str, compiled: bool, oracles: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -165,6 +166,41 @@ def test_codes_that_could_not_be_divided(
 
     not_divided(spec, opened, 2)
     assert_same_of_ranks(spec, opened, 2, expand=False, compiled=compiled)
+
+
+EXPERTS_ALONE = {"ignore": ["lm_head", "re:.*mlp.gate$", "re:.*self_attn.*"]}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "actorder": "group"}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+ROUNDED = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token", "symmetric": True}
+UNDIVIDED = {
+    "act-order": Format(
+        compressed(INT4, **EXPERTS_ALONE), written.pack_quantized(ordered=True), modules={"self_attn": None}
+    ),
+    "fp8": Format(
+        compressed(FLOAT8, ROUNDED, "float-quantized", **EXPERTS_ALONE),
+        written.fp8("channel"),
+        "fp8",
+        modules={"self_attn": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["act-order", pytest.param("fp8", marks=pytest.mark.long)])
+def test_experts_in_formats_that_are_not_divided(name: str, oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """Columns in an order of their own, and inputs that are rounded, beside attention in plain numbers."""
+    oracle = oracles("Qwen3Moe", seed=1, **{**QWEN3, "moe_intermediate_size": 64})
+    write_quantized(oracle.folder, tmp_path, UNDIVIDED[name])
+    spec = from_config(json.loads((tmp_path / "config.json").read_text()))
+
+    def opened() -> Checkpoint:
+        return Checkpoint(safetensors.read_headers(sorted(tmp_path.glob("*.safetensors"))), "safetensors")
+
+    config, stored = EngineConfig(model="m", device="cpu", tensor_parallel_size=2), match(spec, opened())
+    with pytest.raises(ConfigurationError) as refused:
+        refuse_with_ranks(config, spec, stored, compiled_kernels=True)
+    assert refused.value.code == NOT_WITH_RANKS
+    refuse_with_ranks(replace(config, enable_expert_parallel=True), spec, stored, compiled_kernels=True)
+    assert_same_of_ranks(spec, opened, 2, expand=False, compiled=name == "act-order")
 
 
 class _Alone:

@@ -101,7 +101,7 @@ def test_gate_and_up_in_different_ways() -> None:
 @pytest.mark.parametrize("layout", ["F32", "Q8_0"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_experts_that_are_elsewhere_add_nothing_here(layout: str, tokens: int) -> None:
-    """Two layers with some of the experts each add what one with all of them does; one of them may have nothing to do."""
+    """Two layers with some of the experts each add what one with all of them does; one may have nothing to do."""
     gate_up, gate_up_numbers = matrices(5, 2 * INNER, HIDDEN, layout, 1)
     down, down_numbers = matrices(5, HIDDEN, INNER, layout, 2)
     generator = torch.Generator().manual_seed(tokens)

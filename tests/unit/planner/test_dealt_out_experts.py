@@ -1,4 +1,4 @@
-"""Whole experts dealt out among ranks: which rank has how many, what is counted for each, and what is refused or said."""
+"""Whole experts dealt out among ranks: who has how many, what is counted for each, and what is refused or said."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_an_expert_that_is_one_block_wide_is_dealt_out_and_not_divided() -> None
     stored = stored_in_blocks(spec)
     with pytest.raises(ConfigurationError, match="256 columns of an expert in blocks of 256") as refused:
         divide(spec, stored, 2)
-    assert refused.value.fix == "--enable-expert-parallel (on a CPU), which divides no expert, or --tensor-parallel-size 1"
+    assert (
+        refused.value.fix == "--enable-expert-parallel (on a CPU), which divides no expert, or --tensor-parallel-size 1"
+    )
     assert [shard.expert_count for shard in divide(spec, stored, 2, "linear")] == [5, 5]
 
 

@@ -16,7 +16,6 @@ from holdfast.execution.native.elementwise import ACTIVATION_NUMBERS
 from holdfast.execution.native.loading import kernels, threads
 from holdfast.execution.native.products import CompiledMatrix
 
-
 WEIGHTS = 0
 """Where a matrix's description (decoder.h) has their address."""
 

@@ -21,8 +21,8 @@ from holdfast.execution.weights.decoder_weights import LayerWeights
 
 @dataclass(slots=True)
 class Crowding:
-    """While it is on, all tokens go to the experts that this rank has, as far as there are enough: so that a profile run,
-    whose numbers mean nothing, takes the memory that this rank may ever need."""
+    """While it is on, all tokens go to the experts that this rank has, as far as there are enough: so that a profile
+    run, whose numbers mean nothing, takes the memory that this rank may ever need."""
 
     on: bool = False
 
