@@ -151,6 +151,9 @@ def test_a_plan_for_a_cpu_counts_the_experts_of_each_rank(tmp_path: Path) -> Non
     assert said.value == "4, 3, 3"
     assert "--enable-expert-parallel" in dealt.commands["holdfast"].text
     assert "--enable-expert-parallel" not in divided.commands["holdfast"].text
+    engines = plan(str(tmp_path), **asked, enable_expert_parallel=True, data_parallel_size=2)
+    assert [row["experts"] for row in rank_rows(engines.fit)] == [4, 3, 3], "each engine has all of them"
+    assert "-dp" not in str(engines.commands["holdfast"].lacks)
 
 
 def test_ranks_on_gpus_refuse_it_by_name() -> None:
