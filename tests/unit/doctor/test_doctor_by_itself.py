@@ -45,7 +45,6 @@ SURE = {
     "gguf_init_from_file: invalid magic number 67676a74": "the same model as .gguf",
     "llama_init_from_model: V cache quantization requires flash_attn": "-fa on",
     "embeddings-1 | E srv    send_error: task id = 8, error: input (11257 tokens) is too large to process. increase the physical batch size (current batch size: 8192)": "at least 11257",
-    "srv    send_error: task id = 8, error: input is too large to process, please increase the physical batch size": "shorter pieces",
     PRETOKENIZER.format("qwen2"): "a newer build of llama.cpp",
     "INFO 11-01 10:00:00 [core.py:9] vLLM\nFileNotFoundError: [Errno 2] No such file or directory: 'ninja'": "ninja-build",
     "INFO 11-01 10:00:00 [core.py:9] vLLM\nNVIDIA GeForce RTX 5090 with CUDA capability sm_120 is not compatible with the current PyTorch installation.": "pip install --upgrade vllm",
