@@ -8,7 +8,6 @@ import pytest
 
 from holdfast.doctor import diagnose_lines
 from holdfast.doctor.findings import Finding
-from holdfast.doctor.rules.load import rulebook
 
 VLLM = "INFO 11-01 10:00:00 [api_server.py:1805] vLLM API server version 0.11.0"
 RANK = "ValueError: LoRA rank 32 is greater than max_lora_rank 16."

@@ -17,8 +17,8 @@ from holdfast.doctor.rules.load import Rule
 FAILURES = ("fatal", "running", "request")
 """Kinds of rules."""
 PROVEN = 3
-"""Blind answers that were right, and none wrong, from which on a rule may be called sure: most that were wrong with fewer
-spoke of things that the log does not show (a file, a folder, a name, a port)."""
+"""Blind answers that were right, and none wrong, from which on a rule may be called sure whose message does not settle
+it: such rules speak of things that the log does not show (a file, a folder, a name, a port)."""
 PROVEN_AGAIN = 6
 """Of a rule that was wrong before it was changed: its words have neighbours, and there may be more of them."""
 
