@@ -131,7 +131,7 @@ MENDED = {
     ),
     "a misspelt flag is spelled right, not removed": Mended(
         lines=(SGLANG, FLAG.format("--reasoning_parser kimi_k2")),
-        confidence="high", command="python -m sglang.launch_server --model-path m --tp 8 --reasoning-parser kimi_k2",
+        confidence="medium", command="python -m sglang.launch_server --model-path m --tp 8 --reasoning-parser kimi_k2",
     ),
     "SGLang's program is not vLLM's": Mended(
         lines=("INFO 03-06 10:05:08 __init__.py:190] Automatically detected platform cuda.",
