@@ -93,6 +93,10 @@ LONG = "ValueError: The decoder prompt (length 9000) is longer than the maximum 
     [
         (f"openai.BadRequestError: Error code: 400 - {{'error': {{'message': \"{CONTEXT}\"}}}}", "high"),
         (f"{LONG}.", "high"),
+        (
+            "ValueError: This model's maximum context length is 3 tokens. However, your request has 8 input tokens.",
+            "medium",
+        ),
         (f"{LONG} plus multimodal tokens.", "medium"),
         ("the request exceeds the available context size, try increasing it", "medium"),
     ],
