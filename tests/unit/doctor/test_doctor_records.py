@@ -75,7 +75,7 @@ ELSEWHERE = {
     "a name": "Error: pull model manifest: file does not exist",
     "a process": "ValueError: Free memory on device cuda:0 (5.92/79.19 GiB) on startup is less than desired GPU memory utilization (0.9, 71.27 GiB).",
     "a module": "ModuleNotFoundError: No module named 'vllm'",
-    "a disk": "OSError: [Errno 28] No space left on device: '/root/.cache/huggingface/hub/blobs/1'",
+    "a disk": "OSError: [Errno 28] No space left on device: '/home/user/.cache/huggingface/hub/blobs/1'",
 }
 
 
