@@ -205,7 +205,7 @@ def test_what_cannot_be_benchmarked_is_refused(capsys: pytest.CaptureFixture[str
     assert "a number above 0" in capsys.readouterr().err
     assert main(["bench", "http://127.0.0.1:9", "--html", "no/such/folder/a.html"]) == 2  # Not after the run.
     assert "no/such/folder" in capsys.readouterr().err
-    for mistake in (("--slo", "soon"), ("--traffic", "no/such/file"), ("--prompt", "many")):
+    for mistake in (("--slo", "soon"), ("--slo", ""), ("--traffic", "no/such/file"), ("--prompt", "many")):
         assert main(["bench", "smollm2", *mistake]) == 2
         assert "starting a server" not in capsys.readouterr().err  # Nor after a start.
 

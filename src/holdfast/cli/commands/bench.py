@@ -63,6 +63,9 @@ TERMINAL_S, LOG_S = 1.0, 30.0
 """Between two words of progress."""
 _ADDRESS = re.compile(r"\d{1,5}|https?://.+|(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}(?:/.*)?")
 
+_MISTYPED = re.compile(r"[a-zA-Z]+:/|\[|\d+\.\d+\.\d+\.\d+|localhost[:/]")
+"""How an address begins that lacks something, where no model does: http:/host, ftp://host, 127.0.0.1."""
+
 
 def chosen(words: Sequence[str]) -> tuple[ModuleType | None, list[str]]:
     """The module that takes these words, where it is not this one, and what is left of them."""
@@ -278,10 +281,24 @@ def _server(arguments: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
             )
         yield api_of(arguments.target, written="URL").removesuffix("/v1/"), None
         return
+    _refuse_mistyped(arguments.target)
     if not arguments.quiet:
         print(f"holdfast: starting a server for {arguments.target}", file=sys.stderr, flush=True)
     with own_server(arguments.target, shlex.split(arguments.serve_flags)) as url:
         yield url, arguments.target
+
+
+def _refuse_mistyped(target: str) -> None:
+    """What can only be meant as an address is not taken for a model."""
+    if (_MISTYPED.match(target) is None and target != "localhost") or Path(target).exists():
+        return
+    raise ConfigurationError(
+        f"{shorten(target)!r} is neither an address nor a model",
+        needed="http:// or https:// with a host and perhaps a port, HOST:PORT, a port, or a model",
+        found="nothing that could be asked, and no such file",
+        fix="holdfast bench http://127.0.0.1:8000",
+        field="target",
+    )
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[Load, RunOptions]:
