@@ -101,7 +101,9 @@ def _way_out(url: str, reply: Reply) -> str:
         return "check the name of the host"
     if reply.failure == "broken" and url.startswith("http://"):
         return f"https://{rest}, where the server has TLS; else its log: holdfast doctor LOGFILE"
-    return "check the port, and that the server runs: holdfast ps lists those on this machine, holdfast serve starts one"
+    return (
+        "check the port, and that the server runs: holdfast ps lists those on this machine, holdfast serve starts one"
+    )
 
 
 def check_lengths(load: Load, target: Target) -> None:

@@ -1,4 +1,4 @@
-"""What `holdfast bench` says of an address that gives no answer: each step on which it fails has a way out of its own."""
+"""What `holdfast bench` says of an address that gives no answer: a way out for each step on which it fails."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def listening(context: ssl.SSLContext | None, said: bytes = b"") -> Iterator[int
                 except OSError:
                     return
                 with contextlib.suppress(OSError), connection:
-                    with context.wrap_socket(connection, server_side=True) if context else connection as spoken:
-                        spoken.recv(4096)
-                        spoken.sendall(said)
+                    spoken = context.wrap_socket(connection, server_side=True) if context else connection
+                    spoken.recv(4096)
+                    spoken.sendall(said)
+                    spoken.close()
 
         threading.Thread(target=serve, daemon=True).start()
         yield server.getsockname()[1]
@@ -64,7 +65,9 @@ def test_tls_to_a_server_without_it_and_a_key_that_is_not_known(capsys: pytest.C
         assert (code, "HOLDFAST_API_KEY" in fix, "holdfast serve" in fix) == (3, True, False)
 
 
-@pytest.mark.parametrize("address", ["http:/127.0.0.1:8000", "ftp://host:21", "127.0.0.1", "127.0.0.1:80x", "localhost"])
+@pytest.mark.parametrize(
+    "address", ["http:/127.0.0.1:8000", "ftp://host:21", "127.0.0.1", "127.0.0.1:80x", "localhost"]
+)
 def test_a_mistyped_address_is_not_taken_for_a_model(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, fix = refusal([address], capsys)
     assert (code, "http://127.0.0.1:8000" in fix) == (2, True)
