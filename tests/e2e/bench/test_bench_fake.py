@@ -123,6 +123,14 @@ def test_a_sound_server_passes_and_people_can_read_it(capsys: pytest.CaptureFixt
     assert sum(found["requests"]["prompt_tokens"]) / 30 == pytest.approx(256, rel=0.1)
 
 
+def test_a_full_disk_takes_no_figures_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_fake() as fake:
+        assert main(["bench", fake.url, "--quiet", "--requests", "4", "--output", "2", "--save", "/dev/full"]) == 2
+    told = capsys.readouterr()
+    assert "4 answered, 0 failed" in told.out
+    assert "No space left" in told.err
+
+
 def test_an_open_loop_sends_at_its_own_times_whatever_the_server_does(capsys: pytest.CaptureFixture[str]) -> None:
     with running_fake(FakeSettings(slots=1, ttft_s=(0.1, 0.1))) as fake:
         words = ("--rate", "20", "--arrivals", "constant", "--up", "0", "--peak", "1s", "--down", "0", "--output", "1")

@@ -192,23 +192,34 @@ def _run(arguments: argparse.Namespace) -> int:
     asked = _asked(arguments)  # Before a server is started for what cannot be asked.
     with _server(arguments) as (url, model):
         result = measured(arguments, asked, url, model)
-    document = as_json(result)
-    if arguments.save:
-        Path(arguments.save).write_text(json.dumps(document) + "\n", encoding="utf-8")
-    if arguments.html:
-        from holdfast.bench.report.page import page
-
-        Path(arguments.html).write_text(page(result), encoding="utf-8")
     if arguments.json:
-        say_json(document)
+        say_json(as_json(result))
     else:
         from holdfast.bench.report.text import lines
 
         say(lines(result))
+    _keep(arguments, result)  # Last: a disk that is full takes no figures with it.
     if result.interrupted:
         return INTERRUPTED
     ended = any(check.name == SERVER_PROCESS and not check.passed for check in result.verdict.checks)
     return PASS if result.verdict.passed else NO_SERVER if ended else FAIL
+
+
+def _keep(arguments: argparse.Namespace, result: BenchResult) -> None:
+    from holdfast.bench.report.page import page
+
+    try:
+        if arguments.save:
+            Path(arguments.save).write_text(json.dumps(as_json(result)) + "\n", encoding="utf-8")
+        if arguments.html:
+            Path(arguments.html).write_text(page(result), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            "the run is over, and its result could not be written; its figures are above",
+            found=str(error),
+            fix="free space, or another folder for --save and --html; then run it again",
+            field="save",
+        ) from error
 
 
 def _compare(arguments: argparse.Namespace) -> int:
