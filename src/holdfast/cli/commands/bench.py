@@ -328,21 +328,25 @@ def measured(arguments: argparse.Namespace, asked: tuple[Load, RunOptions], url:
     check_lengths(load, target)
     load = calibrated(_with(load, model=target.model))
     progress = None if arguments.quiet else _StatusLine(load, terminal=sys.stderr.isatty())
-    usual = signal.signal(signal.SIGTERM, _as_ctrl_c)
     try:
-        return run_bench(target, load, _with(options, model=model, command=_started_as(arguments, model)), progress)
+        with sigterm_as_ctrl_c():
+            return run_bench(target, load, _with(options, model=model, command=_started_as(arguments, model)), progress)
     except KeyboardInterrupt:
         print("holdfast: interrupted before anything was answered: no figures, nothing written", file=sys.stderr)
         raise
     finally:
-        signal.signal(signal.SIGTERM, usual)
         if progress is not None:
             progress.clear()
 
 
-def _as_ctrl_c(number: int, frame: object) -> None:
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
     """Whoever ends a run early wants its figures until then, however it is ended."""
-    signal.raise_signal(signal.SIGINT)
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def _started_as(arguments: argparse.Namespace, model: str | None) -> str | None:
