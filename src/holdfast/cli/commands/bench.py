@@ -396,9 +396,11 @@ class _StatusLine:
             return
         self._said_s = time.monotonic()
         failed = sum(bool(answer.error) for answer in answers[-1000:])
-        whole = f" of {self._seconds:.0f}" if 0 < self._seconds < float("inf") else ""
+        timed = 0 < self._seconds < float("inf")
+        whole = f" of {self._seconds:.0f}" if timed and at_s <= self._seconds else ""
+        last = f", waiting for the last since {self._seconds:.0f} s" if timed and at_s > self._seconds + 1 else ""
         trouble = f", {failed} of the last {min(1000, len(answers))} failed" if failed else ""
-        said = f"{at_s:.0f}{whole} s, {len(answers):,} requests answered{trouble}"
+        said = f"{at_s:.0f}{whole} s, {len(answers):,} requests answered{trouble}{last}"
         sys.stderr.write(f"\r\033[K{said}" if self._terminal else f"holdfast: {said}\n")
         sys.stderr.flush()
 
