@@ -92,6 +92,9 @@ def test_the_page_is_whole_needs_nothing_and_repeats_no_markup() -> None:
     assert "&lt;script&gt;" in text
     assert "prefers-color-scheme: dark" in text
     assert ">PASS<" in text
+    cut = replace(result(1), interrupted=True, verdict=replace(result(1).verdict, passed=False))
+    assert ">NONE<" in page(cut)
+    assert ">FAIL<" not in page(cut)
 
 
 def test_a_plot_leaves_holes_where_nothing_is_known() -> None:
