@@ -9,6 +9,7 @@ import msgspec
 from holdfast.bench.client.worker import ClientReport
 from holdfast.bench.measure.figures import Figures
 from holdfast.bench.measure.load_points import LoadPoint
+from holdfast.bench.measure.rate_points import RatePoint
 from holdfast.bench.measure.samples import ServerSample
 from holdfast.bench.measure.steadiness import Drift, Stall
 from holdfast.bench.measure.verdict import BenchVerdict
@@ -67,6 +68,9 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     whole: Figures
     points: list[LoadPoint]
     knee: LoadPoint | None
+    rate_points: list[RatePoint] = []
+    """Of a search for the knee by rates."""
+    rate_knee: RatePoint | None = None
     throughput_drift: Drift | None
     ram_drift: Drift | None
     vram_drift: Drift | None
