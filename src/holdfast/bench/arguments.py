@@ -55,6 +55,7 @@ def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions
         burst=arguments.burst or DEFAULT_BURST,
         requests=arguments.requests,
         replay=read_replay(arguments.traffic, speed=arguments.speed or 1.0) if arguments.traffic else (),
+        speed=arguments.speed or 1.0,
         timeout_s=parse_duration(arguments.timeout, field="timeout"),
         seed=arguments.seed,
         prompt=parse_lengths(arguments.prompt, field="prompt"),
@@ -85,13 +86,14 @@ def read_load(arguments: argparse.Namespace, url: str) -> tuple[Load, RunOptions
 def _phases(arguments: argparse.Namespace) -> tuple[tuple[Phase, ...], tuple[int, ...], tuple[float, ...]]:
     """And the levels of a search for the knee: requests at once, or rates."""
     if arguments.find_knee:
-        seconds = parse_duration(arguments.step or DEFAULT_STEP, field="step")
+        step_s = parse_duration(arguments.step or DEFAULT_STEP, field="step")
         if arguments.rate is not None:
-            rates = _rates(*arguments.rate, seconds, arguments.burst or DEFAULT_BURST, arguments.arrivals)
-            return steps_profile(rates, seconds), (), rates
+            low, high = arguments.rate
+            rates = _rates(low, high, step_s, arguments.burst or DEFAULT_BURST, arguments.arrivals)
+            return steps_profile(rates, step_s), (), rates
         most = arguments.concurrency or DEFAULT_KNEE
         steps = (*(level for power in range(20) if (level := 1 << power) < most), most)
-        return steps_profile(steps, seconds), steps, ()
+        return steps_profile(steps, step_s), steps, ()
     if arguments.requests is not None or arguments.traffic:
         return (Phase(PEAK, float("inf")),), (), ()
     seconds = {

@@ -9,6 +9,7 @@ import msgspec
 from holdfast.bench.client.worker import ClientReport
 from holdfast.bench.measure.figures import Figures
 from holdfast.bench.measure.load_points import LoadPoint
+from holdfast.bench.measure.objectives import Objective
 from holdfast.bench.measure.rate_points import RatePoint
 from holdfast.bench.measure.samples import ServerSample
 from holdfast.bench.measure.steadiness import Drift, Stall
@@ -60,6 +61,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     engine_settings: dict[str, str]
     load: dict[str, Any]
     phases: list[dict[str, Any]]
+    slo: list[Objective] = []
+    """What was promised; empty: nothing."""
     interrupted: bool = False
     """By Ctrl-C: figures are of what was answered until then."""
     window_s: tuple[float, float]

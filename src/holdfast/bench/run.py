@@ -143,6 +143,7 @@ def make_result(
         engine_settings=sampler.settings,
         load=described(load, options),
         phases=[{"name": phase.name, "seconds": _finite(phase.seconds)} for phase in load.phases],
+        slo=list(allowed.objectives),
         interrupted=interrupted_s is not None,
         window_s=(begin_s - start_s, end_s - start_s),
         peak=evidence.peak,

@@ -213,6 +213,7 @@ def test_a_log_is_replayed_with_its_lengths_and_times(capsys: pytest.CaptureFixt
         _, found = bench(fake.url, "--traffic", str(log), "--speed", "2", capsys=capsys)
     assert found["requests"]["intended_s"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
     assert found["requests"]["output_tokens"] == [3, 4, 5, 6]
+    assert found["load"]["speed"] == 2
     assert [phase["seconds"] for phase in found["phases"]] == [None]  # Its time is the log's.
     assert found["requests"]["prompt_tokens"] == pytest.approx([50, 150, 250, 350], rel=0.15)
 

@@ -16,6 +16,7 @@ ROWS = (
     ("lag", "sent late by"),
 )
 WIDTH = 12
+TIMES = {2.0: "twice", 0.5: "half"}
 USUAL_BLOCK = 16
 """Tokens that a prefix cache counts by."""
 
@@ -81,7 +82,7 @@ def load_line(result: BenchResult) -> str:
     if load["loop"] == "closed":
         how = f"closed loop, {load['concurrency']} at once"
     elif load["loop"] == "replay":
-        how = f"replay of {counted(load['replayed'], 'request')} at their own times"
+        how = f"replay of {counted(load['replayed'], 'request')} at their own times{_faster(load.get('speed', 1.0))}"
     elif load["rate"] is None:
         how = "open loop, all at once"
     else:
@@ -90,6 +91,12 @@ def load_line(result: BenchResult) -> str:
         f"{phase['name']} {phase['seconds']:g} s" for phase in result.phases if phase["seconds"] is not None
     )
     return f"{how}{'; ' + phases if phases else ''}; {judged}"
+
+
+def _faster(speed: float) -> str:
+    if speed == 1:
+        return ""
+    return f", {TIMES.get(speed, f'{speed:g} times')} as fast"
 
 
 def _cached(peak: Figures) -> str:
