@@ -86,7 +86,14 @@ def _clients(load: Load, options: RunOptions, rate_points: list[RatePoint]) -> I
         allowed, span_s = options.allowed, (begin_s, begin_s + phase.seconds)
         rate = options.rates[len(rate_points)]
         rate_points.append(
-            rate_point(answers, rate, span_s, objectives=allowed.objectives, error_share=allowed.error_share)
+            rate_point(
+                answers,
+                rate,
+                span_s,
+                objectives=allowed.objectives,
+                error_share=allowed.error_share,
+                limited_client=allowed.limited_client,
+            )
         )
         return not rate_points[-1].missed
 
@@ -108,6 +115,8 @@ def make_result(
     last_s = max((answer.end_s for answer in answers), default=start_s)
     asked = until_it_ended(answers) if sampler.same_process is False else answers
     points = load_points(asked, allowed.objectives)
+    if sampler.same_process is False:  # A server that is gone says nothing of where its knee was.
+        rate_points = [point for point in rate_points if not point.missed]
     level = _judged_level(options, safe_point(points), kept(rate_points))
     begin_s, end_s = _window(load, level, start_s, last_s)
     if interrupted_s is not None:

@@ -115,7 +115,7 @@ def test_the_knee_of_an_open_loop_is_the_last_rate_that_was_kept(
         if found["rate_knee"] is not None and found["rate_knee"]["rate"] == 20:
             break
     assert found["rate_knee"]["rate"] == found["verdict"]["safe_rate"] == 20
-    assert found["verdict"]["reason"].startswith("knee at 20 requests/s (at 24 the backlog grew")
+    assert found["verdict"]["reason"].startswith("knee at 20 requests/s (at 24: the backlog grew")
     assert [point["rate"] for point in found["rate_points"]] == [16, 20, 24]  # And none beyond what was missed.
     assert found["rate_points"][-1]["answered_per_s"] == pytest.approx(22, rel=0.1)
     assert [phase["name"] for phase in found["phases"]] == ["16", "drain", "20", "drain", "24"]

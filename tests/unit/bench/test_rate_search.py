@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from made_up_answers import GAP_S, TOKENS, answer
+from msgspec.structs import replace
 
 from holdfast.bench.arguments import read_load
 from holdfast.bench.client.answers import TimedAnswer
@@ -65,7 +66,17 @@ def test_a_rate_that_misses_the_slo_or_has_errors_is_not_kept() -> None:
     assert rate_point(broken, 9.0, (0.0, STEP_S), error_share=0.05).missed == ""
 
 
-def searched(*rates: float) -> BenchResult:
+def test_a_rate_that_the_client_was_late_for_says_so() -> None:
+    late = [replace(one, intended_s=one.sent_s - 0.3) for one in queued(9.0, begin_s=0.4) if one.sent_s < STEP_S]
+    objectives = parse_slo("ttft=200ms")
+    found = rate_point(late, 9.0, (0.0, STEP_S), objectives=objectives)
+    assert "the client itself was late" in found.missed
+    limited = rate_point(late, 9.0, (0.0, STEP_S), objectives=objectives, limited_client=True)
+    assert limited.missed.startswith("missed the SLO")
+    assert "client" not in limited.missed
+
+
+def searched(*rates: float, same_process: bool | None = None) -> BenchResult:
     answers, phases, points = list[TimedAnswer](), list[Phase](), list[RatePoint]()
     for at, rate in enumerate(rates):
         begin_s = 20.0 * at
@@ -73,7 +84,9 @@ def searched(*rates: float) -> BenchResult:
         points.append(rate_point(step, rate, (begin_s, begin_s + STEP_S)))
         phases += [Phase(f"{rate:g}", STEP_S), Phase("drain", 20.0 - STEP_S, 0.0, 0.0)]
         answers += step
-    sampler = SimpleNamespace(samples=[], engine=None, settings={}, local=False, same_process=None, command=None)
+    sampler = SimpleNamespace(
+        samples=[], engine=None, settings={}, local=False, same_process=same_process, command=None
+    )
     clients = SimpleNamespace(answers=answers, start_s=0.0, reports=[ClientReport(cpu_share=0.1, loop_lag_s=0.0)])
     load = Load(url="http://x", model="m", phases=tuple(phases), rate=20.0, arrivals="constant")
     options = RunOptions(allowed=Allowed(), rates=(*rates, 20.0), advise=False)
@@ -84,7 +97,7 @@ def searched(*rates: float) -> BenchResult:
 def test_the_verdict_and_the_reports_say_the_knee_in_requests_a_second() -> None:
     found = searched(8.0, 10.0, 14.0)
     assert found.verdict.passed, found.verdict.reason
-    assert found.verdict.reason.startswith("knee at 10 requests/s (at 14 the backlog grew, 12 of 14 requests/s")
+    assert found.verdict.reason.startswith("knee at 10 requests/s (at 14: the backlog grew, 12 of 14 requests/s")
     assert (found.verdict.safe_rate, found.window_s) == (10.0, (20.0, 35.0))
     said = "\n".join(lines(found))
     assert "open loop, 8 to 20 requests/s, constant, 15 s each" in said
@@ -98,6 +111,8 @@ def test_a_search_that_found_no_knee_says_so() -> None:
     below = searched(8.0, 10.0)
     assert below.rate_knee is None
     assert below.verdict.reason.startswith("no knee up to 10 requests/s; ")
+    gone = searched(8.0, 14.0, same_process=False)
+    assert (gone.rate_knee, len(gone.rate_points), gone.verdict.passed) == (None, 1, False)
     beyond = searched(14.0)
     assert (rate_knee(beyond.rate_points), kept(beyond.rate_points), beyond.verdict.safe_rate) == (None, None, None)
     assert not beyond.verdict.passed

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from holdfast.bench.client.answers import TimedAnswer
-from holdfast.bench.measure.figures import Percentiles, figures, latencies
+from holdfast.bench.measure.figures import LATE_S, LATE_SHARE, Figures, Percentiles, figures, latencies
 from holdfast.bench.measure.load_points import judged_as
 from holdfast.bench.measure.objectives import Objective
 
@@ -59,8 +59,10 @@ def rate_point(
     *,
     objectives: tuple[Objective, ...] = (),
     error_share: float = 0.0,
+    limited_client: bool = False,
 ) -> RatePoint:
-    """`span_s`: in which requests were sent; what came after it is of them too."""
+    """`span_s`: in which requests were sent; what came after it is of them too. `limited_client`: it was told to send
+    no more than so many at once, and is late for that reason."""
     begin_s, end_s = span_s
     sent = [answer for answer in answers if begin_s <= answer.intended_s <= end_s]
     found = figures(answers, begin_s, math.nextafter(end_s, math.inf))
@@ -75,6 +77,8 @@ def rate_point(
         missed = f"missed the SLO, {late}"
     elif answered is not None and answered < KEPT_SHARE * offered:
         missed = f"the backlog grew, {answered:.3g} of {offered:.3g} requests/s were answered"
+    if missed and not limited_client and _client_was_late(found):
+        missed += ", but the client itself was late, so that the knee may be higher: more --workers, or cores free"
     return RatePoint(
         rate=rate,
         seconds=end_s - begin_s,
@@ -106,6 +110,11 @@ def _slope(good: Sequence[TimedAnswer]) -> float | None:
     rest = took - took.mean() - slope * due
     error = math.sqrt(float((rest * rest).sum()) / (len(good) - 2) / spread)
     return slope if slope > CHANCE * error else 0.0
+
+
+def _client_was_late(found: Figures) -> bool:
+    lag, ttft = found.lag, found.ttft
+    return lag is not None and ttft is not None and lag.p99 > max(LATE_S, LATE_SHARE * ttft.p50)
 
 
 def _missed_objective(waits: dict[str, Percentiles | None], objectives: tuple[Objective, ...]) -> str:
@@ -141,4 +150,4 @@ def knee_words(points: Sequence[RatePoint]) -> str:
     last = points[-1]
     if not last.missed:
         return f"no knee up to {last.rate:g} requests/s"
-    return f"knee at {safe.rate:g} requests/s (at {last.rate:g} {last.missed})"
+    return f"knee at {safe.rate:g} requests/s (at {last.rate:g}: {last.missed})"

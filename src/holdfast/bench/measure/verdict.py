@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast.bench.client.worker import ClientReport
-from holdfast.bench.measure.figures import Figures
+from holdfast.bench.measure.figures import LATE_S, LATE_SHARE, Figures
 from holdfast.bench.measure.objectives import Objective
 from holdfast.bench.measure.rate_points import RatePoint, kept
 from holdfast.bench.measure.samples import ServerSample
@@ -34,8 +34,6 @@ BUSY_SHARE = 0.9
 """Of a core: a client process beyond it reads late."""
 HELD_S = 0.5
 """A client process that was kept from running for longer has no figures of the server's."""
-LATE_S, LATE_SHARE = 0.02, 0.05
-"""A generator is behind when its P99 is later than this, and than this share of the median time to a first token."""
 STALL_S, STALL_GAPS = 1.0, 20
 """A stall is at least this long, and so many usual times between tokens."""
 LEAK_BYTES, LEAK_SHARE = 16 * MIB, 0.02
