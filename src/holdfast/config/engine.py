@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from holdfast.config import nodes as nodes_config
 from holdfast.config import offload as offload_config
 from holdfast.config import quantization as quantization_names
 from holdfast.config import unsupported
@@ -342,6 +343,14 @@ class EngineConfig:
         whole(1),
         flags=("-pp", "--pp-size"),
     )
+    nnodes: int = nodes_config.nnodes_setting()
+    node_rank: int = nodes_config.node_rank_setting()
+    master_addr: str = nodes_config.master_addr_setting()
+    master_port: int = nodes_config.master_port_setting()
+    node_addr: str | None = nodes_config.node_addr_setting()
+    node_secret: str | None = nodes_config.node_secret_setting()
+    node_secret_file: str | None = nodes_config.node_secret_file_setting()
+    node_timeout: float = nodes_config.node_timeout_setting()
     data_parallel_size: int = setting(
         1,
         "number of engines, each with the whole model, behind one API: on a CPU they share its memory and cores, on"
@@ -363,6 +372,7 @@ class EngineConfig:
                     field=name,
                 )
         unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
+        nodes_config.check_nodes(self)
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

@@ -100,6 +100,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Of its part of the pages."""
     engine: int = 0
     """That it is of, where there are several."""
+    node: int = 0
+    """That it is on, where there are several."""
 
 
 class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import HoldfastError
 from holdfast.execution.parallel.gloo import open_store
 from holdfast.execution.parallel.mailbox import Receiver
-from holdfast.execution.parallel.rank_link import RankLink
+from holdfast.execution.parallel.rank_link import Meeting, RankLink
 from holdfast.execution.parallel.segment import Segment
 from holdfast.observability.nonblocking_output import unblock_output
 
@@ -54,11 +54,12 @@ class _Follower:
         self._rank, self._answers = start.rank, answers
         self._segment = Segment(segment_layout(start.plan.engine), descriptor)
         self._receiver = Receiver(self._segment, start.rank, self._look)
-        self._link = RankLink(self._segment, start.rank, self._look)
-        if start.store_port is not None:
-            self._link.use_gloo(open_store(start.store_port, start.size))
-        stage = self._link.stage
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
+        self._link = RankLink(self._segment, start.rank, self._look, config.nnodes)
+        if start.store_port is not None:
+            store = open_store(start.store_port, start.size, start.store_host)
+            self._link.meet(Meeting(store, start.host, start.key), all_by_gloo=config.disable_custom_all_reduce)
+        stage = self._link.stage
         model = find_model(config, progress=False, text=False)
         self._config, self._files = config, model.files
         self._member: LoadedRank = load_rank(

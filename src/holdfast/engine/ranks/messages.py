@@ -26,7 +26,12 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     plan: Plan
     threads: int
     store_port: int | None = None
-    """Where gloo's ranks find one another; None: they share memory."""
+    """Where ranks find one another that do not share memory; None: all do."""
+    store_host: str = "127.0.0.1"
+    host: str = "127.0.0.1"
+    """Where others reach this rank."""
+    key: bytes = b""
+    """By which ranks of this start know one another."""
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):

@@ -303,6 +303,7 @@ def build_core(
     waits for a disk. `tier_file`: whose memory KV pages in RAM beside a GPU have; None: the engine's own."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
+        from holdfast.engine.ranks.nodes.open import join_nodes
         from holdfast.engine.ranks.together import load_ranks
         from holdfast.engine.startup.streamed_layers import lower_tiers
         from holdfast.execution import native
@@ -316,8 +317,9 @@ def build_core(
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan, beat, tier_file)
     cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
+    hub = join_nodes(config, model.files, plan, progress)
     plan = _still_fits(plan)
-    ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat)
+    ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat, hub=hub)
     runner, core_runner = ranks.runner, ranks.step_runner
     try:
         plan = replace(plan, decisions=(*plan.decisions, *ranks.decisions))
