@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+SOURCES = Path(__file__).parents[2] / "src"
 STORE_BYTES = 80 << 20
 """The least that Ray takes."""
 
@@ -28,7 +29,7 @@ class RayCluster:
         environment = os.environ | {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_enable_worker_prestart": "0",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(_sources()), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")])),
         }
         environment.pop("RAY_ADDRESS", None)
         self._log = folder / "cluster.log"
@@ -88,10 +89,6 @@ def ray_cluster(*cpus: int) -> Iterator[RayCluster]:
             cluster.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sources() -> Path:
-    return Path(__file__).parents[2] / "src"
 
 
 def _main(folder: str, cpus: list[int]) -> None:

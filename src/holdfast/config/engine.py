@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from holdfast.config import executors, unsupported
 from holdfast.config import nodes as nodes_config
 from holdfast.config import offload as offload_config
 from holdfast.config import quantization as quantization_names
-from holdfast.config import unsupported
 from holdfast.config.setting import (
     Origin,
     build,
@@ -343,6 +343,7 @@ class EngineConfig:
         whole(1),
         flags=("-pp", "--pp-size"),
     )
+    distributed_executor_backend: str | None = executors.distributed_executor_backend_setting()
     nnodes: int = nodes_config.nnodes_setting()
     node_rank: int = nodes_config.node_rank_setting()
     master_addr: str = nodes_config.master_addr_setting()
@@ -373,6 +374,7 @@ class EngineConfig:
                 )
         unsupported.check_engines_here(self.data_parallel_size, self.data_parallel_size_local)
         nodes_config.check_nodes(self)
+        executors.check_executor(self)
         if self.engine_hang_timeout is not None and 0 < self.engine_hang_timeout < LEAST_HANG_TIMEOUT_S:
             raise ConfigurationError(
                 f"engine_hang_timeout is {self.engine_hang_timeout:g} s, but a healthy engine may be silent that long",

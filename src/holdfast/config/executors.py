@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from holdfast.config.setting import choice, optional, setting
 from holdfast.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from holdfast.config.engine import EngineConfig
-
 NO_RAY = "HF154"
+
+
+class ExecutorSettings(Protocol):
+    """Those of EngineConfig that concern it."""
+
+    @property
+    def distributed_executor_backend(self) -> str | None: ...
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def pipeline_parallel_size(self) -> int: ...
+    @property
+    def data_parallel_size(self) -> int: ...
+    @property
+    def nnodes(self) -> int: ...
 
 
 def _backend(field: str, value: Any) -> str:
@@ -33,7 +45,7 @@ def distributed_executor_backend_setting() -> Any:
     )
 
 
-def check_executor(config: EngineConfig) -> None:
+def check_executor(config: ExecutorSettings) -> None:
     """Raises where the backend and other settings contradict each other. Ray itself is not asked."""
     backend, ranks = config.distributed_executor_backend, config.tensor_parallel_size * config.pipeline_parallel_size
     if backend == "external_launcher":

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from deadlines import PATIENCE_S
 from rank_engines import make, tokens
-from ray_clusters import RayCluster, needs_ray, ray_cluster
+from ray_clusters import SOURCES, RayCluster, needs_ray, ray_cluster
 
 from holdfast.errors import ConfigurationError, ModelNotFoundError
 
@@ -62,11 +62,12 @@ def test_a_cluster_that_is_too_small_is_refused_with_its_nodes(cluster: RayClust
 
 @pytest.mark.long
 def test_what_a_node_lacks_is_said_by_the_head(cluster: RayCluster, tiny_model, tmp_path, monkeypatch) -> None:
-    """A checkpoint that only the head has: its folder is named by a variable that agents do not have."""
-    (tmp_path / "home").symlink_to(tiny_model)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match="node 1"):
-        on_ray("~/home", 2, 1)
+    """A checkpoint that only the head has: its path goes by the folder that a process is in."""
+    (tmp_path / "only-here").symlink_to(tiny_model)
+    monkeypatch.setenv("PYTHONPATH", str(SOURCES))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"node 1 \(.*\): no model at '/proc/self/cwd/only-here'"):
+        on_ray("/proc/self/cwd/only-here", 2, 1)
     assert cluster.reserved() == []
 
 

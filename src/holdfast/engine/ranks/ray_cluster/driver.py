@@ -20,7 +20,7 @@ import holdfast
 from holdfast.config.executors import NO_RAY
 from holdfast.engine.ranks.ray_cluster import messages
 from holdfast.engine.ranks.ray_cluster.actor import NodeActor
-from holdfast.engine.ranks.ray_cluster.placement import NodeRoom, Placement, Wanted, place
+from holdfast.engine.ranks.ray_cluster.placement import NodeRoom, RayPlacement, Wanted, place
 from holdfast.errors import ConfigurationError, HoldfastError, NoResourcesError
 from holdfast.records import Failure
 
@@ -87,11 +87,9 @@ class RayDriver:
                 fix="ray status shows what is reserved, and what is pending",
             )
         names = [f"{home.name} ({home.address})", *self._start_agents(placement, home)]
-        self.say(
-            messages.Placed(nodes=placement.nodes, address=home.address, amount=placement.amount, names=names)
-        )
+        self.say(messages.Placed(nodes=placement.nodes, address=home.address, amount=placement.amount, names=names))
 
-    def _find_room(self, home_id: str) -> Placement:
+    def _find_room(self, home_id: str) -> RayPlacement:
         """What an engine before this one had may still have to become free."""
         until_s = time.monotonic() + RELEASED_S
         while True:
@@ -101,7 +99,7 @@ class RayDriver:
                 if time.monotonic() > until_s or self._connection.poll(LOOK_S):
                     raise
 
-    def _start_agents(self, placement: Placement, home: NodeRoom) -> list[str]:
+    def _start_agents(self, placement: RayPlacement, home: NodeRoom) -> list[str]:
         """Their nodes' names, when all of them answer."""
         self._agents = [_Agent(self._group, node, placement, self._asked, home) for node in range(1, placement.nodes)]
         names = [agent.await_hello() for agent in self._agents]
@@ -157,9 +155,7 @@ class RayDriver:
 class _Agent:
     """The actor of a node that is not the server's."""
 
-    def __init__(
-        self, group: Any, node: int, placement: Placement, asked: messages.Reserve, home: NodeRoom
-    ) -> None:
+    def __init__(self, group: Any, node: int, placement: RayPlacement, asked: messages.Reserve, home: NodeRoom) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from holdfast.config import EngineConfig
 from holdfast.config.executors import NO_RAY
@@ -47,6 +48,11 @@ PORTS = 1000
 """Among which one is chosen for agents to join at, where none was set."""
 TAKEN_ALONG = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 """Variables that agents need as the server has them. Folders are each node's own."""
+
+
+def driver_bytes(config: EngineConfig) -> int:
+    """Of memory beside the engine's."""
+    return DRIVER_BYTES if config.distributed_executor_backend == "ray" else 0
 
 
 @contextlib.contextmanager
@@ -170,7 +176,7 @@ class RayNodes:
             kind="GPU" if config.device == "cuda" else "CPU",
             threads=config.threads,
             nodes=None if placed is None else placed.nodes,
-            config=asdict(config) | {"node_timeout": LOOKS_FOR_HEAD_S},
+            config=asdict(config) | {"node_timeout": LOOKS_FOR_HEAD_S, "model": _same_everywhere(config.model)},
             environment={name: os.environ[name] for name in TAKEN_ALONG if name in os.environ},
         )
 
@@ -193,6 +199,13 @@ class RayNodes:
         atexit.unregister(self.close)
         self._closing.set()
         self._thread.join(ENDED_S + 5.0)
+
+
+def _same_everywhere(model: str | None) -> str | None:
+    """A path as other processes understand it; other names as they are."""
+    if model is None or not Path(model).expanduser().exists():
+        return model
+    return str(Path(model).expanduser().absolute())
 
 
 def _has_file(stream: object) -> bool:

@@ -65,7 +65,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RayPlacement:
     nodes: int
     each: int
     """Ranks on every node."""
@@ -84,7 +84,7 @@ class Placement:
         return "STRICT_PACK" if self.nodes == 1 else "STRICT_SPREAD"
 
 
-def place(cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted, *, nodes: int | None = None) -> Placement:
+def place(cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted, *, nodes: int | None = None) -> RayPlacement:
     """`home_id`: of the node where the server runs. `nodes`: their number, where an engine has them already. Raises
     ConfigurationError where the cluster is too small, NoResourcesError where only others are in the way for now."""
     found = _best(cluster, home_id, wanted, nodes, free=True)
@@ -110,7 +110,7 @@ def place(cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted, *, nodes: i
 
 def _best(
     cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted, fixed: int | None, *, free: bool
-) -> Placement | None:
+) -> RayPlacement | None:
     rooms = {node.id: wanted.room(node, free=free) for node in cluster}
     home = rooms.pop(home_id, 0)
     others = sorted(rooms.values(), reverse=True)
@@ -120,7 +120,7 @@ def _best(
             continue
         least = min([home, *others[: count - 1]])
         amount = each if wanted.kind == "GPU" else wanted.threads or least
-        return Placement(count, each, wanted.kind, max(each, amount))
+        return RayPlacement(count, each, wanted.kind, max(each, amount))
     return None
 
 
@@ -132,7 +132,9 @@ def _counts(wanted: Wanted) -> list[int]:
 
 def _needed(wanted: Wanted, fixed: int | None) -> str:
     ways = [(count, wanted.ranks // count) for count in sorted(_counts(wanted) if fixed is None else [fixed])]
-    each = " or ".join(f"{amount} on each of {count} nodes" if count > 1 else f"{amount} here" for count, amount in ways)
+    each = " or ".join(
+        f"{amount} on each of {count} nodes" if count > 1 else f"{amount} here" for count, amount in ways
+    )
     return f"{wanted.kind}s that are free: {each}, this one among them"
 
 
