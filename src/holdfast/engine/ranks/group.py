@@ -43,6 +43,9 @@ ANSWER_LOOK_S = 0.2
 AHEAD, HALF = 1 << 20, 1 << 31
 """That all ranks go on with their counts after a step was left, further than any of them can have come; and half of the
 numbers that a count has."""
+HEARD_OF_S = 2.0
+"""For the end of a rank on another node to be heard of, after its connections have ended."""
+NOT_COME = "has not come to where the other ranks wait for it"
 LAST_WORDS_S = 0.5
 """For what a rank had written when it ended."""
 
@@ -186,6 +189,20 @@ class RankGroup:
             if on_loading is not None:
                 on_loading()
 
+    def explained(self, error: EngineError) -> EngineError:
+        """Of what failed in this rank because another did: the end of that one, which may be heard of a little later,
+        or that it stands still."""
+        until_s = time.monotonic() + HEARD_OF_S
+        while time.monotonic() < until_s:
+            try:
+                self.check()
+            except EngineError as cause:
+                return cause
+            if stopped := [rank.name for rank in self._ranks if rank.stopped]:
+                return EngineHungError(f"{', '.join(stopped)} {NOT_COME}", found=error.message)
+            time.sleep(HEARD_OF_S / 20)
+        return error
+
     def check(self) -> None:
         """Raises where a rank has ended."""
         for rank in self._ranks:
@@ -210,7 +227,7 @@ class RankGroup:
             behind = self._behind()
             names = ", ".join(rank.name for rank in behind or self._ranks)
             raise EngineHungError(
-                f"{names} has not come to where the other ranks wait for it",
+                f"{names} {NOT_COME}",
                 needed=f"within {format_duration(self.timeout_s)}",
                 found=f"{format_duration(waited_s)} without it",
             )

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
-from holdfast.errors import EngineError
+from holdfast.errors import EngineDiedError, EngineError
 
 TIMEOUT_S = 60.0
 """To find one another."""
@@ -84,7 +84,7 @@ class GlooCollectives:
         try:
             work.wait()
         except RuntimeError as error:
-            raise EngineError(
+            raise EngineDiedError(
                 f"rank {self.rank}: another rank has ended or does not answer: {error}",
                 needed=f"an answer within {self._timeout_s:g} s",
             ) from error
