@@ -1,5 +1,5 @@
-"""Who may join an engine on several nodes, and what is said to who may not: within seconds, with the node and the cause.
-No rank is started here."""
+"""Who may join an engine on several nodes, and what is said to who may not: within seconds, with the node and the
+cause. No rank is started here."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ TIMEOUT_S = 60.0
 """To find one another."""
 LONGEST_S = 86_400.0
 LOOPBACK = "127.0.0.1"
+Store = torch.distributed.Store
 
 
 def open_store(port: int | None, size: int, host: str = LOOPBACK) -> torch.distributed.TCPStore:
