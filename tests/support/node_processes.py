@@ -90,7 +90,12 @@ def nodes(
 
 
 def node_arguments(model: Path, sizes: tuple[int, int], count: int, port: int) -> list[str]:
+    dummy = ["--load-format", "dummy", "--threads", "1"]
+    return [str(model), *dummy, *node_flags(sizes, count, port)]
+
+
+def node_flags(sizes: tuple[int, int], count: int, port: int) -> list[str]:
     return [
-        str(model), "--load-format", "dummy", "--threads", "1", "--device", "cpu", "-tp", str(sizes[0]), "-pp",
-        str(sizes[1]), "--nnodes", str(count), "--master-addr", "127.0.0.1", "--master-port", str(port),
+        "--device", "cpu", "-tp", str(sizes[0]), "-pp", str(sizes[1]), "--nnodes", str(count), "--master-addr",
+        "127.0.0.1", "--master-port", str(port),
     ]  # fmt: skip

@@ -24,6 +24,7 @@ from holdfast.engine.ranks.children import Rank, RankProcess
 from holdfast.engine.ranks.cpu import segment_layout, threads_of
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
 from holdfast.execution.parallel.gloo import LOOPBACK, open_store
+from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.rank_link import Meeting, RankLink
 from holdfast.execution.parallel.segment import Segment
@@ -43,6 +44,9 @@ ANSWER_LOOK_S = 0.2
 AHEAD, HALF = 1 << 20, 1 << 31
 """That all ranks go on with their counts after a step was left, further than any of them can have come; and half of the
 numbers that a count has."""
+HEARD_OF_S = 2.0
+"""For the end of a rank on another node to be heard of, after its connections have ended."""
+NOT_COME = "has not come to where the other ranks wait for it"
 LAST_WORDS_S = 0.5
 """For what a rank had written when it ended."""
 
@@ -76,7 +80,9 @@ class RankGroup:
         own = self.spread.ranks_of(0)[1:]
         self._sender = Sender(self._segment, self._look, own)
         self._ranks = list[Rank]()
-        self.link = RankLink(self._segment, 0, self._look, self.spread.nodes)
+        self.link = (
+            GpuRankLink() if plan.engine.rank_gpus else RankLink(self._segment, 0, self._look, self.spread.nodes)
+        )
         self._progress, self._progressed_s = [0], 0.0
         try:
             for number in own:
@@ -92,8 +98,8 @@ class RankGroup:
     def _start(self, config: EngineConfig, plan: Plan) -> None:
         """Tells all what to load; returns when those that do not share memory have found one another."""
         hosts = [LOOPBACK] if self._hub is None else [report.host for report in self._hub.reports]
-        apart = config.disable_custom_all_reduce or self._hub is not None
-        self._store = open_store(None, self.size, hosts[0]) if apart else None
+        apart = self._hub is not None or _wants_store(config, plan)
+        self.store = open_store(None, self.size, hosts[0]) if apart else None
         key = secrets.token_bytes(KEY_BYTES)
         starts = [
             messages.StartRank(
@@ -102,7 +108,7 @@ class RankGroup:
                 config={**dataclasses.asdict(config), "node_secret": None},
                 plan=plan,
                 threads=self.threads[rank],
-                store_port=None if self._store is None else self._store.port,
+                store_port=None if self.store is None else self.store.port,
                 store_host=hosts[0],
                 host=hosts[self.spread.node_of(rank)],
                 key=key,
@@ -113,14 +119,22 @@ class RankGroup:
             child.connection.send_bytes(messages.encode(starts[child.number]))
         if self._hub is not None:
             self._ranks += self._hub.start(starts, self._segment, self._on_end)
-        if self._store is not None:
-            meeting = Meeting(self._store, hosts[0], key, self.timeout_s)
+        if self.store is not None and isinstance(self.link, RankLink):  # Those of GPUs are joined later.
+            self.answers(messages.RankHere)
+            meeting = Meeting(self.store, hosts[0], key, self.timeout_s)
             self.link.meet(meeting, all_by_gloo=config.disable_custom_all_reduce)
 
     @property
     def pids(self) -> list[int]:
         """Of the other ranks."""
         return [rank.pid for rank in self._ranks]
+
+    def tell_each(self, message: messages.JoinRanks) -> None:
+        """By their sockets: while they start."""
+        self.check()
+        with contextlib.suppress(OSError):  # Of one that has ended: what it said last is read next.
+            for rank in self._ranks:
+                rank.connection.send_bytes(messages.encode(message))
 
     def send_plan(self, plan: StepPlan) -> None:
         self._send(messages.STEP + messages.encode(plan))
@@ -156,9 +170,10 @@ class RankGroup:
 
     def _go_on(self) -> None:
         if not self.link.resumes:
+            sums = self.link.collectives
+            name = "sockets" if sums is None or self.spread.nodes > 1 else sums.name
             raise EngineDiedError(
-                "a step was left in the middle, which ranks that are joined by gloo, or on several nodes, cannot go on"
-                " from"
+                f"a step was left in the middle, which ranks that are joined by {name} cannot go on from"
             )
         self._segment.calm = self._segment.alarm.value
         for rank in self._ranks:
@@ -186,6 +201,20 @@ class RankGroup:
             if on_loading is not None:
                 on_loading()
 
+    def explained(self, error: EngineError) -> EngineError:
+        """Of what failed in this rank because another did: the end of that one, which may be heard of a little later,
+        or that it stands still."""
+        until_s = time.monotonic() + HEARD_OF_S
+        while time.monotonic() < until_s:
+            try:
+                self.check()
+            except EngineError as cause:
+                return cause
+            if stopped := [rank.name for rank in self._ranks if rank.stopped]:
+                return EngineHungError(f"{', '.join(stopped)} {NOT_COME}", found=error.message)
+            time.sleep(HEARD_OF_S / 20)
+        return error
+
     def check(self) -> None:
         """Raises where a rank has ended."""
         for rank in self._ranks:
@@ -210,7 +239,7 @@ class RankGroup:
             behind = self._behind()
             names = ", ".join(rank.name for rank in behind or self._ranks)
             raise EngineHungError(
-                f"{names} has not come to where the other ranks wait for it",
+                f"{names} {NOT_COME}",
                 needed=f"within {format_duration(self.timeout_s)}",
                 found=f"{format_duration(waited_s)} without it",
             )
@@ -241,6 +270,7 @@ class RankGroup:
     def _on_end(self) -> None:
         if not self._ending:
             self._alarm()
+            self.link.give_up()
 
     def _alarm(self) -> None:
         self._segment.alarm.post(self._segment.alarm.value + 1)
@@ -266,6 +296,12 @@ class RankGroup:
             self._hub.close(again=self._failed or sys.exc_info()[0] is not None)
         if all(gone):  # One that hangs in the system may still say so.
             self._segment.close()
+
+
+def _wants_store(config: EngineConfig, plan: Plan) -> bool:
+    """Whether ranks find one another by a port: for gloo, or for NCCL, which has no two ranks on one GPU."""
+    uuids = [gpu.uuid for gpu in plan.engine.rank_gpus]
+    return len(set(uuids)) == len(uuids) if uuids else config.disable_custom_all_reduce
 
 
 def _await_end(ranks: Sequence[Rank], timeout_s: float) -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from holdfast.engine.core.loop import StepHandle
+from holdfast.engine.core.loop import StepHandle, StepRunner
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.group import RankGroup
-from holdfast.execution.runner import Runner
+from holdfast.errors import EngineDiedError
 from holdfast.records import StepPlan, StepResult, TokenMasks
 
 
 class RankedRunner:
-    def __init__(self, runner: Runner, group: RankGroup) -> None:
+    def __init__(self, runner: StepRunner, group: RankGroup) -> None:
         self._runner, self._group = runner, group
         self._under_way = deque[_UnderWay]()
 
@@ -33,6 +33,9 @@ class RankedRunner:
         try:  # From the first byte on: a plan that has reached the others and is not followed here is left by all.
             self._group.send_plan(plan)
             handle = self._runner.submit(plan, masks)
+        except EngineDiedError as error:
+            self._leave()
+            raise self._group.explained(error) from error
         except BaseException:
             self._leave()
             raise
@@ -49,6 +52,9 @@ class RankedRunner:
             try:
                 result = step.handle.result()
                 self._tell_sampled(step.plan, result)
+            except EngineDiedError as error:
+                self._leave()
+                raise self._group.explained(error) from error
             except BaseException:
                 self._leave()
                 raise

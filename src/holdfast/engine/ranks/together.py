@@ -17,6 +17,7 @@ from holdfast.engine.ranks.group import RankGroup
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.engine.startup.kv_scales import find_kv_scales
+from holdfast.errors import EngineDiedError
 from holdfast.execution.parallel.gloo import GlooCollectives
 from holdfast.execution.runner import Runner
 from holdfast.models import ModelSpec
@@ -115,7 +116,10 @@ class LoadedRanks:
         if self.group is not None:
             self.group.order(messages.ProfileStep())
         began_s = time.monotonic()
-        profile = self.runner.profile_run()
+        try:
+            profile = self.runner.profile_run()
+        except EngineDiedError as error:
+            raise error if self.group is None else self.group.explained(error) from error
         took_s = time.monotonic() - began_s
         others = [] if self.group is None else self.group.answers(Measured)
         return [measured(self.first, profile), *others], took_s

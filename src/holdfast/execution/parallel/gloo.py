@@ -12,12 +12,13 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
-from holdfast.errors import EngineError
+from holdfast.errors import EngineDiedError, EngineError
 
 TIMEOUT_S = 60.0
 """To find one another."""
 LONGEST_S = 86_400.0
 LOOPBACK = "127.0.0.1"
+Store = torch.distributed.Store
 
 
 def open_store(port: int | None, size: int, host: str = LOOPBACK) -> torch.distributed.TCPStore:
@@ -84,7 +85,7 @@ class GlooCollectives:
         try:
             work.wait()
         except RuntimeError as error:
-            raise EngineError(
+            raise EngineDiedError(
                 f"rank {self.rank}: another rank has ended or does not answer: {error}",
                 needed=f"an answer within {self._timeout_s:g} s",
             ) from error

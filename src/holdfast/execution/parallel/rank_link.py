@@ -66,6 +66,9 @@ class RankLink:
             self.collectives = GlooCollectives(own, self.place, size, meeting.timeout_s, meeting.host)
             self._shared = None
 
+    def give_up(self) -> None:
+        """When another rank has ended. Nothing to do: all waiting here ends with the alarm."""
+
     @property
     def resumes(self) -> bool:
         """Whether a step that was left in the middle can be followed by another."""

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed
 
-from holdfast.errors import EngineError
+from holdfast.errors import EngineDiedError, EngineError
 from holdfast.execution.parallel.segment import LOOK_NS, Watch
 
 LOOK_S = LOOK_NS / 1e9
@@ -50,7 +50,7 @@ class LineOut:
                     waited_s += LOOK_S
                     self._watch(waited_s)
             if self._failed:
-                raise EngineError(f"the connection to {self._name} is lost: {self._failed}")
+                raise EngineDiedError(f"the connection to {self._name} is lost: {self._failed}")
             self._count += 1
             body = _bytes_of(numbers).tobytes()
             self._pending = HEAD.pack(self._count, len(body)) + body
@@ -103,9 +103,9 @@ class LineIn:
             try:
                 got = self._line.recv_into(place[done:])
             except OSError as error:
-                raise EngineError(f"the connection from {self._name} is lost: {error}") from error
+                raise EngineDiedError(f"the connection from {self._name} is lost: {error}") from error
             if got == 0:
-                raise EngineError(f"the connection from {self._name} is closed")
+                raise EngineDiedError(f"the connection from {self._name} is closed")
             done, waited_s = done + got, 0.0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,10 +36,6 @@ KILLED_S = 10.0
 LEAVE_S = 3.0
 OWN_SETTINGS = ("model", "revision", "download_dir", "node_rank", "node_addr", "threads")
 """That a node has for itself; all others are the head's."""
-
-
-class HeadLost(Exception):
-    """While something else was awaited."""
 
 
 class NodeAgent:
@@ -75,7 +72,7 @@ class _Followed:
         self._wire, self._own = wire, own
         self._ranks, self._threads = list[RankProcess](), list[threading.Thread]()
         self._segment: Segment | None = None
-        self._sender: Sender | None = None
+        self._mail = queue.SimpleQueue[bytes | None]()
         self._over = threading.Event()
 
     def run(self) -> bool:
@@ -87,7 +84,7 @@ class _Followed:
             while True:
                 frame = self._wire.receive()
                 if frame[:1] == messages.MAIL:
-                    self._pass_on(frame[1:])
+                    self._mail.put(frame[1:])
                     continue
                 said = messages.decode_from_head(frame[1:])
                 if isinstance(said, messages.StartNode):
@@ -97,11 +94,12 @@ class _Followed:
                         raise said.failure.error()
                     self._let_leave(LEAVE_S if not said.again else 0.0)
                     return said.again
-        except (OSError, EOFError, HeadLost, msgspec.DecodeError) as error:
+        except (OSError, EOFError, msgspec.DecodeError) as error:
             log.warning("the connection to the head has ended%s", f": {error}" if str(error) else "")
             return True
         finally:
             self._over.set()
+            self._mail.put(None)
             self._end()
             signs.join()
 
@@ -109,27 +107,29 @@ class _Followed:
         self._segment = Segment(segment_layout(starts[0].plan.engine))
         numbers = [start.rank for start in starts]
         log.info("starting %s of %d", named_ranks(range(numbers[0], numbers[-1] + 1)), starts[0].size)
-        self._sender = Sender(self._segment, self._look, numbers)
+        sender = Sender(self._segment, self._look, numbers)
+        # A thread of its own: while a rank does not take its mail, the head is heard all the same.
+        self._threads.append(threading.Thread(target=self._pass_on, args=(sender,), name="mail", daemon=True))
         for start in starts:
             rank = RankProcess(start.rank, self._segment, lambda: None)
             self._ranks.append(rank)
             rank.connection.send_bytes(rank_messages.encode(start))
         self._say(messages.Started({rank.number: rank.pid for rank in self._ranks}))
         for rank in self._ranks:
-            thread = threading.Thread(target=self._listen, args=(rank,), name=f"answers-{rank.number}", daemon=True)
+            name = f"answers-{rank.number}"
+            self._threads.append(threading.Thread(target=self._listen, args=(rank,), name=name, daemon=True))
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
 
-    def _pass_on(self, mail: bytes) -> None:
-        if self._sender is not None and not any(rank.ended for rank in self._ranks):
-            with contextlib.suppress(_RankGone):  # The head knows of it, and ends the others.
-                self._sender.send(mail)
+    def _pass_on(self, sender: Sender) -> None:
+        with contextlib.suppress(_MailIsVain):
+            while (mail := self._mail.get()) is not None:
+                sender.send(mail)
 
     def _look(self, waited_s: float) -> None:
-        if any(rank.ended for rank in self._ranks):
-            raise _RankGone
-        if self._wire.over:
-            raise HeadLost("while its ranks had not taken what it sent before")
+        """The head hears of a rank that has ended, and ends the others."""
+        if self._over.is_set() or any(rank.ended for rank in self._ranks):
+            raise _MailIsVain
 
     def _listen(self, rank: RankProcess) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -169,5 +169,5 @@ class _Followed:
             self._segment.close()
 
 
-class _RankGone(Exception):
+class _MailIsVain(Exception):
     pass

@@ -7,7 +7,6 @@ its kind may be. Knows only bytes.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 import threading
@@ -73,13 +72,6 @@ class Wire:
                 raise EOFError
             done += got
         return bytes(found)
-
-    @property
-    def over(self) -> bool:
-        """Whether the other side has ended, also where messages of it wait to be received."""
-        poll = select.poll()
-        poll.register(self._connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-        return bool(poll.poll(0))
 
     def finish(self) -> None:
         """Nothing more is sent; what was sent is still heard."""
