@@ -23,9 +23,10 @@ STORE_BYTES = 80 << 20
 
 
 class RayCluster:
-    """`cpus`: of each node; the first is the head, and the one that this machine's servers are on."""
+    """`cpus`: of each node; the first is the head, and the one that servers of the test are on. `gpus`: that each says it
+    has; there are none."""
 
-    def __init__(self, folder: Path, cpus: list[int]) -> None:
+    def __init__(self, folder: Path, cpus: list[int], gpus: int = 0) -> None:
         environment = os.environ | {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_enable_worker_prestart": "0",
@@ -35,7 +36,7 @@ class RayCluster:
         self._log = folder / "cluster.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(folder), *map(str, cpus)],
+                [sys.executable, __file__, str(folder), str(gpus), *map(str, cpus)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -79,10 +80,10 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def ray_cluster(*cpus: int) -> Iterator[RayCluster]:
+def ray_cluster(*cpus: int, gpus: int = 0) -> Iterator[RayCluster]:
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets lie in it: paths must be short.
     try:
-        cluster = RayCluster(folder, list(cpus))
+        cluster = RayCluster(folder, list(cpus), gpus)
         try:
             yield cluster
         finally:
@@ -91,22 +92,19 @@ def ray_cluster(*cpus: int) -> Iterator[RayCluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _main(folder: str, cpus: list[int]) -> None:
+def _main(folder: str, gpus: int, cpus: list[int]) -> None:
     from ray.cluster_utils import Cluster
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray prints.
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": cpus[0], "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": folder
-        },
-    )  # fmt: skip
+    each = {"num_gpus": gpus, "object_store_memory": STORE_BYTES}
+    head = each | {"num_cpus": cpus[0], "include_dashboard": False, "temp_dir": folder}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = [cluster.head_node]
 
     def add(amount: int) -> None:
         address = f"127.0.0.{len(nodes) + 1}"
-        nodes.append(cluster.add_node(num_cpus=amount, object_store_memory=STORE_BYTES, node_ip_address=address))
+        nodes.append(cluster.add_node(num_cpus=amount, node_ip_address=address, **each))
 
     try:
         for amount in cpus[1:]:
@@ -140,4 +138,4 @@ def _reserved(address: str) -> str:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], [int(one) for one in sys.argv[2:]])
+    _main(sys.argv[1], int(sys.argv[2]), [int(one) for one in sys.argv[3:]])

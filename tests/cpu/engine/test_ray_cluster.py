@@ -3,8 +3,13 @@ one rank, nothing left in the cluster, and what is said where there is no room."
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import psutil
 import pytest
@@ -12,6 +17,7 @@ from deadlines import PATIENCE_S
 from rank_engines import make, tokens
 from ray_clusters import SOURCES, RayCluster, needs_ray, ray_cluster
 
+from holdfast.engine.ranks.ray_cluster.messages import Placed, Reserve, decode_from_driver, encode
 from holdfast.errors import ConfigurationError, ModelNotFoundError
 
 pytestmark = needs_ray
@@ -78,4 +84,27 @@ def test_stages_of_two_ranks_are_on_a_node_each(tiny_model, of_one, monkeypatch)
         with on_ray(tiny_model, 2, 2) as llm:
             assert tokens(llm) == of_one
             assert [row.node for row in llm.info.memory.ranks] == [0, 0, 1, 1]
+        assert found.reserved() == []
+
+
+@pytest.mark.long
+def test_gpus_are_reserved_on_each_node() -> None:
+    """As numbers of Ray's: nothing computes on them."""
+    with ray_cluster(1, 1, gpus=2) as found:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "holdfast.engine.ranks.ray_cluster.driver", str(os.getpid())]
+        environment = os.environ | {"RAY_ADDRESS": found.address}
+        with theirs:
+            driver = subprocess.Popen([*command, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=environment)
+        with Connection(ours.detach()) as connection:
+            asked = Reserve(
+                name="gpus", tensor_parallel=2, pipeline_parallel=2, kind="GPU", threads=None, nodes=None, config={},
+                environment={},
+            )  # fmt: skip
+            connection.send_bytes(encode(asked))
+            placed = decode_from_driver(connection.recv_bytes())
+            assert isinstance(placed, Placed)
+            assert (placed.nodes, placed.amount) == (2, 2)
+            assert found.reserved() == ["gpus", "NodeActor"]
+        assert driver.wait(PATIENCE_S) == 0
         assert found.reserved() == []

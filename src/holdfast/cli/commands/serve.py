@@ -308,7 +308,6 @@ def _run(
         settings = server_settings(engine_config, server_config, model)
         app = create_app(engine, settings)
         reach = _reach(listener, server_config, tls=tls is not None)
-
         return run_server(
             app,
             engine,

@@ -33,7 +33,7 @@ HELLO_S = 60.0
 LOOK_S = 0.5
 AGAIN_S = 2.0
 """Before an agent is started again that has ended in order."""
-SAID_EVERY_S = 15.0
+LOOK_FOR_LOST_S = 10.0
 _SET_DEATH_SIGNAL = 1
 """prctl's PR_SET_PDEATHSIG."""
 
@@ -109,7 +109,7 @@ class RayDriver:
 
     def keep(self) -> None:
         """Until the server hangs up: agents that have ended are started again, and a node that is lost is said."""
-        said_s = 0.0
+        looked_s = time.monotonic()
         while True:
             try:
                 if self._connection.poll(LOOK_S):
@@ -119,9 +119,10 @@ class RayDriver:
             for agent in self._agents:
                 if (text := agent.again()) is not None:
                     self.say(messages.Note("warning", text))
-            if time.monotonic() - said_s >= SAID_EVERY_S and (text := self._lost()) is not None:
-                said_s = time.monotonic()
-                self.say(messages.Note("warning", text))
+            if time.monotonic() - looked_s >= LOOK_FOR_LOST_S:
+                looked_s = time.monotonic()
+                if (text := self._lost()) is not None:
+                    self.say(messages.Note("warning", text))
 
     def _lost(self) -> str | None:
         """Of a node whose bundle Ray has nowhere to put now."""

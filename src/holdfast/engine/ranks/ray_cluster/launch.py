@@ -159,6 +159,8 @@ class RayNodes:
                         why = self._hear(messages.decode_from_driver(connection.recv_bytes())) or why
         finally:
             connection.close()
+            if not self._placed.done():  # It waits for Ray, which ends what it has begun.
+                process.kill()
             try:
                 process.wait(ENDED_S if self._closing.is_set() else 1.0)
             except subprocess.TimeoutExpired:
