@@ -280,7 +280,8 @@ def _engine_line(engine: EngineMemory) -> str:
 
 def _rank_line(rank: RankMemory) -> str:
     return (
-        f"rank {rank.rank} (pid {rank.pid}): {format_bytes(rank.weights_bytes)} of weights,"
+        f"rank {rank.rank} ({f'node {rank.node}, ' if rank.node else ''}pid {rank.pid}):"
+        f" {format_bytes(rank.weights_bytes)} of weights,"
         f" {format_bytes(rank.kv_pool_bytes)} of the KV pool, {_layers(rank)}{counted(rank.heads, 'head')} over"
         f" {counted(rank.kv_heads, 'KV head')}, {counted(rank.threads, 'thread')}"
     )

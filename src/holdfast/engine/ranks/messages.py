@@ -112,7 +112,7 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     peak_bytes: int
     """While it loaded."""
     free_bytes: int = 0
-    """On its GPU."""
+    """On its GPU; of a CPU in the RAM of its machine."""
     own_bytes: int = 0
     """That it holds there, by the driver's count."""
     kv_bytes: int = 0

@@ -50,6 +50,7 @@ from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve.engines import gpus_share, one_share, ram_share
+from holdfast.planner.serve.nodes import available_everywhere
 from holdfast.records import EngineInfo, LowerTier, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.units import shorten
@@ -319,8 +320,7 @@ def build_core(
     if plan.engine.gpu is not None:
         return _build_on_gpu(config, model, progress, plan, beat, tier_file)
     cores, loaded_from = config.threads or processor().cores, files_stamp(config, model.files)
-    hub = join_nodes(config, model.files, plan, progress)
-    plan = _still_fits(plan)
+    hub, plan = join_nodes(config, model.files, _still_fits(config, plan), progress)
     ranks = load_ranks(config, model.files, model.spec, plan, progress, cores=cores, beat=beat, hub=hub)
     runner, core_runner = ranks.runner, ranks.step_runner
     try:
@@ -329,9 +329,9 @@ def build_core(
         ranks.back_kv(2)
         measured, profile_run_s = ranks.profile_run()
         plan = replace(plan, decisions=(*plan.decisions, *ranks.find_kv_scales(config, model.files)))
-        plan, report = _settled(plan, measured, lower_tiers(config, plan))
+        plan, report = _settled(config, plan, measured, lower_tiers(config, plan))
         report = msgspec.structs.replace(report, ranks=ranks.rows(model.spec, plan, measured))
-        ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes))
+        ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes * config.nnodes))
         opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
     except BaseException:
         core_runner.close()
@@ -416,15 +416,20 @@ def _balances(config: EngineConfig, plan: Plan) -> bool:
     return not by_hand and not config.yield_to_neighbours
 
 
-def _still_fits(plan: Plan) -> Plan:
-    """Held against what is free now: the plan may be minutes old, and a download may lie between."""
+def _still_fits(config: EngineConfig, plan: Plan) -> Plan:
+    """Held against what is free now: the plan may be minutes old, and a download may lie between. Of several nodes that
+    is done when they have joined."""
+    if config.nnodes > 1:
+        return plan
     coming = sum(
         size for name, size in plan.terms.items() if name not in ("front", "framework", "libraries", "kv_pool")
     )
     return settle_pool(plan, memory().available_bytes - coming)
 
 
-def _settled(plan: Plan, ranks: Sequence[Measured], below: list[LowerTier]) -> tuple[Plan, MemoryReport]:
+def _settled(
+    config: EngineConfig, plan: Plan, ranks: Sequence[Measured], below: list[LowerTier]
+) -> tuple[Plan, MemoryReport]:
     """The pool by what is measured of all ranks, and the books of it."""
     base_names = ("framework", "libraries")
     measured = {name: sum(rank.terms.get(name, 0) for rank in ranks) for name in ranks[0].terms}
@@ -435,7 +440,7 @@ def _settled(plan: Plan, ranks: Sequence[Measured], below: list[LowerTier]) -> t
     own = {name: size for name, size in measured.items() if name not in left_out}
     given_back = sum(rank.given_back_bytes for rank in ranks)
     own["activations"] += _not_spare(plan, own, sum(rank.nameless_bytes for rank in ranks))
-    settled = settle_pool(plan, memory().available_bytes - given_back, own)
+    settled = settle_pool(plan, _available(config, plan, ranks, given_back), own)
     report = MemoryReport(
         total_bytes=plan.device.total_bytes,
         free_bytes=plan.device.free_bytes,
@@ -457,6 +462,16 @@ def _settled(plan: Plan, ranks: Sequence[Measured], below: list[LowerTier]) -> t
         below=below,
     )
     return settled, report
+
+
+def _available(config: EngineConfig, plan: Plan, ranks: Sequence[Measured], given_back: int) -> int:
+    """For the pool, and for what stays free."""
+    if config.nnodes == 1:
+        return memory().available_bytes - given_back
+    each = len(ranks) // config.nnodes
+    nodes = [ranks[first : first + each] for first in range(0, len(ranks), each)]
+    free = [min(rank.free_bytes for rank in node) for node in nodes]
+    return available_everywhere(plan, config, free, [sum(rank.given_back_bytes for rank in node) for node in nodes])
 
 
 def _not_spare(plan: Plan, measured: Mapping[str, int], nameless_bytes: int) -> int:
