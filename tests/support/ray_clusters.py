@@ -23,8 +23,8 @@ STORE_BYTES = 80 << 20
 
 
 class RayCluster:
-    """`cpus`: of each node; the first is the head, and the one that servers of the test are on. `gpus`: that each says it
-    has; there are none."""
+    """`cpus`: of each node; the first is the head, and the one that servers of the test are on. `gpus`: that each says
+    it has; there are none."""
 
     def __init__(self, folder: Path, cpus: list[int], gpus: int = 0) -> None:
         environment = os.environ | {

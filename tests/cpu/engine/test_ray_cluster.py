@@ -98,8 +98,8 @@ def test_gpus_are_reserved_on_each_node() -> None:
             driver = subprocess.Popen([*command, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=environment)
         with Connection(ours.detach()) as connection:
             asked = Reserve(
-                name="gpus", tensor_parallel=2, pipeline_parallel=2, kind="GPU", threads=None, nodes=None, config={},
-                environment={},
+                name="gpus", tensor_parallel=2, pipeline_parallel=2, kind="GPU", threads=None, memory_bytes=1 << 30,
+                nodes=None, config={}, environment={},
             )  # fmt: skip
             connection.send_bytes(encode(asked))
             placed = decode_from_driver(connection.recv_bytes())

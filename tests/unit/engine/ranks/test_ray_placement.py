@@ -20,6 +20,7 @@ def node(name: str, cpus: float = 0, gpus: float = 0, *, free: float | None = No
         free_cpus=cpus if free is None else free,
         gpus=gpus,
         free_gpus=gpus if free is None else free,
+        memory_bytes=6 * GIB,
         free_memory_bytes=4 * GIB,
     )
 
@@ -67,6 +68,16 @@ def test_threads_that_were_set_are_what_a_node_must_have() -> None:
     assert place(cluster, "a", Wanted(2, 1, threads=3)).amount == 3
     with pytest.raises(ConfigurationError, match="no room for 4 ranks"):
         place([node("a", 2), node("b", 2)], "a", Wanted(2, 2, threads=3))
+
+
+def test_memory_that_was_set_is_reserved_on_each_node() -> None:
+    cluster = [node("a", 1), node("b", 1)]
+    placed = place(cluster, "a", Wanted(2, 1, memory_bytes=4 * GIB))
+    assert [bundle["memory"] for bundle in placed.bundles(cluster[0])] == [4.0 * GIB, 4.0 * GIB]
+    with pytest.raises(NoResourcesError, match=r"on nodes with 5.00 GiB of memory free now"):
+        place(cluster, "a", Wanted(2, 1, memory_bytes=5 * GIB))
+    with pytest.raises(ConfigurationError, match=r"on nodes with 7.00 GiB of memory free"):
+        place(cluster, "a", Wanted(2, 1, memory_bytes=7 * GIB))
 
 
 def test_an_engine_that_has_nodes_keeps_their_number() -> None:

@@ -64,7 +64,8 @@ class RayDriver:
         self._asked, self._connection = asked, connection
         self._group: Any = None
         self._agents = list[_Agent]()
-        self._wanted = Wanted(asked.tensor_parallel, asked.pipeline_parallel, asked.kind, asked.threads)
+        sizes = asked.tensor_parallel, asked.pipeline_parallel
+        self._wanted = Wanted(*sizes, asked.kind, asked.threads, asked.memory_bytes)
 
     def say(self, message: messages.FromDriver) -> None:
         with contextlib.suppress(OSError):

@@ -177,6 +177,7 @@ class RayNodes:
             pipeline_parallel=config.pipeline_parallel_size,
             kind="GPU" if config.device == "cuda" else "CPU",
             threads=config.threads,
+            memory_bytes=config.ram,
             nodes=None if placed is None else placed.nodes,
             config=asdict(config) | {"node_timeout": LOOKS_FOR_HEAD_S, "model": _same_everywhere(config.model)},
             environment={name: os.environ[name] for name in TAKEN_ALONG if name in os.environ},

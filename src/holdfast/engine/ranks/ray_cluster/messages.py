@@ -19,6 +19,7 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pipeline_parallel: int
     kind: str
     threads: int | None
+    memory_bytes: int | None
     nodes: int | None
     """Their number, where an engine has them already."""
     config: dict[str, object]

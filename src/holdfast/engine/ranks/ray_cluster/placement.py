@@ -10,7 +10,7 @@ cluster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -44,6 +44,8 @@ class Wanted:
     """What a rank takes one of, or more: CPU or GPU."""
     threads: int | None = None
     """CPUs of a node, where that was set."""
+    memory_bytes: int | None = None
+    """Of a node, where that was set."""
 
     @property
     def ranks(self) -> int:
@@ -51,6 +53,11 @@ class Wanted:
 
     def room(self, node: NodeRoom, *, free: bool = True) -> int:
         """Ranks that a node has room for."""
+        if (
+            self.memory_bytes is not None
+            and (node.free_memory_bytes if free else node.memory_bytes) < self.memory_bytes
+        ):
+            return 0
         if self.kind == "GPU":
             return int(node.free_gpus if free else node.gpus)
         cpus = int(node.free_cpus if free else node.cpus)
@@ -60,8 +67,10 @@ class Wanted:
     def words(self) -> str:
         sizes = f"-tp {self.tensor_parallel} x -pp {self.pipeline_parallel}"
         many = "s" if self.ranks > 1 else ""
-        each = f", {self.threads} CPUs on each node" if self.threads is not None and self.kind == "CPU" else ""
-        return f"{self.ranks} rank{many} ({sizes}), each with a {self.kind}{each}"
+        each = [f"{self.threads} CPUs"] if self.threads is not None and self.kind == "CPU" else []
+        each += [] if self.memory_bytes is None else [f"{format_bytes(self.memory_bytes)} of memory"]
+        nodes = f", on nodes with {' and '.join(each)} free" if each else ""
+        return f"{self.ranks} rank{many} ({sizes}), each with a {self.kind}{nodes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +81,13 @@ class RayPlacement:
     kind: str
     amount: int
     """Of that kind, reserved on every node."""
+    memory_bytes: int | None = None
 
     def bundles(self, home: NodeRoom) -> list[dict[str, float]]:
         """Of the placement group. The first is held to the node where the server runs."""
         own = {self.kind: float(self.amount)}
+        if self.memory_bytes is not None:
+            own["memory"] = float(self.memory_bytes)
         return [own | {f"node:{home.address}": 0.001}, *(dict(own) for _ in range(1, self.nodes))]
 
     @property
@@ -120,7 +132,7 @@ def _best(
             continue
         least = min([home, *others[: count - 1]])
         amount = each if wanted.kind == "GPU" else wanted.threads or least
-        return RayPlacement(count, each, wanted.kind, max(each, amount))
+        return RayPlacement(count, each, wanted.kind, max(each, amount), wanted.memory_bytes)
     return None
 
 
@@ -162,7 +174,9 @@ def _fix(cluster: Sequence[NodeRoom], home_id: str, wanted: Wanted) -> str:
     smaller = [
         f"-tp {tensor} -pp {pipeline}" if pipeline > 1 else f"-tp {tensor}"
         for tensor, pipeline in _smaller(wanted)
-        if _best(cluster, home_id, Wanted(tensor, pipeline, wanted.kind, wanted.threads), None, free=False)
+        if _best(
+            cluster, home_id, replace(wanted, tensor_parallel=tensor, pipeline_parallel=pipeline), None, free=False
+        )
     ]
     return f"{join}; or {smaller[0]}" if smaller else join
 
