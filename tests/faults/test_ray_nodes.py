@@ -58,6 +58,7 @@ def wait_for(true: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("struck", ["rank", pytest.param("agent", marks=pytest.mark.long)])
 async def test_streams_outlive_a_rank_and_its_agent(serve, cluster: RayCluster, struck: str) -> None:
+    """And a server that is killed in the end, or stopped, leaves nothing in the cluster."""
     server = serve()
     undisturbed, rank = await all_streams(server.url), other_rank(server)
     agent = rank.parent()
@@ -67,17 +68,14 @@ async def test_streams_outlive_a_rank_and_its_agent(serve, cluster: RayCluster, 
     assert gone(rank)
     assert gone(agent) == (struck == "agent")
     last = other_rank(server)
-    assert server.stop() == 0
-    assert cluster.reserved() == []
-    assert gone(last)
-
-
-async def test_a_server_that_is_killed_leaves_nothing_in_the_cluster(serve, cluster: RayCluster) -> None:
-    server = serve()
-    rank = other_rank(server)
     assert cluster.reserved()
-    server.process.kill()
-    wait_for(lambda: cluster.reserved() == [] and gone(rank))
+    if struck == "rank":
+        server.process.kill()
+        wait_for(lambda: cluster.reserved() == [] and gone(last))
+    else:
+        assert server.stop() == 0
+        assert cluster.reserved() == []
+        assert gone(last)
 
 
 @pytest.mark.long

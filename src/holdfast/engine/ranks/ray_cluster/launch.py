@@ -42,7 +42,7 @@ AGAIN_S = 5.0
 LOOK_S = 0.2
 LOOKS_FOR_HEAD_S = 86400.0
 """An agent: it lives as long as the server does, which may restart its engine or download a model."""
-DRIVER_BYTES = 160 << 20
+DRIVER_BYTES = 96 << 20
 """Of memory, of the driver."""
 PORTS = 1000
 """Among which one is chosen for agents to join at, where none was set."""
