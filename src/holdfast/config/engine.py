@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from holdfast.config import nodes as nodes_config
-from holdfast.config import offload as offload_config
-from holdfast.config import quantization as quantization_names
 from holdfast.config import unsupported
+from holdfast.config.parts import offload as offload_config
+from holdfast.config.parts import quantization as quantization_names
 from holdfast.config.setting import (
     Origin,
     build,
@@ -38,7 +38,6 @@ LEAST_HANG_TIMEOUT_S = 5.0
 
 REFUSED: Mapping[str, str] = unsupported.ENGINE
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
-
 
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -388,7 +387,6 @@ class EngineConfig:
                 fix="--ram SIZE",
                 field="vram",
             )
-
         if self.nvme is not None and self.nvme_path is None:
             raise ConfigurationError(
                 "nvme is the size of a file, but there is no folder for it",
