@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from holdfast.config import executors, unsupported
 from holdfast.config import nodes as nodes_config
-from holdfast.config import offload as offload_config
-from holdfast.config import quantization as quantization_names
+from holdfast.config import unsupported
+from holdfast.config.parts import executors
+from holdfast.config.parts import offload as offload_config
+from holdfast.config.parts import quantization as quantization_names
 from holdfast.config.setting import (
     Origin,
     build,
@@ -38,7 +39,6 @@ LEAST_HANG_TIMEOUT_S = 5.0
 
 REFUSED: Mapping[str, str] = unsupported.ENGINE
 """vLLM's names for what is not there. Naming one is an error with this reason, never silence."""
-
 
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -334,12 +334,7 @@ class EngineConfig:
         whole(1),
         flags=("-tp", "--tp-size", "--tensor-parallel"),
     )
-    disable_custom_all_reduce: bool = setting(
-        False,
-        "ranks add up what they computed over sockets (gloo) instead of shared memory; on GPUs by NCCL alone instead of"
-        " kernels of our own",
-        flag,
-    )
+    disable_custom_all_reduce: bool = executors.disable_custom_all_reduce_setting()
     pipeline_parallel_size: int = setting(
         1,
         "number of stages that the layers are divided into, by bytes: processes of this machine, -tp of them each; on"
@@ -390,7 +385,6 @@ class EngineConfig:
                 fix="--ram SIZE",
                 field="vram",
             )
-
         if self.nvme is not None and self.nvme_path is None:
             raise ConfigurationError(
                 "nvme is the size of a file, but there is no folder for it",

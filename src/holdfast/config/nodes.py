@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from holdfast.config.setting import number, optional, setting, text, whole
 from holdfast.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from holdfast.config.engine import EngineConfig
 
 WRONG_NODES = "HF139"
 DEFAULT_PORT = 29501
 LEAST_SECRET = 8
 """Letters that a secret has."""
 DEFAULT_TIMEOUT_S = 600.0
+
+
+class NodeSettings(Protocol):
+    """Those of an engine that have to do with nodes."""
+
+    @property
+    def nnodes(self) -> int: ...
+    @property
+    def node_rank(self) -> int: ...
+    @property
+    def master_addr(self) -> str: ...
+    @property
+    def node_secret(self) -> str | None: ...
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def pipeline_parallel_size(self) -> int: ...
+    @property
+    def data_parallel_size(self) -> int: ...
+    @property
+    def device(self) -> str: ...
 
 
 def nnodes_setting() -> Any:
@@ -47,8 +65,8 @@ def master_port_setting() -> Any:
 def node_addr_setting() -> Any:
     return setting(
         None,
-        "address at which other nodes reach the ranks of this one; default: the one that it reaches the head from, and"
-        " of the head master_addr",
+        "address of this machine at which other nodes reach it; default: the one that it reaches the head from, and of"
+        " the head master_addr, at which it listens then",
         optional(text),
         metavar="ADDRESS",
     )
@@ -77,7 +95,7 @@ def node_timeout_setting() -> Any:
     )
 
 
-def check_nodes(config: EngineConfig) -> None:
+def check_nodes(config: NodeSettings) -> None:
     """Raises where sizes contradict each other. Nothing is read and nobody is asked."""
     nodes, ranks = config.nnodes, config.tensor_parallel_size * config.pipeline_parallel_size
     if config.node_rank >= nodes:

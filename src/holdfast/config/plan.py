@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.config import offload as offload_config
 from holdfast.config.engine import DEFAULT_UTILIZATION, kv_dtype
+from holdfast.config.parts import offload as offload_config
 from holdfast.config.setting import (
     Origin,
     build,

@@ -93,7 +93,7 @@ def test_a_node_that_lies_about_its_proof_is_refused() -> None:
 
     with hub() as head:
         wire = Wire(socket.create_connection(("127.0.0.1", head.port)))
-        wire.send(messages.encode(messages.Hello(b"n" * 32)))
+        wire.send(messages.encode(messages.NodeHello(b"n" * 32)))
         wire.receive()
         wire.send(messages.encode(messages.Join(b"p" * 32, msgspec.structs.replace(REPORT, node=1))))
         answer = messages.decode_from_head(wire.receive())

@@ -10,7 +10,7 @@ from holdfast.errors import DoesNotFitError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import from_config
 from holdfast.planner import Plan, make_cpu_plan
-from holdfast.planner.serve.nodes import NodeMemory, available_everywhere, fit_nodes, node_terms, page_bytes
+from holdfast.planner.serve.shares.nodes import NodeMemory, available_everywhere, fit_nodes, node_terms, page_bytes
 from holdfast.units import GIB
 
 SPEC = from_config(LLAMA_3_8B)

@@ -1,7 +1,7 @@
 """Ranks that are children of this process: started, heard, ended. Knows nothing of models, nor of other machines.
 
-`Rank` is what a group knows of each of its ranks, whoever has started it: a child is one, and a rank of another node
-(nodes/hub.py) is another.
+`RankHandle` is what a group knows of each of its ranks, whoever has started it: a child is one, and a rank of another
+node (nodes/link.py) is another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Answers(Protocol):
     def close(self) -> None: ...
 
 
-class Rank(Protocol):
+class RankHandle(Protocol):
     number: int
 
     @property

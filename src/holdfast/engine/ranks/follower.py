@@ -21,8 +21,8 @@ from holdfast.engine.ranks.following import Follower
 from holdfast.engine.startup.build import find_model
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import HoldfastError
-from holdfast.execution.parallel.gloo import open_store
 from holdfast.execution.parallel.rank_link import Meeting, RankLink
+from holdfast.execution.parallel.sockets.gloo import open_store
 from holdfast.observability.nonblocking_output import unblock_output
 from holdfast.records import StepPlan
 

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.config import EngineConfig
 from holdfast.engine.ranks import messages
-from holdfast.engine.ranks.children import Rank, RankProcess
+from holdfast.engine.ranks.children import RankHandle, RankProcess
 from holdfast.engine.ranks.cpu import segment_layout, threads_of
 from holdfast.errors import EngineDiedError, EngineError, EngineHungError
-from holdfast.execution.parallel.gloo import LOOPBACK, open_store
 from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.rank_link import Meeting, RankLink
 from holdfast.execution.parallel.segment import Segment
-from holdfast.execution.parallel.spread import Spread
-from holdfast.execution.parallel.stage_lines import KEY_BYTES
+from holdfast.execution.parallel.sockets.gloo import LOOPBACK, open_store
+from holdfast.execution.parallel.sockets.spread import Spread
+from holdfast.execution.parallel.sockets.stage_lines import KEY_BYTES
 from holdfast.planner import Plan
 from holdfast.records import StepPlan
 from holdfast.units import format_duration
@@ -79,7 +79,7 @@ class RankGroup:
         self.beat = beat or (lambda: None)
         own = self.spread.ranks_of(0)[1:]
         self._sender = Sender(self._segment, self._look, own)
-        self._ranks = list[Rank]()
+        self._ranks = list[RankHandle]()
         self.link = (
             GpuRankLink() if plan.engine.rank_gpus else RankLink(self._segment, 0, self._look, self.spread.nodes)
         )
@@ -186,7 +186,7 @@ class RankGroup:
         """What each says next of this kind. `on_loading`: called when one has loaded a tensor."""
         return [self._answer(rank, kind, on_loading) for rank in self._ranks]
 
-    def _answer(self, rank: Rank, kind: type[Answer], on_loading: Callable[[], None] | None) -> Answer:
+    def _answer(self, rank: RankHandle, kind: type[Answer], on_loading: Callable[[], None] | None) -> Answer:
         while True:
             while not rank.connection.poll(ANSWER_LOOK_S):
                 self.check()
@@ -221,7 +221,7 @@ class RankGroup:
             if rank.ended:
                 raise self._died(rank)
 
-    def _died(self, rank: Rank) -> EngineError:
+    def _died(self, rank: RankHandle) -> EngineError:
         with contextlib.suppress(EOFError, OSError):
             while rank.connection.poll(LAST_WORDS_S):
                 heard = messages.decode_from_rank(rank.connection.recv_bytes())
@@ -252,7 +252,7 @@ class RankGroup:
             self._progress, self._progressed_s = alive, waited_s
         return waited_s - self._progressed_s if alive else waited_s
 
-    def _behind(self) -> list[Rank]:
+    def _behind(self) -> list[RankHandle]:
         """Who has not come: of the first stage that has not handed on what it was given, those who counted least."""
         if stopped := [rank for rank in self._ranks if rank.stopped]:
             return stopped
@@ -304,13 +304,13 @@ def _wants_store(config: EngineConfig, plan: Plan) -> bool:
     return len(set(uuids)) == len(uuids) if uuids else config.disable_custom_all_reduce
 
 
-def _await_end(ranks: Sequence[Rank], timeout_s: float) -> None:
+def _await_end(ranks: Sequence[RankHandle], timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
     for rank in ranks:
         rank.await_end(until_s - time.monotonic())
 
 
-def _told(rank: Rank, said: messages.RankFailed) -> EngineError:
+def _told(rank: RankHandle, said: messages.RankFailed) -> EngineError:
     """Why a rank has ended, in its own words and with its number."""
     error = said.failure.error()
     error.message = f"rank {rank.number}: {error.message}"

@@ -18,7 +18,7 @@ from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.runner import RankedRunner
 from holdfast.engine.startup.kv_scales import find_kv_scales
 from holdfast.errors import EngineDiedError
-from holdfast.execution.parallel.gloo import GlooCollectives
+from holdfast.execution.parallel.sockets.gloo import GlooCollectives
 from holdfast.execution.runner import Runner
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec

@@ -49,8 +49,7 @@ from holdfast.models import ModelSpec
 from holdfast.models.families.classifier import FROM_TOKENS, TOKEN_IDS
 from holdfast.planner import Plan, largest_pool, make_cpu_plan, settle_pool
 from holdfast.planner.models.requested import requested
-from holdfast.planner.serve.engines import gpus_share, one_share, ram_share
-from holdfast.planner.serve.nodes import available_everywhere
+from holdfast.planner.serve.shares.engines import gpus_share, one_share, ram_share
 from holdfast.records import EngineInfo, LowerTier, MemoryReport, MemoryTerm
 from holdfast.scheduler import Scheduler, SchedulerLimits
 from holdfast.units import shorten
@@ -306,7 +305,7 @@ def build_core(
     waits for a disk. `tier_file`: whose memory KV pages in RAM beside a GPU have; None: the engine's own."""
     with _without_collector():
         from holdfast.engine.core.loop import EngineCore
-        from holdfast.engine.ranks.nodes.open import join_nodes
+        from holdfast.engine.ranks.nodes.open import available_bytes, join_nodes
         from holdfast.engine.ranks.together import load_ranks
         from holdfast.engine.startup.streamed_layers import lower_tiers
         from holdfast.execution import native
@@ -329,7 +328,7 @@ def build_core(
         ranks.back_kv(2)
         measured, profile_run_s = ranks.profile_run()
         plan = replace(plan, decisions=(*plan.decisions, *ranks.find_kv_scales(config, model.files)))
-        plan, report = _settled(config, plan, measured, lower_tiers(config, plan))
+        plan, report = _settled(plan, measured, lower_tiers(config, plan), available_bytes(config, plan, measured))
         report = msgspec.structs.replace(report, ranks=ranks.rows(model.spec, plan, measured))
         ranks.back_kv(plan.engine.blocks, largest_pool(plan, memory().total_bytes * config.nnodes))
         opened = open_kv_store(config, model.files, model.spec, plan, runner.kv_scales.digest_parts(), loaded_from)
@@ -428,9 +427,9 @@ def _still_fits(config: EngineConfig, plan: Plan) -> Plan:
 
 
 def _settled(
-    config: EngineConfig, plan: Plan, ranks: Sequence[Measured], below: list[LowerTier]
+    plan: Plan, ranks: Sequence[Measured], below: list[LowerTier], available: int
 ) -> tuple[Plan, MemoryReport]:
-    """The pool by what is measured of all ranks, and the books of it."""
+    """The pool by what is measured of all ranks, and the books of it. `available`: for it and for what stays free."""
     base_names = ("framework", "libraries")
     measured = {name: sum(rank.terms.get(name, 0) for rank in ranks) for name in ranks[0].terms}
     # Pages of files are the same in all of them.
@@ -440,7 +439,7 @@ def _settled(
     own = {name: size for name, size in measured.items() if name not in left_out}
     given_back = sum(rank.given_back_bytes for rank in ranks)
     own["activations"] += _not_spare(plan, own, sum(rank.nameless_bytes for rank in ranks))
-    settled = settle_pool(plan, _available(config, plan, ranks, given_back), own)
+    settled = settle_pool(plan, available, own)
     report = MemoryReport(
         total_bytes=plan.device.total_bytes,
         free_bytes=plan.device.free_bytes,
@@ -462,16 +461,6 @@ def _settled(
         below=below,
     )
     return settled, report
-
-
-def _available(config: EngineConfig, plan: Plan, ranks: Sequence[Measured], given_back: int) -> int:
-    """For the pool, and for what stays free."""
-    if config.nnodes == 1:
-        return memory().available_bytes - given_back
-    each = len(ranks) // config.nnodes
-    nodes = [ranks[first : first + each] for first in range(0, len(ranks), each)]
-    free = [min(rank.free_bytes for rank in node) for node in nodes]
-    return available_everywhere(plan, config, free, [sum(rank.given_back_bytes for rank in node) for node in nodes])
 
 
 def _not_spare(plan: Plan, measured: Mapping[str, int], nameless_bytes: int) -> int:

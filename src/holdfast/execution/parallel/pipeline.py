@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from holdfast.execution.parallel.segment import Segment, Watch
-from holdfast.execution.parallel.stage_lines import LineIn, LineOut
+from holdfast.execution.parallel.sockets.stage_lines import LineIn, LineOut
 
 
 class PipelineStage:

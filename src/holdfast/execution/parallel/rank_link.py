@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch.distributed
 
 from holdfast.execution.parallel.collectives import Collectives
-from holdfast.execution.parallel.gloo import LOOPBACK, GlooCollectives
 from holdfast.execution.parallel.pipeline import PipelineStage
 from holdfast.execution.parallel.segment import Segment, StageSegment, Watch
 from holdfast.execution.parallel.shared_memory import SharedMemoryCollectives
-from holdfast.execution.parallel.spread import Spread
-from holdfast.execution.parallel.stage_lines import open_lines
+from holdfast.execution.parallel.sockets.gloo import LOOPBACK, GlooCollectives
+from holdfast.execution.parallel.sockets.spread import Spread
+from holdfast.execution.parallel.sockets.stage_lines import open_lines
 
 
 @dataclass(frozen=True, slots=True)

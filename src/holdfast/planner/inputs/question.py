@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config.engine import DEFAULT_UTILIZATION, EngineConfig
-from holdfast.config.offload import NO_REQUEST, OffloadRequest, offload_request
+from holdfast.config.parts.offload import NO_REQUEST, OffloadRequest, offload_request
 from holdfast.footprint.cpu import FRONT_BYTES
 from holdfast.hardware import Processor
 from holdfast.hardware.gpus import Gpu

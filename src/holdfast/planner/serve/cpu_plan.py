@@ -22,9 +22,9 @@ from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Question, settings_of
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
-from holdfast.planner.serve.engines import one_share, ram_share
-from holdfast.planner.serve.nodes import all_nodes
 from holdfast.planner.serve.ranks import refuse_with_ranks
+from holdfast.planner.serve.shares.engines import one_share, ram_share
+from holdfast.planner.serve.shares.nodes import all_nodes
 from holdfast.planner.serve.streamed import with_streamed_layers
 from holdfast.planner.sizing.default_limits import beside_decision, check_step
 from holdfast.units import format_bytes

@@ -114,7 +114,7 @@ class _Followed:
             rank = RankProcess(start.rank, self._segment, lambda: None)
             self._ranks.append(rank)
             rank.connection.send_bytes(rank_messages.encode(start))
-        self._say(messages.Started({rank.number: rank.pid for rank in self._ranks}))
+        self._say(messages.NodeStarted({rank.number: rank.pid for rank in self._ranks}))
         for rank in self._ranks:
             name = f"answers-{rank.number}"
             self._threads.append(threading.Thread(target=self._listen, args=(rank,), name=name, daemon=True))

@@ -30,7 +30,7 @@ from holdfast.engine.ranks.nodes.report import named_ranks, refuse_unequal
 from holdfast.engine.ranks.nodes.wire import MOST_BEFORE_PROOF, Wire
 from holdfast.errors import ConfigurationError, EngineError, HoldfastError
 from holdfast.execution.parallel.segment import Segment
-from holdfast.execution.parallel.spread import Spread
+from holdfast.execution.parallel.sockets.spread import Spread
 from holdfast.records import Failure
 from holdfast.units import format_duration
 
@@ -181,7 +181,7 @@ class NodeHub:
             self._refusal = error
             self._changed.notify_all()
 
-    def _check(self, hello: messages.Hello, report: messages.NodeReport) -> None:
+    def _check(self, hello: messages.NodeHello, report: messages.NodeReport) -> None:
         """What is wrong with a node that has the secret ends the start of the head too: waiting would not help."""
         node, known = report.node, self._links.get(report.node)
         if not 0 < node < self.spread.nodes and report.nodes == self.spread.nodes:

@@ -78,7 +78,7 @@ def _introduce(config: EngineConfig, wire: Wire, report: Report) -> None:
     assert config.node_secret is not None
     wire.wait_at_most(HANDSHAKE_S)
     nonce = os.urandom(messages.NONCE_BYTES)
-    wire.send(messages.encode(messages.Hello(nonce)))
+    wire.send(messages.encode(messages.NodeHello(nonce)))
     challenge = messages.decode_from_head(wire.receive(MOST_BEFORE_PROOF))
     if not isinstance(challenge, messages.Challenge):
         raise OSError("what answers there is no head")

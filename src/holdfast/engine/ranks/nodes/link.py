@@ -58,7 +58,7 @@ class _Inbox:
 
 
 class NodeRank:
-    """A Rank of another node."""
+    """A RankHandle of another node."""
 
     def __init__(self, number: int, link: NodeLink) -> None:
         self.number, self.pid, self.stopped = number, 0, False
@@ -157,7 +157,7 @@ class NodeLink:
             self._note_counts(heard)
         elif isinstance(heard, messages.RankSaid) and heard.rank in self._ranks:
             self._ranks[heard.rank].connection.put(heard.message)
-        elif isinstance(heard, messages.Started):
+        elif isinstance(heard, messages.NodeStarted):
             for rank, pid in heard.pids.items():
                 if rank in self._ranks:
                     self._ranks[rank].pid = pid

@@ -1,11 +1,11 @@
 """What the head and the agents of other nodes say to each other, and how it is packed (msgspec's MessagePack).
 
-agent   Hello            ──►            head
+agent   NodeHello            ──►            head
         ◄──  Challenge, with the proof that it has the secret
         Join, with the agent's proof and what its node has; or CannotJoin, and why
         ◄──  Welcome, or Refused
         ◄──  StartNode, then mail for the ranks of the node (the first byte is MAIL); at last EndNode
-        Started, then what ranks say, how they end, and signs of life with their counts
+        NodeStarted, then what ranks say, how they end, and signs of life with their counts
 
 """
 
@@ -23,7 +23,7 @@ MAIL, MESSAGE = b"\x00", b"\x01"
 NONCE_BYTES = 32
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class NodeHello(msgspec.Struct, frozen=True, tag=True):
     nonce: bytes
     protocol: int = PROTOCOL
 
@@ -95,7 +95,7 @@ class EndNode(msgspec.Struct, frozen=True, tag=True):
     """Why not."""
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class NodeStarted(msgspec.Struct, frozen=True, tag=True):
     pids: dict[int, int]
     """By rank."""
 
@@ -120,11 +120,11 @@ class Sign(msgspec.Struct, frozen=True, tag=True):
     """Ranks whose process is stopped."""
 
 
-BeforeProof = Hello | Challenge | OtherSecret
-FromAgent = OtherSecret | Join | CannotJoin | Started | RankSaid | RankEnded | Sign
+BeforeProof = NodeHello | Challenge | OtherSecret
+FromAgent = OtherSecret | Join | CannotJoin | NodeStarted | RankSaid | RankEnded | Sign
 FromHead = Challenge | Welcome | Refused | StartNode | EndNode
 
 encode = msgspec.msgpack.Encoder().encode
-decode_hello: Callable[[bytes], Hello] = msgspec.msgpack.Decoder(Hello).decode
+decode_hello: Callable[[bytes], NodeHello] = msgspec.msgpack.Decoder(NodeHello).decode
 decode_from_agent: Callable[[bytes], FromAgent] = msgspec.msgpack.Decoder(FromAgent).decode
 decode_from_head: Callable[[bytes], FromHead] = msgspec.msgpack.Decoder(FromHead).decode

@@ -1,18 +1,21 @@
-"""The head of an engine on several machines while it starts: opened, and all other nodes awaited."""
+"""The head of an engine on several machines while it starts: opened, all other nodes awaited, and what is free on them
+known."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
+from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.report import report_of
 from holdfast.engine.ranks.nodes.secret import with_secret
 from holdfast.errors import HoldfastError
+from holdfast.hardware import memory
 from holdfast.planner import Plan
-from holdfast.planner.serve.nodes import NodeMemory, fit_nodes
+from holdfast.planner.serve.shares.nodes import NodeMemory, available_everywhere, fit_nodes
 from holdfast.records import Failure
 
 log = logging.getLogger("holdfast")
@@ -28,9 +31,9 @@ def join_nodes(
     if made:
         log.warning("start the other nodes with HOLDFAST_NODE_SECRET=%s", config.node_secret)
     assert config.node_secret is not None
-    own = report_of(config, files, config.node_addr or config.master_addr)
-    stages = max(1, len(plan.engine.stages))
-    hub = NodeHub(config.master_addr, config.master_port, config.node_secret, own, stages, plan.engine.rank_count)
+    host = config.node_addr or config.master_addr
+    own, stages = report_of(config, files, host), max(1, len(plan.engine.stages))
+    hub = NodeHub(host, config.master_port, config.node_secret, own, stages, plan.engine.rank_count)
     try:
         hub.await_nodes(config.node_timeout, lambda done, total: progress("nodes", done, total))
         plan = fit_nodes(plan, config, [NodeMemory(one.free_bytes, one.name) for one in hub.reports])
@@ -41,3 +44,14 @@ def join_nodes(
         hub.close(again=True)
         raise
     return hub, plan
+
+
+def available_bytes(config: EngineConfig, plan: Plan, ranks: Sequence[Measured]) -> int:
+    """After loading, for the KV pool and for what stays free; of several nodes what they have together, as far as the
+    one with the least room lets them."""
+    each = len(ranks) // config.nnodes
+    nodes = [ranks[first : first + each] for first in range(0, len(ranks), each)]
+    given_back = [sum(rank.given_back_bytes for rank in node) for node in nodes]
+    if len(nodes) == 1:
+        return memory().available_bytes - given_back[0]
+    return available_everywhere(plan, config, [min(rank.free_bytes for rank in node) for node in nodes], given_back)

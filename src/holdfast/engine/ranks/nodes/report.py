@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from pathlib import Path
 
 import msgspec
 
-import holdfast
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
 from holdfast.config.nodes import WRONG_NODES
@@ -30,7 +30,7 @@ def report_of(config: EngineConfig, files: ModelFiles, host: str) -> NodeReport:
         nodes=config.nnodes,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
-        version=holdfast.__version__,
+        version=sys.modules["holdfast"].__version__,  # Which imports all of this, and is imported by nobody below it.
         checkpoint=checkpoint_digests(files, dummy=config.load_format == "dummy"),
         host=host,
         name=platform.node()[:255],

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import holdfast
-from holdfast.config.executors import NO_RAY
+from holdfast.config.parts.executors import NO_RAY
 from holdfast.engine.ranks.ray_cluster import messages
 from holdfast.engine.ranks.ray_cluster.actor import NodeActor
 from holdfast.engine.ranks.ray_cluster.placement import NodeRoom, RayPlacement, Wanted, place

@@ -24,8 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from holdfast.config import EngineConfig
-from holdfast.config.executors import NO_RAY
 from holdfast.config.nodes import DEFAULT_PORT
+from holdfast.config.parts.executors import NO_RAY
 from holdfast.engine.ranks.nodes.secret import new_secret
 from holdfast.engine.ranks.ray_cluster import messages
 from holdfast.errors import ConfigurationError, EngineError

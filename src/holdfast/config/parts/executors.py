@@ -1,10 +1,10 @@
-"""Who starts the ranks of -tp and -pp, in vLLM's words; and what of it contradicts other settings."""
+"""Who starts the ranks of -tp and -pp and how they add up, in vLLM's words; and what contradicts other settings."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from holdfast.config.setting import choice, optional, setting
+from holdfast.config.setting import choice, flag, optional, setting
 from holdfast.errors import ConfigurationError
 
 NO_RAY = "HF154"
@@ -44,6 +44,15 @@ def distributed_executor_backend_setting() -> Any:
         " cluster that runs already, found by RAY_ADDRESS or on this machine: it chooses the nodes and starts them;"
         " needs pip install 'holdfast[ray]'); default: mp",
         optional(_backend),
+    )
+
+
+def disable_custom_all_reduce_setting() -> Any:
+    return setting(
+        False,
+        "ranks add up what they computed over sockets (gloo) instead of shared memory; on GPUs by NCCL alone instead of"
+        " kernels of our own",
+        flag,
     )
 
 
