@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-ONE_MACHINE = "ranks are processes of our own, on one machine or by --nnodes, and each has a part of every expert"
+ONE_MACHINE = "ranks are processes of one machine, and each has a part of every expert"
 KERNELS = "kernels are Holdfast's own, chosen for the hardware"
 TEXT_ONLY = "only text is served, and other parts of a message are refused"
 GRAPHS = "CUDA graphs are captured as needed; see --enforce-eager"
