@@ -13,8 +13,10 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 from free_ports import free_port
+from rank_engines import make
 
 from holdfast.config import EngineConfig
+from holdfast.engine.ranks.nodes.agent import NodeAgent
 from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.join import join_head
 from holdfast.engine.ranks.nodes.messages import NodeReport
@@ -22,6 +24,7 @@ from holdfast.engine.ranks.nodes.report import checkpoint_digests, report_of
 from holdfast.engine.ranks.nodes.secret import with_secret
 from holdfast.engine.startup.build import find_model
 from holdfast.errors import ConfigurationError, EngineError
+from holdfast.records import Failure
 
 SECRET = "a secret of tests"
 SOON_S = 10.0
@@ -247,3 +250,78 @@ def test_the_secret_comes_from_a_file_or_is_made_by_the_head(tmp_path) -> None:
         with_secret(settings(0, node_secret=None))
     with pytest.raises(ConfigurationError, match="cannot be read"):
         with_secret(settings(0, node_secret=None, node_secret_file=str(tmp_path / "none")))
+
+
+class RunningAgent:
+    """The agent of node 1, in a thread; no rank is started, because no head says so."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        files = find_model(config, text=False).files
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(NodeAgent(config, files),), daemon=True)
+        self._thread.start()
+
+    def _run(self, agent: NodeAgent) -> None:
+        try:
+            agent.run()
+        except Exception as error:
+            self.error = error
+
+    def ended(self, timeout_s: float = SOON_S) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def node(tiny_model, port: int) -> EngineConfig:
+    return settings(port, model=str(tiny_model), load_format="dummy", node_timeout=2.0)
+
+
+def head_at(node: EngineConfig) -> NodeHub:
+    files = find_model(node, text=False).files
+    own = msgspec.structs.replace(report_of(node, files, "127.0.0.1"), node=0)
+    return NodeHub("127.0.0.1", node.master_port, SECRET, own, 1, 2)
+
+
+def test_a_node_joins_the_next_head_and_ends_with_it(node: EngineConfig) -> None:
+    """Of three heads at one address: the first dies without a word, the second is followed by another, the third ends
+    in order."""
+    agent = RunningAgent(node)
+    for again in (None, True, False):
+        head = head_at(node)
+        head.await_nodes(SOON_S, lambda done, total: None)
+        if again is None:
+            for link in head._links.values():
+                link.close()
+        head.close(again=bool(again) or again is None)
+        assert agent.ended(0.1 if again is not False else SOON_S) == (again is False)
+    assert agent.error is None
+
+
+def test_a_node_whose_head_does_not_come_back_ends_with_an_error(node: EngineConfig) -> None:
+    agent, head = RunningAgent(node), head_at(node)
+    head.await_nodes(SOON_S, lambda done, total: None)
+    head.close(again=True)
+    assert agent.ended()
+    assert isinstance(agent.error, EngineError)
+    assert agent.error.code == "HF446"
+
+
+def test_a_node_hears_why_its_head_does_not_start(node: EngineConfig) -> None:
+    agent, head = RunningAgent(node), head_at(node)
+    head.await_nodes(SOON_S, lambda done, total: None)
+    head.close(again=False, failure=Failure.of(ConfigurationError("node 2 is another", code="HF139")))
+    assert agent.ended()
+    assert isinstance(agent.error, ConfigurationError)
+    assert agent.error.message == "node 2 is another"
+
+
+def test_an_engine_of_another_node_than_the_head_is_refused(tiny_model) -> None:
+    with pytest.raises(ConfigurationError, match="started by the head alone") as refused:
+        make(tiny_model, 2, nnodes=2, node_rank=1, node_secret=SECRET)
+    assert refused.value.code == "HF139"

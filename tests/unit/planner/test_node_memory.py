@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from planned_llama import LLAMA_3_8B
 
+from holdfast import plan as ask
 from holdfast.config import EngineConfig
-from holdfast.errors import DoesNotFitError
+from holdfast.errors import ConfigurationError, DoesNotFitError
 from holdfast.hardware import Memory, Processor
 from holdfast.models import from_config
 from holdfast.planner import Plan, make_cpu_plan
+from holdfast.planner.report.text import lines
 from holdfast.planner.serve.shares.nodes import NodeMemory, available_everywhere, fit_nodes, node_terms, page_bytes
 from holdfast.units import GIB
 
@@ -61,6 +63,7 @@ def test_a_smaller_node_makes_the_pool_smaller() -> None:
     small = int((room + plan.engine.blocks // 2 * page_bytes(plan, 1, 2)) / config.gpu_memory_utilization)
     found = fit_nodes(plan, config, [NodeMemory(FREE), NodeMemory(small, "other")])
     assert 1 < found.engine.blocks < whole.engine.blocks
+    assert any("node 1 (other) holds no more" in decision.reason for decision in found.decisions)
     assert found.engine.blocks * page_bytes(plan, 1, 2) + room <= small * config.gpu_memory_utilization + 1
 
 
@@ -79,3 +82,14 @@ def test_after_loading_the_node_with_least_room_decides() -> None:
     page = plan.engine.layout.page_bytes
     parts = [page_bytes(plan, node, 2) for node in (0, 1)]
     assert available_everywhere(plan, config, [100 * parts[0], 60 * parts[1]], [0, 10 * parts[1]]) == 50 * page
+
+
+def test_plan_counts_the_memory_of_all_nodes_and_names_the_node_of_each_rank() -> None:
+    asked = {"model": "llama-3-8b", "device": "cpu", "ram": "12GiB", "dtype": "bfloat16", "max_model_len": 4096}
+    alone = ask(**asked)
+    found = ask(**asked, pipeline_parallel_size=2, nnodes=2)
+    assert (alone.fits, found.fits) == (False, True)
+    assert [row["node"] for row in found.to_json()["ranks"]] == [0, 1]
+    assert "--nnodes 2" in "\n".join(lines(found))
+    with pytest.raises(ConfigurationError, match="1 ranks are not on 2 nodes"):
+        ask(**asked, nnodes=2)

@@ -20,6 +20,7 @@ def rank_rows(found: Plan) -> list[dict[str, Any]]:
         rows.append(
             {
                 "rank": rank,
+                "node": rank * found.question.settings.nodes // own.rank_count,
                 "stage": 0 if stage is None else stage.index,
                 "first_layer": 0 if stage is None else stage.first,
                 "layers": len(spec.layers) if stage is None else stage.layers,
@@ -35,8 +36,15 @@ def rank_rows(found: Plan) -> list[dict[str, Any]]:
 def rank_lines(found: Plan) -> Iterator[str]:
     rows = rank_rows(found)
     if rows:
-        yield f"  {'rank':>4}  {'stage':>5}  {'layers':>9}  {'heads':>5}  {'KV heads':>8}  {'weights':>10}  {'KV':>10}"
+        part = f"{'layers':>9}  {'heads':>5}  {'KV heads':>8}  {'weights':>10}  {'KV':>10}"
+        yield f"{_of_node('node', found)}  {'rank':>4}  {'stage':>5}  {part}"
     for row in rows:
         layers = f"{row['first_layer']} to {row['first_layer'] + row['layers'] - 1}"
         sizes = "".join(f"  {format_bytes(row[name]):>10}" for name in ("weights_bytes", "kv_pool_bytes"))
-        yield f"  {row['rank']:>4}  {row['stage']:>5}  {layers:>9}  {row['heads']:>5}  {row['kv_heads']:>8}{sizes}"
+        part = f"{layers:>9}  {row['heads']:>5}  {row['kv_heads']:>8}{sizes}"
+        yield f"{_of_node(row['node'], found)}  {row['rank']:>4}  {row['stage']:>5}  {part}"
+
+
+def _of_node(cell: object, found: Plan) -> str:
+    """A column where there are several."""
+    return f"  {cell!s:>4}" if found.question.settings.nodes > 1 else ""

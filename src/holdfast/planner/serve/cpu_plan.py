@@ -79,6 +79,7 @@ def make_cpu_plan(
                 lora_copies=tried.lora_copies,
                 ranks=tried.tensor_parallel_size,
                 stages=tried.pipeline_parallel_size,
+                nodes=tried.nnodes,
                 structured_output=not tried.skip_tokenizer_init,
                 kv_store_size=0 if tried.kv_store is None else tried.kv_store_size or KV_STORE_USUAL_BYTES,
                 front_bytes=front_bytes // tried.data_parallel_size,

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 from holdfast.checkpoints import ModelFiles
 from holdfast.config import EngineConfig
+from holdfast.config.nodes import WRONG_NODES
 from holdfast.engine.ranks.messages import Measured
 from holdfast.engine.ranks.nodes.hub import NodeHub
 from holdfast.engine.ranks.nodes.report import report_of
 from holdfast.engine.ranks.nodes.secret import with_secret
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.hardware import memory
 from holdfast.planner import Plan
 from holdfast.planner.serve.shares.nodes import NodeMemory, available_everywhere, fit_nodes
@@ -27,6 +28,14 @@ def join_nodes(
     """With the plan as all nodes can hold it. None: there is one node."""
     if config.nnodes == 1:
         return None, plan
+    if config.node_rank > 0:
+        raise ConfigurationError(
+            f"node_rank is {config.node_rank}, and an engine is started by the head alone, which is node 0",
+            code=WRONG_NODES,
+            needed="node_rank 0 here; other nodes are started with holdfast serve",
+            fix=f"holdfast serve MODEL --nnodes {config.nnodes} --node-rank {config.node_rank} --headless",
+            field="node_rank",
+        )
     config, made = with_secret(config)
     if made:
         log.warning("start the other nodes with HOLDFAST_NODE_SECRET=%s", config.node_secret)

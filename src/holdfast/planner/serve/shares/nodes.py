@@ -16,7 +16,7 @@ from holdfast.footprint.cpu import BOOK_BYTES
 from holdfast.hardware import Memory
 from holdfast.planner.fit.result import Plan
 from holdfast.planner.serve.settle import longest_context, settle_pool
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
 OF_THE_HEAD = ("front", "logits", "grammars")
 OF_EACH_NODE = ("libraries", "exchange")
@@ -85,7 +85,11 @@ def fit_nodes(plan: Plan, config: EngineConfig, machines: Sequence[NodeMemory]) 
         raise _does_not_fit(plan, config, machines[least], least, nodes)
     if blocks == plan.engine.blocks:
         return plan
-    return settle_pool(plan, blocks * plan.engine.layout.page_bytes + plan.reserve_bytes)
+    settled = settle_pool(plan, blocks * plan.engine.layout.page_bytes + plan.reserve_bytes)
+    reason = f"node {least} ({machines[least].name}) holds no more; the plan was {counted(plan.engine.blocks, 'block')}"
+    known = len(plan.decisions)
+    said = tuple(replace(one, reason=reason) if one.field == "kv_pool" else one for one in settled.decisions[known:])
+    return replace(settled, decisions=(*plan.decisions, *said))
 
 
 def available_everywhere(plan: Plan, config: EngineConfig, free: Sequence[int], given_back: Sequence[int]) -> int:
