@@ -25,6 +25,8 @@ class PoolResizes:
         self.total, self.stood_still_total_s, self.stood_still_s, self.resizing_s = 0, 0.0, 0.0, 0.0
         """`stood_still_s`: for the last change, which may have been of several resizes. `resizing_s`: of all resizes,
         with what steps that were in flight took."""
+        self.parts: dict[str, float] = {}
+        """Seconds of the last resize, by what took them."""
 
     @property
     def preparing(self) -> bool:
@@ -60,6 +62,7 @@ class PoolResizes:
     def note_resize(self, before: int, blocks: int, laps: Laps) -> None:
         """From so many pages to so many."""
         self.total, self.resizing_s = self.total + 1, self.resizing_s + sum(laps.parts.values())
+        self.parts = laps.parts
         self.note(laps.stood_still_s)
         said = ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in laps.parts.items())
         stood = f"steps stood still for {laps.stood_still_s * 1000:.0f} ms"
