@@ -46,7 +46,7 @@ COUNTERS = ("kv_offload", "external_prefix_cache")
 """In names of metrics of what comes from RAM."""
 
 
-def kv_bytes(model: dict[str, Any], tokens: int) -> int:
+def kv_bytes(model: dict[str, int], tokens: int) -> int:
     return 2 * 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * tokens
 
 
@@ -101,7 +101,8 @@ def open_llm(engine: str, asked: argparse.Namespace, folder: str) -> tuple[Any, 
     module = importlib.import_module(engine)
     llm = module.LLM(
         model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-        max_model_len=asked.tokens + 2 * asked.answer, max_num_batched_tokens=8192, max_num_seqs=64, enable_prefix_caching=True,
+        max_model_len=asked.tokens + 2 * asked.answer, max_num_batched_tokens=8192, max_num_seqs=64,
+        enable_prefix_caching=True,
         kv_cache_memory_bytes=int(HELD * kv_bytes(model, asked.tokens)), kv_offloading_size=asked.ram,
         kv_offloading_backend="native", **more,
     )  # fmt: skip
