@@ -206,6 +206,8 @@ class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
     """It has less than it would have had."""
     budget_bytes: int | None = None
     """Where that has grown with it."""
+    stood_still_s: float = 0.0
+    """How long no step ran for it."""
 
 
 class VramGrant(msgspec.Struct, frozen=True, kw_only=True):
