@@ -213,6 +213,20 @@ def test_no_such_flag_takes_the_model_for_its_value() -> None:
     assert (engine.model, engine.enable_prefix_caching, engine.max_model_len) == ("some/model", False, None)
 
 
+def test_experts_are_dealt_out_in_vllm_s_words_and_not_moved_later() -> None:
+    engine = read("some/model", "-tp", "2", "-ep", "--expert-placement-strategy", "round_robin")[0]
+    assert (engine.enable_expert_parallel, engine.expert_placement_strategy) == (True, "round_robin")
+    usual = read("some/model")[0]
+    assert (usual.enable_expert_parallel, usual.expert_placement_strategy) == (False, "linear")
+    with pytest.raises(ConfigurationError, match="expert-placement-strategy"):
+        read("some/model", "--expert-placement-strategy", "random")
+    for flags in (("--enable-eplb",), ("--num-redundant-experts", "2"), ("--eplb-config", '{"window_size": 1000}')):
+        with pytest.raises(ConfigurationError, match="stay on the rank that they were placed on") as refused:
+            read("some/model", "-tp", "2", "-ep", *flags)
+        assert refused.value.field == flags[0].removeprefix("--").replace("-", "_")
+    read("some/model", "--no-enable-eplb", "--num-redundant-experts", "0")
+
+
 @pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--lora-folders", "--lora-modules"])
 def test_a_flag_with_several_words_does_not_swallow_the_model(flag: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
