@@ -71,6 +71,8 @@ def continued(before: EngineStats, now: EngineStats) -> EngineStats:
         kv_tiers=_continued_tiers(before.kv_tiers, now.kv_tiers),
         failed_copies_total=before.failed_copies_total + now.failed_copies_total,
         fetches_not_worth_total=before.fetches_not_worth_total + now.fetches_not_worth_total,
+        pool_resizes_total=before.pool_resizes_total + now.pool_resizes_total,
+        stood_still_s_total=before.stood_still_s_total + now.stood_still_s_total,
     )
 
 

@@ -22,7 +22,7 @@ from holdfast.planner.fit.search import fit
 from holdfast.planner.inputs.question import Device, Machine, PlannedModel, Question, settings_of
 from holdfast.planner.models.requested import requested
 from holdfast.planner.serve import refusals
-from holdfast.planner.serve.ranks import refuse_with_ranks
+from holdfast.planner.serve.ranks import expert_parallel_said, refuse_with_ranks
 from holdfast.planner.serve.shares.engines import one_share, ram_share
 from holdfast.planner.serve.shares.nodes import all_nodes
 from holdfast.planner.serve.streamed import with_streamed_layers
@@ -80,11 +80,13 @@ def make_cpu_plan(
                 ranks=tried.tensor_parallel_size,
                 stages=tried.pipeline_parallel_size,
                 nodes=tried.nnodes,
+                expert_parallel=tried.enable_expert_parallel,
+                expert_placement=tried.expert_placement_strategy,
                 structured_output=not tried.skip_tokenizer_init,
                 kv_store_size=0 if tried.kv_store is None else tried.kv_store_size or KV_STORE_USUAL_BYTES,
                 front_bytes=front_bytes // tried.data_parallel_size,
             ),
-            decisions=(_budget(tried, machine), *wanted.decisions),
+            decisions=(_budget(tried, machine), *wanted.decisions, *expert_parallel_said(tried)),
         )
         found = fit(question)
         if not found.fits and tried.nvme_path is not None:
