@@ -41,14 +41,16 @@ def rank_lines(found: Plan) -> Iterator[str]:
     dealt_out = any(row["experts"] for row in rows)
     if rows:
         experts = f"  {'experts':>7}" if dealt_out else ""
-        part = f"{'layers':>9}  {'heads':>5}  {'KV heads':>8}{experts}  {'weights':>10}  {'KV':>10}"
-        yield f"{_of_node('node', found)}  {'rank':>4}  {'stage':>5}  {part}"
+        heads = f"  {'heads':>5}  {'KV heads':>8}"
+        node = _of_node("node", found)
+        yield f"{node}  {'rank':>4}  {'stage':>5}  {'layers':>9}{heads}{experts}  {'weights':>10}  {'KV':>10}"
     for row in rows:
         layers = f"{row['first_layer']} to {row['first_layer'] + row['layers'] - 1}"
         sizes = "".join(f"  {format_bytes(row[name]):>10}" for name in ("weights_bytes", "kv_pool_bytes"))
         experts = f"  {row['experts']:>7}" if dealt_out else ""
-        part = f"{layers:>9}  {row['heads']:>5}  {row['kv_heads']:>8}{experts}{sizes}"
-        yield f"{_of_node(row['node'], found)}  {row['rank']:>4}  {row['stage']:>5}  {part}"
+        heads = f"  {row['heads']:>5}  {row['kv_heads']:>8}"
+        node = _of_node(row["node"], found)
+        yield f"{node}  {row['rank']:>4}  {row['stage']:>5}  {layers:>9}{heads}{experts}{sizes}"
 
 
 def _of_node(cell: object, found: Plan) -> str:
