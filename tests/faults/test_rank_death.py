@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from ended_processes import still_running
 from story_streams import STREAMS, all_streams
 
 
@@ -50,10 +51,10 @@ async def test_streams_outlive_a_rank(start_server, tiny_arguments, names: tuple
         assert answers == undisturbed
         assert SAID.get(name, "restarting it") in server.log
         gone += ranks
-    assert not [one for one in gone if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not still_running(gone)
     last = ranks_of(server.engine_pid)
     assert server.stop() == 0
-    assert not [one for one in last if one.is_running()]
+    assert not still_running(last)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ async def test_streams_outlive_a_stage(
         assert answers == undisturbed
         gone += ranks
     assert f"rank {struck[-1]} " in server.log
-    assert not [one for one in gone if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not still_running(gone)
     last = ranks_of(server.engine_pid)
     assert server.stop() == 0
-    assert not [one for one in last if one.is_running()]
+    assert not still_running(last)

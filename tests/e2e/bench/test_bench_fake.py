@@ -243,7 +243,7 @@ def test_a_run_that_is_ended_early_gives_the_figures_until_then(tmp_path: Path, 
         run = subprocess.Popen(
             [sys.executable, "-m", "holdfast", *words], stdout=subprocess.PIPE, text=True, process_group=0
         )
-        while "vllm:num_requests_running 2" not in httpx.get(f"{fake.url}/metrics").text:
+        while "vllm:num_requests_running 2" not in httpx.get(f"{fake.url}/metrics", timeout=PATIENCE_S).text:
             assert run.poll() is None
         time.sleep(1.2)  # Client processes tell twice a second what was answered.
         if ended_by == "ctrl-c":
