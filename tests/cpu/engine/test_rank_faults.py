@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from deadlines import PATIENCE_S
+from held_signals import hears_no_interrupt
 from rank_engines import GREEDY, PROMPTS, make, tokens
 
 from holdfast import LLM, SamplingParams
@@ -90,6 +91,7 @@ def test_a_step_that_is_left_in_the_middle_is_left_by_all(pair: LLM, expected, m
         raise KeyboardInterrupt
 
     before, runner = children_of(pair), pair._core.runner._runner
+    assert all(hears_no_interrupt(pid) for pid in before)  # It reaches all of a terminal.
     monkeypatch.setattr(runner, "submit", runner.submit)  # It is put back.
     for _ in range(2):
         hit_at_step(pair, 4, interrupt)
