@@ -11,7 +11,7 @@ import psutil
 import pytest
 from deadlines import PATIENCE_S
 from ended_processes import still_running
-from story_streams import STREAMS, TOKENS, all_streams
+from story_streams import STREAMS, TOKENS, all_streams, told_by_one
 
 
 def engines_of(server) -> list[psutil.Process]:
@@ -45,10 +45,8 @@ async def struck(server, strike: Callable[[psutil.Process], None], number: int) 
     return found
 
 
-async def test_two_engines_answer_as_one_and_outlive_each_other(start_server, tiny_arguments) -> None:
-    alone = start_server(*tiny_arguments).wait_ready()
-    expected = await all_streams(alone.url)
-    assert alone.stop() == 0
+async def test_two_engines_answer_as_one_and_outlive_each_other(start_server, tiny_model, tiny_arguments) -> None:
+    expected = told_by_one(tiny_model)
     server = start_server(*tiny_arguments, "-dp", "2", "--engine-hang-timeout", "8").wait_ready()
     assert await all_streams(server.url) == expected
     generated = by_engine(server, "vllm:generation_tokens_total")
