@@ -24,7 +24,7 @@ from holdfast.footprint.cpu import bytes_by_name, head_rows
 from holdfast.kvcache.groups import KVLayout, form_groups
 from holdfast.models import ModelSpec
 from holdfast.models.stages import rank_spec
-from holdfast.planner.sizing.shards import divide
+from holdfast.planner.sizing.shards import Placement, divide
 from holdfast.planner.sizing.stages import divide_stages
 from holdfast.records import StepPlan
 
@@ -45,13 +45,14 @@ class ThreadPipeline:
         blocks: int,
         *,
         block_tokens: int = 4,
+        placement: Placement | None = None,
         **loading: Any,
     ) -> None:
         loading = {"expand": True, "compiled": False, **loading}
         stored = match(spec, open_checkpoint())
         nbytes = bytes_by_name(spec, stored, dtype="float32", expand=loading["expand"], compiled=loading["compiled"])
         self.stages = divide_stages(spec, nbytes, stages)
-        self.shards = divide(spec, stored, size) if size > 1 else ()
+        self.shards = divide(spec, stored, size, placement) if size > 1 else ()
         groups, places = form_groups(
             [layer.window for layer in spec.layers], [(stage.first, stage.last) for stage in self.stages]
         )

@@ -22,7 +22,7 @@ from holdfast.footprint.cpu import head_rows
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
 from holdfast.models.shards import shard_spec
-from holdfast.planner.sizing.shards import divide
+from holdfast.planner.sizing.shards import Placement, divide
 from holdfast.records import StepPlan, StepResult, TokenMasks
 
 CPU = torch.device("cpu")
@@ -43,9 +43,10 @@ class ThreadRanks:
         *,
         dtype: torch.dtype = torch.float32,
         slot_bytes: int = 4096,
+        placement: Placement | None = None,
         **loading: Any,
     ) -> None:
-        self.layout, self.shards = layout, divide(spec, match(spec, open_checkpoint()), size)
+        self.layout, self.shards = layout, divide(spec, match(spec, open_checkpoint()), size, placement)
         self._failed = threading.Event()
         shared = SegmentLayout(size, slot_bytes)
         first = Segment(shared)

@@ -20,7 +20,7 @@ from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
 from holdfast.execution.parallel.pipeline import PipelineStage
-from holdfast.execution.parallel.routing import routed_by_first
+from holdfast.execution.parallel.routing import Crowding, routed_by_first
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
 from holdfast.footprint.cpu import MLP_TILE, sums_apart
@@ -58,8 +58,9 @@ class Transformer:
     ) -> None:
         self._beat, self._share, self._stage = beat, share, stage
         self._begins, self._ends = stage is None or stage.is_first, stage is None or stage.is_last
+        self._crowding = Crowding()
         if share is not None:
-            weights = replace(weights, layers=routed_by_first(weights.layers, share.collectives))
+            weights = replace(weights, layers=routed_by_first(weights.layers, share.collectives, self._crowding))
         self._base, self._adapters = weights.layers, Current()
         self._placed: PlacedRows | None = None
         if adapters is not None:
@@ -115,6 +116,7 @@ class Transformer:
         `layers`: only the first so many (a profile run needs the memory of one layer, not the time of all).
         """
         step = self._step(batch)
+        self._crowding.on = layers is not None
         self._begin(batch, step.stream)
         self._place(batch.adapted)
         # A fused layer knows no adapters; its parts give the same, bit for bit.

@@ -324,7 +324,7 @@ class Loader:
     def fill_packed(self, matrix: ScaledMatrix, first: int, name: str, expert: int | None) -> None:
         """Of a rank the whole matrix for a moment: each format has its own order of codes."""
         source, tensor = self.packed(name, matrix.layout, expert), self.tensors[name]
-        if tensor.piece is None:
+        if tensor.cut is None:
             source.fill(matrix, first)
             return
         whole = ScaledMatrix(matrix.layout, source.rows, source.columns, self.device)
@@ -364,8 +364,9 @@ class Loader:
         return torch.from_numpy(self.ahead.read(stored))
 
     def experts_in_turn(self, name: str) -> Iterator[int]:
-        """All experts of a stack; some that come after the one whose turn it is are being read."""
-        return self.ahead.in_turn(self.stored.get(name), self.tensors[name].experts)
+        """All experts of a stack that are here, by their numbers; some that come after the one whose turn it is are
+        being read."""
+        return self.ahead.in_turn(self.stored.get(name), self.tensors[name].expert_numbers)
 
     def blocks(self, names: tuple[str, ...], rows: list[int], layout: str, bias: torch.Tensor | None) -> BlockMatrix:
         """The stored bytes themselves, rows one below the other."""
@@ -421,8 +422,8 @@ class Loader:
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
         """One expert's matrix of a stack, which GGUF keeps whole and safetensors one by one."""
         assert self.checkpoint is not None
-        stored, experts = self.stored[name].name, self.tensors[name].experts
-        if self.tensors[name].piece is not None:
+        stored, experts = self.stored[name].name, whole_of(self.tensors[name]).experts
+        if self.tensors[name].cut is not None:
             return read_piece(self.checkpoint, stored.replace("{expert}", str(expert)), self.tensors[name], expert)
         if "{expert}" in stored:
             return self.read_whole(stored.replace("{expert}", str(expert)))
@@ -456,15 +457,15 @@ class Loader:
             staged.fill(stored.name, PLAIN_TYPES[stored.layout], target.view(-1))
 
     def fill_experts(self, targets: Sequence[torch.Tensor], tensor: TensorSpec) -> None:
-        """`targets`: [experts, rows, columns] each, which together have all experts; they may lie apart."""
+        """`targets`: [experts, rows, columns] each, which together have all that are here; they may lie apart."""
+        matrices = [matrix for target in targets for matrix in target]
         if self.checkpoint is None:
             # By expert: wherever each of them lies, its numbers are the same.
-            for expert, matrix in enumerate(matrix for target in targets for matrix in target):
+            for expert, matrix in zip(tensor.expert_numbers, matrices, strict=True):
                 made = replace(whole_of(tensor), name=f"{expert}.{tensor.name}")
                 fill_piece(matrix, tensor, partial(fill_dummy, tensor=made, tied=self.tied))
             self.step()
             return
-        matrices = [matrix for target in targets for matrix in target]
         if (packed := self.stored[tensor.name].packed) is not None:
             layout = scaled_layout(packed.packing, tensor, self.stored[tensor.name])
             layout = replace(layout, ordered=packed.packing.act_order)

@@ -14,6 +14,7 @@ from holdfast.config.quantization import MADE_WHILE_LOADING
 from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, QuantSpec
+from holdfast.observability.decisions import Decision
 
 ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
 ONE_STAGE = "leave --pipeline-parallel-size out"
@@ -23,6 +24,7 @@ def refuse_with_ranks(
     config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None, *, compiled_kernels: bool
 ) -> None:
     """Raises ConfigurationError for the first of them. Nothing is refused of one rank."""
+    _check_experts(config, spec)
     sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     several = [f"{name} is {size}" for name, size in sizes.items() if size > 1]
     if not several:
@@ -30,7 +32,7 @@ def refuse_with_ranks(
     for field, what, fix in (
         *_of_settings(config, spec.quantization),
         *(_of_gpus(config, spec) if config.device == "cuda" else ()),
-        *(_of_divided_layers(spec, stored) if config.tensor_parallel_size > 1 else ()),
+        *(_of_divided_layers(config, spec, stored) if config.tensor_parallel_size > 1 else ()),
         *(_of_stages(config, spec) if config.pipeline_parallel_size > 1 else ()),
         *_of_model(spec),
         *_of_machine(config, compiled_kernels),
@@ -41,6 +43,31 @@ def refuse_with_ranks(
             needed="one rank",
             fix=fix,
             field=field,
+        )
+
+
+def expert_parallel_said(config: EngineConfig) -> Iterator[Decision]:
+    """Where --enable-expert-parallel does less than its words, or than another engine does."""
+    if not config.enable_expert_parallel:
+        return
+    if config.tensor_parallel_size == 1:
+        reason = "it deals experts out among the ranks of --tensor-parallel-size, and one rank has all of them"
+        yield Decision("enable_expert_parallel", "without effect", reason, "set")
+    elif config.data_parallel_size > 1:
+        reason = "engines of --data-parallel-size share nothing: each deals all experts out among its own ranks"
+        yield Decision("enable_expert_parallel", "in each engine", reason, "set")
+
+
+def _check_experts(config: EngineConfig, spec: ModelSpec) -> None:
+    """That there are some to deal out, where that was asked for."""
+    if config.enable_expert_parallel and all(layer.experts is None for layer in spec.layers):
+        raise ConfigurationError(
+            "enable_expert_parallel is set, but this model has no experts",
+            code=NOT_WITH_RANKS,
+            needed="a model with experts",
+            found=spec.architecture,
+            fix="leave --enable-expert-parallel out",
+            field="enable_expert_parallel",
         )
 
 
@@ -72,6 +99,9 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
     if config.data_parallel_size > 1:
         reason = "ranks on GPUs are of one engine so far"
         yield "data_parallel_size", reason, f"leave --data-parallel-size out, or {ONE_RANK}"
+    if config.enable_expert_parallel:
+        reason = "whole experts are dealt out among ranks on a CPU alone so far"
+        yield "enable_expert_parallel", reason, f"leave --enable-expert-parallel out, or {ONE_RANK}"
     reason = "scales of a KV cache in FP8{} are not found by ranks on GPUs yet"
     if config.kv_cache_dtype.startswith("fp8"):
         yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_RANK}"
@@ -87,8 +117,14 @@ def _of_gpus(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
         yield "kv_ram", reason, f"leave --kv-ram out, or {ONE_RANK}"
 
 
-def _of_divided_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor] | None) -> Iterator[_Reason]:
-    packings = [one.packed.packing for one in (stored or {}).values() if one.packed is not None]
+def _of_divided_layers(
+    config: EngineConfig, spec: ModelSpec, stored: Mapping[str, StoredTensor] | None
+) -> Iterator[_Reason]:
+    packed = {name: one.packed.packing for name, one in (stored or {}).items() if one.packed is not None}
+    if config.enable_expert_parallel:
+        # Whole experts are multiplied as on one rank, but for a scale of inputs that is the largest of all of them.
+        packed = {name: one for name, one in packed.items() if ".experts." not in name or one.static_inputs}
+    packings = list(packed.values())
     if spec.quantization is not None and stored is None:
         yield "load_format", "dummies of a quantized model are not divided among ranks", ONE_RANK
     if any(packing.act_order for packing in packings):
