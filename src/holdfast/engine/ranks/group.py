@@ -33,6 +33,7 @@ from holdfast.execution.parallel.gpu.link import GpuRankLink
 from holdfast.execution.parallel.mailbox import Sender
 from holdfast.execution.parallel.rank_link import RankLink
 from holdfast.execution.parallel.segment import Segment
+from holdfast.held_interrupts import interrupts_held
 from holdfast.planner import Plan
 from holdfast.records import StepPlan
 from holdfast.units import format_duration
@@ -71,12 +72,13 @@ class RankProcess:
 
     def _watch(self, started: Future[subprocess.Popen[bytes]], segment: int, theirs: socket.socket) -> None:
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "holdfast.engine.ranks.entry", str(os.getpid()), str(segment),
-                 str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(segment, theirs.fileno()),
-            )  # fmt: skip
+            with interrupts_held():
+                process = subprocess.Popen(
+                    [sys.executable, "-u", "-m", "holdfast.engine.ranks.entry", str(os.getpid()), str(segment),
+                     str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(segment, theirs.fileno()),
+                )  # fmt: skip
         except BaseException as error:
             started.set_exception(error)
             return
