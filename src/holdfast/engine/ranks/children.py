@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.execution.parallel.segment import Segment
+from holdfast.held_interrupts import interrupts_held
 
 
 class Answers(Protocol):
@@ -87,12 +88,13 @@ class RankProcess:
 
     def _watch(self, started: Future[subprocess.Popen[bytes]], segment: int, theirs: socket.socket) -> None:
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "holdfast.engine.ranks.entry", str(os.getpid()), str(segment),
-                 str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(segment, theirs.fileno()),
-            )  # fmt: skip
+            with interrupts_held():
+                process = subprocess.Popen(
+                    [sys.executable, "-u", "-m", "holdfast.engine.ranks.entry", str(os.getpid()), str(segment),
+                     str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(segment, theirs.fileno()),
+                )  # fmt: skip
         except BaseException as error:
             started.set_exception(error)
             return
