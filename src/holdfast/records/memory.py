@@ -104,6 +104,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Its GPU; empty: it computes on the CPU."""
     engine: int = 0
     """That it is of, where there are several."""
+    node: int = 0
+    """That it is on, where there are several."""
 
 
 class EngineMemory(msgspec.Struct, frozen=True, kw_only=True):

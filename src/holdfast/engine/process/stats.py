@@ -48,8 +48,9 @@ def ledger_of(
 
 
 def _ranks(info: EngineInfo) -> list[ProcessMemory]:
-    """The other ranks of an engine that has several. Pages of files are the engine process's too, and counted there."""
-    rows = [] if info.memory is None else info.memory.ranks[1:]
+    """The other ranks of an engine that has several, on this machine. Pages of files are the engine process's too, and
+    counted there."""
+    rows = [] if info.memory is None else [row for row in info.memory.ranks[1:] if row.node == 0]
     held = [process_memory(f"rank {row.rank}", row.pid) for row in rows]
     return [
         msgspec.structs.replace(one, resident_bytes=one.resident_bytes - one.files_bytes, files_bytes=0)
