@@ -130,8 +130,11 @@ def stood_still(seconds: float) -> str:
 
 def _with_standstill(info: EngineInfo, seconds: float) -> EngineInfo:
     """What was decided of the pool, with what that cost who was answered meanwhile."""
-    lines = [f"{line}; {stood_still(seconds)}" if line.startswith("kv_pool = ") else line for line in info.decisions]
-    return msgspec.structs.replace(info, decisions=lines)
+
+    def told(lines: list[str]) -> list[str]:
+        return [f"{line}; {stood_still(seconds)}" if line.startswith("kv_pool = ") else line for line in lines]
+
+    return msgspec.structs.replace(info, decisions=told(info.decisions), lowered=told(info.lowered))
 
 
 def _pool_and_layers(now: Serving) -> str:
