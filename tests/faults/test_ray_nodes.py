@@ -56,7 +56,8 @@ def wait_for(true: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("struck", ["rank", pytest.param("agent", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("struck", ["rank", "agent"])
 async def test_streams_outlive_a_rank_and_its_agent(serve, cluster: RayCluster, struck: str) -> None:
     """And a server that is killed in the end, or stopped, leaves nothing in the cluster."""
     server = serve()
