@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from holdfast.engine.core.loop import StepHandle, StepRunner
 from holdfast.engine.ranks import messages
 from holdfast.engine.ranks.group import RankGroup
+from holdfast.errors import EngineDiedError
 from holdfast.records import StepPlan, StepResult, TokenMasks
 
 
@@ -32,6 +33,9 @@ class RankedRunner:
         try:  # From the first byte on: a plan that has reached the others and is not followed here is left by all.
             self._group.send_plan(plan)
             handle = self._runner.submit(plan, masks)
+        except EngineDiedError as error:
+            self._leave()
+            raise self._group.explained(error) from error
         except BaseException:
             self._leave()
             raise
@@ -48,6 +52,9 @@ class RankedRunner:
             try:
                 result = step.handle.result()
                 self._tell_sampled(step.plan, result)
+            except EngineDiedError as error:
+                self._leave()
+                raise self._group.explained(error) from error
             except BaseException:
                 self._leave()
                 raise

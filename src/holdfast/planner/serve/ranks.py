@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.checkpoints import StoredTensor
 from holdfast.config import EngineConfig
-from holdfast.config.offload import offload_request
-from holdfast.config.quantization import MADE_WHILE_LOADING
+from holdfast.config.parts.offload import offload_request
+from holdfast.config.parts.quantization import MADE_WHILE_LOADING
 from holdfast.config.unsupported import NOT_WITH_RANKS
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, QuantSpec
