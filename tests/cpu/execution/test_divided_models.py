@@ -4,7 +4,6 @@ with chunks, windows, prefixes that are found again, and preemptions."""
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,18 @@ from typing import Any
 import pytest
 import quantized_files as written
 import torch
+from greedy_runs import assert_model_s_answers, few_answers, make_core, tight_blocks
 from quantized_files import Format, write_quantized
-from thread_ranks import ThreadRanks
+from thread_ranks import ThreadRanks, assert_same_of_ranks
 from tiny_gguf import write_tiny_gguf
 
 from holdfast.checkpoints.checkpoint import Checkpoint
 from holdfast.checkpoints.formats import safetensors
 from holdfast.checkpoints.formats.gguf import read_header
-from holdfast.engine.core.loop import EngineCore
 from holdfast.execution import native
-from holdfast.execution.runner import Runner, RunnerLimits
+from holdfast.execution.runner import RunnerLimits
 from holdfast.execution.weights.load import load_weights
-from holdfast.kvcache import KVCache
-from holdfast.kvcache.groups import KVLayout, form_groups
-from holdfast.models import ModelSpec, from_config, from_gguf
-from holdfast.records import Request, SamplingParams
-from holdfast.scheduler import Scheduler, SchedulerLimits
+from holdfast.models import from_config, from_gguf
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="ranks wait for one another by compiled code")
 
@@ -54,18 +49,6 @@ DEAR = {("nine-heads", 3), ("nine-heads", 4), ("gemma3", 4)}
 """Whose division others of the same family show too."""
 
 
-def layout_of(spec: ModelSpec) -> KVLayout:
-    groups, places = form_groups([layer.window for layer in spec.layers])
-    return KVLayout(
-        groups=groups,
-        block_tokens=4,
-        layers_per_page=places,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        element_bytes=4,
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -77,33 +60,10 @@ def layout_of(spec: ModelSpec) -> KVLayout:
 def test_ranks_say_what_the_model_says(name: str, size: int, oracles: Callable[..., Any]) -> None:
     architecture, settings = FAMILIES[name]
     oracle = oracles(architecture, **settings)
-    layout = layout_of(oracle.spec)
-    windowed = any(layer.window is not None for layer in oracle.spec.layers)
-    blocks = (10 if windowed else 18) * len(layout.groups) + 1
+    blocks = tight_blocks(oracle.spec)
     limits = RunnerLimits(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=100)
-    ranks = ThreadRanks(oracle.spec, oracle.checkpoint, size, layout, limits, blocks)
-    kv = KVCache(layout, blocks, prefix_caching=True)
-    scheduler = Scheduler(SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=100), kv)
-    core = EngineCore(scheduler, ranks)
-    source = random.Random(7)
-    shared = [source.randrange(300) for _ in range(16)]
-    prompts = {str(number): shared + [source.randrange(300) for _ in range(2 + 3 * number)] for number in range(6)}
-    if windowed:
-        prompts |= {f"growing {number}": [source.randrange(300) for _ in range(3)] for number in range(4)}
-    lengths = {number: 30 if number.startswith("growing") else 9 for number in prompts}
-    answers: dict[str, list[int]] = {number: [] for number in prompts}
-    for number, prompt in sorted(prompts.items(), reverse=True):
-        greedy = SamplingParams(temperature=0.0, max_tokens=lengths[number], ignore_eos=True)
-        core.add(Request(request_id=number, prompt_token_ids=prompt, params=greedy))
-    while core.has_work:
-        for output in core.step():
-            answers[output.request_id] += output.token_ids
-    for number, prompt in prompts.items():
-        assert len(answers[number]) == lengths[number]
-        oracle.assert_greedy(prompt + answers[number], len(prompt))
-    stats = scheduler.stats()
-    assert stats.prefix_hits_total > 0
-    assert stats.preemptions_total > 0
+    ranks = ThreadRanks(oracle.spec, oracle.checkpoint, limits, blocks, size=size)
+    assert_model_s_answers(make_core(ranks.runner, ranks.layout, blocks, sequences=4, length=100), oracle)
     whole = load_weights(oracle.spec, oracle.checkpoint(), dtype=torch.float32, device=torch.device("cpu"), expand=True)
     # Each has its share, and what is small and needed by all.
     assert max(ranks.weights_bytes) < 0.75 * whole.nbytes
@@ -113,53 +73,19 @@ def test_ranks_say_what_the_model_says(name: str, size: int, oracles: Callable[.
 def test_ranks_that_compute_other_bits_choose_the_same_experts(oracles: Callable[..., Any]) -> None:
     """As with other numbers of threads: of experts that are all but equal, all ranks take those of the first."""
     oracle = oracles("Qwen3Moe", **{**EXPERTS, "head_dim": 24, "norm_topk_prob": True})
-    layout = layout_of(oracle.spec)
     limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
 
     def said(turned: bool) -> list[list[int]]:
-        ranks = ThreadRanks(oracle.spec, oracle.checkpoint, 2, layout, limits, 60)
+        ranks = ThreadRanks(oracle.spec, oracle.checkpoint, limits, 60, size=2)
         with torch.inference_mode():
             for layer in ranks.runners[1]._decoder.weights.layers if turned else ():
                 router = layer.mlp.router
                 getattr(router, "_router", router).weight.neg_()
-        found = greedy_tokens(ranks, layout, 60)
+        found = few_answers(make_core(ranks.runner, ranks.layout, 60))
         ranks.close()
         return found
 
     assert said(turned=True) == said(turned=False)
-
-
-def greedy_tokens(runner: Any, layout: KVLayout, blocks: int) -> list[list[int]]:
-    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
-    core = EngineCore(Scheduler(limits, KVCache(layout, blocks, prefix_caching=True)), runner)
-    source, answers = random.Random(3), dict[str, list[int]]()
-    for number in range(3):
-        prompt = [source.randrange(224) for _ in range(5 + 9 * number)]
-        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        answers[str(number)] = []
-        core.add(Request(request_id=str(number), prompt_token_ids=prompt, params=params))
-    while core.has_work:
-        for output in core.step():
-            answers[output.request_id] += output.token_ids
-    return list(answers.values())
-
-
-def assert_same_of_ranks(
-    spec: ModelSpec, opened: Callable[[], Checkpoint], *, fused: bool = False, **loading: Any
-) -> None:
-    limits = RunnerLimits(max_num_seqs=2, max_num_batched_tokens=24, max_model_len=64)
-    layout, blocks = layout_of(spec), 60
-    weights = load_weights(spec, opened(), dtype=torch.float32, device=torch.device("cpu"), **loading)
-    one = Runner(spec, weights, layout, limits, torch.device("cpu"), compiled=loading["compiled"])
-    one.back_kv(blocks)
-    ranks = ThreadRanks(spec, opened, 2, layout, limits, blocks, **loading)
-    if fused:
-        assert all(member._decoder._fused is not None for member in ranks.runners), (
-            "sums are made between compiled halves"
-        )
-    assert greedy_tokens(ranks, layout, blocks) == greedy_tokens(one, layout, blocks)
-    assert sum(ranks.weights_bytes) < 1.1 * weights.nbytes
-    ranks.close()
 
 
 @pytest.mark.parametrize(("expand", "compiled"), [(False, True), (False, False), (True, False)])
@@ -167,13 +93,8 @@ def test_blocks_of_gguf_are_divided(expand: bool, compiled: bool, tmp_path: Path
     """Several kinds of blocks, heads in interleaved order, an MLP of three blocks for two ranks."""
     write_tiny_gguf(tmp_path / "tiny.gguf")
     header = read_header(tmp_path / "tiny.gguf")
-    assert_same_of_ranks(
-        from_gguf(header.metadata, header.tensors),
-        lambda: Checkpoint(header.tensors, "gguf"),
-        fused=compiled,
-        expand=expand,
-        compiled=compiled,
-    )
+    spec = from_gguf(header.metadata, header.tensors)
+    assert_same_of_ranks(spec, lambda: Checkpoint(header.tensors, "gguf"), size=2, expand=expand, compiled=compiled)
 
 
 FORMATS = {
@@ -196,4 +117,4 @@ def test_codes_and_their_scales_are_divided(
     def opened() -> Checkpoint:
         return Checkpoint(safetensors.read_headers(sorted(tmp_path.glob("*.safetensors"))), "safetensors")
 
-    assert_same_of_ranks(spec, opened, expand=False, compiled=compiled)
+    assert_same_of_ranks(spec, opened, size=2, expand=False, compiled=compiled)

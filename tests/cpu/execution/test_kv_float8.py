@@ -14,6 +14,7 @@ import pytest
 import torch
 from benchmarks.every_logit import divergences, every_logit
 from benchmarks.fidelity import token_ids
+from greedy_runs import layout_of
 from safetensors.torch import save_file
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -34,7 +35,7 @@ from holdfast.models import ModelSpec
 from holdfast.models.registry import describe_config
 from holdfast.records import SamplingParams
 
-from .conftest import CPU, Driver, Oracle, layout_of
+from .conftest import CPU, Driver, Oracle
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 LARGE_KEYS = 900.0

@@ -98,7 +98,6 @@ def test_a_size_that_cuts_blocks_is_refused_with_those_that_do_not() -> None:
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"enable_lora": True}, "enable_lora"),
         ({"kv_store": "/tmp/pages"}, "kv_store"),
         ({"nvme_path": "/tmp"}, "nvme_path"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),

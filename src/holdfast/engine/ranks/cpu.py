@@ -97,6 +97,7 @@ def load_rank(
         threads=compute_threads(threads, torch_share(weights) if by_kernels else 1.0),
         share=share,
         stage=stage,
+        whole=spec,
     )
     return LoadedRank(runner, before, held(), () if slots is None else (slots.decision(),))
 

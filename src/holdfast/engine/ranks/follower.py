@@ -17,6 +17,7 @@ import numpy
 from holdfast.config import EngineConfig
 from holdfast.engine.process.protocol import pack_failure
 from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.adapters import AskedPlaces
 from holdfast.engine.ranks.cpu import LoadedRank, load_rank, measured, segment_layout
 from holdfast.engine.startup.build import find_model
 from holdfast.engine.startup.kv_scales import find_kv_scales
@@ -26,6 +27,7 @@ from holdfast.execution.parallel.mailbox import Receiver
 from holdfast.execution.parallel.rank_link import RankLink
 from holdfast.execution.parallel.segment import Segment
 from holdfast.observability.nonblocking_output import unblock_output
+from holdfast.records import StepPlan
 
 
 class StepLeft(Exception):
@@ -60,7 +62,7 @@ class _Follower:
         stage = self._link.stage
         config = EngineConfig(**start.config)  # type: ignore[arg-type]
         model = find_model(config, progress=False, text=False)
-        self._config, self._files = config, model.files
+        self._config, self._files, self._asked = config, model.files, AskedPlaces()
         self._member: LoadedRank = load_rank(
             config,
             model.files,
@@ -83,13 +85,18 @@ class _Follower:
             try:
                 message = self._receiver.receive()
                 if message[:1] == messages.STEP:
-                    self._member.runner.execute(messages.decode_plan(message[1:]))
+                    self._step(messages.decode_plan(message[1:]))
                 elif message[:1] == messages.SAMPLED:
                     self._note_sampled(messages.decode_sampled(message[1:]))
                 elif not self._follow(messages.decode_order(message[1:])):
                     return
             except StepLeft:
                 self._rejoin()
+
+    def _step(self, plan: StepPlan) -> None:
+        self._asked.note(plan)
+        for arrival in self._member.runner.execute(plan).adapters:
+            self._say(messages.AdapterSettled(self._asked.pop(arrival.place), arrival))
 
     def _follow(self, order: messages.Order) -> bool:
         """Whether there is more to do."""

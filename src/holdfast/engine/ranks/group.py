@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import TypeVar
 
 from holdfast.config import EngineConfig
@@ -112,6 +112,7 @@ class RankGroup:
         self._ranks = list[RankProcess]()
         self.link = RankLink(self._segment, 0, self._look)
         self._progress, self._progressed_s = [0], 0.0
+        self._settled = list[tuple[int, messages.AdapterSettled]]()
         try:
             for number in range(1, self.size):
                 self._ranks.append(RankProcess(number, self._segment, self._on_end))
@@ -197,8 +198,30 @@ class RankGroup:
                 return heard
             if isinstance(heard, messages.RankFailed):
                 raise _told(rank, heard)
+            if isinstance(heard, messages.AdapterSettled):
+                self._settled.append((rank.number, heard))
+                continue
             if on_loading is not None:
                 on_loading()
+
+    def settled_adapters(self, wait_s: float) -> list[tuple[int, messages.AdapterSettled]]:
+        """What ranks have said of LoRA adapters since it was asked last, each with its number. Waits so long at most
+        for a first word."""
+        by_connection = {rank.connection: rank for rank in self._ranks}
+        ready = wait(list(by_connection), 0.0 if self._settled else wait_s)
+        while ready:
+            for rank in (by_connection[one] for one in ready if isinstance(one, Connection)):
+                try:
+                    heard = messages.decode_from_rank(rank.connection.recv_bytes())
+                except (EOFError, OSError):
+                    raise self._died(rank) from None
+                if isinstance(heard, messages.RankFailed):
+                    raise _told(rank, heard)
+                assert isinstance(heard, messages.AdapterSettled), "nothing else is said without being asked"
+                self._settled.append((rank.number, heard))
+            ready = wait(list(by_connection), 0.0)
+        found, self._settled = self._settled, []
+        return found
 
     def check(self) -> None:
         """Raises where a rank has ended."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from holdfast.planner import Plan
-from holdfast.records import Failure, StepPlan
+from holdfast.records import AdapterArrival, Failure, StepPlan
 
 STEP, ORDER, SAMPLED = b"\x00", b"\x01", b"\x02"
 
@@ -82,6 +82,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """An order has been followed."""
 
 
+class AdapterSettled(msgspec.Struct, frozen=True, tag=True):
+    """A LoRA adapter is in its place on this rank, or why not."""
+
+    asked_in: int
+    """The step whose plan asked for it: another may have asked for the place since."""
+    arrival: AdapterArrival
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """The last word of a rank that ends: why."""
 
@@ -89,7 +97,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = ProfileStep | FindScales | BackKV | ResizePool | Leave
-FromRank = RankLoading | RankLoaded | Measured | Done | RankFailed
+FromRank = RankLoading | RankLoaded | Measured | Done | AdapterSettled | RankFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start: Callable[[bytes], StartRank] = msgspec.msgpack.Decoder(StartRank).decode

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.engine.core.loop import StepHandle
 from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.adapters import JoinedAdapters
 from holdfast.engine.ranks.group import RankGroup
 from holdfast.execution.runner import Runner
 from holdfast.records import StepPlan, StepResult, TokenMasks
@@ -20,6 +21,7 @@ class RankedRunner:
     def __init__(self, runner: Runner, group: RankGroup) -> None:
         self._runner, self._group = runner, group
         self._under_way = deque[_UnderWay]()
+        self._adapters = JoinedAdapters(group.size, group.settled_adapters)
 
     @property
     def pids(self) -> list[int]:
@@ -32,12 +34,13 @@ class RankedRunner:
             self.finish()
         try:  # From the first byte on: a plan that has reached the others and is not followed here is left by all.
             self._group.send_plan(plan)
+            self._adapters.note(plan)
             handle = self._runner.submit(plan, masks)
         except BaseException:
             self._leave()
             raise
         if self._group.link.stage is None:
-            return handle
+            return self._adapters.joined(plan, handle)
         step = _UnderWay(self, plan, handle)
         self._under_way.append(step)
         return step
@@ -47,7 +50,7 @@ class RankedRunner:
         while self._under_way:
             step = self._under_way[0]
             try:
-                result = step.handle.result()
+                result = self._adapters.joined(step.plan, step.handle).result()
                 self._tell_sampled(step.plan, result)
             except BaseException:
                 self._leave()
@@ -69,6 +72,7 @@ class RankedRunner:
 
     def _leave(self) -> None:
         self._under_way.clear()
+        self._adapters.forget()
         self._group.interrupt()
 
     @property

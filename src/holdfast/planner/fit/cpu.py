@@ -246,8 +246,9 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
     activations += shares.step_bytes(limits, dtype=dtype)
     if settings.max_loras:
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)
-        adapters = lora.held_bytes(spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
-        activations += lora.step_bytes(spec, step, dtype=dtype, max_rank=rank)
+        for one in shares.weights:
+            adapters += lora.held_bytes(one.spec, dtype=dtype, places=settings.max_loras, max_rank=rank, copies=copies)
+            activations += lora.step_bytes(one.spec, step, dtype=dtype, max_rank=rank)
     layout = shares.kv_layout(block_tokens=settings.block_tokens, kv_dtype=kv_dtype(question))
     stored_kv = kv_store_bytes(settings.kv_store_size, layout.page_bytes) if settings.kv_store_size else 0
     grammars = forms_bytes(spec.vocab_size, limits.max_num_seqs) if settings.structured_output else 0

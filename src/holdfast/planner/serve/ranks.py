@@ -47,8 +47,6 @@ _Reason = tuple[str, str, str]
 
 
 def _of_settings(config: EngineConfig, quantization: QuantSpec | None) -> Iterator[_Reason]:
-    if config.enable_lora:
-        yield "enable_lora", "LoRA adapters are not divided among ranks yet", f"leave --enable-lora out, or {ONE_RANK}"
     if config.kv_store is not None:
         yield "kv_store", "a store of KV pages is not shared by ranks yet", f"leave --kv-store out, or {ONE_RANK}"
     if config.nvme_path is not None:
