@@ -20,6 +20,7 @@ from holdfast.execution.lora.products import Current, PlacedRows, adapt_layers
 from holdfast.execution.lora.slots import AdapterPlaces
 from holdfast.execution.ops import AttentionBackend, AttentionShape, FusedLayers, Heads, Ops, StepBuffers
 from holdfast.execution.parallel.pipeline import PipelineStage
+from holdfast.execution.parallel.rounding import rounded_together
 from holdfast.execution.parallel.routing import routed_by_first
 from holdfast.execution.parallel.share import RankShare
 from holdfast.execution.weights.decoder_weights import LayerWeights, Norm, Weights
@@ -59,7 +60,8 @@ class Transformer:
         self._beat, self._share, self._stage = beat, share, stage
         self._begins, self._ends = stage is None or stage.is_first, stage is None or stage.is_last
         if share is not None:
-            weights = replace(weights, layers=routed_by_first(weights.layers, share.collectives))
+            layers = rounded_together(routed_by_first(weights.layers, share.collectives), share.collectives)
+            weights = replace(weights, layers=layers)
         self._base, self._adapters = weights.layers, Current()
         self._placed: PlacedRows | None = None
         if adapters is not None:

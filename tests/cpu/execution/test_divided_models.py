@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quantized_files as written
 import torch
 from greedy_runs import assert_model_s_answers, few_answers, make_core, tight_blocks
-from quantized_files import Format, write_quantized
+from quantized_files import write_quantized
+from quantized_formats import FORMATS
 from thread_ranks import ThreadRanks, assert_same_of_ranks
 from tiny_gguf import write_tiny_gguf
 
@@ -97,24 +97,45 @@ def test_blocks_of_gguf_are_divided(expand: bool, compiled: bool, tmp_path: Path
     assert_same_of_ranks(spec, lambda: Checkpoint(header.tensors, "gguf"), size=2, expand=expand, compiled=compiled)
 
 
-FORMATS = {
-    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, written.awq()),
-    "gptq": Format(
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}, written.gptq()
-    ),
-}
+DIVIDED = (
+    "awq", "gptq", "w4a16-asymmetric", "w8a16", "w8a8-dynamic", "w8a8-static", "w8a8-tensor-zeros", "fp8-channel",
+    "fp8", "fbgemm-bounded", "fp8-weights-only", "fp8-tensor-static", "fp8-block", "fp8-static", "fp8-powers", "nf4",
+    "llm-int8",
+)  # fmt: skip
+USUAL = {"awq", "w8a8-dynamic", "fp8-channel", "w8a8-static", "fp8-powers"}
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in DIVIDED]
+)
 def test_codes_and_their_scales_are_divided(
     name: str, compiled: bool, oracles: Callable[..., Any], tmp_path: Path
 ) -> None:
-    oracle = oracles("Llama", intermediate_size=160)
+    """Three groups of an MLP's columns for two ranks. What a row of inputs is divided by is the whole row's."""
+    oracle = oracles("Llama", hidden_size=128, intermediate_size=192, num_hidden_layers=2)
     write_quantized(oracle.folder, tmp_path, FORMATS[name])
     spec = from_config(json.loads((tmp_path / "config.json").read_text()))
 
     def opened() -> Checkpoint:
         return Checkpoint(safetensors.read_headers(sorted(tmp_path.glob("*.safetensors"))), "safetensors")
 
-    assert_same_of_ranks(spec, opened, size=2, expand=False, compiled=compiled)
+    made = FORMATS[name]
+    rounded = made.inputs != "plain"
+    asks = rounded and made.static is None and not made.input_group
+    assert_same_of_ranks(spec, opened, size=2, expand=False, compiled=compiled, rounded=rounded, in_python=asks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fp8-blocks", "w8a8-static", "awq"])
+def test_codes_of_experts_are_divided(name: str, oracles: Callable[..., Any], tmp_path: Path) -> None:
+    """Where what comes into an expert's last matrix has a scale for every group of columns, or a stored one."""
+    oracle = oracles("Qwen3Moe", **{**EXPERTS, "moe_intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2})
+    write_quantized(oracle.folder, tmp_path, FORMATS[name])
+    spec = from_config(json.loads((tmp_path / "config.json").read_text()))
+
+    def opened() -> Checkpoint:
+        return Checkpoint(safetensors.read_headers(sorted(tmp_path.glob("*.safetensors"))), "safetensors")
+
+    rounded = FORMATS[name].inputs != "plain"
+    assert_same_of_ranks(spec, opened, size=2, expand=False, compiled=True, rounded=rounded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from holdfast import plan
-from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor
+from holdfast.checkpoints.files import PackedMatrix
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec, from_config
@@ -123,6 +125,43 @@ def test_models_and_machines_that_ranks_lack_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="compiled code, which this installation has not got"):
         refuse_with_ranks(config, spec_of(), None, compiled_kernels=False)
     refuse_with_ranks(config, spec_of(), None, compiled_kernels=True)
+
+
+def packed_as(spec: ModelSpec, **said: Any) -> dict[str, StoredTensor]:
+    """Every matrix of a layer in a quantized format."""
+    packing = PackedMatrix(Packing(**said), {})
+    return {
+        name: replace(one, packed=packing) if name.startswith("layers.") and len(one.shape) > 1 else one
+        for name, one in stored_as(spec, "F32").items()
+    }
+
+
+def test_columns_that_share_a_scale_are_not_cut() -> None:
+    """Of weights or of inputs; what is stored for a whole row is cut anywhere."""
+    spec = spec_of(num_attention_heads=8, num_key_value_heads=4, hidden_size=512, intermediate_size=640)
+    inner = {
+        name: [shard.inner for shard in divide(spec, packed_as(spec, **said), 2)]
+        for name, said in {
+            "channel": {"method": "fp8", "inputs": "fp8", "granularity": "channel"},
+            "blocks": {"method": "fp8", "inputs": "fp8", "granularity": "block", "input_group": 128},
+            "groups of inputs": {"method": "int8", "inputs": "int8", "granularity": "channel", "input_group": 128},
+            "nf4": {"method": "nf4"},
+        }.items()
+    }
+    assert inner["channel"] == [(0, 320), (320, 640)]
+    assert inner["blocks"] == inner["groups of inputs"] == [(0, 384), (384, 640)]
+    assert inner["nf4"] == [(0, 320), (320, 640)]
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"), [({}, True), ({"static_inputs": True}, False), ({"input_group": 128}, False)]
+)
+def test_experts_that_round_whole_rows_are_refused(said: dict[str, Any], refused: bool) -> None:
+    config, spec = EngineConfig(model="m", tensor_parallel_size=2, device="cpu"), spec_of()
+    packing = PackedMatrix(Packing(method="fp8", inputs="fp8", granularity="channel", **said), {})
+    stored = {"layers.0.experts.down": StoredTensor("down", (4, 64, 64), "F8_E4M3", Path(), 0, 64, packed=packing)}
+    with pytest.raises(ConfigurationError, match="rounded by rows") if refused else contextlib.nullcontext():
+        refuse_with_ranks(config, spec, stored, compiled_kernels=True)
 
 
 def test_a_plan_for_a_cpu_has_the_ranks_of_a_server(tmp_path: Path) -> None:

@@ -108,7 +108,10 @@ class _Follower:
             return True
         if isinstance(order, messages.FindScales):
             find_kv_scales(self._config, self._files, runner)
-        elif isinstance(order, messages.BackKV):
+            scales = runner.kv_scales
+            self._say(messages.ScalesFound(list(scales.keys), list(scales.values)))
+            return True
+        if isinstance(order, messages.BackKV):
             runner.back_kv(order.blocks, order.most_blocks)
         else:
             runner.resize_kv(order.blocks)

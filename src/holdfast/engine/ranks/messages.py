@@ -78,6 +78,13 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     """While it loaded."""
 
 
+class ScalesFound(msgspec.Struct, frozen=True, tag=True):
+    """Of a KV cache in FP8, those of the layers that this rank has."""
+
+    keys: list[float]
+    values: list[float]
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """An order has been followed."""
 
@@ -97,7 +104,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = ProfileStep | FindScales | BackKV | ResizePool | Leave
-FromRank = RankLoading | RankLoaded | Measured | Done | AdapterSettled | RankFailed
+FromRank = RankLoading | RankLoaded | Measured | ScalesFound | Done | AdapterSettled | RankFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start: Callable[[bytes], StartRank] = msgspec.msgpack.Decoder(StartRank).decode

@@ -19,7 +19,14 @@ from holdfast.checkpoints.files import StoredTensor
 from holdfast.checkpoints.validation.match import match
 from holdfast.errors import CheckpointError
 from holdfast.execution.device import packs_weights
-from holdfast.execution.layers.linear import DenseLinear, Linear, PackedLinear, QuantizedLinear, StackedLinear
+from holdfast.execution.layers.linear import (
+    DenseLinear,
+    DividedLinear,
+    Linear,
+    PackedLinear,
+    QuantizedLinear,
+    StackedLinear,
+)
 from holdfast.execution.loading.embedding import load_embedding
 from holdfast.execution.loading.expert_reads import ExpertReads
 from holdfast.execution.loading.staged_reads import StagedReads, expected_names, staged_reads
@@ -266,7 +273,9 @@ class Loader:
         if isinstance(layout, ScaledLayout):
             matrix = self.scaled(names, rows, layout)
             compiled = self.compiled and layout.compiles(columns)
-            return matrix.compiled(bias) if compiled else QuantizedLinear(matrix, self.dtype, bias)
+            own = None if layout.divided_inputs else bias
+            made = matrix.compiled(own) if compiled else QuantizedLinear(matrix, self.dtype, own)
+            return DividedLinear(made, layout, bias) if layout.divided_inputs else made
         if layout is None:
             weight = self.make((sum(rows), columns), self.dtype, self.device)
             for name, part in zip(names, torch.split(weight, rows), strict=True):
@@ -287,6 +296,8 @@ class Loader:
     def scaled(self, names: tuple[str, ...], rows: list[int], layout: ScaledLayout) -> ScaledMatrix:
         """Codes and scales, rows one below the other."""
         matrix = ScaledMatrix(layout, sum(rows), self.tensors[names[0]].shape[1], self.device, self.make)
+        if matrix.inputs is not None and layout.divided_inputs:
+            matrix.inputs.fill_(1.0)
         first = 0
         for name, count in zip(names, rows, strict=True):
             self.fill_scaled(matrix, first, name)

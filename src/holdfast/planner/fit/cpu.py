@@ -233,16 +233,13 @@ def count_on_cpu(question: Question, limits: Limits, *, expand: bool) -> CpuCoun
             for one in shares.weights
         )
     attention = _compiled_attention(settings, compiled)
-    decoded = weights.in_codes(expand=expand) and not (compiled and weights.compiles())
-    activations = sum(
-        cpu.activations_bytes(
+    activations = 0
+    for one in shares.weights:
+        decoded = one.in_codes(expand=expand) and not (compiled and one.compiles())
+        activations += cpu.activations_bytes(
             one.spec, limits, dtype=dtype, compiled_attention=attention, compiled=compiled and not decoded
         )
-        for one in shares.weights
-    )
-    if decoded:
-        rounded = weights.rounds_inputs(None)
-        activations += sum(cpu.decoding_bytes(one.spec, limits, rounded=rounded) for one in shares.weights)
+        activations += cpu.decoding_bytes(one.spec, limits, rounded=one.rounds_inputs(None)) if decoded else 0
     activations += shares.step_bytes(limits, dtype=dtype)
     if settings.max_loras:
         rank, copies = settings.max_lora_rank, lora.copy_rows(settings.lora_copies, on_cpu=True)

@@ -15,7 +15,6 @@ from holdfast.models import ModelSpec, QuantSpec
 
 NOT_WITH_RANKS = "HF138"
 ONE_RANK = "leave --tensor-parallel-size and --pipeline-parallel-size out"
-ONE_STAGE = "leave --pipeline-parallel-size out"
 
 
 def refuse_with_ranks(
@@ -29,7 +28,6 @@ def refuse_with_ranks(
     for field, what, fix in (
         *_of_settings(config, spec.quantization),
         *(_of_divided_layers(spec, stored) if config.tensor_parallel_size > 1 else ()),
-        *(_of_stages(config, spec) if config.pipeline_parallel_size > 1 else ()),
         *_of_model(spec),
         *_of_machine(config, compiled_kernels),
     ):
@@ -70,20 +68,17 @@ def _of_divided_layers(spec: ModelSpec, stored: Mapping[str, StoredTensor] | Non
         yield "load_format", "dummies of a quantized model are not divided among ranks", ONE_RANK
     if any(packing.act_order for packing in packings):
         yield "tensor_parallel_size", "the columns of these weights have an order of their own (act-order)", ONE_RANK
-    if any(packing.inputs != "plain" for packing in packings):
-        reason = "products of these weights round their inputs, which ranks would do each by its own part"
+    if any(_rounds_rows(one) for name, one in (stored or {}).items() if name.endswith(".experts.down")):
+        reason = "what comes into an expert's last matrix is rounded by rows, which ranks would do each by its own part"
         yield "tensor_parallel_size", reason, ONE_RANK
     if spec.decoder.query_key_norm == "whole":
         yield "tensor_parallel_size", "this model norms the queries of all heads together", ONE_RANK
 
 
-def _of_stages(config: EngineConfig, spec: ModelSpec) -> Iterator[_Reason]:
-    reason = "scales of a KV cache in FP8{} are not found by several stages yet"
-    if config.kv_cache_dtype.startswith("fp8"):
-        yield "kv_cache_dtype", reason.format(""), f"leave --kv-cache-dtype out, or {ONE_STAGE}"
-    if spec.kv_cache_fp8 and config.kv_cache_dtype == "auto":
-        asked = reason.format(", which this checkpoint asks for,")
-        yield "kv_cache_dtype", asked, f"--kv-cache-dtype bfloat16, or {ONE_STAGE}"
+def _rounds_rows(stored: StoredTensor) -> bool:
+    """Its inputs have one scale a row, which is found when they come."""
+    packing = None if stored.packed is None else stored.packed.packing
+    return packing is not None and packing.inputs != "plain" and not packing.static_inputs and not packing.input_group
 
 
 def _of_model(spec: ModelSpec) -> Iterator[_Reason]:

@@ -13,6 +13,7 @@ from itertools import groupby
 from holdfast.checkpoints.checkpoint import piece_of
 from holdfast.footprint import cpu
 from holdfast.footprint.cpu import Limits
+from holdfast.footprint.experts import mlp_width
 from holdfast.footprint.identity_key import Same
 from holdfast.kvcache.groups import KVLayout
 from holdfast.models import ModelSpec
@@ -80,6 +81,7 @@ class RankShares:
             vocab = self.spec.vocab_size if shard is None else shard.vocab_rows
             shows = stage.is_last if stage is not None else shard is not None
             total += _step_bytes(one.spec, limits, dtype=dtype, vocab=vocab if shows else 0, sums=shard is not None)
+            total += _divided_bytes(one.spec, limits) if one.divides_inputs() else 0
         return total
 
     def slot_bytes(self, limits: Limits, *, dtype: str) -> int:
@@ -153,6 +155,12 @@ def _step_bytes(spec: ModelSpec, limits: Limits, *, dtype: str, vocab: int, sums
     apart = min(limits.max_num_batched_tokens, cpu.MLP_TILE) * spec.hidden_size
     apart = 0 if cpu.sums_apart(spec) or not sums else apart
     return (apart + cpu.head_rows(spec.vocab_size, limits.max_num_seqs) * vocab) * cpu.ELEMENT_BYTES[dtype]
+
+
+def _divided_bytes(spec: ModelSpec, limits: Limits) -> int:
+    """Of one rank's inputs once more in float32, divided by what ranks find together."""
+    widest = max(spec.heads * spec.head_dim, mlp_width(spec))
+    return min(limits.max_num_batched_tokens, cpu.MLP_TILE) * widest * 4
 
 
 @lru_cache(maxsize=64)

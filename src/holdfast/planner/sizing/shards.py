@@ -17,7 +17,8 @@ from functools import reduce
 from itertools import pairwise
 from math import lcm
 
-from holdfast.checkpoints import LAYOUTS, StoredTensor
+from holdfast.checkpoints import LAYOUTS, Packing, StoredTensor
+from holdfast.checkpoints.formats.quantized_tensors import BNB_BLOCK, MXFP4_BLOCK
 from holdfast.errors import ConfigurationError
 from holdfast.models import ModelSpec
 from holdfast.models.shards import Range, Shard
@@ -166,6 +167,15 @@ def _cut(tensor: StoredTensor, axis: int) -> int:
     if packed is None:
         return LAYOUTS[tensor.layout].block_elements if axis == 1 else 1
     packing = packed.packing
+    if axis == 0:
+        return packing.block[0] if packing.granularity == "block" else 1
+    return lcm(max(_group(packing), 1), max(packing.input_group, 1))
+
+
+def _group(packing: Packing) -> int:
+    """Columns that share a scale; less than one: all of a row, which every piece of it has."""
     if packing.granularity == "block":
-        return packing.block[axis]
-    return max(packing.group_size, 1) if axis == 1 else 1
+        return packing.block[1]
+    if packing.method in ("awq", "gptq", "pack-quantized") or packing.granularity == "group":
+        return packing.group_size
+    return {"nf4": BNB_BLOCK, "mxfp4": MXFP4_BLOCK}.get(packing.method, 1)
